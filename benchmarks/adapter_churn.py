@@ -1,7 +1,7 @@
 """Which adapters stay: how many requests find theirs in the pool, while popularity changes and versions come.
 
 A simulation through the real adapter cache and idle order. `unaged` counts uses for ever, as GreedyDual-Size-Frequency
-does by itself; LRU evicts what was idle longest. With hints the gang hears which adapters no name points to any more.
+does by itself; LRU evicts what was idle longest. With hints the gang learns which adapters no name points to any more.
 """
 
 from __future__ import annotations

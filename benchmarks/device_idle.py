@@ -51,9 +51,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 class Step(NamedTuple):
     idle_s: float  # of the device, before it
-    cpu_s: (
-        float  # of the host, in all threads; what is more than the pass leaves the device idle, whoever waits for whom
-    )
+    cpu_s: float  # of the host, in all threads; time beyond the pass leaves the device idle
 
 
 @dataclass

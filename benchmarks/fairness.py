@@ -1,10 +1,10 @@
-"""What a quiet tenant feels of a flood: its time to first token beside each kind of flood over that alone, fair or not.
+"""How a flood affects a quiet tenant: its time to first token beside each kind of flood over that alone, fair or not.
 
 A whole motet of the demo model runs on this machine, its gang on one thread. All asking is done over HTTP by processes
 of their own, those of the flood at a low priority. In each round the quiet tenant is measured beside each kind of
 flood, and alone before each: with fair scheduling, and for a shorter time first come, first served, where it waits for
 seconds. Then two tenants ask for more than the gang can do, for the throughput of either. A ratio is of measurements of
-one round, and the median of the rounds is told. A round has hundreds of answers, so its p99 is not the longest one.
+one round, and the median of the rounds is printed. A round has hundreds of answers, so its p99 is not the longest one.
 """
 
 from __future__ import annotations
@@ -112,15 +112,15 @@ class Fairness:
                 flood = self._ask(kind, FLOODER, 2 * WARM_S + each_s, NICE)
                 time.sleep(WARM_S)
                 beside[kind] = self._quiet(each_s)
-                print(f"{way:5} {kind:14} {_told(beside[kind])}, {flood.heard()}", flush=True)
+                print(f"{way:5} {kind:14} {_formatted(beside[kind])}, {flood.result()}", flush=True)
                 time.sleep(REST_S)
-            print(f"{way:5} {'alone':14} {_told(alone)}", flush=True)
+            print(f"{way:5} {'alone':14} {_formatted(alone)}", flush=True)
             for kind, times_s in beside.items():
                 self._ratios.setdefault((way, kind), []).append(_p99(times_s) / _p99(alone))
             both = [self._ask("connections", tenant, 2 * WARM_S + seconds, NICE) for tenant in (FLOODER, OTHER)]
             tokens_per_s[way] = self._tokens_per_s(seconds)
             for one in both:
-                one.heard()
+                one.result()
             print(f"{way:5} {'both backlogged':14} {tokens_per_s[way]:.0f} tokens/s", flush=True)
         self._over_fifo.append(tokens_per_s["fair"] / tokens_per_s["fifo"])
 
@@ -129,7 +129,7 @@ class Fairness:
         return Asking(kind, self._config.url, f"key-of-{tenant}", self._config.serving.name, seconds, adapters, nice)
 
     def _quiet(self, seconds: float) -> list[float]:
-        first_token_s: list[float] = self._ask("quiet", QUIET, seconds).heard()
+        first_token_s: list[float] = self._ask("quiet", QUIET, seconds).result()
         return first_token_s
 
     def _tokens_per_s(self, seconds: float) -> float:
@@ -152,13 +152,13 @@ class Fairness:
             print(f"{kind:14}{medians['fair']:8.2f}{medians['fifo']:8.2f}")
             for way, median in medians.items():
                 worst[way] = max(worst.get(way, 0.0), median)
-        told = {
+        row = {
             "benchmark": "fairness",
             "quiet_ttft_p99_ratio": round(worst["fair"], 2),
             "fcfs_quiet_ttft_p99_ratio": round(worst["fifo"], 2),
             "throughput_over_fcfs": round(statistics.median(self._over_fifo), 3),
         }
-        print(json.dumps(told))
+        print(json.dumps(row))
 
 
 def _p99(times_s: list[float]) -> float:
@@ -166,7 +166,7 @@ def _p99(times_s: list[float]) -> float:
     return sorted(times_s)[min(int(0.99 * len(times_s)), len(times_s) - 1)]
 
 
-def _told(times_s: list[float]) -> str:
+def _formatted(times_s: list[float]) -> str:
     return f"p50 {1000 * statistics.median(times_s):8.1f} ms, p99 {1000 * _p99(times_s):8.1f} ms of {len(times_s)}"
 
 

@@ -117,8 +117,8 @@ class Host:
         for _ in range(NUM_STEPS):
             self.ask(num_prompt_tokens, 1)
             num_passes, cpu_s = len(device.idle_s), time.process_time()
-            num_told = len(engine.step())
-            if num_told == NUM_SEQUENCES + 1:
+            num_reported = len(engine.step())
+            if num_reported == NUM_SEQUENCES + 1:
                 found.append((sum(device.idle_s[num_passes:]), time.process_time() - cpu_s))
         device.pass_s = 0.0
         self.run()

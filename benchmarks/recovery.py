@@ -114,8 +114,8 @@ def stream(client: httpx.Client, under_way: threading.Barrier, seed: int) -> flo
             if num_events == KILL_AFTER:
                 under_way.wait()
                 at = time.monotonic()  # waiting for other streams is no pause
-    told = json.loads(last)
-    if told.get("usage", {}).get("completion_tokens") != NUM_TOKENS:
+    answer = json.loads(last)
+    if answer.get("usage", {}).get("completion_tokens") != NUM_TOKENS:
         raise SystemExit(f"a stream did not come to its end: {last}")
     return longest_s
 

@@ -26,7 +26,7 @@ import psutil
 
 from motet.benchmarks.rigs.hostile_tenant import HostileTenant
 from motet.benchmarks.rigs.process_memory import ProcessMemory
-from motet.benchmarks.rigs.soak_traffic import Heard, Tenant
+from motet.benchmarks.rigs.soak_traffic import Tenant, TrafficResult
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch.launch import Deployment
 from motet.cluster.launch.local_serve import free_ports
@@ -100,10 +100,10 @@ class Soak:
         pages_left = await self._pages_left()
         self._report(alone, beside, mallory.num_attacks, pages_left)
 
-    async def _serve(self, tenants: list[Tenant], duration_s: float) -> Heard:
-        """Traffic of all tenants for so long, and what they heard together."""
+    async def _serve(self, tenants: list[Tenant], duration_s: float) -> TrafficResult:
+        """Traffic of all tenants for so long, and their result."""
         for tenant in tenants:
-            tenant.heard = Heard()
+            tenant.result = TrafficResult()
         tasks = [asyncio.create_task(t.ask_forever()) for t in tenants for _ in range(STREAMS_EACH)]
         tasks += [asyncio.create_task(t.upload_forever(UPLOAD_EVERY_S)) for t in tenants]
         await asyncio.sleep(duration_s)
@@ -112,12 +112,12 @@ class Soak:
                 task.result()  # it never ends by itself: this raises what ended it
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        heard = Heard()
+        result = TrafficResult()
         for tenant in tenants:
-            heard.first_token_s += tenant.heard.first_token_s
-            heard.ends += tenant.heard.ends
-            heard.untold += tenant.heard.untold
-        return heard
+            result.first_token_s += tenant.result.first_token_s
+            result.ends += tenant.result.ends
+            result.unexplained += tenant.result.unexplained
+        return result
 
     async def _kill(self) -> None:
         """A gang, and each third time the registry's server."""
@@ -163,28 +163,29 @@ class Soak:
                 await asyncio.sleep(1.0)
         return left
 
-    def _report(self, alone: Heard, beside: Heard, num_attacks: int, pages_left: int) -> None:
-        for name, heard in (("alone", alone), ("beside a hostile tenant", beside)):
-            quantiles = _quantiles(heard.first_token_s)
+    def _report(self, alone: TrafficResult, beside: TrafficResult, num_attacks: int, pages_left: int) -> None:
+        for name, result in (("alone", alone), ("beside a hostile tenant", beside)):
+            quantiles = _quantiles(result.first_token_s)
             print(
-                f"{name}: first token p50 {quantiles[0]:.3f} s, p99 {quantiles[1]:.3f} s, of {len(heard.first_token_s)}"
+                f"{name}: first token p50 {quantiles[0]:.3f} s, p99 {quantiles[1]:.3f} s, "
+                f"of {len(result.first_token_s)}"
             )
-            for end, count in heard.ends.most_common():
+            for end, count in result.ends.most_common():
                 print(f"  {count:7} {end}")
-            for untold, count in Counter(heard.untold).most_common(10):
-                print(f"  {count:7} UNTOLD {untold}")
+            for unexplained, count in Counter(result.unexplained).most_common(10):
+                print(f"  {count:7} UNEXPLAINED {unexplained}")
         print(f"{num_attacks} attacks; killed and stalled: {dict(self._num_kills)}")
         growth = self._memory.growth(SETTLED_S, SETTLED_S / 2)
         for process, (num_bytes, percent) in sorted(growth.items()):
             print(f"  {process:24} {num_bytes / 2**20:8.0f} MiB {percent:+6.1f} %")
-        p99 = [_quantiles(heard.first_token_s)[1] for heard in (alone, beside)]
+        p99 = [_quantiles(result.first_token_s)[1] for result in (alone, beside)]
         summary = {
             "benchmark": "soak",
             "minutes": round(self._duration_s / 60, 1),
             "first_token_p99_alone_s": round(p99[0], 3),
             "first_token_p99_beside_s": round(p99[1], 3),
             "beside_over_alone": round(p99[1] / p99[0], 2),
-            "untold": len(alone.untold) + len(beside.untold),
+            "unexplained": len(alone.unexplained) + len(beside.unexplained),
             "largest_growth_percent": round(max((percent for _, percent in growth.values()), default=0.0), 1),
             "pages_left": pages_left,
         }

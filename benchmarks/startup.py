@@ -1,8 +1,8 @@
 """What a start of the demo costs until `ready`: CPU seconds and memory by process, time, and the longest silence.
 
 `motet serve` of the demo model is started some times, one after the other, each with a data folder of its own. At
-`ready` each process tells the CPU that it and the children that it has outlived have taken, and the memory that it has
-for itself with its share of what processes have in common (PSS). Motet's own processes stand above the line, Ray's
+`ready` each process reports the CPU that it and the children that it has outlived have taken, and the memory that it
+has for itself with its share of what processes have in common (PSS). Motet's own processes stand above the line, Ray's
 below it; the time that Ray's worker takes to come up before it becomes a router or a gang counts as the router's or the
 gang's. The table has medians. CPU seconds stay comparable on a busy machine, other times do not.
 

@@ -110,8 +110,8 @@ def test_rooms_do_not_import_each_other_in_a_ring() -> None:
 
 def test_a_ring_would_be_seen() -> None:
     sources = {
-        "motet.workers.memory.pool": "from ..scheduling.sequence import Sequence",
-        "motet.workers.scheduling.sequence": "def late():\n    from .. import engine",
+        "motet.workers.memory.pool": "from ..scheduling.growing_sequence import GrowingSequence",
+        "motet.workers.scheduling.growing_sequence": "def late():\n    from .. import engine",
         "motet.workers.scheduling.plan": "",
         "motet.workers.engine": "from .memory import pool",
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..adapters.packing.layout import Dtype
-from .fairness.standings import Scheduling
+from .fairness.tenant_counters import Scheduling
 
 ExpertSharding = Literal["tensor", "expert"]
 Device = Literal["cpu", "cuda", "auto"]
@@ -25,7 +25,7 @@ FLOAT8_MULTIPLE = 16  # of the inputs and outputs of each linear of a worker
 FLOAT8_ON_A_CPU = "weights of eight bits are for GPUs of compute capability 9.0 or more: CPUs serve those of dtype"
 FLOAT8_KV_ON_A_CPU = "KV of eight bits is for GPUs of compute capability 9.0 or more: CPUs serve that of dtype"
 FLOAT8_EXPERTS = "weights of eight bits are for dense bases, and this one has experts: those of dtype are served"
-CPU_POOL_BYTES = 1 << 30  # of a worker on a CPU that nobody told how many
+CPU_POOL_BYTES = 1 << 30  # default of a worker on a CPU
 
 
 def why_not_float8(capability: tuple[int, int] | None, part: Float8Part) -> str | None:
@@ -57,10 +57,10 @@ class EngineConfig:
     kv_disk_path: Path  # folder for these
     block_size: int  # tokens a page
     max_tokens_per_step: int  # token budget of a plan
-    token_interval_s: float | Literal["auto"]  # that a step should take at most in which sequences decode; 0: no limit
+    token_interval_s: float | Literal["auto"]  # target time of steps with decodes; 0: no limit
     max_num_sequences: int  # sequences that run at once
-    scheduling: Scheduling  # who goes first: whoever was served least, or who came first
-    prefix_cache: bool  # sequences of a tenant that begin alike share their KV
+    scheduling: Scheduling  # which sequence goes first: the least served tenant's, or the oldest
+    prefix_cache: bool  # sequences of a tenant share the KV of common prefixes
     max_model_len: int | None  # None: what the model's config says
     num_threads: int  # of each worker's compute library
     cache_path: Path | None  # keeps what was compiled for this machine; None: .cache/motet in the user's home

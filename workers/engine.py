@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable
 
 from .engine_messages import End, EngineMessage, GiveUpWaiting, PinChanges, TokenInterval
@@ -13,6 +12,7 @@ from .fairness.prompt_budget import token_interval_of
 from .plan import StepPlan, StepResult
 from .plan_ahead import PlanAhead
 from .scheduling.scheduler import Scheduler
+from .step_pacing import StepPacing
 from .wire.engine_load import EngineLoad
 from .wire.fair_shares import ServedElsewhere, TenantShare
 from .wire.messages import (
@@ -28,9 +28,6 @@ from .wire.messages import (
 )
 from .wire.sequence_usage import SequenceUsage
 
-_LATE = 0.1  # of what a step was expected to take: a plan after it should be made by so long before its end
-_LEAST_SPARE, _MOST_SPARE, _MORE_SPARE = 0.05, 0.85, 0.01  # of what a step was expected to take
-
 
 class Engine:
     """Grows sequences step by step. Used from one thread."""
@@ -44,17 +41,15 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`overlaps`: the next plan is made while a step runs."""
-        self._scheduler, self.executor, self.info, self._clock = scheduler, executor, info, clock
+        self._scheduler, self.executor, self.info = scheduler, executor, info
         self._overlaps = overlaps
         self._ahead = PlanAhead(scheduler)
-        self._began_at = 0.0  # the plan that is executed
-        self._expected_s: deque[float] = deque()  # that it takes, and the one that was begun behind it
-        self._spare = _LEAST_SPARE  # part of a step's time in which the next plan need not be made yet
+        self._pacing = StepPacing(clock)
         self._ended: list[SequenceUpdate] = []  # last updates of sequences that ended between two steps
-        self._is_stalled = False
+        self.waits = False  # the last step found nothing to compute: its sequences wait for copies under way
 
     def receive(self, message: EngineMessage) -> None:
-        """Hands a message to its owner. Updates that follow from it come with the next step."""
+        """Passes a message to its owner. The next step returns the updates that follow from it."""
         match message:
             case Submit(request):
                 self._submit(request)
@@ -66,11 +61,11 @@ class Engine:
                 self._end(sequence_id, self._scheduler.cancel_waiting(sequence_id), error)
             case Outdated(digest):
                 self._scheduler.memory.outdate(digest)
-                self._scheduler.host_news.outdate(digest)
+                self._scheduler.host_updates.outdate(digest)
             case PinChanges(changes):
-                self._scheduler.host_news.pin(changes)
+                self._scheduler.host_updates.pin(changes)
             case ServedElsewhere(totals):
-                self._scheduler.standings.charge_elsewhere(totals)
+                self._scheduler.counters.charge_elsewhere(totals)
             case TokenInterval(setting):
                 self._scheduler.token_interval_s = token_interval_of(setting, self.info.device)
 
@@ -87,28 +82,25 @@ class Engine:
             self._ended.append(SequenceUpdate(sequence_id, error=error, usage=usage))
 
     def take_shares(self, most: int) -> list[TenantShare]:
-        """Of at most so many tenants whose share has changed since it was last taken."""
+        """Shares of at most `most` tenants that have changed since they were last taken."""
         return self._scheduler.take_shares(most)
 
     def has_work(self) -> bool:
         return bool(self._ended) or self._ahead.has_plan or self._scheduler.has_work()
 
     def spare_s(self) -> float:
-        """For how long the next plan can still wait: who comes meanwhile is in it, and else comes a whole step later.
+        """For how long the next plan can still wait, so that requests that arrive meanwhile are in it.
 
-        What is executed is busy for longer than this, as far as steps go on to take what such steps took. Nothing waits
-        unless somebody came lately who is clearly behind others: a busy CPU wakes a thread late, which costs a little.
+        0 unless the scheduler is in latency mode: a busy CPU wakes a thread late, which costs a little.
         """
-        if not self._ahead.has_plan or not self._scheduler.pressure.is_on:
-            return 0.0
-        return max(0.0, self._began_at + self._spare * self._expected_s[0] - self._clock())
+        return self._pacing.spare_s if self._ahead.has_plan and self._scheduler.latency_mode.is_on else 0.0
 
     def step(self) -> list[SequenceUpdate]:
-        """One iteration: schedule → execute → commit. Returns what each sequence's owner should hear of it.
+        """One iteration: schedule → execute → commit. Returns the updates for the sequences' owners.
 
-        The plan that follows is made while this step's plan is executed, and its execution begins before this step is
-        committed. So what the last step made ahead is executed already, and there is nothing to schedule. Where tokens
-        are fed on the device, execution begins before they are known, so that the device need not wait for anybody.
+        The next plan is made while this step's plan is executed, and begins before this step is committed. So a plan
+        made ahead is being executed already, and there is nothing to schedule. If the device feeds tokens to the next
+        step, that begins before the tokens are known, so the device never waits for the host.
         """
         ended, self._ended = self._ended, []
         plan_made_ahead = self._ahead.take()
@@ -121,45 +113,31 @@ class Engine:
         result = self._finish(plan)
         if not feeds and (following := self._ahead.settle(result)) is not None:
             self._begin(following)
-        # A plan made ahead knew nothing of what the step before it left behind: another one may find more to do.
-        has_news = bool(plan.sequences or result.loaded or result.failed or result.moved)
-        self._is_stalled = plan_made_ahead is None and not has_news
+        # A plan made ahead could not use what the step before it freed: another plan may find more to do.
+        found_something = bool(plan.sequences or result.loaded or result.failed or result.moved)
+        self.waits = plan_made_ahead is None and not found_something
         return ended + self._scheduler.commit(plan, result)
 
     def _begin(self, plan: StepPlan) -> StepPlan:
-        if not self._expected_s:  # else it waits for the one that is executed
-            self._began_at = self._clock()
-        self._expected_s.append(self._scheduler.expected_s(plan))
+        self._pacing.begin(self._scheduler.expected_s(plan))
         self.executor.begin(plan)
         return plan
 
     def _finish(self, plan: StepPlan) -> StepResult:
-        planned_at, expected_s = self._clock(), self._expected_s.popleft()
+        self._pacing.planned()
         result = self.executor.finish()
-        now = self._clock()
-        left_s = now - planned_at
-        if left_s < _LATE * expected_s:  # the device had to wait for the plan that follows, or nearly so
-            self._spare = max(_LEAST_SPARE, self._spare * (0.9 if left_s > 0.1 * _LATE * expected_s else 0.5))
-        else:
-            self._spare = min(_MOST_SPARE, self._spare + _MORE_SPARE)
-        self._scheduler.observe(plan, now - self._began_at)
-        self._began_at = now  # of the plan that was begun meanwhile
+        self._scheduler.observe(plan, self._pacing.end())
         return result
 
-    @property
-    def waits(self) -> bool:
-        """The last step found nothing to compute: its sequences wait for adapters or pages that are still coming."""
-        return self._is_stalled
-
     def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
-        """From now on `wake` is called, from another thread, whenever a copy has ended or failed."""
+        """Sets `wake`, which is called from another thread whenever a copy has ended or failed."""
         self.executor.wake_on_copy_end(wake)
 
     def load(self) -> EngineLoad:
         return self._scheduler.load()
 
     def take_residency_changes(self) -> ResidencyChange:
-        """Adapters that came into the pool, or began to, and those that went since the last call."""
+        """Adapters and pages that entered or left the pool since the last call."""
         return self._scheduler.take_residency_changes()
 
     def check_integrity(self) -> None:

@@ -40,7 +40,7 @@ def build_engine_loop(
     config: EngineConfig, on_progress: Progress | None = None, spawn: Spawn | None = None, host: str = "127.0.0.1"
 ) -> EngineLoop:
     """An engine with a thread of its own, not yet started. See `build_engine`."""
-    # Of several workers their leader hears first which one hangs.
+    # In a gang of several workers the executor's deadline must fire first, as it names the worker that hangs.
     slack_s = 0.0 if config.tensor_parallel == 1 else _SLACK_S
     return EngineLoop(build_engine(config, on_progress, spawn, host), config.step_deadline_s + slack_s)
 
@@ -56,7 +56,7 @@ def build_engine(
     model = ModelConfig.from_folder(config.model_path)
     sharding = ModelSharding(model, config.tensor_parallel, expert_sharding=config.expert_sharding)
     dtype = getattr(torch, config.dtype)
-    if config.pool_bytes is not None:  # too little is refused before workers start
+    if config.pool_bytes is not None:  # refuses too small a pool before workers start
         plan_pool(sharding, config.block_size, dtype, config.pool_bytes, config.kv_dtype)
     executor: Executor
     if config.tensor_parallel == 1:
@@ -64,7 +64,7 @@ def build_engine(
         kernels, device, num_pages = alone.kernels_name, alone.device.type, alone.runner.num_pages
     else:
         if spawn is None:
-            raise ValueError(f"tensor_parallel = {config.tensor_parallel}: a way to start workers is needed, or 1")
+            raise ValueError(f"tensor_parallel = {config.tensor_parallel}: `spawn` is needed to start workers, or 1")
         executor, kernels, device, num_pages = _start_gang(config, on_progress, spawn, host)
     geometry = pool_of(sharding, config.block_size, dtype, num_pages, config.kv_dtype)
     layout = sharding.layout(config.block_size, config.dtype, config.kv_dtype)
@@ -113,7 +113,7 @@ def _pages_of_all(ready: Sequence[Ready]) -> int:
     """Raises WorkerLostError if workers have pools of different sizes, as some on CPUs and others on GPUs would."""
     sizes = [of.num_pages for of in ready]
     if len(set(sizes)) > 1:
-        raise WorkerLostError(f"the workers' pools have {sizes} pages: all must have as many; give pool_bytes")
+        raise WorkerLostError(f"the workers' pools have {sizes} pages: all must be of one size; set pool_bytes")
     return sizes[0]
 
 
@@ -144,17 +144,17 @@ def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[
 
 
 def _await_all_ready(connections: Sequence[Connection], on_progress: Progress | None) -> list[Ready]:
-    """By rank. Raises WorkerLostError as soon as one of them is lost, which others may wait for."""
+    """By rank. Raises WorkerLostError as soon as one of them is lost, since others may wait for it."""
     with ThreadPoolExecutor(len(connections), thread_name_prefix="gang-start") as threads:
-        told = [threads.submit(_await_ready, rank, each, on_progress) for rank, each in enumerate(connections)]
+        waits = [threads.submit(_await_ready, rank, each, on_progress) for rank, each in enumerate(connections)]
         try:
-            for each in as_completed(told):
+            for each in as_completed(waits):
                 each.result()
         except BaseException:
             for connection in connections:
-                connection.close()  # which ends the other waits
+                connection.close()  # ends the other waits
             raise
-    return [each.result() for each in told]
+    return [each.result() for each in waits]
 
 
 def _await_ready(rank: int, connection: Connection, on_progress: Progress | None) -> Ready:

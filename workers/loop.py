@@ -99,7 +99,7 @@ class EngineLoop:
         self._on_step(StepReport(updates, load, self._engine.take_residency_changes(), shares))
 
     def _refuse_all(self, failure: SequenceError) -> None:
-        """Ends all sequences, those that still come included, with this error until the loop is stopped."""
+        """Ends all sequences, later ones included, with this error until the loop is stopped."""
         while not self._stopping:
             failed = [SequenceUpdate(sequence_id, error=failure) for sequence_id in sorted(self._submitted)]
             self._submitted.clear()
@@ -111,9 +111,9 @@ class EngineLoop:
                 self._inbox.clear()
 
     def _take_inbox(self) -> bool:
-        """Waits until a step is due, for as long as the next plan can wait, and obeys what came in. False: stop."""
+        """Waits until a step is due and for as long as the next plan can wait; passes messages on. False: stop."""
         with self._wake:
-            # A step without work is a heartbeat: it finds a worker that died or hangs while nobody asked for anything.
+            # A step without work is a heartbeat, which finds a worker that died or hangs while the gang is idle.
             self._wake.wait_for(self._is_due, timeout=_HEARTBEAT_S)
             self._progress_at = time.monotonic()
             self._times.begin_step()

@@ -54,8 +54,8 @@ def one_shot_sums(
 ) -> OneShotSums | None:
     """All workers call it together, after they have met; None for all of them: their GPUs cannot, and the log says why.
 
-    `group_name`: of torch's process group. `gather`: all workers' x, by rank. Whoever fails tells the others, so that
-    nobody waits for it.
+    `group_name`: of torch's process group. `gather`: all workers' x, by rank. A worker that fails signals this to the
+    others, so that none waits for it.
     """
 
     def all_can(problem: str | None, level: int = logging.WARNING) -> bool:
@@ -65,7 +65,7 @@ def one_shot_sums(
         return bool(flags.all())
 
     most_bytes = next((size for most, size in MOST_BYTES.items() if degree <= most), None)
-    if most_bytes is None:  # for so many the sums of each by itself would take longer
+    if most_bytes is None:  # with more workers NCCL is faster
         return None
     homes = gather(torch.tensor([_home()], dtype=torch.int64, device=device)).flatten()
     are_apart = bool((homes != homes[0]).any())

@@ -29,13 +29,13 @@ class Residence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Copy an adapter into its pages, beside the steps. A later result says that it is there, or why it is not."""
+    """Copy an adapter into its pages while steps run. A later result reports its end."""
 
     residence: Residence
 
 
 Tier = Literal["device", "host", "disk"]
-Int32s = bytes  # numbers side by side, in the order of this machine's bytes
+Int32s = bytes  # int32 numbers in native byte order
 INT32_BYTES = 4  # of each of them
 
 
@@ -50,7 +50,7 @@ def unpacked(numbers: Int32s) -> array[int]:
 
 
 class PageMove(msgspec.Struct, frozen=True, array_like=True):
-    """Copy pages of KV from one tier to another, beside the steps and in the order of the plans."""
+    """Copy pages of KV from one tier to another while steps run, in the order of the plans."""
 
     number: int
     source: Tier
@@ -93,7 +93,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     pages: Int32s  # all of the sequence's pages, enough for these tokens
     adapter: str | None  # digest
     sample: SamplePlan | None  # None: a prompt chunk that is not the last
-    is_fed: bool = False  # its one token is what the step before chooses, and `token_ids` has any in its place
+    is_fed: bool = False  # its one token is chosen by the step before; `token_ids` has a placeholder
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -103,9 +103,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     loads: tuple[AdapterLoad, ...]
     moves: tuple[PageMove, ...] = ()
     copies: tuple[PageCopy, ...] = ()
-    outdated: tuple[str, ...] = ()  # digests that no name points to any more: host memory need not keep them
-    penalised: tuple[int, ...] = ()  # ids of all running sequences with penalties: what is kept of others goes
-    pins: dict[str, bool] = {}  # digests that host memory must keep from now on (True), or need not keep any more
+    outdated: tuple[str, ...] = ()  # digests without a name, which host memory need not keep
+    penalised: tuple[int, ...] = ()  # ids of all running sequences with penalties; counts of others are dropped
+    pins: dict[str, bool] = {}  # digests to pin (True) or unpin in host memory
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -116,7 +116,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class AdapterFailure(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     message: str
-    is_unavailable: bool = False  # the store could not be read here and now; nothing is known of the adapter
+    is_unavailable: bool = False  # the store could not be read; the adapter may be good
 
 
 class MoveEnd(msgspec.Struct, frozen=True, array_like=True):
@@ -134,10 +134,10 @@ class HostAdapterStats(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int = 0
     num_reads: int = 0  # since the start, of adapters that were not in host memory but in the store
     num_failed_reads: int = 0  # since the start, those included that were tried again
-    num_hung_reads: int = 0  # that have been given up, and have not come back yet
+    num_hung_reads: int = 0  # that have been given up, and have not returned yet
     came: tuple[str, ...] = ()  # digests, since the last result
     went: tuple[str, ...] = ()
-    pin_news: dict[str, str] = {}  # by digest, since the last result: why it cannot be kept; empty: it can again
+    pin_news: dict[str, str] = {}  # by digest, since the last result: why it cannot be kept; empty: recovered
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -1,4 +1,4 @@
-"""The plan that follows the one being executed, so that the worker need not wait for the leader between two steps."""
+"""The plan that follows the running one, so that workers need not wait for the leader between two steps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .scheduling.scheduler import Scheduler
 class PlanAhead:
     """One plan at most: made while the plan before it is executed, settled with that one's result, and taken.
 
-    When it is made, it is not known yet which tokens the plan before it chooses, and whether they end their sequences.
-    The idea is NanoFlow's (arXiv 2408.12757).
+    When it is made, the tokens of the plan before it are not known, nor which sequences they end. The idea is
+    NanoFlow's (arXiv 2408.12757).
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -28,8 +28,8 @@ class PlanAhead:
     def settle(self, result: StepResult | None) -> StepPlan | None:
         """Completes the plan with the result of the one before it, which is committed afterwards.
 
-        None: there is no result yet, and the plan is fed with the tokens that come.
-        Returns the plan that should be executed now; None: none was made, or nothing is left of it.
+        None: there is no result yet, and the device feeds its tokens to the plan. Returns the plan to execute now;
+        None: none was made, or it is empty.
         """
         if self._plan is not None:
             plan = self._scheduler.settle(self._plan, result)
@@ -40,6 +40,6 @@ class PlanAhead:
         return self._plan
 
     def take(self) -> StepPlan | None:
-        """The plan, which is settled and being executed by now; None: there is none."""
+        """The plan, which is settled and being executed; None: there is none."""
         plan, self._plan = self._plan, None
         return plan

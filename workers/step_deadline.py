@@ -1,8 +1,8 @@
-"""After how long a step counts as hung: sooner on a gang whose steps were short so far."""
+"""The time after which a step counts as hung: shorter on a gang whose steps were short so far."""
 
 from __future__ import annotations
 
-LEAST_S = 30.0  # a machine that others keep busy, or a prompt after many short steps, must not look like a hang
+LEAST_S = 30.0  # a busy machine, or a prompt after many short steps, must not look like a hang
 FACTOR = 20.0  # of the longest step so far
 
 

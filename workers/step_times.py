@@ -1,4 +1,4 @@
-"""How long a gang computes and loads: routers estimate from it what a queue and a load cost a sequence there."""
+"""Times of a gang's steps and loads, from which routers estimate waits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .wire.engine_load import EngineLoad
 
 
 class StepTimes:
-    """Seconds inside steps, and seconds that adapters took to come, since the engine's start.
+    """Seconds inside steps, and seconds of adapters' loads, since the engine's start.
 
-    An adapter counts from the begin of the step that asked for it to the end of the step that noticed it, which is as
-    long as its sequences wait for it. Several that come at once count each.
+    An adapter counts from the begin of the step that starts its load to the end of the step that commits it, which is
+    what its sequences wait. Concurrent loads count each.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,4 @@
-"""One worker of a gang, in a process of its own: executes the leader's plans until it is told to end."""
+"""One worker of a gang, in a process of its own: executes the leader's plans until the leader stops it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """All that a worker's process must know. Plain data, since it travels to another node."""
+    """Settings of a worker's process. Plain data, since it travels to another node."""
 
     config: EngineConfig
     rank: int
@@ -48,18 +48,18 @@ def run_worker(settings: WorkerSettings) -> None:
     """Joins the gang, loads this worker's part of the base and executes plans, until the leader ends the connection."""
     address = (settings.leader_host, settings.leader_port)
     leader = _Leader(socket.create_connection(address, timeout=settings.config.step_deadline_s))
-    leader.tell(Join(settings.rank, settings.secret))
+    leader.send(Join(settings.rank, settings.secret))
     try:
         executor = _build(settings, leader)
         while (plan := leader.next_plan()) is not None:
             executor.begin_copies(plan)
-            leader.tell(Done(plan.step, executor.runner.run(plan), executor.loader.host_adapter_stats()))
+            leader.send(Done(plan.step, executor.runner.run(plan), executor.loader.host_adapter_stats()))
         executor.close()
     except ConnectionLostError as error:
         _log.warning("the leader is gone, and this worker with it: %s", error)
     except Exception as error:
         _log.exception("worker %d failed", settings.rank)
-        leader.tell(Failed(f"{type(error).__name__}: {error}"))
+        leader.send(Failed(f"{type(error).__name__}: {error}"))
         raise
     finally:
         leader.close()
@@ -74,18 +74,18 @@ class _Leader:
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self.close = self._connection.close
 
-    def tell(self, message: FromWorker) -> None:
+    def send(self, message: FromWorker) -> None:
         """May be called from any thread."""
         self._connection.send(msgspec.msgpack.encode(message))
 
     def next_plan(self) -> StepPlan | None:
-        """None: the leader tells the worker to end."""
+        """None: the leader stops the worker."""
         message = self._decoder.decode(self._connection.receive())
         return message.plan if isinstance(message, Execute) else None
 
 
 def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
-    """Meets the other workers and loads the model. Tells the leader so, and of each copy that ends later."""
+    """Meets the other workers and loads the model. Reports that to the leader, and later each copy that ends."""
     config = settings.config
     store = TCPStore(settings.leader_host, settings.store_port, is_master=False)
     group = ProcessGroup(
@@ -96,18 +96,18 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
         resolve_device(config.device),
         config.small_sums,
     )
-    on_progress = (lambda *progress: leader.tell(Progress(*progress))) if settings.rank == 0 else None
+    on_progress = (lambda *progress: leader.send(Progress(*progress))) if settings.rank == 0 else None
     executor = build_executor(config, group, on_progress)
 
-    def tell_ended() -> None:
+    def send_ended() -> None:
         loaded, failed = executor.loader.take_ended()
         for digest in loaded:
-            leader.tell(LoadEnded(digest, None))
+            leader.send(LoadEnded(digest, None))
         for failure in failed:
-            leader.tell(LoadEnded(failure.digest, failure))
+            leader.send(LoadEnded(failure.digest, failure))
         for end in executor.mover.take_ended():
-            leader.tell(MoveEnded(end))
+            leader.send(MoveEnded(end))
 
-    executor.wake_on_copy_end(tell_ended)
-    leader.tell(Ready(executor.kernels_name, executor.device.type, executor.runner.num_pages))
+    executor.wake_on_copy_end(send_ended)
+    leader.send(Ready(executor.kernels_name, executor.device.type, executor.runner.num_pages))
     return executor

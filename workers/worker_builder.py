@@ -78,9 +78,9 @@ def build_executor(
         rotary = rotary_tables(model.rotaries, model.head_dim, context, device)
 
     def ready_runner(geometry: PoolGeometry, most_pages: int) -> Runner:
-        """With a pool. On a GPU all is computed once that a request may ask for, and measured.
+        """A runner with a pool. On a GPU it computes once whatever a request may need, and measures that.
 
-        `most_pages`: for which the tables of recorded steps have room.
+        `most_pages`: capacity of the tables of recorded steps.
         """
         with memory.part("the pool"):
             pool = make_pool(geometry, device)
@@ -93,12 +93,12 @@ def build_executor(
                 record = CudaRecorder()
                 runner.record_decodes(config.max_tokens_per_step, record)
                 runner.record_mixed(config.max_tokens_per_step, record)
-            memory.tell_of("graphs", record.told())
-            pool[0].zero_()  # all that was written there: attention may multiply what it does not see
+            memory.note("graphs", record.summary())
+            pool[0].zero_()  # clears what was written there: attention may multiply what it does not see
         return runner
 
     if device.type == "cuda":
-        parallel.meet()  # what is computed now has the deadline of a step, and bases do not load equally fast
+        parallel.meet()  # the deadline of a step applies from here on, and workers do not load equally fast
         on_progress("recording the GPU's work", 0, 1)
     pool_bytes = config.pool_bytes or (CPU_POOL_BYTES if device.type == "cpu" else None)
     if pool_bytes is None:
@@ -115,14 +115,14 @@ def build_executor(
         geometry = plan_pool(sharding, config.block_size, dtype, pool_bytes, config.kv_dtype)
     runner = ready_runner(geometry, geometry.num_pages)
     if device.type == "cuda":
-        memory.tell()
+        memory.log()
         on_progress("recording the GPU's work", 1, 1)
     cache = HostAdapterCache(
         AdapterStore(config.store_path), layout, config.host_bytes, _arena(config.host_bytes, geometry, device)
     )
     mover = PageMover(_page_arrays(config, geometry, runner.pool, kernels), device)
     loader = AdapterLoader(cache, runner.pool, kernels, config.store_deadline_s)
-    # Tokens are fed where the worker that chooses them computes all.
+    # Tokens are fed where one worker computes everything.
     make = FeedingExecutor if device.type == "cuda" and parallel.degree == 1 else LocalExecutor
     return make(runner, loader, mover, kernels.choice, device, thread)
 
@@ -134,11 +134,10 @@ def _num_pages_left(
     config: EngineConfig,
     parallel: Parallel,
 ) -> int:
-    """Pages that a GPU has room for beside all else, on that worker of the gang that has the least.
+    """Pages that fit on the worker of the gang with the least room.
 
-    All else is there once, with a pool of one page, is measured, and is made again with the real pool, since graphs
-    hold its address. Tables of pages are measured as if the pool had all of the GPU. Raises ValueError if nothing is
-    left.
+    All parts are built once with a pool of one page, measured, and built again with the real pool, since graphs hold
+    its address. Tables of pages are measured as if the pool had all of the GPU. Raises ValueError if nothing is left.
     """
     runner = ready_runner(one_page, memory.total_bytes // one_page.page_bytes)
     room = memory.room_for_pool(config.device_memory_share, one_page.page_bytes)
@@ -152,7 +151,7 @@ def _num_pages_left(
 
 
 def _ignore(what: str, done: int, total: int) -> None:
-    """Of progress: nobody watches."""
+    """The default of `on_progress`."""
 
 
 def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:
@@ -163,7 +162,7 @@ def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:
 
 
 def _arena(host_bytes: int, geometry: PoolGeometry, device: torch.device) -> PinnedArena | None:
-    """Pinned memory for adapters; None where a copy runs beside the steps without it, or nothing is to be kept."""
+    """Pinned memory for adapters; None on a CPU, which needs none, or if nothing is to be kept."""
     num_pages = host_bytes // geometry.page_bytes
     return PinnedArena(num_pages, geometry) if device.type == "cuda" and num_pages else None
 

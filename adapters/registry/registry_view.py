@@ -264,7 +264,7 @@ class RegistryView:
 
     async def _reconnect(self) -> None:
         if self._may_resume and await self._registry.has_event(self._event_id, self._event_number):
-            self._connected = True  # the events go on from there
+            self._connected = True
             await self._notify_advanced()
         else:
             await self._load()

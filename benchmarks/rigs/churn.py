@@ -24,7 +24,7 @@ class Churn:
     swap_every: int | None = None  # requests, after which five pairs of adapters change places
     shuffle_every: int | None = None  # requests, after which all do
     update_every: int | None = None  # requests, after which an adapter, popular or not, gets a new version
-    scan: float = 0.0  # part of each 4,000 requests, its end, that ask for an adapter each that nobody asked for before
+    scan: float = 0.0  # the last part of each 4,000 requests, each of which asks for a new adapter
     bursts: float = 0.0  # part of the requests that ask for the adapter of the moment: it changes after 300 requests
 
     def draw(self, num_requests: int, seed: int) -> Iterator[tuple[str, str | None]]:
@@ -79,7 +79,7 @@ class LeastRecent(IdleOrder):
 
 
 def hit_rate(make_order: Callable[[], IdleOrder], churn: Churn, num_requests: int, hints: bool, seed: int = 1) -> float:
-    """Part of the requests that find their adapter in the pool. `hints`: the gang hears which adapters are outdated."""
+    """Share of requests that find their adapter in the pool. `hints`: the gang learns which adapters are outdated."""
     memory = PagedMemory(NUM_PAGES, lambda: COST_S, lambda key: COST_S, make_order())
     num_found = 0
     for digest, outdated in churn.draw(num_requests, seed):

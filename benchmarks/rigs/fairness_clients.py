@@ -1,4 +1,4 @@
-"""Tenants of a running motet that ask for so long, each in a process of its own, and print what they heard as JSON.
+"""Tenants that send requests to a running motet, each in a process of its own, and print their results as JSON.
 
 A quiet one streams short answers, one after the other at a pace. A flood keeps many requests open, and reads answers
 only as whole documents, so that it takes the machine little.
@@ -50,7 +50,7 @@ def floods(adapters: list[str]) -> dict[str, Flood]:
 
 
 class Asking(subprocess.Popen[str]):
-    """A client process. `nice`: so much less of a busy processor is its own."""
+    """A client process. `nice`: its niceness."""
 
     def __init__(
         self, kind: str, url: str, key: str, model: str, seconds: float, adapters: list[str], nice: int
@@ -63,12 +63,12 @@ class Asking(subprocess.Popen[str]):
             env=os.environ | {KEY_VARIABLE: key},
         )
 
-    def heard(self) -> Any:
-        """What it has printed at its end. Raises RuntimeError if it broke."""
-        said, _ = self.communicate()
+    def result(self) -> Any:
+        """What it printed at its end. Raises RuntimeError if it failed."""
+        output, _ = self.communicate()
         if self.returncode:
             raise RuntimeError(f"a client ended with {self.returncode}")
-        return json.loads(said)
+        return json.loads(output)
 
 
 def ask_quietly(url: str, key: str, model: str, seconds: float) -> list[float]:

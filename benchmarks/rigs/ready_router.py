@@ -103,7 +103,7 @@ class ReadyRouter:
             self._directory = ReplicaDirectory(
                 gang.app_name,
                 gang.deployment_name,
-                lambda gangs: fleet.update({key: told[ADDRESS] for key, told in gangs.items()}),
+                lambda gangs: fleet.update({key: metadata[ADDRESS] for key, metadata in gangs.items()}),
             )
             self._directory.start()
             while fleet.gang() is None:  # noqa: ASYNC110  # once, at the start

@@ -1,7 +1,7 @@
 """Gangs that share virtual token counters through their routers, in simulated time.
 
-How a gang chooses is the product's code (`Standings`), and so is what routers make of the gangs' news (`FleetShares`).
-Only the work is simulated: in each step a gang serves so many tokens, in pieces, each to whoever has the least counter.
+Gangs choose by the product's `TenantCounters`, and routers pass on reports by its `FleetShares`. Only the work is
+simulated: in each step a gang serves a number of tokens, in pieces, each to the tenant with the least counter.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from motet.router.fairness.fleet_shares import FleetShares
-from motet.workers.fairness.standing import Standing
-from motet.workers.fairness.standings import Standings
+from motet.workers.fairness.tenant_counters import TenantCounter, TenantCounters
 from motet.workers.wire.fair_shares import TenantShare
 
 STEP_S = 0.05
@@ -32,20 +31,20 @@ class Backlog:
 
 @dataclass
 class _Gang:
-    standings: Standings
-    here: dict[str, Standing] = field(default_factory=dict)
+    counters: TenantCounters
+    here: dict[str, TenantCounter] = field(default_factory=dict)
 
     def step(self, served: dict[str, float]) -> None:
         """Serves a step's tokens; `served`: by tenant, of all gangs."""
         for _ in range(STEP_TOKENS // PIECE_TOKENS if self.here else 0):
-            standing = min(self.here.values(), key=lambda one: one.counter)
-            self.standings.charge(standing, PIECE_TOKENS)
-            served[standing.tenant] = served.get(standing.tenant, 0.0) + PIECE_TOKENS
+            counter = min(self.here.values(), key=lambda one: one.value)
+            self.counters.charge(counter, PIECE_TOKENS)
+            served[counter.tenant] = served.get(counter.tenant, 0.0) + PIECE_TOKENS
 
     def shares(self) -> list[TenantShare]:
         return [
-            TenantShare(one.tenant, one.counter, 1, 1, 0, weight=one.weight, served=one.served)
-            for one in self.standings.take_changed(1000)
+            TenantShare(one.tenant, one.value, 1, 1, 0, weight=one.weight, served=one.served)
+            for one in self.counters.take_changed(1000)
         ]
 
 
@@ -54,10 +53,10 @@ def simulate(
 ) -> list[Mapping[str, float]]:
     """What each tenant was served by all gangs together, in tokens, after each step.
 
-    `news_s`: so often a gang tells all routers of its tenants, and hears from them what others have told, which is up
-    to so old by then. Infinite: nothing is told, and each gang is fair alone.
+    `news_s`: the interval at which a gang sends all routers its tenants' shares and receives from them what other gangs
+    have sent, which is up to one interval old. Infinite: nothing is sent, and each gang is fair alone.
     """
-    gangs = [_Gang(Standings(STEP_TOKENS)) for _ in range(num_gangs)]
+    gangs = [_Gang(TenantCounters(STEP_TOKENS)) for _ in range(num_gangs)]
     routers = [FleetShares() for _ in range(num_routers)]
     served: dict[str, float] = {}
     after: list[Mapping[str, float]] = []
@@ -68,16 +67,16 @@ def simulate(
         for number, gang in enumerate(gangs):
             wanting = {backlog.tenant: backlog.weight for backlog in present if number in backlog.gangs}
             for tenant in gang.here.keys() - wanting.keys():
-                gang.standings.leave(gang.here.pop(tenant))
+                gang.counters.leave(gang.here.pop(tenant))
             for tenant in wanting.keys() - gang.here.keys():
-                gang.here[tenant] = gang.standings.join(tenant, wanting[tenant])
+                gang.here[tenant] = gang.counters.join(tenant, wanting[tenant])
             gang.step(served)
-            if news_every and (step + number) % news_every == 0:  # gangs tell at different times
+            if news_every and (step + number) % news_every == 0:  # gangs send at different times
                 shares = gang.shares()
                 for router in routers:
                     router.receive(str(number), shares)
                 for router in routers:
-                    gang.standings.charge_elsewhere(router.take_due(str(number), gang.here))
+                    gang.counters.charge_elsewhere(router.take_due(str(number), gang.here))
         after.append(dict(served))
     return after
 

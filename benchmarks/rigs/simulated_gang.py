@@ -123,7 +123,7 @@ class SimulatedGang:
         return now + step_s
 
     def end_step(self, now: float) -> tuple[Frame, list[Job]]:
-        """What the frame of the step tells routers, and the jobs that ended with the step."""
+        """The content of the step's frame to routers, and the jobs that ended with the step."""
         self._now = now
         self._num_generated += self._num_decoding
         ended = self._ending.pop(self._num_steps, [])

@@ -22,12 +22,12 @@ TIMEOUT_S = 300.0
 
 
 @dataclass
-class Heard:
-    """What clients heard."""
+class TrafficResult:
+    """The outcomes of requests."""
 
     first_token_s: list[float] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)  # how requests ended
-    untold: list[str] = field(default_factory=list)  # requests that ended without saying why
+    unexplained: list[str] = field(default_factory=list)  # requests that ended without saying why
 
 
 class Tenant:
@@ -35,7 +35,7 @@ class Tenant:
 
     def __init__(self, url: str, name: str, key: str, model: str, seed: int) -> None:
         self.name = name
-        self.heard = Heard()
+        self.result = TrafficResult()
         self._model, self._draw = model, random.Random(seed)
         self._uploaded: list[str] = []
         self._num_uploads = 0
@@ -80,7 +80,7 @@ class Tenant:
                     return
                 await self._listen(answer, began_at, leaves_after)
         except httpx.HTTPError as error:
-            self.heard.untold.append(f"chat: {error!r}")
+            self.result.unexplained.append(f"chat: {error!r}")
 
     async def _listen(self, answer: httpx.Response, began_at: float, leaves_after: int | None) -> None:
         num_events = 0
@@ -88,19 +88,19 @@ class Tenant:
             if not line.startswith("data: "):
                 continue
             if line == "data: [DONE]":
-                self.heard.ends["done"] += 1
+                self.result.ends["done"] += 1
                 return
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
-                self.heard.ends[f"chat: told in the stream: {event['error'].get('code')}"] += 1
+                self.result.ends[f"chat: error in the stream: {event['error'].get('code')}"] += 1
                 return
             num_events += 1
             if num_events == 1:
-                self.heard.first_token_s.append(time.monotonic() - began_at)
+                self.result.first_token_s.append(time.monotonic() - began_at)
             if num_events == leaves_after:
-                self.heard.ends["left"] += 1
+                self.result.ends["left"] += 1
                 return
-        self.heard.untold.append("chat: the stream ended")
+        self.result.unexplained.append("chat: the stream ended")
 
     async def _upload(self) -> None:
         name = f"voice-{self._draw.randrange(NUM_NAMES)}"
@@ -122,18 +122,18 @@ class Tenant:
         try:
             return await self._http.request(method, path, **given)  # type: ignore[arg-type]
         except httpx.HTTPError as error:
-            self.heard.untold.append(f"{method} {path}: {error!r}")
+            self.result.unexplained.append(f"{method} {path}: {error!r}")
             return None
 
     def _note_answer(self, answer: httpx.Response | None, what: str) -> None:
         if answer is None:
             return
         if answer.status_code < 300:
-            self.heard.ends[what] += 1
+            self.result.ends[what] += 1
             return
         try:
             code = answer.json()["error"]["code"]
         except (ValueError, KeyError, TypeError):
-            self.heard.untold.append(f"{what}: {answer.status_code} {answer.text[:200]}")
+            self.result.unexplained.append(f"{what}: {answer.status_code} {answer.text[:200]}")
         else:
-            self.heard.ends[f"{what}: told {answer.status_code} {code}"] += 1
+            self.result.ends[f"{what}: refused with {answer.status_code} {code}"] += 1

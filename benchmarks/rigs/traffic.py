@@ -31,7 +31,7 @@ class Traffic:
     """Rates of requests, per second. Adapter i is used in proportion to 1 / (i + 1)."""
 
     conversations: float  # that begin
-    once: float = 0.0  # prompts that nobody goes on from
+    once: float = 0.0  # prompts without a follow-up
     flood: float = 0.0  # more of these, in 30 of each 120 seconds
     sweep: float = 0.0  # short prompts to one adapter after the other, as a nightly evaluation does
     num_adapters: int = 400

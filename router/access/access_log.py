@@ -10,7 +10,7 @@ from ..config import CurrentConfig
 from .request_record import RequestRecord
 
 LOGGER: Final = "motet.router.access"
-METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})  # others are a client's words
+METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})  # others are free text
 
 _log = logging.getLogger(LOGGER)
 
@@ -28,7 +28,7 @@ class AccessLog:
 
 
 def fields_of(record: RequestRecord, status_code: int, duration_s: float) -> dict[str, Any]:
-    """The fields of the line; those that say nothing are left out."""
+    """The fields of the line without empty ones."""
     fields = {
         "request_id": record.request_id,
         "tenant": record.tenant,

@@ -1,8 +1,8 @@
 """What is known of one request, for its line in the access log and for lines that are about it.
 
-It travels in the request's ASGI scope, from the endpoint that begins it to whoever learns something: who the tenant is,
-which model is meant, how many tokens came. Nothing in it is content: no prompt, no key, no text that a client chose,
-except names that the registry knows.
+It travels in the request's ASGI scope, from the endpoint that creates it to the parts that fill it in: the tenant, the
+model, the number of tokens. Nothing in it is content: no prompt, no key, no text that a client chose
+but names that the registry knows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .request_id import REQUEST_ID_HEADER, request_id_of
 
 _KEY: Final = "motet.request"
 _RAW_HEADER: Final = REQUEST_ID_HEADER.encode()
-# Of an answer's id these characters are random. Those before them tell of the prompt, as a hash of it does.
+# Of an answer's id these characters are random. Those before them are derived from the prompt.
 NUM_ANSWER_CHARS: Final = 21
 
 
@@ -28,10 +28,10 @@ class RequestRecord:
     method: str
     route: str  # the route's own text, never the path that was asked for
     started_at: float = field(default_factory=time.perf_counter)
-    tenant: str = ""  # empty: the key is nobody's, or none is asked for
+    tenant: str = ""  # empty: the key is unknown, or none is needed
     model: str = ""  # a name that the registry has, or the base's; empty: none was found
     answer: str = ""  # the end of the answer's id
-    error: str = ""  # the code of the error that the client was told
+    error: str = ""  # the code of the error that the client got
     is_stream: bool = False
     is_cancelled: bool = False  # the client left before the end
     num_prompt_tokens: int | None = None

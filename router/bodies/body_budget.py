@@ -26,9 +26,9 @@ class BodyBudget:
         return self._num_held
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """Counts bytes that have come. Raises 429, and counts nothing, where they are too many."""
+        """Counts bytes that have arrived. Raises 429, and counts nothing, if they are too many."""
         if not num_bytes:
-            return  # the end of a body: who holds nothing is not remembered
+            return  # the end of a body: only tenants that hold bytes are kept
         if self._held[tenant] + num_bytes > self._max_tenant_bytes:
             raise _full(f"Your requests that are arriving hold {self._held[tenant]} bytes", self._max_tenant_bytes)
         if self._num_held + num_bytes > self._max_bytes:

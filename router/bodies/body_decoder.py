@@ -28,7 +28,7 @@ R = TypeVar("R", bound=GenerationFields)
 
 
 class BodyDecoder:
-    """Starts its processes when they are needed first; they end with it. Belongs to one event loop."""
+    """Starts its processes at first use; they end with it. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="bodies")
@@ -43,10 +43,10 @@ class BodyDecoder:
         """
         loop = asyncio.get_running_loop()
         async with self._places:
-            process = self._taken()
+            process = self._idle_process()
             if process is None:
                 process = await loop.run_in_executor(self._threads, _started)
-            is_last = True  # also if the request is cancelled: the process is busy with what nobody waits for
+            is_last = True  # also if the request is cancelled: then the process is busy in vain
             try:
                 async with asyncio.timeout(DEADLINE_S):
                     answer = loop.run_in_executor(self._threads, _decoded, process, body, kind, context)
@@ -63,8 +63,8 @@ class BodyDecoder:
             raise ApiError(request.status_code, request.message, param=request.param, code=request.code)
         return request
 
-    def _taken(self) -> subprocess.Popen[bytes] | None:
-        """A process that waits for work; None: none does."""
+    def _idle_process(self) -> subprocess.Popen[bytes] | None:
+        """An idle process; None: there is none."""
         while self._idle:
             process = self._idle.pop()
             if process.poll() is None:
@@ -88,11 +88,11 @@ def _decoded(
     frames = read_frames(process.stdout)
     if not frames:
         raise EOFError("the process ended")
-    told, head, *rest = frames
+    state, head, *rest = frames
     if not rest:
-        return msgspec.msgpack.decode(head, type=Refusal), told == LAST
+        return msgspec.msgpack.decode(head, type=Refusal), state == LAST
     values, *pieces = rest
-    return unpacked(PackedRequest(head, values, pieces), kind), told == LAST
+    return unpacked(PackedRequest(head, values, pieces), kind), state == LAST
 
 
 def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:

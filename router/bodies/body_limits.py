@@ -1,7 +1,8 @@
-"""How large the JSON body of a request may be: what the model's context can hold, and not much more."""
+"""How large the JSON body of a request may be, and how slowly bodies may arrive."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -20,10 +21,24 @@ MAX_NAME_CHARS: Final = 1024  # of names and ids
 MAX_FREE_BYTES: Final = 128 << 10  # of what is passed on to the chat template as it came, as JSON
 
 
-def max_body_bytes(context: int | None, num_prompts: int, given: int | None) -> int:
-    """The largest body with so many prompts. `context`: of the model, in tokens; None: it is not known yet.
+@dataclass(frozen=True)
+class ArrivalPace:
+    """The least pace of a body. One that falls behind is refused, so that no client holds a place by sending slowly."""
 
-    `given`: the operator's own limit, which holds as it is.
+    grace_s: float  # before any byte is needed
+    bytes_per_s: float  # the least rate, on average, after that
+    deadline_s: float  # for the whole body
+
+    def latest_s(self, num_bytes: int) -> float:
+        """When more than `num_bytes` must have arrived, in seconds since the request began."""
+        return min(self.grace_s + num_bytes / self.bytes_per_s, self.deadline_s)
+
+
+def max_body_bytes(context: int | None, num_prompts: int, given: int | None) -> int:
+    """The largest body with `num_prompts` prompts: what the model's context can hold, and not much more.
+
+    `context`: of the model, in tokens; None: it is not known yet. `given`: the operator's own limit, which replaces
+    this.
     """
     if given is not None:
         return given
@@ -33,7 +48,7 @@ def max_body_bytes(context: int | None, num_prompts: int, given: int | None) -> 
 
 
 def check_extent(request: GenerationFields, context: int | None) -> None:
-    """Raises a 400 for more prompts, or for a chat of more messages, than anybody can mean.
+    """Raises a 400 for an implausible number of prompts or messages.
 
     A message takes a token of the context at least, and its template some time.
     """

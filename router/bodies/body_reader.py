@@ -1,9 +1,11 @@
-"""Receives the JSON bodies of requests and decodes them, so that no tenant takes others' time or memory by them."""
+"""Receives the JSON bodies of requests and decodes them, so that no tenant takes others' time or memory with them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import ctypes
+import functools
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
@@ -15,17 +17,15 @@ from ..metrics import Metrics
 from ..openai_api.errors import ApiError
 from ..openai_api.json_body import decode
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
-from .arrival import ArrivalPace
 from .body_budget import BodyBudget
 from .body_decoder import BodyDecoder
-from .body_limits import check_extent
-from .heap import trim_heap
+from .body_limits import ArrivalPace, check_extent
 from .turns import Turns
 
 # What decodes in a millisecond or two whatever it holds; more is decoded in another process.
 MAX_BYTES_ON_LOOP: Final = 64 << 10
 PACE: Final = ArrivalPace(grace_s=10.0, bytes_per_s=32 << 10, deadline_s=120.0)
-TRIM_BYTES: Final = 8 << 20  # of bodies that have gone, after which their memory is given back to the machine
+TRIM_BYTES: Final = 8 << 20  # of released bodies, after which their memory is returned to the machine
 
 R = TypeVar("R", bound=GenerationFields)
 
@@ -42,7 +42,7 @@ class BodyReader:
         self._json: Final[dict[type[GenerationFields], msgspec.json.Decoder[GenerationFields]]] = {
             kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest)
         }
-        self._num_untrimmed = 0  # bytes of large bodies that have gone
+        self._num_untrimmed = 0  # bytes of large bodies that were released since the last trim
         self._trimming: asyncio.Future[None] | None = None
 
     @asynccontextmanager
@@ -63,15 +63,15 @@ class BodyReader:
                 small = decode(body.data, self._json[kind])
                 assert isinstance(small, kind)
                 check_extent(small, context)
-                self._let_go(body)
+                self._release(body)
                 yield small
                 return
             async with self._turns.of(tenant):
                 request = await self._decoder.decode(body.data, kind, context)
-                self._let_go(body)
+                self._release(body)
                 yield request
         finally:
-            self._let_go(body)
+            self._release(body)
 
     async def _receive(self, http: Request, body: _HeldBody, max_bytes: int) -> None:
         loop, pace = asyncio.get_running_loop(), self._pace
@@ -90,8 +90,8 @@ class BodyReader:
             message = f"The request's body comes too slowly: {body.num_bytes} bytes in {loop.time() - began_at:.0f} s."
             raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
 
-    def _let_go(self, body: _HeldBody) -> None:
-        """Forgets the bytes, if it still has them. A thread that is cut off may hold them for a moment longer."""
+    def _release(self, body: _HeldBody) -> None:
+        """Forgets the bytes, if it still has them. A thread that was cancelled may hold them for a moment longer."""
         num_bytes, body.num_bytes, body.data = body.num_bytes, 0, bytearray()
         if not num_bytes:
             return
@@ -101,7 +101,7 @@ class BodyReader:
             self._num_untrimmed += num_bytes
         if self._num_untrimmed >= TRIM_BYTES and (self._trimming is None or self._trimming.done()):
             self._num_untrimmed = 0
-            self._trimming = asyncio.get_running_loop().run_in_executor(None, trim_heap)
+            self._trimming = asyncio.get_running_loop().run_in_executor(None, _trim_heap)
 
 
 @dataclass
@@ -112,7 +112,7 @@ class _HeldBody:
 
 
 def _check_headers(http: Request, max_bytes: int) -> None:
-    """Refuses by what the client says of the body, before any of it is read."""
+    """Refuses a body by its headers, before any of it is read."""
     encoding = http.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         message = f"Bodies are accepted as they are, not with Content-Encoding {encoding[:40]!r}: send it uncompressed."
@@ -125,3 +125,22 @@ def _check_headers(http: Request, max_bytes: int) -> None:
 def _too_large(max_bytes: int) -> ApiError:
     message = f"The request's body is larger than {max_bytes} bytes."
     return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+
+
+def _trim_heap() -> None:
+    """Returns the C library's free memory to the machine. Blocking, some ms; releases the GIL.
+
+    The library keeps what lies below a block that is still in use, so a router that has once held many large bodies
+    would keep that memory. A no-op where the library cannot do it.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], object] | None:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError):
+        return None

@@ -1,7 +1,7 @@
 """The process that decodes large bodies for a router: `python -m motet.router.bodies.decode_process`.
 
 Decoding holds the interpreter's lock until it is done, in a thread too: 2.9 s were seen for 15 MB of JSON. Here it
-holds up nobody. It answers one question after the other and ends with its standard input. It imports little.
+delays no stream. It answers one question after the other and ends with its standard input. It imports little.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .body_limits import check_extent, without_ballast
 from .packed_request import PackedRequest, packed
 from .process_frames import read_frames, write_frames
 
-NICENESS: Final = 5  # whoever sends large bodies waits, and nobody else
+NICENESS: Final = 5  # large bodies yield to all other work
 MOST_RESIDENT_BYTES: Final = 256 << 20  # a process that has grown beyond ends, and the router starts another
 
 LAST: Final = b"last"  # the first frame of an answer: does the process answer another question?

@@ -64,7 +64,7 @@ def unpacked(packed_request: PackedRequest, kind: type[R]) -> R:
 
 
 def _bare(prompt: str | Sequence[str | int | list[int]]) -> str | list[int]:
-    """What tells `unpacked` whether there was one text, one list of ids ([0]), or a list of prompts ([])."""
+    """A value of the prompt's kind for `unpacked`: one text, one list of ids ([0]), or a list of prompts ([])."""
     if isinstance(prompt, str):
         return ""
     return [0] if prompt and isinstance(prompt[0], int) else []

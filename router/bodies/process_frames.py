@@ -10,7 +10,7 @@ _NUMBER: Final = struct.Struct("<Q")
 
 
 def write_frames(sink: IO[bytes], frames: Sequence[bytes | bytearray]) -> None:
-    """Blocking. Raises OSError if nobody reads any more."""
+    """Blocking. Raises OSError if the other end is closed."""
     sink.write(b"".join(map(_NUMBER.pack, (len(frames), *map(len, frames)))))
     for frame in frames:
         sink.write(frame)

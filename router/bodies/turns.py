@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """Of each tenant at most `most` are inside at once; more wait in the order of their coming.
+    """Of each tenant at most `most` are inside at once; more wait in the order of their arrival.
 
-    It remembers only tenants who have a turn or wait for one. Belongs to one event loop.
+    It keeps only tenants that have a turn or wait for one. Belongs to one event loop.
     """
 
     def __init__(self, most: int) -> None:
@@ -36,6 +36,6 @@ class Turns:
                 del self._num_here[tenant], self._places[tenant]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a tenant is remembered who has no turn and waits for none."""
+        """Raises AssertionError if a tenant is kept that has no turn and waits for none."""
         assert self._places.keys() == self._num_here.keys()
         assert all(number > 0 for number in self._num_here.values())

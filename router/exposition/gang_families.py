@@ -1,4 +1,4 @@
-"""What gangs tell in their frames, as metrics: a series for each gang."""
+"""The loads that gangs report in their frames, as metrics: a series for each gang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.metrics_core import Metric
 
 from ...workers.wire.engine_load import EngineCounters, EngineGauges, EngineLoad
 
-GANG: Final = "gang"  # the label that tells which
+GANG: Final = "gang"  # the label with the gang's id
 
 
 def gang_families(loads: Mapping[str, EngineLoad], labels: Mapping[str, str]) -> Iterator[Metric]:

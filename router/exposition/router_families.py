@@ -14,7 +14,7 @@ from ..fleet.leader_connection import FaultKind
 from ..metrics import Metrics
 from .families import Families
 
-BUILD_INFO: Final = ("motet_build_info", "1; the label tells the version of motet.")
+BUILD_INFO: Final = ("motet_build_info", "1; the label is the version of motet.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,36 +29,36 @@ class RouterFacts:
 
 
 def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, str]) -> Iterator[Metric]:
-    """All metrics of a router. Safe to call while the router goes on counting."""
+    """All metrics of a router. Safe to call while the router counts."""
     make = Families(labels)
     yield make.gauges(*BUILD_INFO, ("version",), [((__version__,), 1)])
     yield from _requests(metrics, make)
     yield from _sequences(metrics, facts, make)
     yield from _uploads(metrics, make)
     help_text = (
-        "Gangs that this router lost though nobody told them to go. engine: the gang said that it cannot compute any "
-        "more; connection: its process or the network died."
+        "Gangs that this router lost without having asked them to stop. engine: the gang reported that it cannot "
+        "compute any more; connection: its process or the network died."
     )
     # Kinds without a fault, too, so that the first fault is an increase.
     faults = {(kind,): facts.num_gang_faults.get(kind, 0) for kind in get_args(FaultKind)}
     yield make.counters("motet_gang_faults", help_text, ("kind",), faults.items())
     yield make.gauge("motet_connected_gangs", "Gangs that this router is connected to.", facts.num_gangs)
     help_text = (
-        "1 while this router hears of changes in the registry. Without it uploads fail, and chats go on with adapters "
-        "that the router keeps."
+        "1 while this router receives changes of the registry. Without it uploads fail, and chats continue with "
+        "adapters that the router keeps."
     )
     yield make.gauge("motet_registry_connected", help_text, float(facts.is_registry_connected))
     help_text = (
-        "By how much a timer of the router's event loop, set 50 times a second, came late: what every stream waited. "
+        "How late a timer of the router's event loop, set 50 times a second, fired: every stream waited as long. "
         "What held it for 0.1 s or longer is in the log."
     )
     yield make.histogram("motet_loop_held_seconds", help_text, metrics.loop_held_s)
     num_waiting_bytes, behind_s = metrics.ledger()
-    help_text = "Of the ledger of usage, that this router has on its disk and Redis does not have yet."
+    help_text = "Entries of the usage ledger on this router's disk that Redis does not have yet."
     yield make.gauge("motet_ledger_waiting_bytes", help_text, num_waiting_bytes)
     help_text = "For how long this router has had a part of the ledger that Redis does not have."
     yield make.gauge("motet_ledger_behind_seconds", help_text, behind_s)
-    help_text = "Lines of this router's log that found no room, or could not be written."
+    help_text = "Lines of this router's log that were dropped because its queue was full, or could not be written."
     yield make.counter("motet_dropped_log_lines", help_text, metrics.dropped_log_lines())
 
 
@@ -95,7 +95,7 @@ def _sequences(metrics: Metrics, facts: RouterFacts, make: Families) -> Iterator
     yield make.histogram("motet_first_token_seconds", help_text, metrics.first_token_s)
     help_text = (
         "The part of the time to the first token in which no step had yet been planned for the sequence: tokenizing, "
-        "waiting for a gang, for its turn and for its adapter. Who got no first token is not in it."
+        "waiting for a gang, for its turn and for its adapter. Sequences without a first token are left out."
     )
     yield make.histogram("motet_queue_wait_seconds", help_text, metrics.queue_wait_s)
     yield make.histogram("motet_inter_token_seconds", "Between updates of a sequence.", metrics.inter_token_s)
@@ -111,9 +111,9 @@ def _sequences(metrics: Metrics, facts: RouterFacts, make: Families) -> Iterator
     yield make.counters("motet_finished_sequences", help_text, ("reason",), finished.items())
     help_text = "Streams that ended with an error event after a 200."
     yield make.counter("motet_broken_streams", help_text, metrics.num_broken_streams)
-    help_text = "Streams that a client came back for."
+    help_text = "Streams that a client resumed."
     yield make.counter("motet_resumed_streams", help_text, metrics.num_resumed_streams)
-    help_text = "Sequences that went on elsewhere after their gang was lost or had handed them over."
+    help_text = "Sequences that continued at another gang after their gang was lost or had handed them over."
     yield make.counter("motet_resumed_sequences", help_text, facts.num_resumed)
     help_text = "Waiting sequences that moved to a gang that was to begin them sooner."
     yield make.counter("motet_moved_sequences", help_text, facts.num_moved)
@@ -128,7 +128,7 @@ def _uploads(metrics: Metrics, make: Families) -> Iterator[Metric]:
         yield make.gauge("motet_store_free_bytes", help_text, metrics.store_free_bytes)
     if metrics.sweep_asked_at is not None:
         help_text = (
-            "When this router last swept the store of adapters that nobody needs, or found that another one had: every "
+            "When this router last swept the store of unused adapters, or found that another one had: every "
             "five minutes, while registry and store can be reached."
         )
         yield make.gauge("motet_sweep_timestamp_seconds", help_text, metrics.sweep_asked_at)

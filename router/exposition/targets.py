@@ -1,4 +1,4 @@
-"""Where Prometheus finds the processes of a motet, as its HTTP service discovery wants to hear it."""
+"""The processes of a motet as targets of Prometheus' HTTP service discovery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands before a tenant's next sequence in one gang's fair order, as the gang has told of its tenants.
+"""How much is computed before a tenant's next sequence in one gang's fair order, by the gang's reports.
 
 A gang serves first whose counter is least (virtual token counters, arXiv 2401.00588 §4). So a sequence has its turn
 when its tenant's counter has grown by the tenant's own tokens before it, and until then any other tenant gets no more
@@ -21,29 +21,29 @@ _MAX_RESTING = 1 << 12  # tenants of which a gang has nothing at present, but wh
 class FairQueue:
     """The shares of one gang's tenants, and the sums over them. A question takes the logarithm of their number.
 
-    The first question after news takes as long as it takes to sort them.
+    The first question after a report takes as long as it takes to sort them.
     """
 
     def __init__(self, *, is_fair: bool = False) -> None:
-        """`is_fair`: the gang goes by these shares, so that what is not told yet stands before nobody."""
+        """`is_fair`: the gang goes by these shares, so that a tenant without a report has nothing queued."""
         self._is_fair = is_fair
         self._active: dict[str, TenantShare] = {}  # the gang has sequences of them
-        self._resting: dict[str, TenantShare] = {}  # it has none; the latest that were told last
+        self._resting: dict[str, TenantShare] = {}  # it has none; the latest reports are last
         self._columns = _Columns()  # of those that are active
-        self._fluid: _Fluid | None = None  # None: news have come since it was made
+        self._fluid: _Fluid | None = None  # None: shares have changed since
 
     @property
-    def is_told(self) -> bool:
-        """The gang has told of some tenant."""
+    def has_shares(self) -> bool:
+        """The gang has reported the share of any tenant."""
         return bool(self._active or self._resting)
 
     @property
     def active(self) -> dict[str, TenantShare]:
-        """The tenants of which the gang has sequences, as far as it has told; it told of the last ones last."""
+        """The tenants of which the gang has sequences, as far as it has reported; the latest reports are last."""
         return self._active
 
     def share(self, tenant: str) -> TenantShare | None:
-        """The tenant's share as it was told last; None: never, or too long ago."""
+        """The tenant's share as last reported; None: never, or too long ago."""
         return self._active.get(tenant) or self._resting.get(tenant)
 
     def receive(self, shares: Iterable[TenantShare]) -> None:
@@ -71,12 +71,12 @@ class FairQueue:
     ) -> int:
         """Tokens that the gang computes before the turn of a sequence of the tenant that comes now.
 
-        `num_queued_tokens`: of all tenants, by whatever was told or sent last; it is never more than these, and exactly
-        these for a tenant that is alone, or if the gang does not go by shares. `weight`: the tenant's, which counts
-        if none was told. `unseen`: tokens by tenant that are not in the shares yet. `num_more`: of the tenant, beside
+        `num_queued_tokens`: of all tenants, by what was reported or sent last; the result is never more than these, and
+        exactly these for a tenant that is alone, or if the gang does not go by shares. `weight`: the tenant's, used if
+        none was reported. `unseen`: tokens by tenant that are not in the shares yet. `num_more`: of the tenant, beside
         these; negative: fewer.
         """
-        if not (self.is_told or self._is_fair):
+        if not (self.has_shares or self._is_fair):
             return num_queued_tokens
         unseen = unseen or {}
         own = self._active.get(tenant)
@@ -85,20 +85,20 @@ class FairQueue:
             return num_queued_tokens
         if self._fluid is None:
             self._fluid = _Fluid(self._columns)
-        if own is None:  # it comes back: not before those that are there
+        if own is None:  # its counter is at least the lowest of those that are there
             resting = self._resting.get(tenant)
             weight = weight if resting is None else resting.weight
             counter = max(self._fluid.least, self._fluid.least if resting is None else resting.counter)
-            num_told = 0
+            num_reported = 0
         else:
-            weight, counter, num_told = own.weight, own.counter, _num_tokens(own)
-        num_own = max(0, num_told + unseen.get(tenant, 0) + num_more)
+            weight, counter, num_reported = own.weight, own.counter, _num_tokens(own)
+        num_own = max(0, num_reported + unseen.get(tenant, 0) + num_more)
         if not num_own and counter <= self._fluid.least:
             return 0
         level = counter + num_own / weight
         others = self._fluid.num_tokens_below(level)
         if own is not None:
-            others -= _below(level, own, num_told)
+            others -= _below(level, own, num_reported)
         for other, number in unseen.items():
             if other == tenant:
                 continue
@@ -106,8 +106,8 @@ class FairQueue:
             if share is None:
                 others += max(0.0, min(number, level - self._fluid.least))
             else:
-                told = _num_tokens(share)
-                others += _below(level, share, told + number) - _below(level, share, told)
+                reported = _num_tokens(share)
+                others += _below(level, share, reported + number) - _below(level, share, reported)
         return min(num_queued_tokens, num_own + max(0, round(others)))
 
 
@@ -143,7 +143,7 @@ class _Columns:
 
 
 class _Fluid:
-    """How many tokens the tenants together are served until all have come to a level, as far as they have so many."""
+    """How many tokens all tenants are served until their counters reach a level, at most all that they have."""
 
     def __init__(self, columns: _Columns) -> None:
         counters, weights, tokens = columns.values
@@ -169,5 +169,5 @@ def _num_tokens(share: TenantShare) -> int:
 
 
 def _below(level: float, share: TenantShare, num_tokens: int) -> float:
-    """Of so many tokens of the tenant, those that are served until its counter has come to the level."""
+    """How many of the tenant's `num_tokens` are served until its counter reaches the level."""
     return min(num_tokens, share.weight * max(0.0, level - share.counter))

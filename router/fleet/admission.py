@@ -1,13 +1,12 @@
 """Whether a new sequence can be served in time: a pure policy of what a router knows at that moment.
 
-A sequence is refused at once if it would have to be given up later: its client can go elsewhere, or come back. A
-sequence is never refused for want of knowledge: unless a gang has told that sequences wait there, none is expected to,
-and a sequence that may end at any token is expected to take no more than one.
+A sequence is refused at once if it would have to be given up later, so that its client can go elsewhere or retry. It is
+never refused for lack of knowledge: without a report of waiting sequences a gang's queue counts as empty, and a
+sequence that may end at any token is expected to take no more than one.
 
-A tenant's latency objective is about first tokens: a queue delays these, and their delay can be known beforehand. Only
-a queue is a reason to refuse for it. A prompt that is too long for the objective, or an adapter that comes too slowly,
-would be as late the next time; and where no sequence waits, only an admitted one can show that costs are believed too
-high.
+A tenant's latency objective is about first tokens, which queues delay by a time that can be predicted. Only a queue is
+a reason to refuse for it. A prompt that is too long for the objective, or an adapter that loads too slowly, would be as
+late the next time; and where no sequence waits, only an admitted one can correct an estimate that is too high.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from dataclasses import dataclass
 from ...workers.wire.messages import SequenceError
 from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 
-SLACK = 2.0  # a sequence is given up after so many times the longest wait that was expected
-_DOUBT = 1.25  # a queue may take so many times what is expected; under overload all admitted requests are near limits
+SLACK = 2.0  # a sequence is given up after this many times the longest expected wait
+_DOUBT = 1.25  # a queue may take this many times what is expected; under overload all admitted requests are near limits
 _QUEUES_BEFORE_REFUSAL = 2.0  # times the queue that calls for another gang, as the autoscaler must see it for a while
 
 
@@ -40,14 +39,14 @@ class TimeLimit:
 
     timeout_s: float | None = None  # until the last token; None: as long as it takes
     num_new_tokens: int = 1  # that the sequence generates at least
-    has_begun: bool = False  # it is being answered already, as is proved: late or not, it is not refused
+    has_begun: bool = False  # it is being answered already, as was proved: it is not refused, however late
 
 
 @dataclass(frozen=True)
 class Expectation:
     """How long a sequence is expected to take at one gang, in seconds."""
 
-    queue_s: float  # until all sequences that wait there have had their turn
+    queue_s: float  # until all sequences that wait there have begun
     answer_s: float  # until its last token, if the queue takes as long as it well may
     alone_s: float  # until its last token, if no sequence waited there
 
@@ -59,10 +58,10 @@ class Admitted:
 
 
 def expect(request: RoutingRequest, gang: GangView, num_new_tokens: int) -> Expectation:
-    """What the sequence has to expect at the gang, at the costs that were measured there.
+    """How long the sequence is expected to take at the gang, by the costs that were measured there.
 
-    Its adapter comes while it waits. Its own prompt costs the time by which it makes steps longer. A token of the queue
-    costs more, since that includes the time until running sequences end.
+    Its adapter is loaded while it waits. Its own prompt costs the time by which it makes steps longer. A token of the
+    queue costs more, since that includes the time until running sequences end.
     """
     costs = gang.costs
     queue_s = gang.num_queued_tokens * costs.s_per_waiting_token if gang.num_waiting else 0.0
@@ -119,15 +118,19 @@ def _refusal(
         return None
     expectation = expect(request, gang, limit.num_new_tokens)
     if limit.timeout_s is not None and expectation.answer_s > limit.timeout_s:
-        is_hopeless = expectation.alone_s > limit.timeout_s  # also without a queue: no time is worth another try
-        queue = "with nobody before it" if is_hopeless else f"as {_told(expectation.queue_s)} are expected in the queue"
+        is_hopeless = expectation.alone_s > limit.timeout_s  # also without a queue: a retry is in vain
+        queue = (
+            "even without a queue" if is_hopeless else f"as {_readable(expectation.queue_s)} are expected in the queue"
+        )
         needed_s = expectation.alone_s if is_hopeless else expectation.answer_s
         left = (
-            f"{_told(limit.timeout_s)} of its timeout are left" if limit.timeout_s else "nothing of its timeout is left"
+            f"{_readable(limit.timeout_s)} of its timeout are left"
+            if limit.timeout_s
+            else "nothing of its timeout is left"
         )
         return SequenceError(
             "overloaded",
-            f"the answer needs up to {_told(needed_s)}, {queue}, and {left}",
+            f"the answer needs up to {_readable(needed_s)}, {queue}, and {left}",
             None if is_hopeless else expectation.queue_s,
             "timeout",
         )
@@ -138,15 +141,15 @@ def _refusal(
     if objective_s is not None and first.answer_s > max(objective_s, first.alone_s):
         return SequenceError(
             "overloaded",
-            f"the first token needs up to {_told(first.answer_s)}, as {_told(first.queue_s)} are expected in the "
-            f"queue, and the tenant's latency objective is {objective_s:g} s",
+            f"the first token needs up to {_readable(first.answer_s)}, as {_readable(first.queue_s)} are expected in "
+            f"the queue, and the tenant's latency objective is {objective_s:g} s",
             first.queue_s,
             "objective",
         )
     if config.max_queue_wait_s and expectation.queue_s > config.max_queue_wait_s:
         return SequenceError(
             "overloaded",
-            f"the request is expected to wait {_told(expectation.queue_s)} for its turn, and at most "
+            f"the request is expected to wait {_readable(expectation.queue_s)} for its turn, and at most "
             f"{config.max_queue_wait_s:g} s are accepted",
             expectation.queue_s,
             "wait",
@@ -161,6 +164,6 @@ def _wait_s(request: RoutingRequest, gang: GangView, config: AdmissionConfig) ->
     return SLACK * max(config.max_queue_wait_s, expect(request, gang, 1).queue_s)
 
 
-def _told(seconds: float) -> str:
-    """A time for people to read: never 0.0 s of what is not nothing."""
+def _readable(seconds: float) -> str:
+    """A time for people to read, which is never rounded to 0.0 s."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"

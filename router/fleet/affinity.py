@@ -56,7 +56,7 @@ class RoutingRequest:
     salt: int = 0  # different for each request, so that requests for the base spread over gangs
     tenant: str = ""  # whose it is
     weight: float = 1.0  # its tenant's
-    is_background: bool = False  # it yields to everybody else's
+    is_background: bool = False  # it yields to all others
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class GangView:
         return waiting_s + num_shared_steps * self.num_sequences * self.costs.s_per_token
 
     def cold_load_s(self, num_pages: int) -> float:
-        """What it would cost to load so many pages there, the reload of the adapters that they evict included."""
+        """The cost of loading `num_pages` there, with the reload of the adapters that they evict."""
         return num_pages * self.costs.s_per_page * (1 + self.costs.num_evictions_per_load)
 
 
@@ -91,7 +91,7 @@ def choose_gang(request: RoutingRequest, gangs: Sequence[GangView], config: Rout
 
     The crowd there, less what the kept beginning saves, never costs more than at another gang and the load of the
     adapter at that other one together. For the base, which is everywhere, it costs no more than at another gang with
-    one more request like it: routers hear of loads late, and must not all run to the same gang.
+    one more request like it: routers learn of loads late, and must not all choose the same gang.
     """
     if not gangs:
         return None

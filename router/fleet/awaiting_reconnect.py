@@ -12,10 +12,10 @@ RECONNECT_WAIT_S = 0.5  # how long sequences wait for their leader
 
 
 class CutOffSequence(NamedTuple):
-    """A sequence that is nowhere, since the connection to its leader has ended."""
+    """A sequence without a place, since the connection to its leader has ended."""
 
     sequence: OpenSequence
-    had_arrived: bool  # at the leader, as far as the leader has told
+    had_arrived: bool  # at the leader, as far as the leader has confirmed
 
 
 class AwaitingReconnect:
@@ -29,7 +29,7 @@ class AwaitingReconnect:
         self._timer: asyncio.TimerHandle | None = None
 
     def wait(self, cut_off: list[CutOffSequence], reason: str) -> None:
-        """Takes these sequences over; no other sequence may be waiting here."""
+        """Adds these sequences; no other sequence may be waiting here."""
         assert not self._waiting
         if not cut_off:
             return
@@ -39,7 +39,7 @@ class AwaitingReconnect:
         self._timer = asyncio.get_running_loop().call_later(RECONNECT_WAIT_S, self.give_up)
 
     def take(self, orphans: Iterable[str]) -> list[OpenSequence]:
-        """Lets go of the sequences with these keys: the leader is back, and tells that it holds them."""
+        """Removes the sequences with these keys, which the leader, now back, reports as held."""
         keys = set(orphans)
         found = [sequence for sequence in self._waiting if sequence.request.key in keys]
         for sequence in found:

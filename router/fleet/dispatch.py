@@ -1,10 +1,10 @@
 """The way of a sequence from a request handler to a gang and back.
 
 Request handlers know `Dispatcher` and `SequenceStream`; `FleetDispatcher` is the implementation that talks to gangs. A
-sequence outlives its gang: when the gang dies or is told to go, the sequence goes on at another one from its prompt and
-the tokens so far, and its reader notices a pause. While no gang is connected, sequences wait for one a bounded time. A
-sequence that its client comes back for after the loss of a router goes to the gang that has kept it; it waits a moment
-for the news of which gang that is. One whose client does not read goes on when it does.
+sequence outlives its gang: when the gang dies or is asked to stop, the sequence continues at another one from its
+prompt and the tokens so far, and its reader notices a pause. While no gang is connected, sequences wait for one a
+bounded time. A sequence that its client resumes after the loss of a router goes to the gang that has kept it; it waits
+a moment until that gang reports it. A sequence whose client does not read is paused until it does.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from .open_sequence import OpenSequence
 from .unread_sequences import UnreadSequences
 from .unsent_sequences import UnsentSequences
 
-# New sequences that wait while no gang is connected. Of more, those of whoever has most are refused: nobody is for the
-# sequences of others.
+# New sequences that may wait while no gang is connected. Beyond that, the tenant with the longest queue is refused; no
+# tenant is refused because of another one's queue.
 MAX_AWAITING_GANG = 1024
-# Sequences that wait here for anything else: for the news of who holds them, for a store that cannot be read, or for
-# their own readers. More of one kind are refused, those of whoever has most first, and of one tenant more than half of
-# that. What has begun is never
-# refused for want of news or of a store: all clients of a router that died come back within a moment.
+# Sequences that may wait here for anything else, of each kind: for the gang that holds them, for a store that cannot be
+# read, or for their own readers. Beyond that the tenant with the longest queue is refused, and any tenant that has half
+# of it. A sequence that has begun is not refused while it waits for its gang or the store: all clients of a router that
+# died come back at the same time.
 MAX_AWAITING = 1024
-# After so many gangs have died with a sequence, without a token of it between, it is given up: it may be what kills
-# them. A sequence that never had a token is the likelier culprit, so it is given up first.
+# A sequence is given up when so many gangs have died with it since its last token: it may be what kills them. A
+# sequence that never had a token is the likelier cause, so it is given up earlier.
 MAX_LOSSES_BEFORE_BEGUN = 2
 MAX_LOSSES = 3
-# A gang that died before it told that the sequence had arrived does not count above. But a sequence that kills gangs
-# faster than they can tell must come to an end as well.
-MAX_VAIN_TRIES = 10
-MAX_STORE_FAILURES = 6  # after so many reads of its adapter that failed, at all gangs together, a sequence is given up
-NEWS_WAIT_S = 0.5  # how long a resumed sequence waits until the gang that holds it says so
+# A gang that died before it confirmed the sequence does not count above. This bounds a sequence that kills gangs faster
+# than they can confirm it.
+MAX_FAILED_SENDS = 10
+MAX_STORE_FAILURES = 6  # failed reads of its adapter, at all gangs together, after which a sequence is given up
+NEWS_WAIT_S = 0.5  # how long a resumed sequence waits for the gang that holds it to report it
 
 _GAVE_WAY = SequenceError(
     "overloaded",
-    "too many sequences wait at this router, and others with fewer have come; try again later",
+    "too many of your sequences wait at this router, and tenants with fewer need room; try again later",
     reason="tenant_full",
 )
 _log = logging.getLogger(__name__)
@@ -90,28 +90,28 @@ class Dispatcher(Protocol):
 
     @property
     def num_resumed(self) -> int:
-        """How often a sequence has gone on at another gang, or waited for one, because it lost its own."""
+        """How often a sequence has continued at another gang, or waited for one, because it lost its own."""
 
     @property
     def num_moved(self) -> int:
-        """How often a sequence has left a gang's queue for another gang that was to begin it sooner."""
+        """How often a sequence has left a gang's queue for one where it would begin sooner."""
 
     @property
     def num_gang_faults(self) -> Mapping[FaultKind, int]:
-        """Number of gangs that were lost without having been told to stop, by kind of fault."""
+        """Gangs that were lost without having been asked to stop, by kind of fault."""
 
     def submit(
         self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
     ) -> SequenceStream:
         """Starts a sequence. A missing gang is no exception but an update with error "gang_lost" or "overloaded".
 
-        `request`: what its client asks for; the dispatcher gives it an id, and says how it goes on at another gang.
-        Without a seed its draws follow from its key, without either they are random. One with a key can be asked for
-        again at any router (`is_resumed`), which gives out all its tokens from the first one on. It is admitted as a
-        new one is, unless a gang holds it or `limit` says that it has begun.
+        `request`: what its client asks for; the dispatcher gives it an id. Without a seed its draws follow from its
+        key; without either they are random. A sequence with a key can be resumed at any router (`is_resumed`), which
+        returns all its tokens from the first one on. It is admitted like a new one, unless a gang holds it or `limit`
+        says that it has begun.
 
-        `limit`: a sequence that cannot be served in time gets "overloaded" at once; one that has not ended when its
-        time is over gets "timeout".
+        `limit`: a sequence that cannot be served in time gets "overloaded" at once; one that has not ended at its
+        timeout gets "timeout".
         """
 
     def gang(self) -> GangInfo | None:
@@ -121,7 +121,7 @@ class Dispatcher(Protocol):
         """Every connected gang with its latest load."""
 
     def bring(self, request: SequenceRequest, num_gangs: int, wait_s: float) -> Mapping[str, SequenceStream]:
-        """Starts a sequence at each of so many gangs, by their ids; at all if no more are connected.
+        """Starts a sequence at each of `num_gangs` gangs, or at all if there are fewer; by the ids of the gangs.
 
         They end with "gang_lost" if their gang is lost. Each gets "overloaded" if it still waits after `wait_s`.
         """
@@ -130,7 +130,7 @@ class Dispatcher(Protocol):
         """The connected gangs that have this adapter for this tenant, by their ids, and the fastest tier that has it.
 
         They have lately got sequences of the tenant with it from this router, or are among `known_gangs`. Gangs that
-        have the same content for others alone are not told.
+        have the same content only for other tenants are left out.
         """
 
     def load(self) -> EngineLoad | None:
@@ -138,7 +138,7 @@ class Dispatcher(Protocol):
 
 
 class FleetDispatcher:
-    """The `Dispatcher` over gRPC. Belongs to one event loop; `update` tells it the gangs."""
+    """The `Dispatcher` over gRPC. Belongs to one event loop; `update` sets its gangs."""
 
     def __init__(
         self,
@@ -199,17 +199,17 @@ class FleetDispatcher:
             request = msgspec.structs.replace(request, sampling=sampling)
         sequence = OpenSequence(request, is_resumed=is_resumed, limit=limit)
         if is_resumed and not self._fleet.holds(request.key):
-            self._wait_in(self._awaiting_news, sequence, "were taken up again and wait to be found")
+            self._wait_in(self._awaiting_news, sequence, "were resumed and wait for the gang that holds them")
         else:
             self._send(sequence)
         return sequence
 
     def change_admission(self, admission: AdmissionConfig) -> None:
-        """Sequences that come from now on are admitted by this."""
+        """New sequences are admitted by this configuration."""
         self._fleet.change_admission(admission)
 
     def outdate(self, digest: str) -> None:
-        """Tells the gangs that no name points to the adapter any more, so that they need not keep it."""
+        """Notifies the gangs that no name points to the adapter any more, so that they need not keep it."""
         self._fleet.outdate(digest)
 
     def connected(self) -> Sequence[LeaderConnection]:
@@ -259,22 +259,22 @@ class FleetDispatcher:
 
     def _send(self, sequence: OpenSequence) -> None:
         if sequence.is_overfull:
-            self._wait_in(self._unread, sequence, "wait for their clients to read what has come")
+            self._wait_in(self._unread, sequence, "wait for their clients to read")
             return
         if self._fleet.submit(sequence):
             return
-        # What its client comes back for after it had begun has as much room again, as clients may come back for much.
+        # Resumed sequences that had begun have as much room again, since many clients may come back at once.
         limit = (2 if sequence.limit.has_begun else 1) * MAX_AWAITING_GANG
         if sequence.has_begun or self._makes_room(self._awaiting_gang, sequence, limit):
-            sequence.outlast_waits()
+            sequence.drop_wait_limit()
             self._awaiting_gang.add(sequence)
             self._on_wait()
         else:
-            message = "no gang is connected, and as many sequences as may wait for one do; try again later"
+            message = "no gang is connected, and the queue for one is full; try again later"
             sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
 
     def _makes_room(self, place: UnsentSequences, sequence: OpenSequence, num_places: int) -> bool:
-        """Whether the sequence may wait there. One of a tenant that has more there may be given up for it."""
+        """Whether the sequence may wait there. One of a tenant with a longer queue may be given up for it."""
         has_room, given_up = place.has_room(sequence, num_places)
         if given_up is not None:
             place.remove(given_up)
@@ -282,28 +282,28 @@ class FleetDispatcher:
         return has_room
 
     def _lost(self, sequences: list[OpenSequence], reason: str) -> None:
-        """Sends the sequences of a gang that was lost elsewhere, in the order in which they were submitted there.
+        """Sends the sequences of a lost gang to other gangs, in the order of their submission.
 
-        The reason is the log's: an engine that failed says in it what it was at, which may be another tenant's.
+        The reason goes to the log only: it may contain what the engine was computing for another tenant.
         """
         for sequence in sequences:
             limit = MAX_LOSSES if sequence.has_begun else MAX_LOSSES_BEFORE_BEGUN
             if self._closed:
                 sequence.fail("gang_lost", "this router is shutting down")
-            elif sequence.stays:  # it was for that gang
-                sequence.fail("gang_lost", "the gang was lost that it was brought to")
+            elif sequence.stays:
+                sequence.fail("gang_lost", "the gang that it was sent to was lost")
             elif sequence.num_losses >= limit:
                 name = sequence.request.key or "a sequence"
                 _log.warning("%s is given up after %d gangs, the last one lost to: %s", name, limit, reason)
                 sequence.fail("gang_lost", f"{limit} gangs were lost with this request before its next token")
-            elif sequence.num_vain_tries >= MAX_VAIN_TRIES:
-                sequence.fail("gang_lost", f"{MAX_VAIN_TRIES} gangs were lost as this request came to them")
+            elif sequence.num_failed_sends >= MAX_FAILED_SENDS:
+                sequence.fail("gang_lost", f"{MAX_FAILED_SENDS} gangs were lost as this request was sent to them")
             else:
                 self._num_resumed += not sequence.is_overfull
                 self._send(sequence)
 
     def _lost_store(self, sequence: OpenSequence, error: SequenceError) -> None:
-        """Goes on with a sequence whose gang cannot read its adapter: at another gang, or after a pause."""
+        """Sends a sequence whose gang cannot read its adapter to another gang, or again after a pause."""
         if self._closed or sequence.stays or sequence.num_store_failures.total() >= MAX_STORE_FAILURES:
             sequence.refuse(error)
             return
@@ -314,15 +314,17 @@ class FleetDispatcher:
             self._wait_in(self._awaiting_store, sequence, "wait for their adapters, which cannot be read now")
 
     def _wait_in(self, place: UnsentSequences | UnreadSequences, sequence: OpenSequence, waiting: str) -> None:
-        """Lets the sequence wait there, or refuses it. `waiting`: what those there do, for whoever is refused."""
+        """Lets the sequence wait there, or refuses it. `waiting`: what sequences there do, for the error message."""
         num_of_tenant = place.num_of(sequence.request.tenant)
-        # Only what has begun comes to lie unread, so there the bound is for it.
+        # Only sequences that have begun can be unread, so there the bound holds for them too.
         is_exempt = place is not self._unread and (sequence.has_begun or sequence.limit.has_begun)
         is_tenants = num_of_tenant >= MAX_AWAITING // 2
         if is_exempt or (not is_tenants and self._has_place(place, sequence)):
             place.add(sequence)
             return
-        whose = f"{num_of_tenant} of your" if is_tenants else "too many"  # how many of others is theirs to know
+        whose = (
+            f"{num_of_tenant} of your" if is_tenants else "too many"
+        )  # the number of other tenants' sequences is not revealed
         message = f"{whose} sequences {waiting} at this router already; try again later"
         sequence.refuse(SequenceError("overloaded", message, reason="tenant_full" if is_tenants else "full"))
 
@@ -335,7 +337,7 @@ class FleetDispatcher:
         sequence.fail("gang_lost", f"no gang was connected within {self._gang_wait_s:g} s; try again later")
 
     def _send_found(self) -> None:
-        """A gang has told what it holds: sends the sequences that wait for this news."""
+        """Sends the waiting sequences that a gang now reports as held."""
         for sequence in self._awaiting_news:
             if self._fleet.holds(sequence.request.key):
                 self._awaiting_news.remove(sequence)
@@ -344,7 +346,7 @@ class FleetDispatcher:
     def _connected(self) -> None:
         self._send_found()
         if not self._fleet.connected:
-            return  # the gang that connected has just been told to go
+            return  # the gang that connected was asked to stop meanwhile
         for sequence in self._awaiting_gang:
             self._awaiting_gang.remove(sequence)
             self._send(sequence)

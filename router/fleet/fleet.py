@@ -21,9 +21,9 @@ from .open_sequence import OpenSequence
 from .relocator import Relocator
 
 _MAX_ROUTED_PAGES = 2048  # of a prompt; the pages after them are not looked at
-_MAX_EXAMINED = 1024  # tenants of a gang, each time that it hears of others' service
-_TELL_S = 0.25  # from one time that a gang hears of its tenants' service elsewhere to the next
-STORE_PAUSE_S = 2.0  # for so long after a gang could not read an adapter, it gets none to read if another gang can
+_MAX_EXAMINED = 1024  # tenants of a gang in one message about their service elsewhere
+_SERVED_INTERVAL_S = 0.25  # between two messages to a gang about its tenants' service elsewhere
+STORE_PAUSE_S = 2.0  # after a gang could not read an adapter, other gangs are preferred for so long
 
 
 class Fleet:
@@ -46,8 +46,8 @@ class Fleet:
         """`adapter_pages`: how many pages an adapter takes in a gang's pool. `on_connect`: one more gang can be chosen.
 
         `on_lost` gets the sequences of a gang that was lost, and the reason. `on_orphans`: a gang has begun to keep
-        sequences for any router that asks. `on_unplaced` gets a sequence that has left a gang's queue for a gang that
-        is not there any more. `on_store_failure` gets a sequence whose gang cannot read its adapter, and its error;
+        sequences for any router that asks. `on_unplaced` gets a sequence that was to move to a gang that
+        is gone. `on_store_failure` gets a sequence whose gang cannot read its adapter, and its error;
         the gang is not chosen for it again before the others have tried as often.
         """
         self._token = token
@@ -60,12 +60,12 @@ class Fleet:
         self._num_moved = 0
         self._on_store_failure = on_store_failure
         self._store_failed_at: dict[str, float] = {}  # by gang: when it could not read an adapter, for the last time
-        self.num_faults: Counter[FaultKind] = Counter()  # gangs that were lost without having been told to go
+        self.num_faults: Counter[FaultKind] = Counter()  # gangs that were lost without having been asked to stop
         self._connections: dict[str, LeaderConnection] = {}
         self._relocator = Relocator(self._connections, adapter_pages)
         self._shares = FleetShares()
-        self._gang_ids: dict[str, str] = {}  # by key: the process that has told of shares there last
-        self._next_tell: dict[str, float] = {}  # by key: when the gang may hear of others' service again
+        self._gang_ids: dict[str, str] = {}  # by key: the process that reported shares there last
+        self._next_served_at: dict[str, float] = {}  # by key: when the next message about service elsewhere is due
 
     def update(self, addresses: Mapping[str, str]) -> None:
         """Makes these the gangs: connects to new ones, and lets gangs that are not named finish their sequences.
@@ -85,37 +85,37 @@ class Fleet:
                 self._on_lost,
                 self._found_orphans,
                 lambda kind: self.num_faults.update([kind]),
-                on_load=partial(self._heard, key),
+                on_load=partial(self._on_load, key),
                 on_withdrawn=self._withdrawn,
                 on_store_failure=partial(self._lose_store, key),
             )
             self._connections[key] = connection
             connection.start()
 
-    def _heard(self, key: str, shares: Sequence[TenantShare]) -> None:
-        """The gang has told how things are there."""
+    def _on_load(self, key: str, shares: Sequence[TenantShare]) -> None:
+        """Takes in a gang's report of its load and of its tenants' shares."""
         connection = self._connections.get(key)
         if connection is not None and connection.info is not None and (shares or key in self._gang_ids):
             gang_id = connection.info.gang_id
             if self._gang_ids.get(key, gang_id) != gang_id:
-                self._forget_shares(key)  # another process in its place
+                self._forget_shares(key)  # another process has its address
             self._gang_ids[key] = gang_id
             self._shares.receive(gang_id, shares)
-            self._tell_served(key, connection)
-        self._relocator.look()
+            self._send_served(key, connection)
+        self._relocator.run_round()
 
-    def _tell_served(self, key: str, connection: LeaderConnection) -> None:
-        """Tells a gang what its tenants were served at the others, if there are others and it is time."""
+    def _send_served(self, key: str, connection: LeaderConnection) -> None:
+        """Sends a gang what its tenants were served at other gangs, if there are others and it is time."""
         now = asyncio.get_running_loop().time()
-        if len(self._gang_ids) < 2 or now < self._next_tell.get(key, now):
+        if len(self._gang_ids) < 2 or now < self._next_served_at.get(key, now):
             return
-        self._next_tell[key] = now + _TELL_S
-        told_last = islice(reversed(connection.known.fair_queue.active), _MAX_EXAMINED)
-        if totals := self._shares.take_due(self._gang_ids[key], told_last):
-            connection.tell(ServedElsewhere(totals))
+        self._next_served_at[key] = now + _SERVED_INTERVAL_S
+        reported_last = islice(reversed(connection.known.fair_queue.active), _MAX_EXAMINED)
+        if totals := self._shares.take_due(self._gang_ids[key], reported_last):
+            connection.send(ServedElsewhere(totals))
 
     def _forget_shares(self, key: str) -> None:
-        self._next_tell.pop(key, None)
+        self._next_served_at.pop(key, None)
         if (gang_id := self._gang_ids.pop(key, None)) is not None:
             self._shares.forget(gang_id)
 
@@ -133,7 +133,7 @@ class Fleet:
         return any(not sequence.num_store_failures[key] for key, c in self._connections.items() if c.info is not None)
 
     def submit(self, sequence: OpenSequence) -> bool:
-        """Sends the sequence to the gang that suits it best. False, and nothing done, if no gang is connected.
+        """Sends the sequence to the gang that suits it best. Returns False if no gang is connected.
 
         A new sequence ends with the error "overloaded" if no gang can serve it in time.
         """
@@ -230,7 +230,7 @@ class Fleet:
         )
 
     def _able(self, sequence: OpenSequence) -> dict[str, LeaderConnection]:
-        """The connected gangs, without those that are less likely than others to get at the sequence's adapter."""
+        """The connected gangs, without those that are less likely than others to be able to read the adapter."""
         connected = {key: c for key, c in self._connections.items() if c.info is not None}
         if sequence.request.adapter is None or not (sequence.num_store_failures or self._store_failed_at):
             return connected
@@ -251,13 +251,13 @@ class Fleet:
         self._on_store_failure(sequence, error)
 
     def change_admission(self, admission: AdmissionConfig) -> None:
-        """Sequences that come from now on are admitted by this."""
+        """New sequences are admitted by this configuration."""
         self._admission, self._objectives_s = admission, dict(admission.latency_objectives_s)
 
     def outdate(self, digest: str) -> None:
-        """Tells the gangs that no name points to the adapter any more."""
+        """Notifies the gangs that no name points to the adapter any more."""
         for connection in self._connections.values():
-            connection.tell(Outdated(digest))
+            connection.send(Outdated(digest))
 
     def _choose(self, sequence: OpenSequence, request: RoutingRequest, views: Mapping[str, GangView]) -> str | None:
         """The key of the gang to send the sequence to; None: it was refused, as only a new sequence may be."""

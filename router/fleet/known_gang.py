@@ -1,4 +1,4 @@
-"""What one router knows of one gang: what the gang's frames have told, and what this router has sent since."""
+"""What one router knows of one gang: what the gang's frames reported, and what this router has sent since."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class KnownGang:
         is_fair: bool = False,
         hosted: Iterable[int] = (),
     ) -> None:
-        """What the greeting told: digests of adapters, short keys of full pages of KV, keys of orphans, whether whoever
-        was served least goes first there, and short digests of adapters in host memory.
+        """Contents of the greeting: digests of adapters, short keys of full pages of KV, keys of orphans, whether the
+        gang schedules by fair shares, and short digests of adapters in host memory.
         """
         self.load = EngineLoad()  # as of the last frame
         self._resident = set(resident)  # digests, those that are coming included
@@ -77,7 +77,7 @@ class KnownGang:
             self._orphans.difference_update(frame.orphans.went)
             self._orphans.update(frame.orphans.came)
         self.fair_queue.receive(frame.shares)
-        if frame.shares or not (self.fair_queue.is_told and frame.load.gauges.num_waiting):
+        if frame.shares or not (self.fair_queue.has_shares and frame.load.gauges.num_waiting):
             self._unseen_of.clear()
         if frame.load != self.load:  # else no step was made since, and the load cannot count what was sent
             self._observed.observe(self.load, frame.load)
@@ -133,13 +133,14 @@ class KnownGang:
         return short_digest(digest) in self._hosted
 
     def pin_failure(self, digest: str) -> str | None:
-        """Why the gang cannot keep a pinned adapter in host memory; None: it has not told of anything."""
+        """Why the gang cannot keep a pinned adapter in host memory; None: it has reported no failure."""
         return self._failed_pins.get(short_digest(digest))
 
     def tier_for(self, tenant: str, digest: str, *, is_known: bool = False) -> AdapterTier | None:
-        """As `tier_of`, as far as sequences of the tenant itself tell that have lately come from this router.
+        """As `tier_of`, as far as it follows from the tenant's own sequences that this router has sent lately.
 
-        `is_known`: they have come from another one. What comes into the pool again, others may have brought there.
+        `is_known`: another router has sent some. An adapter that has left the pool may be back because of other
+        tenants.
         """
         tier = self.tier_of(digest)
         if tier is None or is_known or self._uses.is_lately_by(digest, tenant):
@@ -184,8 +185,8 @@ class KnownGang:
     ) -> int:
         """Tokens that are computed before the turn of a sequence of the tenant that comes now, in the fair order.
 
-        A background sequence comes after all that is there. `num_more`: of its tenant, beside what was told and sent;
-        `num_more_of_all`: of all tenants. Negative: fewer.
+        A background sequence comes after all that is there. `num_more`: of its tenant, beside what was reported and
+        sent; `num_more_of_all`: of all tenants. Negative: fewer.
         """
         queued = max(0, self.num_queued_tokens + num_more_of_all)
         if is_background:
@@ -207,7 +208,7 @@ class KnownGang:
 
         `digest`: of the request's adapter. `num_cached_tokens`: of its first tokens, those whose KV is there.
         `sequence_key`: the request's. `tenant`, `weight`, `is_background`: whose it is, that tenant's
-        weight, and whether it yields to everybody else's.
+        weight, and whether it yields to all others.
         """
         now = self.load.gauges
         return GangView(

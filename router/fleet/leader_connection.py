@@ -3,8 +3,8 @@
 There is one writer and one reader, since concurrent writes to a gRPC stream may hang. Requests and cancels that come
 while a write is under way go out together in the next message (`outbox.py`). The connection is made again, with growing
 pauses, until it is closed or retired. When it breaks, or the leader hands its sequences over, all of its sequences are
-given back. Those with a key wait for a moment first: if the leader is still there, it has kept them, and they go on
-where they are (`awaiting_reconnect.py`).
+given back. Those with a key wait for a moment first: if the leader is still there, it has kept them, and they continue
+there (`awaiting_reconnect.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HELLO_TIMEOUT_S = 10.0
 
 _log = logging.getLogger(__name__)
 
-# What of a gang was lost: its process or the way to it, or its engine.
+# What was lost: the gang's process or the connection to it, or its engine.
 FaultKind = Literal["connection", "engine"]
 
 
@@ -68,11 +68,11 @@ class Unbegun:
 
 
 class _HandedOverError(Exception):
-    """The leader leaves and has given its sequences back, to go on elsewhere."""
+    """The leader stops and has given its sequences back, to continue elsewhere."""
 
 
 class _EngineFailedError(ConnectionError):
-    """The leader is there, but cannot compute any more."""
+    """The leader is reachable, but cannot compute any more."""
 
 
 class LeaderConnection:
@@ -100,7 +100,7 @@ class LeaderConnection:
 
         `on_orphans` gets this connection and the keys of sequences that the leader keeps for any router that asks: all
         of them at the greeting, later those that it has begun to keep. `on_fault`: a connected gang was lost that had
-        not been told to go. `on_load`: the gang has told how things are there; it gets the tenants' shares that have
+        not been asked to stop. `on_load`: the gang has reported its load; it gets the tenants' shares that have
         changed. `on_withdrawn` gets a sequence that has left the gang's queue, and the key of the gang that it is meant
         for. `on_store_failure` gets a sequence that the gang has given back because it cannot read its adapter, and its
         error.
@@ -110,16 +110,16 @@ class LeaderConnection:
         self.known = KnownGang(routing)
         self.retired = False
         self._token = token
-        self._name = secrets.token_hex(8)  # by which the leader knows its streams as those of one router
+        self._name = secrets.token_hex(8)  # lets the leader recognise its streams as those of one router
         self._num_connects = 0
         self._routing = routing
         self._on_connect, self._on_lost = on_connect, on_lost
         self._on_orphans, self._on_fault = on_orphans, on_fault
         self._on_load, self._on_withdrawn = on_load, on_withdrawn
         self._on_store_failure = on_store_failure
-        self._awaiting_reconnect = AwaitingReconnect(self._lose)
+        self._awaiting_reconnect = AwaitingReconnect(self._report_lost)
         self._last_gang_id = ""
-        self._last_arrived = 0  # id of the newest sequence that has reached the leader, as far as it has told
+        self._last_arrived = 0  # id of the newest sequence that the leader has confirmed
         self._sequences: dict[int, OpenSequence] = {}  # by the id that they have on this connection
         self._ids: dict[OpenSequence, int] = {}  # the same, the other way round
         self._cancelled: dict[int, OpenSequence] = {}  # until the leader has reported their usage
@@ -182,8 +182,8 @@ class LeaderConnection:
         self._unbegun[sequence].target = target
         self._outbox.put(Withdraw(self._ids[sequence]))
 
-    def tell(self, news: News) -> None:
-        """Tells the leader what concerns no sequence of its own. Not while the connection is broken."""
+    def send(self, news: News) -> None:
+        """Sends the leader a message that concerns no sequence of its own. No-op while the connection is broken."""
         if self.info is not None:
             self._outbox.put(news)
 
@@ -346,7 +346,7 @@ class LeaderConnection:
                 self._forget(sequence)
             elif sequence.is_overfull:
                 self._outbox.put(Cancel(update.sequence_id))
-                self._give_back(sequence, "its reader does not read")
+                self._give_back(sequence, "its client does not read")
         if given_back is not None:  # sequences that have not reached the leader must go elsewhere too
             is_farewell = given_back.kind == "handed_over"
             raise (_HandedOverError if is_farewell else _EngineFailedError)(given_back.message)
@@ -379,10 +379,10 @@ class LeaderConnection:
         self._on_withdrawn(sequence, "" if unbegun is None or unbegun.target is None else unbegun.target)
 
     def _give_back(self, sequence: OpenSequence, reason: str) -> None:
-        """The sequence is not here any more, and goes on when it can."""
+        """The sequence is no longer here, and continues when it can."""
         self._forget(sequence)
         sequence.move(self, None)
-        self._lose([CutOffSequence(sequence, had_arrived=True)], reason, is_fault=False)
+        self._report_lost([CutOffSequence(sequence, had_arrived=True)], reason, is_fault=False)
 
     async def _write(self, call: Any) -> None:
         """Writes what the outbox holds. Ends quietly when the stream breaks: the reader learns why."""
@@ -416,13 +416,13 @@ class LeaderConnection:
         for one in cut_off:
             one.sequence.move(self, None)
         if not is_fault:
-            self._lose(cut_off, reason, is_fault=False)
+            self._report_lost(cut_off, reason, is_fault=False)
             return
         may_return = not self.retired
-        self._lose([one for one in cut_off if not (may_return and one.sequence.request.key)], reason)
+        self._report_lost([one for one in cut_off if not (may_return and one.sequence.request.key)], reason)
         self._awaiting_reconnect.wait([one for one in cut_off if may_return and one.sequence.request.key], reason)
 
-    def _lose(self, cut_off: list[CutOffSequence], reason: str, *, is_fault: bool = True) -> None:
+    def _report_lost(self, cut_off: list[CutOffSequence], reason: str, *, is_fault: bool = True) -> None:
         """Gives sequences back to the dispatcher."""
         for one in cut_off:
             one.sequence.lose_gang(is_fault=is_fault, had_arrived=one.had_arrived)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...workers.wire.engine_load import EngineLoad
 from .affinity import GangCosts
 
-# How much must be observed to weigh as much as the belief, and to halve the weight of earlier observations.
+# How much must be observed to weigh as much as the initial belief, and to halve the weight of earlier observations.
 _BELIEF_TOKENS, _HALF_LIFE_TOKENS = 500, 50_000
 _BELIEF_PAGES, _HALF_LIFE_PAGES = 50, 5_000
 _BELIEF_LOADS, _HALF_LIFE_LOADS = 5, 100
@@ -89,7 +89,7 @@ class _StepCost:
         return self._mean_s
 
     def add(self, num_steps: int, num_tokens: int, seconds: float) -> None:
-        """Several steps that are told together count as so many steps of their mean."""
+        """Several steps that are reported together count as as many steps of their mean."""
         if num_steps <= 0:
             return
         fade = 0.5 ** (num_steps / _HALF_LIFE_STEPS)

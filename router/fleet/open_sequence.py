@@ -15,27 +15,28 @@ from ...workers.wire.sequence_usage import SequenceUsage
 from ...workers.wire.unread_update import UnreadUpdate
 from .admission import TimeLimit
 
-MAX_UNREAD_VALUES = 1 << 14  # tokens and log-probabilities that may come of a sequence while its reader is busy
+MAX_UNREAD_VALUES = 1 << 14  # tokens and log-probabilities of a sequence that may be unread before it is paused
 
 
 class SequencePlace(Protocol):
     """Where a sequence is: it waits there, or was submitted there."""
 
     def cancel(self, sequence: OpenSequence) -> None:
-        """The sequence, which is here, has been cancelled or has timed out: forget it."""
+        """Forgets the sequence, which is here, since it was cancelled or has timed out."""
 
 
 class OpenSequence:
     """An async iterator of updates that ends after one with `finish_reason` or `error`, or once cancelled.
 
-    Updates that arrive while the reader is busy are merged into one: a slow reader costs fewer, larger updates, never
-    a growing queue. For one that is far too slow (`is_overfull`) no more should be computed until it has read what is
-    there. One reader at a time; everything belongs to one event loop.
+    Updates that arrive while the reader is busy are merged into one: a slow reader gets fewer, larger updates, never a
+    growing queue. If far too much is unread (`is_overfull`) no more should be computed until it was read. There is one
+    reader at a time; everything belongs to one event loop.
 
-    It remembers all tokens that came, so that it can go on elsewhere when its gang is lost.
+    It keeps all tokens that arrived, so that it can continue at another gang when its own is lost.
 
-    It is in one `SequencePlace` at a time: the dispatcher's `UnsentSequences`, a `LeaderConnection` or, if that broke,
-    its `AwaitingReconnect`. It is nowhere (None) before it is sent, between two places and after its end.
+    It is in one `SequencePlace` at a time: the dispatcher's `UnsentSequences` or `UnreadSequences`, a
+    `LeaderConnection` or, if that broke, its `AwaitingReconnect`. It has none before it is sent, between two places and
+    after its end.
     """
 
     def __init__(self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None) -> None:
@@ -44,7 +45,7 @@ class OpenSequence:
         self.is_resumed = is_resumed
         self.limit = limit or TimeLimit()
         self.is_new = not self.limit.has_begun  # not yet sent to a gang, nor waiting for one
-        self.stays = False  # where it was sent, and ends with that gang
+        self.stays = False  # at the gang that it was sent to, and ends with it
         self.num_moves = 0  # from a gang's queue to another's
         self._wait_s: float | None = None  # how long it may wait at its gang; None: as long as it takes
         self._wait_from: float | None = None  # by the event loop's clock
@@ -56,9 +57,9 @@ class OpenSequence:
             self._alarm = loop.call_at(self._deadline, self._time_out)
         self._place: SequencePlace | None = None
         self.num_losses = 0  # gangs that died with it since its last token
-        self.num_vain_tries = 0  # gangs that died before it had arrived there, since its last token
+        self.num_failed_sends = 0  # gangs that died before it had arrived, since its last token
         self.num_store_failures: Counter[str] = Counter()  # by gang: how often it could not read the adapter
-        self._token_ids: list[int] = []  # all that came, read or not
+        self._token_ids: list[int] = []  # all that arrived, read or not
         self._usage = SequenceUsage()  # as last reported
         self.usage_at: float | None = None  # when that was, by time.perf_counter(); None: it was not reported
         self._last_report: asyncio.Future[None] | None = None  # it was cancelled, and its gang reports the usage
@@ -74,13 +75,13 @@ class OpenSequence:
 
     @property
     def is_overfull(self) -> bool:
-        """Its reader has left so much unread that no more should come for now."""
+        """So much is unread that no more should be computed for now."""
         arrived = self._arrived
         return isinstance(arrived, UnreadUpdate) and arrived.num_added_values > MAX_UNREAD_VALUES
 
     @property
     def has_begun(self) -> bool:
-        """A token has come."""
+        """A token has arrived."""
         return bool(self._token_ids)
 
     @property
@@ -114,22 +115,22 @@ class OpenSequence:
 
     @property
     def may_move(self) -> bool:
-        """No client has had a token of it, nor of others of its request that it goes on from."""
+        """It may move to another gang: no client has had a token of it, nor of the answer that it continues."""
         return not (self.stays or self._token_ids or self.is_resumed or self.limit.has_begun)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, and all tokens that came."""
+        """Tokens of the prompt, and all tokens that arrived."""
         return len(self.request.prompt_token_ids) + len(self._token_ids)
 
     def move(self, origin: SequencePlace | None, target: SequencePlace | None) -> None:
-        """Moves the sequence, which has not ended, from the place where it is to another one. None: nowhere."""
+        """Moves the sequence, which has not ended, from its place to another one. None: no place."""
         assert not self._closed, "an ended sequence is moved"
         assert self._place is origin, f"the sequence is at {self._place!r}, not at {origin!r}"
         self._place = target
 
     def request_from_here(self, sequence_id: int) -> SequenceRequest:
-        """The request for a leader that is to go on after the tokens that came. `sequence_id`: of its connection."""
+        """The request for a leader that is to continue after the tokens so far. `sequence_id`: of its connection."""
         left_s = None
         if self._deadline is not None:
             left_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
@@ -146,20 +147,20 @@ class OpenSequence:
         )
 
     def admit(self, wait_s: float | None) -> None:
-        """The sequence is sent to its first gang, which is to give it up if it still waits there after `wait_s`."""
+        """Notes that the sequence is sent to its first gang, which gives it up if it still waits after `wait_s`."""
         self.is_new = False
         self._wait_s = wait_s
         self._wait_from = None if wait_s is None else asyncio.get_running_loop().time()
 
     def leave_queue(self) -> None:
-        """The sequence has left a gang's queue for another's, where it may wait for as long as is left of its wait."""
+        """Notes that the sequence moves to another gang's queue, where it may wait for the rest of its time."""
         self.num_moves += 1
         if self._wait_s is not None and self._wait_from is not None:
             now = asyncio.get_running_loop().time()
             self._wait_s, self._wait_from = max(0.0, self._wait_s - (now - self._wait_from)), now
 
-    def outlast_waits(self) -> None:
-        """The sequence waits for a gang, or has lost one: from now on it waits at gangs as long as it takes."""
+    def drop_wait_limit(self) -> None:
+        """Lets the sequence wait at gangs for any time, since it has lost a gang or waits for one."""
         self.is_new = False
         self._wait_s = None
 
@@ -182,7 +183,7 @@ class OpenSequence:
         return arrived if isinstance(arrived, SequenceUpdate) else arrived.take_all()
 
     def when_read(self, on_read: Callable[[OpenSequence], None]) -> None:
-        """Calls `on_read` once, when its reader has taken what has come."""
+        """Calls `on_read` once, when its reader has taken what has arrived."""
         assert self._arrived is not None
         self._on_read = on_read
 
@@ -192,7 +193,7 @@ class OpenSequence:
             return
         if update.token_ids:
             self._token_ids += update.token_ids
-            self.num_losses = self.num_vain_tries = 0
+            self.num_losses = self.num_failed_sends = 0
             self.num_store_failures.clear()
         self.note_usage(update.usage)
         if update.finish_reason is not None or update.error is not None:
@@ -206,17 +207,17 @@ class OpenSequence:
         self._wake()
 
     def lose_gang(self, *, is_fault: bool, had_arrived: bool) -> None:
-        """Counts the loss. `is_fault`: its gang died or broke, and was not told to go.
+        """Counts the loss of its gang. `is_fault`: the gang died or broke, and was not asked to stop.
 
-        `had_arrived`: the sequence is known to have reached the gang, which may have died of it.
+        `had_arrived`: the sequence is known to have reached the gang, and may be what killed it.
         """
-        self.outlast_waits()
+        self.drop_wait_limit()
         self.num_losses += is_fault and had_arrived
-        self.num_vain_tries += is_fault and not had_arrived
+        self.num_failed_sends += is_fault and not had_arrived
 
     def lose_store(self, gang_key: str) -> None:
-        """Counts that its gang could not read its adapter, and has given it back."""
-        self.outlast_waits()
+        """Counts that its gang could not read its adapter and has returned it."""
+        self.drop_wait_limit()
         self.num_store_failures[gang_key] += 1
 
     def fail(self, kind: ErrorKind, message: str) -> None:
@@ -239,7 +240,7 @@ class OpenSequence:
         self._wake()
 
     def _time_out(self) -> None:
-        """Ends the sequence with an error, after the updates that are unread. Its place forgets it."""
+        """Ends the sequence with an error, after the unread updates. Its place forgets it."""
         place = self._place
         self.fail("timeout", "the request's timeout passed before the answer was complete")
         if place is not None:

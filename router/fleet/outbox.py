@@ -1,4 +1,4 @@
-"""What a router has to tell one leader: messages that wait to be written, encoded together."""
+"""A router's messages to one leader that wait to be written, encoded together."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outbox:
     """Messages in the order in which they were put. Belongs to one event loop."""
 
     def __init__(self, on_too_large: Callable[[Submit, str], None]) -> None:
-        """`on_too_large` gets a request that is left out, and why."""
+        """`on_too_large` gets a request that is not sent, and why."""
         self._on_too_large = on_too_large
         self._messages: deque[ToLeaderMessage] = deque()
         self._encoded_parts: deque[bytes] = deque()  # of the message that was the first

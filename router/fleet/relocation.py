@@ -2,7 +2,7 @@
 
 A sequence is routed when it comes. Later a gang may be added, or work off its queue sooner than was expected, while the
 sequence waits elsewhere. So the newest of those that wait in a queue move to a gang that would begin them sooner: the
-others of their tenant have waited longer, and each one that leaves from the end delays nobody. What a sequence has
+others of their tenant have waited longer, and one that leaves from the end delays no other. What a sequence has
 before it, where it is and elsewhere, is what comes before its tenant's last in the gang's fair order.
 
 A move must be worth it: the sequence has to gain more than the load of its adapter and the kept beginning of its prompt
@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from .affinity import GangCosts
 
-# Tokens before the turn of a tenant's sequence, if its tenant had so many more there than it has, and all together had
-# so many more. The arguments: tenant, its weight, these two; a negative number is of tokens that have left.
+# Tokens before the turn of a tenant's sequence. The arguments: tenant, its weight, additional tokens of the tenant, and
+# of all tenants; negative: tokens that have left.
 TokensBefore = Callable[[str, float, int, int], float]
 
 
@@ -65,7 +65,7 @@ class GangQueue:
     newest: Sequence[WaitingSequence]  # of these, the newest first, as many as may be examined
     has_adapter: Callable[[str], bool]  # by digest: there, or coming
     num_before: TokensBefore
-    takes: bool = True  # False: it has not told yet what sequences that were just moved there add
+    takes: bool = True  # False: its load does not include yet what was just moved there
 
     @property
     def s_per_token(self) -> float:
@@ -138,7 +138,7 @@ def relocations(queues: Sequence[GangQueue], config: RelocationConfig) -> list[R
 
 
 def _begin_s(sequence: WaitingSequence, num_before: float, source: GangQueue, target: GangQueue) -> float:
-    """When the sequence would begin at the target with so many tokens before it, and what else it would lose."""
+    """Seconds until the sequence would begin at the target, with what else it would lose by the move."""
     costs = target.costs
     wait_s = num_before * max(source.s_per_token, target.s_per_token)
     lost_s = sequence.num_cached_tokens * costs.s_per_queued_token

@@ -14,33 +14,33 @@ from .leader_connection import LeaderConnection
 from .open_sequence import OpenSequence
 from .relocation import GangQueue, RelocationConfig, WaitingSequence, relocations
 
-ROUND_S = 0.25  # from one look to the next
-REST_S = 1.0  # after sequences were moved to a gang: by then it tells of them
+ROUND_S = 0.25  # between two rounds
+REST_S = 1.0  # after sequences were moved to a gang: by then its load includes them
 _MAX_ASKED_BACK = 256  # of one gang and not given back yet: no more are asked for
 
 
 class Relocator:
-    """Looks when a gang has told how things are there, but not more often than each `ROUND_S`.
+    """Runs a round when a gang has reported its load, but at most every `ROUND_S`.
 
-    A sequence goes on where it is until its gang gives it back, which it does only if it still waits. So it is never
-    in two gangs, and one that begins just then stays.
+    A sequence stays where it is until its gang gives it back, which it does only if it still waits. So it is never in
+    two gangs.
     """
 
     def __init__(self, connections: Mapping[str, LeaderConnection], adapter_pages: Callable[[AdapterRef], int]) -> None:
-        """`connections`: the gangs by their keys, as they are at each look."""
+        """`connections`: the gangs by their keys, as they are in each round."""
         self._connections, self._adapter_pages = connections, adapter_pages
         self._config = RelocationConfig()
-        self._next_look = 0.0
+        self._next_round = 0.0
         self._rests_until: dict[str, float] = {}  # by key: gangs that sequences were moved to
 
-    def look(self) -> None:
-        """Makes a round of moves, if it is time for one."""
+    def run_round(self) -> None:
+        """Moves waiting sequences, if it is time for a round."""
         if len(self._connections) < 2:
             return
         now = asyncio.get_running_loop().time()
-        if now < self._next_look:
+        if now < self._next_round:
             return
-        self._next_look = now + ROUND_S
+        self._next_round = now + ROUND_S
         self._rests_until = {key: until for key, until in self._rests_until.items() if until > now}
         connected = {key: one for key, one in self._connections.items() if one.info is not None}
         if len(connected) < 2:

@@ -1,4 +1,4 @@
-"""Sequences that no gang computes for now, since their readers have not read what has come."""
+"""Sequences that no gang computes at present, since their readers have too much unread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class UnreadSequences:
     """A `SequencePlace`. Belongs to one event loop."""
 
     def __init__(self, on_read: Callable[[OpenSequence], None]) -> None:
-        """`on_read` gets a sequence when its reader has taken all that had come; it is nowhere by then."""
+        """`on_read` gets a sequence when its reader has taken all updates; it has no place then."""
         self._on_read = on_read
         self._sequences: dict[OpenSequence, None] = {}
         self._num_of: Counter[str] = Counter()  # by tenant
@@ -27,14 +27,14 @@ class UnreadSequences:
         return self._num_of[tenant]
 
     def add(self, sequence: OpenSequence) -> None:
-        """Takes a sequence over that is nowhere."""
+        """Adds a sequence that has no place."""
         sequence.move(None, self)
         self._sequences[sequence] = None
         self._num_of[sequence.request.tenant] += 1
-        sequence.when_read(self._go_on)
+        sequence.when_read(self._resume)
 
     def remove(self, sequence: OpenSequence) -> None:
-        """Lets go of the sequence: it is nowhere now."""
+        """Removes the sequence, which has no place then."""
         sequence.move(self, None)
         self.cancel(sequence)
 
@@ -44,6 +44,6 @@ class UnreadSequences:
         if not self._num_of[sequence.request.tenant]:
             del self._num_of[sequence.request.tenant]
 
-    def _go_on(self, sequence: OpenSequence) -> None:
+    def _resume(self, sequence: OpenSequence) -> None:
         self.remove(sequence)
         self._on_read(sequence)

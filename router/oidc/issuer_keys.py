@@ -1,4 +1,4 @@
-"""The public keys of one identity provider, fetched in the background and kept while it is away."""
+"""The public keys of one identity provider, fetched in the background and kept while it cannot be reached."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_KEYS: Final = 100
 _FIRST_BACKOFF_S: Final = 1.0
 _MAX_BACKOFF_S: Final = 60.0
 ASKED_GAP_S: Final = 30.0  # between two fetches that tokens with unknown keys ask for
-_KINDS: Final = frozenset({"RSA", "EC", "OKP"})  # what has a public part
+_KINDS: Final = frozenset({"RSA", "EC", "OKP"})  # that have a public part
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class IssuerKeys:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, wait_s: float) -> None:
-        """Begins to fetch; waits so long at most for the first keys."""
+        """Begins to fetch; waits at most `wait_s` for the first keys."""
         fetched = asyncio.Event()
         self._task = asyncio.create_task(self._follow(fetched), name="issuer keys")
         with suppress(TimeoutError):
@@ -78,11 +78,11 @@ class IssuerKeys:
                 backoff_s, rest_s = _FIRST_BACKOFF_S, REFRESH_S
             except (IssuerError, httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
                 kept = "none are known yet" if self.keys is None else "the last ones are kept"
-                _log.warning("keys of an issuer of tokens were not fetched, %s: %s", kept, type(error).__name__)
+                _log.warning("keys of a token issuer were not fetched, %s: %s", kept, type(error).__name__)
                 rest_s = backoff_s * random.uniform(0.5, 1.0)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             except Exception:  # without keys that follow the issuer's, its tokens would be refused for ever
-                _log.exception("keys of an issuer of tokens cannot be read")
+                _log.exception("keys of a token issuer cannot be read")
                 rest_s = _MAX_BACKOFF_S
             fetched.set()
             await self._rest(rest_s)
@@ -114,16 +114,16 @@ class IssuerKeys:
         if self.keys is None or document != self._documents:
             self.keys, self._documents = keys, document
             self._on_changed()
-            _log.info("an issuer of tokens has %d keys", len(keys))
+            _log.info("a token issuer has %d keys", len(keys))
 
 
 def public_keys(document: Mapping[str, Any]) -> Mapping[str, PublicKey]:
     """The keys for signatures of a JWKS (RFC 7517), by id. Raises IssuerError where there is none."""
-    told = document.get("keys")
-    if not isinstance(told, list) or len(told) > MAX_KEYS:
+    entries = document.get("keys")
+    if not isinstance(entries, list) or len(entries) > MAX_KEYS:
         raise IssuerError(f"a list of at most {MAX_KEYS} keys is needed")
     found: dict[str, PublicKey] = {}
-    for entry in told:
+    for entry in entries:
         if not isinstance(entry, dict) or entry.get("kty") not in _KINDS or entry.get("use", "sig") != "sig":
             continue
         key_id, algorithm = entry.get("kid"), entry.get("alg", "")
@@ -131,7 +131,7 @@ def public_keys(document: Mapping[str, Any]) -> Mapping[str, PublicKey]:
             continue
         try:
             found[key_id] = PublicKey(jwt.PyJWK(entry).key, algorithm)
-        except (jwt.PyJWTError, ValueError, TypeError):  # one that cannot be used takes no other with it
+        except (jwt.PyJWTError, ValueError, TypeError):  # the other keys can still be used
             continue
     if not found:
         raise IssuerError("none of its keys can be used")

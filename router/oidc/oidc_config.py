@@ -13,7 +13,7 @@ LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 class OidcConfig:
     """Lists have commas between their parts. Defaults and bounds stand with motet's settings."""
 
-    oidc_issuers: str  # whose tokens are accepted, as `iss` says them; empty: nobody's
+    oidc_issuers: str  # whose tokens are accepted, as in `iss`; empty: no tokens are
     oidc_audience: str  # that a token must be for
     oidc_algorithms: str
     oidc_tenant_claim: str  # that names the tenant
@@ -25,7 +25,7 @@ class OidcConfig:
 
 
 def is_safe(url: str) -> bool:
-    """Whether nobody between can change what it gives: https, or on this machine."""
+    """Whether its answers cannot be changed on the way: https, or on this machine."""
     try:
         parts = urlsplit(url)
         host = parts.hostname

@@ -1,4 +1,4 @@
-"""Tokens of identity providers, verified by what this router knows of their keys: no request waits for a provider."""
+"""Tokens of identity providers, verified with keys that this router has: no request waits for a provider."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_KEY_ID_CHARS: Final = 256
 _FIRST_WAIT_S: Final = 5.0
 _SCOPES: Final[Sequence[Scope]] = get_args(Scope)
 _Verified = tuple[KeyRecord, str]
-# What a hostile token can make PyJWT or a JSON parser raise.
+# What PyJWT or a JSON parser can raise for a hostile token.
 _REFUSALS: Final = (jwt.PyJWTError, AdapterInvalid, ValueError, TypeError, OverflowError, RecursionError)
 
 
@@ -40,7 +40,7 @@ class TokenVerifier:
         self._verified: OrderedDict[bytes, _Verified] = OrderedDict()  # by the token's hash; the last used one last
 
     async def start(self) -> None:
-        """Waits some seconds for keys; a provider that is away holds no router up."""
+        """Waits some seconds for keys; a provider that cannot be reached delays no router further."""
         await asyncio.gather(*(issuer.start(_FIRST_WAIT_S) for issuer in self.issuers.values()))
 
     async def stop(self) -> None:
@@ -106,8 +106,8 @@ class TokenVerifier:
         if not isinstance(tenant, str) or not isinstance(subject, str) or not 0 < len(subject) <= MAX_SUBJECT_CHARS:
             return None
         check_tenant(tenant)
-        told = claims.get(self._config.oidc_scopes_claim)
-        words = told.split(" ") if isinstance(told, str) else told if isinstance(told, list) else []
+        claimed = claims.get(self._config.oidc_scopes_claim)
+        words = claimed.split(" ") if isinstance(claimed, str) else claimed if isinstance(claimed, list) else []
         scopes = frozenset(scope for scope in _SCOPES if scope in words)
         # One id for all tokens of a subject, so that what it uses is counted together.
         key_id = f"oidc-{sha256(f'{issuer} {subject}'.encode()).hexdigest()[:16]}"
@@ -117,5 +117,5 @@ class TokenVerifier:
         return key, subject
 
     def _forget(self) -> None:
-        """A provider has other keys: what was signed with one that is gone is not accepted any more."""
+        """A provider's keys have changed: tokens that were signed with a removed key are no longer accepted."""
         self._verified.clear()

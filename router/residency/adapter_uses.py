@@ -1,7 +1,7 @@
 """Which tenants' sequences use an adapter at one gang, or have done so lately.
 
-Adapters are kept by content, and several tenants may have the same. What a tenant is told of where its adapter is must
-follow from its own sequences: else it could upload somebody's bytes and watch whether they are in use.
+Adapters are kept by content, and several tenants may have the same. What a tenant learns about the place of its adapter
+must follow from its own sequences: else it could upload another tenant's bytes and see whether they are in use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from ...workers.wire.short_digest import short_digest
 
-LATELY_S: Final = 300.0  # for so long others' use of the same content may prolong what a tenant sees
+LATELY_S: Final = 300.0  # after a tenant's last use, in which other tenants' uses of the same content may show
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class _Use:
 
 
 class AdapterUses:
-    """Its owner says which adapters are at the gang no more, so that there are never more digests here than there."""
+    """Its owner calls `forget` for adapters that have left the gang, so that this never holds more than the gang."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -60,15 +60,15 @@ class AdapterUses:
         return use.num_open > 0 or self._clock() - use.ended_at < LATELY_S
 
     def leave_pool(self, digest: str) -> None:
-        """It is in host memory alone now, if it is here."""
+        """The adapter is at most in host memory now."""
         for use in self._uses.get(digest, {}).values():
             use.has_left_pool = True
 
     def used(self, short_digests: Iterable[int]) -> list[str]:
-        """Those of these adapters that are here."""
+        """Those of these adapters that were used."""
         return [self._digests[short] for short in short_digests if short in self._digests]
 
     def forget(self, digest: str) -> None:
-        """It is there no more, and nobody has it open: if it comes again, somebody else may have asked for it."""
+        """The adapter has left the gang and is not in use. If it returns, that may be for another tenant."""
         if self._uses.pop(digest, None) is not None:
             del self._digests[short_digest(digest)]

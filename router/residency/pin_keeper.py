@@ -1,4 +1,4 @@
-"""Tells gangs which adapters they are to keep in host memory, and knows how they do."""
+"""Sends gangs the adapters that they must keep in host memory, and knows the state of each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ...adapters.registry.versions.pins import KnownPins
 from ...workers.wire.messages import GangInfo, News, Pinned
 from .pin_places import PinPlaces
 
-LOOK_S: Final = 0.25
-SETTLE_S: Final = 1.0  # for so long the same gangs are connected before pins go by them: a gang may be back at once
-MOST_UNSETTLED_S: Final = 5.0  # after so long they go by those of the moment
+INTERVAL_S: Final = 0.25
+SETTLE_S: Final = 1.0  # pins are placed anew once the gangs are the same for so long: a gang may reconnect at once
+MOST_UNSETTLED_S: Final = 5.0  # after so long they are placed at the gangs of the moment
 _log = logging.getLogger(__name__)
 
 
@@ -36,30 +36,30 @@ class PinnedGang(Protocol):
     @property
     def known(self) -> KnownPinned: ...
 
-    def tell(self, news: News) -> None: ...
+    def send(self, news: News) -> None: ...
 
 
 class PinKeeper:
-    """Owned by one event loop. It looks a few times a second, and says nothing while nothing changes."""
+    """Owned by one event loop. It checks a few times a second, and sends only changes."""
 
     def __init__(self, pins: KnownPins, gangs: Callable[[], Sequence[PinnedGang]]) -> None:
         """`gangs`: those that are connected."""
         self._pins, self._gangs = pins, gangs
         self._places = PinPlaces()
-        self._told: dict[str, GangInfo] = {}  # gangs that have heard of pins, by id, with their greetings
+        self._sent: dict[str, GangInfo] = {}  # gangs that were sent pins, by id, with their greetings
         self._seen: frozenset[str] = frozenset()
         self._seen_since = 0.0
-        self._unsettled_since: float | None = None  # None: pins go by the gangs that are connected
+        self._unsettled_since: float | None = None  # None: pins are placed at the connected gangs
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._look_forever(), name="pins")
+        self._task = asyncio.create_task(self._update_forever(), name="pins")
 
     async def stop(self) -> None:
         await end_tasks(self._task)
 
     def states(self, digest: str) -> Mapping[str, str | None]:
-        """The gangs that are to keep the adapter, by their ids; None: it is there, or empty: it comes, or why not."""
+        """The gangs that must keep the adapter, by id. None: it is there; empty: it is coming; else what failed."""
         found: dict[str, str | None] = {}
         by_id = self._connected()
         for gang_id in self._places.of(digest):
@@ -68,17 +68,17 @@ class PinKeeper:
                 found[gang_id] = failure or (None if gang.known.is_hosted(digest) else "")
         return found
 
-    def look(self, now: float) -> None:
-        """Tells the gangs what has changed. `now`: seconds, monotonic."""
+    def update(self, now: float) -> None:
+        """Sends the gangs what has changed. `now`: seconds, monotonic."""
         gangs = self._connected()
         self._settle(frozenset(gangs), now)
         for digest in self._pins.take_changed():
             self._places.pin(digest, self._pins.num_gangs(digest))
         for gang_id, gang in gangs.items():
             if gang_id in self._places.gangs:
-                self._tell(gang_id, gang)
-        for gang_id in [gang_id for gang_id in self._told if gang_id not in self._places.gangs]:
-            del self._told[gang_id]
+                self._send_changes(gang_id, gang)
+        for gang_id in [gang_id for gang_id in self._sent if gang_id not in self._places.gangs]:
+            del self._sent[gang_id]
 
     def _connected(self) -> dict[str, PinnedGang]:
         return {gang.info.gang_id: gang for gang in self._gangs() if gang.info is not None}
@@ -94,26 +94,26 @@ class PinKeeper:
         if now - self._seen_since >= SETTLE_S or now - self._unsettled_since >= MOST_UNSETTLED_S:
             self._places.set_gangs(seen)
 
-    def _tell(self, gang_id: str, gang: PinnedGang) -> None:
+    def _send_changes(self, gang_id: str, gang: PinnedGang) -> None:
         changes = self._places.take_changes(gang_id)
         assert gang.info is not None
-        if self._told.get(gang_id) is not gang.info:
-            if gang_id in self._told or self._places.at(gang_id):
-                gang.tell(Pinned(sorted(self._places.at(gang_id)), is_whole=True))
-                self._told[gang_id] = gang.info
+        if self._sent.get(gang_id) is not gang.info:
+            if gang_id in self._sent or self._places.at(gang_id):
+                gang.send(Pinned(sorted(self._places.at(gang_id)), is_whole=True))
+                self._sent[gang_id] = gang.info
         elif changes:
-            gang.tell(
+            gang.send(
                 Pinned(
                     [digest for digest, is_there in changes.items() if is_there],
                     [digest for digest, is_there in changes.items() if not is_there],
                 )
             )
 
-    async def _look_forever(self) -> None:
+    async def _update_forever(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(INTERVAL_S)
             try:
-                self.look(loop.time())
+                self.update(loop.time())
             except Exception:
-                _log.exception("pins cannot be told to gangs")
+                _log.exception("pins cannot be sent to gangs")

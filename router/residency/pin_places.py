@@ -7,10 +7,10 @@ from hashlib import blake2b
 
 
 def places_of(digest: str, gangs: Iterable[str], num: int) -> list[str]:
-    """So many of these gangs, or all if there are no more: those that weigh most for the adapter, the heaviest first.
+    """`num` of these gangs, or all if there are fewer: those that weigh most for the adapter, the heaviest first.
 
-    Highest random weight (Thaler and Ravishankar 1998): where a gang goes, only what it had moves, and where one comes,
-    only what it gets.
+    Highest random weight (Thaler and Ravishankar 1998): when a gang leaves, only its adapters move; when one joins,
+    only those that it gets.
     """
     return [gang for _, gang in _heaviest(digest, gangs, num)]
 
@@ -27,7 +27,7 @@ class PinPlaces:
     """The places of all pins, kept as pins and gangs change: what does not change costs at most one weight."""
 
     def __init__(self) -> None:
-        self._nums: dict[str, int] = {}  # gangs that each digest is to be at
+        self._nums: dict[str, int] = {}  # gangs that must keep each digest
         self._places: dict[str, list[tuple[int, str]]] = {}  # by digest, the heaviest first
         self._at: dict[str, set[str]] = {}  # digests, by gang
         self._came: dict[str, dict[str, bool]] = {}  # what changed since it was taken, by gang: digest -> is there
@@ -63,15 +63,15 @@ class PinPlaces:
                     self._place(digest, sorted([*places, *weights], reverse=True)[:num])
 
     def at(self, gang: str) -> Set[str]:
-        """Digests of the pins that are to be there."""
+        """Digests of the pins that the gang must keep."""
         return self._at.get(gang, set())
 
     def of(self, digest: str) -> list[str]:
-        """The gangs where the adapter is to be."""
+        """The gangs that must keep the adapter."""
         return [gang for _, gang in self._places.get(digest, ())]
 
     def take_changes(self, gang: str) -> dict[str, bool]:
-        """What comes there (True), and what need not be there any more, since the last call."""
+        """Digests that the gang must keep (True) or may drop (False) since the last call."""
         return self._came.pop(gang, {})
 
     def _place(self, digest: str, places: list[tuple[int, str]]) -> None:

@@ -35,8 +35,8 @@ def import_transformers_without_torch() -> None:
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
-    _log.info("transformers is told that there is no torch, as its tokenizers need none")
-    sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to say that an import must fail
+    _log.info("importing transformers without torch, which its tokenizers do not need")
+    sys.modules["torch"] = None  # type: ignore[assignment]  # makes the import fail
     try:
         import transformers  # noqa: F401
     finally:

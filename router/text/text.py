@@ -72,11 +72,11 @@ class TextService:
         return cls(load_tokenizer(path))
 
     def close(self) -> None:
-        """Ends the threads once they have done what they are at."""
+        """Ends the threads after their current work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def min_tokens(self, text: str) -> int:
-        """A number of tokens that the text has at least, told without tokenizing it. 0 where nothing can be told."""
+        """A lower bound of the text's tokens, without tokenizing it. 0 if none is known."""
         if self._max_bytes_per_token is None:
             return 0
         is_short = len(text) <= MAX_CHARS_ON_LOOP
@@ -98,7 +98,7 @@ class TextService:
         return await self._done(work, sum(map(len, token_lists)) <= MAX_TOKENS_ON_LOOP)
 
     async def echoes(self, token_lists: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each prompt up to where the detokenizer of an echoed prompt goes on, see `detokenizer`."""
+        """The text of each prompt up to where the detokenizer of an echoed prompt continues, see `detokenizer`."""
         texts = await self.decode_all(token_lists)
         return [text[: len(text) - self._num_cut(ids)] for text, ids in zip(texts, token_lists, strict=True)]
 
@@ -159,19 +159,19 @@ class TextService:
             raise ChatTemplateError(f"the model's chat template refused the messages: {error}") from error
 
     async def _done(self, work: Callable[[], T], is_short: bool) -> T:
-        """What the work gives: done here if it is short, else in a thread."""
+        """The result of the work, which runs here if it is short, else in a thread."""
         if is_short:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        # The batch call lets go of the interpreter's lock, which `encode` holds: a thread alone would not help.
+        # The batch call releases the GIL, which `encode` holds: a thread alone would not help.
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
 
 
 def _are_short(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a template is through with them in no time, as far as that can be told without looking far."""
+    """Whether a template renders them in no time, by a quick check."""
     if len(messages) > MAX_MESSAGES_ON_LOOP:
         return False
     values = [value for message in messages for value in message.values()]
@@ -184,7 +184,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, is_echoed: bool = False) -> None:
         """`context`: the last tokens before it. A character that they begin comes whole, with the first piece.
 
-        `is_echoed`: if nothing ends that character, its bytes come all the same, as they are not told otherwise.
+        `is_echoed`: if nothing ends that character, its bytes are flushed all the same, as the prompt's text lacks
+        them.
         """
         self._is_echoed = is_echoed
         self._tokenizer = tokenizer
@@ -220,10 +221,10 @@ class Detokenizer:
         return text[self._num_chars_of(context, text) :]
 
     def _num_chars_of(self, context: list[int], text: str) -> int:
-        """How many characters at the start of `text`, which goes on after the context, are whole in the context.
+        """How many characters at the start of `text`, which continues the context, are whole in the context.
 
-        Its bytes that were � alone may be a character now: that one is not the context's. And where one � made all of
-        a run of byte tokens so, those before it tell what they are once it is left out.
+        Its bytes that were � alone may be a character now: that one is not the context's. And where one invalid byte
+        turned a whole run of byte tokens into �, those before it decode once it is left out.
         """
         if self._is_echoed:
             return len(self._decode(context).rstrip(_CUT))
@@ -242,7 +243,7 @@ class Detokenizer:
         """The text of the pending tokens.
 
         Byte tokens that turn out to be no character spoil those before them too, whose text is out already: the whole
-        run decodes to replacement characters then. The stream goes on from what is not out yet.
+        run decodes to replacement characters then. The stream continues after the last piece.
         """
         *earlier, last = self._pending
         self._stream = DecodeStream(earlier, skip_special_tokens=True)

@@ -19,7 +19,7 @@ from ...adapters.registry.tenants.storage_bounds import storage_bounds
 from ...adapters.registry.versions.name_state import VersionNote
 from ...adapters.upload import UploadService
 from ..access.request_record import record_of
-from ..bodies.arrival import ArrivalPace
+from ..bodies.body_limits import ArrivalPace
 from ..bodies.turns import Turns
 from ..config import CurrentConfig
 from ..metrics import Metrics

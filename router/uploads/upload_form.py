@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from ...adapters.registry.versions.name_state import MAX_NOTE_CHARS
-from ..bodies.arrival import ArrivalPace
+from ..bodies.body_limits import ArrivalPace
 from ..openai_api.errors import ApiError
 from .upload_spool import UploadRoom
 

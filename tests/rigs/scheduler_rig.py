@@ -21,9 +21,9 @@ from motet.workers.plan import (
     StepResult,
     unpacked,
 )
+from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
-from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate
 from motet.workers.wire.page_keys import PageKey, first_link, next_keys
@@ -72,7 +72,7 @@ class Worker:
         self.coming: list[str] = []
         self.there: dict[str, tuple[int, ...]] = {}
         self.num_computed = self.num_copies = 0
-        self.sequence_of: Callable[[int], Sequence] | None = None  # to know whose KV a plan means
+        self.sequence_of: Callable[[int], GrowingSequence] | None = None  # to know whose KV a plan means
         self._kv: dict[tuple[int, int], object] = {}  # by page and place in it
         self._tiers: dict[tuple[str, int], list[object]] = {}  # what each page of a tier behind the pool holds
         self._moving: list[PageMove] = []

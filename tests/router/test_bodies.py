@@ -13,9 +13,8 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from motet.router.bodies.arrival import ArrivalPace
 from motet.router.bodies.body_budget import TENANT_SHARE, BodyBudget
-from motet.router.bodies.body_limits import BYTES_PER_TOKEN, FIXED_BYTES, MOST_BYTES, max_body_bytes
+from motet.router.bodies.body_limits import BYTES_PER_TOKEN, FIXED_BYTES, MOST_BYTES, ArrivalPace, max_body_bytes
 from motet.router.bodies.body_reader import MAX_BYTES_ON_LOOP, BodyReader
 from motet.router.bodies.packed_request import packed, unpacked
 from motet.router.bodies.turns import Turns

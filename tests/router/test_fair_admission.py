@@ -65,7 +65,7 @@ def test_routers_tell_gangs_what_the_others_served() -> None:
                 submit(fleet.routers[seed % 2], "acme", seed, 300)
             await asyncio.sleep(5)
             for gang, other in (fleet.gangs, fleet.gangs[::-1]):
-                told = gang.engine.scheduler.standings._elsewhere["acme"]
+                told = gang.engine.scheduler.counters._elsewhere["acme"]
                 (share,) = [one for one in other.server.shares if one.tenant == "acme"]
                 assert 0.5 * share.served < told <= share.served  # no more than there is, and not from long ago
 

@@ -15,7 +15,7 @@ from motet.tests.rigs.network_fuzz import Run
 from motet.tests.rigs.simulated_time import run_simulated
 from motet.workers.leader.routed_sequences import RoutedSequences
 from motet.workers.leader.sequence_journal import SequenceJournal
-from motet.workers.scheduling.sequence import Sequence
+from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.wire.messages import SequenceUpdate
 
 pytestmark = pytest.mark.slow
@@ -52,13 +52,13 @@ def test_what_gangs_computed_is_charged_to_the_token() -> None:
 
 
 def test_it_finds_a_gang_that_counts_positions_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    post_init = Sequence.__post_init__
+    post_init = GrowingSequence.__post_init__
 
-    def forgetful(self: Sequence) -> None:
+    def forgetful(self: GrowingSequence) -> None:
         post_init(self)
         self.num_counted = 0  # what other gangs have counted
 
-    monkeypatch.setattr(Sequence, "__post_init__", forgetful)
+    monkeypatch.setattr(GrowingSequence, "__post_init__", forgetful)
     _finds("charged twice")
 
 

@@ -65,7 +65,7 @@ class FakeGang:
     def known(self) -> FakeGang:
         return self
 
-    def tell(self, news: News) -> None:
+    def send(self, news: News) -> None:
         assert isinstance(news, Pinned)
         self.num_told += 1
         self.pinned = ((set() if news.is_whole else self.pinned) | {*news.came}) - {*news.went}
@@ -175,27 +175,27 @@ def test_pins_move_once_gangs_have_settled_and_nothing_is_told_twice() -> None:
         pins.change(("acme", digest), (digest, 2))
     connected: list[FakeGang] = gangs[:1]
     keeper = PinKeeper(pins, lambda: connected)
-    keeper.look(100.0)
+    keeper.update(100.0)
     connected = gangs
-    keeper.look(100.25)
-    keeper.look(100.25 + SETTLE_S - 0.01)
+    keeper.update(100.25)
+    keeper.update(100.25 + SETTLE_S - 0.01)
     assert not any(gang.num_told for gang in gangs), "the first gang that connects must not get all of them"
-    keeper.look(100.25 + SETTLE_S)
+    keeper.update(100.25 + SETTLE_S)
     counts = Counter(digest for gang in gangs for digest in gang.pinned)
     assert counts == dict.fromkeys(digests, 2)
     for number in range(8):
-        keeper.look(102 + number)
+        keeper.update(102 + number)
     assert [gang.num_told for gang in gangs] == [1] * 4
     before = {gang.gang_id: set(gang.pinned) for gang in gangs}
     connected = gangs[1:]
-    keeper.look(120.0)
+    keeper.update(120.0)
     assert [gang.num_told for gang in gangs] == [1] * 4, "it may be back at once"
-    keeper.look(120.0 + SETTLE_S)
+    keeper.update(120.0 + SETTLE_S)
     assert Counter(digest for gang in connected for digest in gang.pinned) == dict.fromkeys(digests, 2)
     assert all(before[gang.gang_id] <= gang.pinned for gang in connected), "only what the lost gang had has moved"
     gangs[1].reconnect()
     gangs[1].pinned = set()
-    keeper.look(130.0)
+    keeper.update(130.0)
     assert Counter(digest for gang in connected for digest in gang.pinned) == dict.fromkeys(digests, 2)
     assert keeper.states(digests[0]).keys() == {gang.gang_id for gang in connected if digests[0] in gang.pinned}
 
@@ -207,7 +207,7 @@ def test_gangs_that_never_settle_hold_nothing_up() -> None:
     keeper = PinKeeper(pins, lambda: connected)
     for number in range(40):
         connected = gangs[: 1 + number % 2]
-        keeper.look(10.0 + 0.25 * number)
+        keeper.update(10.0 + 0.25 * number)
     assert gangs[0].pinned == {"a" * 64}
 
 

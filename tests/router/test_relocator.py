@@ -102,7 +102,7 @@ def test_what_ends_as_it_moves_leaves_nothing(ends: str) -> None:
             (router,) = fleet.routers
             reading = [asyncio.create_task(read(router.submit(asked(seed, 100)), seed)) for seed in range(4)]
             moving = router.submit(asked(9, 100))
-            router._fleet._relocator._next_look = float("inf")
+            router._fleet._relocator._next_round = float("inf")
             await asyncio.sleep(0.5)
             await fleet.add_gang()
             await asyncio.sleep(0.1)

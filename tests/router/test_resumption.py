@@ -286,12 +286,12 @@ async def test_gangs_that_die_at_once_do_not_blame_a_request(cluster: Cluster) -
 async def test_what_kills_gangs_before_they_can_tell_comes_to_an_end(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "MAX_VAIN_TRIES", 3)
+    monkeypatch.setattr(dispatch, "MAX_FAILED_SENDS", 3)
     reader = await kill_as_it_arrives(cluster, 3)
     await reader.task
     assert reader.error is not None
     assert reader.error.kind == "gang_lost"
-    assert "3 gangs were lost as this request came to them" in reader.error.message
+    assert "3 gangs were lost as this request was sent to them" in reader.error.message
 
 
 @pytest.mark.parametrize("num_gangs", [1, 3])

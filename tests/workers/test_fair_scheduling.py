@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from motet.tests.rigs.scheduler_rig import asking, limits, quick_result
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
-from motet.workers.fairness.preemption import choose_victim, gives_place
+from motet.workers.fairness.preemption import choose_victim, should_preempt
 from motet.workers.fairness.prices import CACHED_TOKEN, OUTPUT_TOKEN
-from motet.workers.fairness.standings import Scheduling
+from motet.workers.fairness.tenant_counters import Scheduling
 from motet.workers.plan import StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
@@ -94,7 +94,7 @@ def bound(of: GangLimits, s: Scheduler, least_weight: float) -> float:
     """What two backlogged tenants may differ by: see docs/fairness.md."""
     step = OUTPUT_TOKEN * (of.max_tokens_per_step + of.max_num_sequences)
     sequences = OUTPUT_TOKEN * of.num_pages * of.block_size  # those that run are not cut off by a newcomer without need
-    return 2 * (s.standings.burst + 2 * s.standings.slack + (step + sequences) / least_weight)
+    return 2 * (s.counters.burst + 2 * s.counters.slack + (step + sequences) / least_weight)
 
 
 def shared(seed: int, scheduling: Scheduling) -> tuple[float, float]:
@@ -178,7 +178,7 @@ def test_a_quiet_tenants_prompt_is_in_the_next_plan_that_is_made(num_prompt: int
         gang.step()  # its plan is executed already; the one after it is made
         (part,) = [part for part in gang.executor.plan.sequences if part.sequence_id == number]
         assert len(part.token_ids) == 6
-        assert gang.scheduler.pressure.is_on
+        assert gang.scheduler.latency_mode.is_on
         for _ in range(7):
             gang.step()
 
@@ -290,10 +290,10 @@ def test_tokens_that_are_computed_again_are_charged_once_and_found_ones_less() -
     prompt = [5] * 16
     for number, expected in ((100, 16 + OUTPUT_TOKEN), (101, 1 + 15 * CACHED_TOKEN + OUTPUT_TOKEN)):
         assert gang.scheduler.add(asking(number, prompt, 1, tenant="b"), 1) is None
-        before = gang.scheduler.standings.join("b").served
+        before = gang.scheduler.counters.join("b").served
         for _ in range(6):
             gang.engine.step()
-        assert gang.scheduler.standings.join("b").served - before == pytest.approx(expected)
+        assert gang.scheduler.counters.join("b").served - before == pytest.approx(expected)
 
 
 @settings(deadline=None, max_examples=60)
@@ -322,7 +322,7 @@ def test_whoever_is_first_goes_on_and_nobody_changes_places_without_end(seed: in
         assert gang.num_steps < 4000, "no end"
     assert gang.ended == gang.requests.keys()
     worth = sum(len(r.prompt_token_ids) + OUTPUT_TOKEN * gang.num_tokens[n] for n, r in gang.requests.items())
-    num_bands = worth / s.standings.slack + 6
+    num_bands = worth / s.counters.slack + 6
     assert s.load().counters.num_fair_preemptions <= 8 * of.max_num_sequences * num_bands
     s.check_integrity()
 
@@ -334,7 +334,7 @@ def test_a_place_is_only_given_to_who_is_clearly_behind(ranks: list[tuple[bool, 
             self.rank = rank
 
     runs, waits = Ranked(ranks[0]), Ranked(ranks[1])
-    if gives_place(runs, waits.rank):
+    if should_preempt(runs, waits.rank):
         assert (runs.rank[0] and not waits.rank[0]) or (runs.rank[0] == waits.rank[0] and runs.rank[1] > waits.rank[1])
         assert choose_victim(runs, waits) is runs
-    assert not (gives_place(runs, waits.rank) and gives_place(waits, runs.rank))
+    assert not (should_preempt(runs, waits.rank) and should_preempt(waits, runs.rank))

@@ -92,7 +92,7 @@ def test_recording_tells_how_far_it_is(gpu: StandInGpu, caplog: pytest.LogCaptur
     for now in (100.0, 101.0, 107.0, 108.0):  # noqa: B007
         record(compute)
     assert [each.getMessage() for each in caplog.records] == ["recording steps: 6 graphs in 7.0 s so far"]
-    assert record.told() == "8 graphs in 8.0 s"
+    assert record.summary() == "8 graphs in 8.0 s"
 
 
 class Ring:

@@ -14,8 +14,8 @@ from motet.router.fleet.open_sequence import OpenSequence
 from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.scheduler_rig import EOS, Worker, asking, limits, request
 from motet.workers.leader.sequence_journal import SequenceJournal
+from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.scheduler import Scheduler
-from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import SequenceUpdate
 from motet.workers.wire.sequence_usage import SequenceUsage
@@ -36,7 +36,7 @@ class Gang:
         self.used_adapters = 0.0  # page-seconds of adapters that anybody ran with
         self.told: dict[int, SequenceUsage] = {}  # as of last
         self.ended: set[int] = set()
-        self._seen: dict[int, Sequence] = {}  # a plan may be about one that was cancelled meanwhile
+        self._seen: dict[int, GrowingSequence] = {}  # a plan may be about one that was cancelled meanwhile
         self.worker.sequence_of = self._seen.__getitem__
 
     def pass_time(self, seconds: float) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, run, scheduler
-from motet.workers.memory.page_beginnings import PageBeginnings, least_tokens
+from motet.workers.memory.partial_page_index import PartialPageIndex, min_common_tokens
 from motet.workers.plan import unpacked
 from motet.workers.scheduling.scheduler import Scheduler
 
@@ -65,7 +65,7 @@ def test_the_page_stays_until_the_copy_is_made() -> None:
     assert s.memory.make_room(12, set())
 
 
-def test_random_beginnings_on_a_small_pool() -> None:
+def test_random_partial_pages_on_a_small_pool() -> None:
     """The worker checks that every page, copied or not, has the content that its sequence expects."""
     rng = random.Random(5)
     s, worker = rig(num_pages=14)
@@ -93,7 +93,7 @@ def test_random_beginnings_on_a_small_pool() -> None:
 def test_the_longest_beginning_is_found(
     pages: list[tuple[int, list[int]]], gone: set[int], link: int, token_ids: list[int]
 ) -> None:
-    beginnings = PageBeginnings()
+    beginnings = PartialPageIndex()
     alike: dict[bytes, int] = {}
     for number, (before, content) in enumerate(pages):
         key = bytes([number])
@@ -106,7 +106,7 @@ def test_the_longest_beginning_is_found(
     beginnings.remove(b"unknown")
     found = beginnings.find(bytes([link]), token_ids, 8)
     most = max(alike.values(), default=0)
-    if most < least_tokens(8):
+    if most < min_common_tokens(8):
         assert found is None
     else:
         assert found is not None

@@ -111,15 +111,15 @@ def test_a_store_that_is_away_delays_a_pin(stock: Stock, tmp_path: Path, monkeyp
 def test_the_last_word_of_each_router_counts() -> None:
     now = 0.0
     pinned = PinnedAdapters(lambda: now)
-    assert pinned.hear("one", Pinned(["a", "b"], is_whole=True)) == {"a": True, "b": True}
-    assert pinned.hear("two", Pinned(["b", "c"], is_whole=True)) == {"c": True}
-    assert pinned.hear("one", Pinned([], ["b"])) == {}
-    assert pinned.hear("two", Pinned([], ["b", "unheard of"])) == {"b": False}
-    assert pinned.hear("one", Pinned(["d"], is_whole=True)) == {"d": True, "a": False}
+    assert pinned.receive("one", Pinned(["a", "b"], is_whole=True)) == {"a": True, "b": True}
+    assert pinned.receive("two", Pinned(["b", "c"], is_whole=True)) == {"c": True}
+    assert pinned.receive("one", Pinned([], ["b"])) == {}
+    assert pinned.receive("two", Pinned([], ["b", "unheard of"])) == {"b": False}
+    assert pinned.receive("one", Pinned(["d"], is_whole=True)) == {"d": True, "a": False}
     pinned.leave("one")
     now = FORGET_S - 1
     assert pinned.expire() == {}
-    assert pinned.hear("one", Pinned(["d"], is_whole=True)) == {}  # it has come back
+    assert pinned.receive("one", Pinned(["d"], is_whole=True)) == {}  # it has come back
     now = 10 * FORGET_S
     assert pinned.expire() == {}
     pinned.leave("one")
@@ -142,7 +142,7 @@ def test_the_engine_hears_the_union(said: list[tuple[str, list[str], list[str], 
             assert pinned.expire() == {}
             continue
         router, came, went, is_whole = one
-        changes = pinned.hear(router, Pinned(came, went, is_whole))
+        changes = pinned.receive(router, Pinned(came, went, is_whole))
         routers[router] = {*came} if is_whole else (routers.get(router, set()) | {*came}) - {*went}
         for digest, is_pinned in changes.items():
             assert (digest in engine) is not is_pinned

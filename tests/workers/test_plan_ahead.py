@@ -109,7 +109,7 @@ def test_it_is_made_as_late_as_it_can_be() -> None:
     s.add(request(1, num_prompt=3, max_tokens=60), 0)
     engine.step()
     assert engine.spare_s() == 0  # nobody has come who is behind others
-    s.pressure._step = 0
+    s.latency_mode._since_step = 0
 
     def step() -> float:
         """How long the device had nothing to do."""

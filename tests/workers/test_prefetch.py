@@ -13,9 +13,9 @@ from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import StepPlan
+from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.prefetch_policy import MAX_LOADS_UNDER_WAY, WaitingNeeds, choose_prefetch
 from motet.workers.scheduling.scheduler import Scheduler
-from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import SequenceUpdate, Submit
 
@@ -295,7 +295,7 @@ def told_before(num_pages: int, num_often: int = 0) -> tuple[Scheduler, Worker]:
     """
     of = limits(num_pages, 64, num_sequences=2)
     s, worker = scheduler(of, TierSizes(host=200)), Worker(of)
-    sequences: dict[int, Sequence] = {}
+    sequences: dict[int, GrowingSequence] = {}
     worker.sequence_of = sequences.__getitem__
 
     def add(sequence_id: int, prompt: list[int], max_tokens: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.tests.rigs.scheduler_rig import asking, quick_result
-from motet.workers.fairness.prompt_budget import share_prompt_tokens, tokens_in_time
+from motet.workers.fairness.prompt_budget import divide_prompt_tokens, tokens_in_time
 from motet.workers.scheduling.measured_costs import StepCosts
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
@@ -21,24 +21,24 @@ _BUDGETS = st.integers(0, 600)
 
 @given(_LEFT, _BUDGETS)
 def test_all_of_the_budget_is_used_and_no_more_than_there_is(num_left: list[int], budget: int) -> None:
-    shares = share_prompt_tokens(num_left, budget)
+    shares = divide_prompt_tokens(num_left, budget)
     assert sum(shares) == min(budget, sum(num_left))
     assert all(0 <= share <= left for share, left in zip(shares, num_left, strict=True))
 
 
 @given(_LEFT.filter(bool), _BUDGETS)
 def test_the_oldest_has_at_least_half(num_left: list[int], budget: int) -> None:
-    assert share_prompt_tokens(num_left, budget)[0] >= min(num_left[0], budget / 2)
+    assert divide_prompt_tokens(num_left, budget)[0] >= min(num_left[0], budget / 2)
 
 
 @given(st.lists(st.integers(1025, 100_000), min_size=1, max_size=12), st.integers(1, 256))
 def test_a_short_prompt_behind_long_ones_is_computed_at_once(long: list[int], short: int) -> None:
-    assert share_prompt_tokens([*long, short], 512)[-1] == short
+    assert divide_prompt_tokens([*long, short], 512)[-1] == short
 
 
 @given(st.integers(1, 3000), st.integers(1, 12), st.integers(1, 600))
 def test_prompts_of_one_length_come_as_they_came(length: int, number: int, budget: int) -> None:
-    shares = share_prompt_tokens([length] * number, budget)
+    shares = divide_prompt_tokens([length] * number, budget)
     assert shares == [max(min(length, budget - i * length), 0) for i in range(number)]
 
 
@@ -49,7 +49,7 @@ def test_nobody_takes_more_than_twice_the_steps_of_its_turn(num_left: list[int],
     steps = 0
     while prompts:
         steps += 1
-        shares = share_prompt_tokens([*prompts.values(), *[1] * budget], budget)
+        shares = divide_prompt_tokens([*prompts.values(), *[1] * budget], budget)
         for number, share in zip(list(prompts), shares, strict=False):
             prompts[number] -= share
             if not prompts[number]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.tests.rigs.part_configs import leader_config
-from motet.workers.fairness.fullest_first import FullestFirst
+from motet.workers.fairness.max_queue import MaxQueue
 from motet.workers.leader import queue_limit
 from motet.workers.leader.queue_limit import QueueLimit
 from motet.workers.leader.sequence_timers import SequenceTimers
@@ -174,20 +174,20 @@ rises_and_falls = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9
 @given(rises_and_falls)
 def test_the_fullest_is_found_whoever_rises_and_falls(todo: list[tuple[str, int]]) -> None:
     has: dict[str, float] = {}
-    fullest = FullestFirst(lambda tenant: has.get(tenant, 0.0))
+    fullest = MaxQueue(lambda tenant: has.get(tenant, 0.0))
     for number, (tenant, more) in enumerate(todo):
         before = has.get(tenant, 0.0)
         has[tenant] = float(more)
         if more >= before:
-            fullest.rose(tenant)
+            fullest.increased(tenant)
         if not more:
-            fullest.forget(tenant)
+            fullest.remove(tenant)
         if number % 3 == 0:
-            assert fullest.most() == max(has.values())
-        if number % 5 == 0 and fullest.most():
+            assert fullest.largest() == max(has.values())
+        if number % 5 == 0 and fullest.largest():
             popped = fullest.pop()
             assert has[popped] == max(has.values())
-            fullest.rose(popped)
+            fullest.increased(popped)
         assert len(fullest) <= 2 * len(has) + 65
 
 

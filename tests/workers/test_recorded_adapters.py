@@ -60,7 +60,7 @@ def measured() -> Iterator[list[PARTS]]:
 
     with (
         mock.patch.object(DeviceMemory, "room_for_pool", note(DeviceMemory.room_for_pool)),
-        mock.patch.object(DeviceMemory, "tell", note(DeviceMemory.tell)),
+        mock.patch.object(DeviceMemory, "log", note(DeviceMemory.log)),
     ):
         yield found
 

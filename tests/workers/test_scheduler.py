@@ -24,9 +24,9 @@ from motet.workers.engine import Engine
 from motet.workers.engine_messages import GiveUpWaiting
 from motet.workers.fairness.preemption import choose_victim
 from motet.workers.plan import INT32_BYTES
+from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.running_sequences import RunningSequences
-from motet.workers.scheduling.sequence import Sequence
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import Cancel, ResidencyChange, SamplingParams, SequenceError, SequenceRequest, Submit
 from motet.workers.wire.sequence_usage import SequenceUsage
@@ -52,7 +52,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
     if rng.random() < 0.8:  # else a step takes no time here, so that no copy is worth its own
         s._costs.observe_step = lambda *_: None  # type: ignore[method-assign]
     failing = rng.choice([0.0, 0.0, 0.1])
-    running: dict[int, Sequence] = {}  # all that ever ran: a plan may be about one that was cancelled meanwhile
+    running: dict[int, GrowingSequence] = {}  # all that ever ran: a plan may be about one that was cancelled meanwhile
     worker.sequence_of = lambda sequence_id: running[sequence_id]
     expected: dict[int, int] = {}
     received: dict[int, list[int]] = {}
@@ -394,12 +394,14 @@ def test_without_max_tokens_a_sequence_ends_where_pool_or_context_end() -> None:
 
 @given(st.lists(st.integers(0, 1000), unique=True, max_size=20), st.integers(0, 1000))
 def test_nobody_older_ever_gives_way(arrivals: list[int], needy_arrival: int) -> None:
-    def made(arrival: int) -> Sequence:
-        return Sequence(request(arrival), arrival, 0, [1])
+    def made(arrival: int) -> GrowingSequence:
+        return GrowingSequence(request(arrival), arrival, 0, [1])
 
     running = RunningSequences()
     for number, arrival in enumerate(arrivals):
-        running.add(Sequence(request(number), arrival, 0, [1] * (1 + arrival % 2)))  # every other one is a prompt
+        running.add(
+            GrowingSequence(request(number), arrival, 0, [1] * (1 + arrival % 2))
+        )  # every other one is a prompt
     running.check_integrity()
     victim = choose_victim(running.last, made(needy_arrival))
     newer = [arrival for arrival in arrivals if arrival > needy_arrival]

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.tests.rigs.scheduler_rig import request
-from motet.workers.scheduling.sequence import Sequence
+from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.waiting_queue import WaitingQueue
 
 
-def made(sequence_id: int, arrival: int) -> Sequence:
-    return Sequence(request(sequence_id), arrival, 0, [1])
+def made(sequence_id: int, arrival: int) -> GrowingSequence:
+    return GrowingSequence(request(sequence_id), arrival, 0, [1])
 
 
 @given(st.lists(st.integers(-20, 20), unique=True), st.sets(st.integers(-20, 20)), st.integers(0, 9))
@@ -47,31 +47,33 @@ def test_who_waits_twice_or_not_at_all_is_our_own_mistake() -> None:
 def test_who_can_start_is_known_whatever_comes_and_goes(seed: int) -> None:
     """Against plain sets: the adapters that are there, and the key that each sequence awaits."""
     rng = random.Random(seed)
-    line, here, awaits = WaitingQueue(), {"a1", "b2"}, dict[Sequence, bytes]()
+    line, here, awaits = WaitingQueue(), {"a1", "b2"}, dict[GrowingSequence, bytes]()
     for arrival in range(60):
-        sequence = Sequence(request(arrival, adapter=rng.choice([None, "a1", "b2", "c3"])), arrival, 0, [1, 2, 3])
+        sequence = GrowingSequence(
+            request(arrival, adapter=rng.choice([None, "a1", "b2", "c3"])), arrival, 0, [1, 2, 3]
+        )
         digest = sequence.adapter_digest
         line.add(sequence, digest is None or digest in here)
         ready = [each for each in line.equipped_in_turn() if not each.awaits_page]
         match rng.randrange(6):
             case 0 if (digest := rng.choice(["a1", "b2", "c3"])) in here:
                 here.remove(digest)
-                line.adapter_went(digest)
+                line.adapter_evicted(digest)
                 awaits = {each: key for each, key in awaits.items() if each.adapter_digest != digest}
             case 1 if (digest := rng.choice(["a1", "b2", "c3"])) not in here:
                 here.add(digest)
-                line.adapter_came(digest)
+                line.adapter_loaded(digest)
             case 2 if ready:
                 awaits[(waiting := rng.choice(ready))] = key = rng.choice([b"x", b"y"])
                 line.await_page(waiting, key, 2)
             case 3:
-                line.page_came(key := rng.choice([b"x", b"y"]))
+                line.page_resolved(key := rng.choice([b"x", b"y"]))
                 awaits = {each: other for each, other in awaits.items() if other != key}
             case 4:
                 line.remove(gone := rng.choice([*line]))
                 awaits.pop(gone, None)
             case 5:
-                line.tell_found(rng.choice([*line]), rng.randrange(3))
+                line.set_found(rng.choice([*line]), rng.randrange(3))
         line.check_integrity(here.__contains__)
         equipped = [each for each in line if each.adapter_digest is None or each.adapter_digest in here]
         assert [*line.equipped_in_turn()] == equipped

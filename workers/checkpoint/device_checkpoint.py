@@ -83,7 +83,7 @@ class DeviceCheckpoint:
                     self._copy_rows(stored, first * math.prod(shape[1:]), target)
                 else:
                     self._copy_columns(stored, first, slice(*columns), target)
-            finally:  # whoever gets the target, or its memory, comes after what was sent there
+            finally:  # later users of the target or its memory wait for the copies
                 self._staging.end()
         self._progress.done(stored.num_bytes)
         return target

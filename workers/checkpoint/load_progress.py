@@ -1,4 +1,4 @@
-"""How far the loading of a base is: told as it goes on, and logged every few seconds."""
+"""Progress of loading a base: reported at each percent, and logged every few seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OnProgress = Callable[[str, int, int], None]  # what, done, total
 
 
 class LoadProgress:
-    """Counts bytes: those of the base that are done with, and those that were read, fewer in a gang."""
+    """Counts bytes of the base that are done, and bytes read, which are fewer in a gang."""
 
     def __init__(
         self,
@@ -22,16 +22,16 @@ class LoadProgress:
         on_progress: OnProgress | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`total_bytes`: of the base. `on_progress`: called with what is done, and with done and total bytes, whenever
-        these are another percent, and at the end.
+        """`total_bytes`: of the base. `on_progress`: called with activity, done and total bytes, at each percent and at
+        the end.
         """
         self._total_bytes, self._on_progress, self._clock = total_bytes, on_progress, clock
         self._began_at = self._logged_at = clock()
         self._num_done = self._num_read = self._num_read_when_logged = 0
-        self._told_percent = -1
+        self._reported_percent = -1
 
     def read(self, num_bytes: int) -> None:
-        """So many bytes came from a file."""
+        """Counts bytes read from a file."""
         self._num_read += num_bytes
         now = self._clock()
         if now - self._logged_at >= _INTERVAL_S:
@@ -43,25 +43,25 @@ class LoadProgress:
             self._logged_at, self._num_read_when_logged = now, self._num_read
 
     def done(self, num_bytes: int) -> None:
-        """So many bytes of the base have their place, or are not this worker's."""
+        """Counts bytes of the base that are in place, or are not this worker's."""
         self._num_done += num_bytes
         percent = self._percent()
-        if percent != self._told_percent:
-            self._tell(self._num_done)
+        if percent != self._reported_percent:
+            self._report(self._num_done)
 
     def end(self) -> None:
-        """All is loaded."""
+        """Logs and reports the end."""
         took_s = max(self._clock() - self._began_at, 1e-3)
         _log.info(
             "weights are loaded: %.2f GiB read of a base of %.2f GiB in %.1f s, %.2f GiB/s",
             *(self._num_read / _GIB, self._total_bytes / _GIB, took_s, self._num_read / _GIB / took_s),
         )
-        self._tell(self._total_bytes)
+        self._report(self._total_bytes)
 
     def _percent(self) -> int:
         return 100 * self._num_done // max(self._total_bytes, 1)
 
-    def _tell(self, num_done: int) -> None:
-        self._told_percent = self._percent()
+    def _report(self, num_done: int) -> None:
+        self._reported_percent = self._percent()
         if self._on_progress is not None:
             self._on_progress("loading weights", num_done, self._total_bytes)

@@ -1,4 +1,4 @@
-"""Copies adapters from host memory into pages of the pool, beside the steps; other threads bring them there."""
+"""Copies adapters from host memory into pages of the pool while steps run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ _log = logging.getLogger(__name__)
 class AdapterLoader:
     """One thread that copies. No step uses the pages of a load until it has ended.
 
-    What is in host memory never waits for the store. What comes from there after its load was given up is not copied,
-    since others may have the pages by then; it stays in host memory.
-
-    On a GPU it copies on a stream of its own, beside the kernels of the steps.
+    An adapter in host memory never waits for the store. One that is read after its load was given up stays in host
+    memory and is not copied, since its pages may have another owner by then. On a GPU copies have their own stream.
     """
 
     def __init__(self, cache: HostAdapterCache, pool: torch.Tensor, kernels: Kernels, store_deadline_s: float) -> None:
@@ -49,11 +47,11 @@ class AdapterLoader:
             self._readers.begin(digest, partial(self._copy_later, load, mark))
 
     def forget(self, digest: str) -> None:
-        """Host memory need not keep the adapter any more."""
+        """Drops the adapter from host memory, unless it is pinned."""
         self._cache.forget(digest)
 
     def pin(self, changes: Mapping[str, bool]) -> None:
-        """Adapters that host memory must keep from now on (True), and those that it need not keep any more."""
+        """Pins (True) or unpins adapters in host memory."""
         self._cache.pin(changes)
         self._pin_reader.look()
 
@@ -71,7 +69,7 @@ class AdapterLoader:
         )
 
     def host_adapter_stats(self) -> HostAdapterStats:
-        """What the cache in host memory holds now, what came and went since the last call, and how its reads went."""
+        """State of the cache in host memory, its changes since the last call, and counts of its reads."""
         cache, readers = self._cache, self._readers
         came, went = cache.take_changes()
         failed, hung = readers.num_failed, readers.num_hung
@@ -101,7 +99,7 @@ class AdapterLoader:
         except AdapterError as error:
             is_unavailable = isinstance(error, StoreUnavailable)
             self._ended.put(AdapterFailure(residence.digest, str(error), is_unavailable))
-        except Exception:  # which is no client's to read
+        except Exception:  # its text is not for clients
             _log.exception("adapter %s could not be loaded", residence.digest)
             self._ended.put(AdapterFailure(residence.digest, f"adapter {residence.digest} could not be loaded"))
         self.on_end()

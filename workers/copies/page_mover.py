@@ -1,4 +1,4 @@
-"""Moves pages of KV between the tiers, beside the steps."""
+"""Moves pages of KV between the tiers while steps run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _CopyThread:
 
 
 def _runs(pages: Sequence[int]) -> Iterator[slice]:
-    """The pages in pieces that lie side by side, which no array has to gather first."""
+    """Slices of `pages` that lie side by side, so that no gather is needed."""
     start = 0
     for end in range(1, len(pages) + 1):
         if end == len(pages) or pages[end] != pages[end - 1] + 1 or end - start == MOST_AT_ONCE:
@@ -70,8 +70,8 @@ class PageMover:
                     content = self._arrays[move.source].read(move.source_pages[piece])
                     self._arrays[move.target].write(move.target_pages[piece], content)
                     if move.source == "disk":
-                        beside.finish()  # the next piece comes into the same memory
-        except Exception as error:  # the pages are computed again; other sequences do not notice
+                        beside.finish()  # the next piece uses the same memory
+        except Exception as error:  # the pages will be computed again
             problem = f"{len(move.source_pages)} pages from {move.source} to {move.target}: {error}"
             _log.warning("a copy between tiers failed: %s", problem)
         self._ended.put(MoveEnd(move.number, time.perf_counter() - began_at, problem))

@@ -1,4 +1,4 @@
-"""Reads pinned adapters into host memory, one after the other, behind what sequences wait for."""
+"""Reads pinned adapters into host memory one by one, after reads that sequences wait for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PinReader:
         self._is_reading = False
 
     def look(self) -> None:
-        """Begins to read what lacks, unless a read is under way, which goes on with it when it ends."""
+        """Starts reading missing adapters, unless a read is under way, which continues with them."""
         with self._lock:
             if self._is_reading:
                 return

@@ -1,4 +1,4 @@
-"""Where copies run beside the steps: on a GPU on a stream of their own, on the CPU only in their own thread."""
+"""Copies while steps run: on a GPU on their own stream, on the CPU only in their own thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-Mark = torch.cuda.Event | None  # None: on the CPU, where nothing is launched that is not waited for
+Mark = torch.cuda.Event | None  # None: on the CPU, where nothing is asynchronous
 
 
 class SideStream:
@@ -36,7 +36,7 @@ class SideStream:
             self._stream.wait_event(mark)
             try:
                 yield
-            finally:  # a copy that has begun goes on, whatever was raised
+            finally:  # a copy that was launched goes on after an exception
                 self._stream.synchronize()
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
-"""Threads that read adapters from the store: none waits for another's, and none for ever.
+"""Threads that read adapters from the store, with retries and deadlines.
 
-A thread that hangs in a read cannot be ended. Its read is given up at the deadline, another thread takes its place, and
-it goes on when its read comes back. When too many hang there is no other thread, and reads fail at once.
+A thread that hangs in a read cannot be ended. Its read is given up at the deadline, and another thread replaces it
+until the read returns. When too many hang, reads fail at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Read(Generic[Content]):
     due_at: float
     yields: bool = False
     num_tries: int = 0
-    is_over: bool = False  # its end was told, or it was given up
+    is_over: bool = False  # its end was reported, or it was given up
 
 
 class StoreReaders(Generic[Content]):
@@ -50,7 +50,7 @@ class StoreReaders(Generic[Content]):
         self._threads: list[threading.Thread] = []
         self._closed = False
         self.num_failed = 0  # tries, since the start
-        self.num_hung = 0  # reads that were given up, and have not come back yet
+        self.num_hung = 0  # reads that were given up, and have not returned yet
 
     def begin(
         self,
@@ -62,8 +62,8 @@ class StoreReaders(Generic[Content]):
     ) -> None:
         """Reads in another thread. `on_end` gets what was read, or StoreUnavailable, or what else `read` raised.
 
-        It is called once, from one of these threads or this one. `after_s`: not before so long. `yields`: others that
-        wait go first.
+        It is called once, from one of these threads or this one. `after_s`: a delay. `yields`: reads without it go
+        first.
         """
         now = time.monotonic() + after_s
         with self._changed:
@@ -72,7 +72,7 @@ class StoreReaders(Generic[Content]):
                 self._waiting.append(_Read(digest, now + self._deadline_s, on_end, now, yields))
                 self._changed.notify_all()
         if not has_reader:
-            on_end(StoreUnavailable(f"the store of adapters hangs in {self.num_hung} reads; try again later"))
+            on_end(StoreUnavailable(f"the adapter store hangs in {self.num_hung} reads; try again later"))
 
     def close(self) -> None:
         """Ends the threads that do not hang; reads that have not ended are forgotten."""
@@ -128,12 +128,12 @@ class StoreReaders(Generic[Content]):
             return None
 
     def _is_end(self, read: _Read[Content], end: Content | Exception) -> bool:
-        """Whether the end of this try is the end of the read, which is told now."""
+        """Whether this try ends the read, so that its end must be reported."""
         with self._changed:
             self.num_failed += isinstance(end, StoreUnavailable)
             if read not in self._reading:
                 self.num_hung -= not self._closed
-                _log.warning("a read of the store came back after it was given up: adapter %s", read.digest)
+                _log.warning("a read of the store returned after it was given up: adapter %s", read.digest)
                 return False
             self._reading.remove(read)
             if read.is_over:
@@ -150,8 +150,8 @@ class StoreReaders(Generic[Content]):
         """Gives up each read at its deadline."""
         while (late := self._take_late()) is not None:
             for read in late:
-                _log.error("the store gave adapter %s not within %g s", read.digest, self._deadline_s)
-                problem = f"the store of adapters gave nothing within {self._deadline_s:g} s; try again later"
+                _log.error("the store did not return adapter %s within %g s", read.digest, self._deadline_s)
+                problem = f"the adapter store did not answer within {self._deadline_s:g} s; try again later"
                 read.on_end(StoreUnavailable(problem))
 
     def _take_late(self) -> list[_Read[Content]] | None:

@@ -1,7 +1,7 @@
 """Choosing tokens from logits.
 
-A draw depends on nothing but the row's logits, its seed and the token's index, so a sequence that is computed again,
-in another batch or on another gang, gets the same text.
+A draw depends only on the row's logits, its seed and the token's index, so a sequence that is computed again, in
+another batch or on another gang, gets the same text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..wire.messages import TokenLogprobs
 from .token_counts import TokenCounts
 
 _MASK = (1 << 64) - 1
-_HIGHEST = RowChoice(None, None, {}, None)  # of most rows of many a step, and made once
+_HIGHEST = RowChoice(None, None, {}, None)  # of most rows; made once
 
 
 def sample(
@@ -31,8 +31,8 @@ def sample(
     None for a row whose largest number is NaN or infinite: no token can be chosen from it. Everything is computed where
     the logits are, on a GPU by `choose_together`, on the CPU by `kernels`.
 
-    `counts`: for each row what its sequence has, if it has penalties; empty: no row has any. Logits are changed in
-    place: rows with penalties or biases are shaped, and are of no use afterwards.
+    `counts`: each row's token counts, if its sequence has penalties; empty: no row has any. Changes
+    logits in place.
     """
     if logits.device.type != "cpu":
         return sampled(begin_sample(logits, plans, counts).read())
@@ -59,7 +59,7 @@ def sample(
 def begin_sample(
     logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None] = ()
 ) -> ChoicesUnderWay:
-    """What `sample` chooses on a GPU, without a wait."""
+    """As `sample` on a GPU, without a wait."""
     seen = counts or [None] * len(plans)
     return ChoicesUnderWay(logits, [_choice_of(*each) for each in zip(plans, seen, strict=True)])
 
@@ -77,7 +77,7 @@ def _choice_of(plan: SamplePlan, seen: TokenCounts | None) -> RowChoice:
 
 
 def sampled(choices: Iterable[Chosen | None]) -> list[SampledToken | None]:
-    """What the plans' owner is told of it."""
+    """The choices as a step's result carries them."""
     return [_sampled(chosen) for chosen in choices]
 
 

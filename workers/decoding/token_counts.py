@@ -1,4 +1,4 @@
-"""Which tokens a sequence has, and how often: what penalties need, kept by the worker that chooses tokens."""
+"""Counts of each sequence's tokens, for penalties, kept by the worker that chooses tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..plan import SampledToken, SeenTokens, StepPlan
 class TokenCounts:
     """The distinct tokens of one sequence, as `kernels.sampling.Penalty` takes them.
 
-    They take 8 bytes each, and those that came after the first ones some 100 more. A table over the vocabulary would
-    find them faster, but takes a megabyte for each sequence.
+    Each takes 8 bytes, and later ones some 100 more. A table over the vocabulary would be faster, but takes a megabyte
+    for each sequence.
     """
 
     def __init__(self, seen: SeenTokens) -> None:
@@ -29,10 +29,10 @@ class TokenCounts:
         self.token_ids = array("i", known.tobytes())
         self.counts = array("i", filled.tobytes())  # how often each is in the output
         self._num_sorted = len(known)
-        self._later: dict[int, int] = {}  # places of tokens that came after these
+        self._later: dict[int, int] = {}  # indices of tokens added later
 
     def add(self, token_id: int) -> None:
-        """One more token of the output."""
+        """Counts one more output token."""
         place = bisect_left(self.token_ids, token_id, 0, self._num_sorted)
         if place == self._num_sorted or self.token_ids[place] != token_id:
             place = self._later.setdefault(token_id, len(self.token_ids))
@@ -50,13 +50,13 @@ class TokenCounts:
 
 
 class PenalisedSequences:
-    """The counts of all running sequences that have penalties, as the plans tell them."""
+    """Token counts of all running sequences with penalties, by what plans carry."""
 
     def __init__(self) -> None:
         self._counts: dict[int, TokenCounts] = {}  # by sequence id
 
     def follow(self, plan: StepPlan, fed: Mapping[int, SampledToken | None] = MappingProxyType({})) -> None:
-        """Takes in the tokens that the plan brings or computes, and drops sequences that do not run any more.
+        """Adds the tokens that the plan carries or computes, and drops sequences that have stopped running.
 
         `fed`: by sequence id, the tokens that the step before has chosen.
         """
@@ -77,9 +77,9 @@ class PenalisedSequences:
                 self._counts[part.sequence_id].add(token_id)
 
     def of(self, sequence_ids: Iterable[int]) -> list[TokenCounts | None]:
-        """Of each sequence what it has, tokens of the followed plan included; None: it has no penalties."""
+        """Each sequence's counts, tokens of the followed plan included; None: it has no penalties."""
         return [self._counts.get(sequence_id) for sequence_id in sequence_ids]
 
     def check_integrity(self, plan: StepPlan) -> None:
-        """Raises AssertionError if something is kept of a sequence that the followed plan does not name."""
+        """Raises AssertionError if counts are kept of a sequence that the followed plan does not name."""
         assert self._counts.keys() <= set(plan.penalised), "counts of a sequence that does not run are kept"

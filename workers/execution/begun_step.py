@@ -1,4 +1,4 @@
-"""A step that a GPU was given, and may not have computed yet."""
+"""A step that was launched on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..plan import SampledToken
 
 
 class BegunStep:
-    """The tokens that it chooses: on the device as soon as they are chosen, on the host after a wait."""
+    """Its tokens: on the device as soon as they are chosen, on the host after a wait."""
 
     def __init__(self, sample_ids: tuple[int, ...] = (), choices: ChoicesUnderWay | None = None) -> None:
         """`sample_ids`: the sequences that get a token; None: none does."""
@@ -25,12 +25,12 @@ class BegunStep:
         return self._choices.token_ids
 
     @cached_property
-    def places(self) -> dict[int, int]:
-        """By sequence id, where in `token_ids` its token is."""
+    def indices(self) -> dict[int, int]:
+        """By sequence id, the index of its token in `token_ids`."""
         return {sequence_id: place for place, sequence_id in enumerate(self._sample_ids)}
 
     def settle(self) -> None:
-        """From now on no token changes. Waits for the step if one may, and only then."""
+        """Makes the tokens final, which waits for the step if one may still change."""
         if self._choices is not None and self._choices.may_change:
             self.tokens  # noqa: B018
 

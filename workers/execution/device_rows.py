@@ -156,7 +156,7 @@ def _rows(
     sequences: Sequence[SequencePlan], starts: Sequence[int], lengths: Sequence[int], before: BegunStep
 ) -> list[int]:
     """All positions, then all tables, sources and tokens."""
-    place = before.places
+    place = before.indices
     if max(lengths) == 1:
         return [
             *[s.start for s in sequences],

@@ -21,7 +21,7 @@ class WorkerLostError(Exception):
 class Executor(Protocol):
     """Carries a plan to every worker of the gang and brings the result back."""
 
-    feeds_tokens: bool  # a plan may be begun while the one before it runs, whose tokens it is fed on the device
+    feeds_tokens: bool  # a plan may begin while the one before it runs, whose tokens the device feeds to it
 
     def begin(self, plan: StepPlan) -> None:
         """Starts a plan. The one before it must be finished; where tokens are fed, the one before that.
@@ -36,7 +36,7 @@ class Executor(Protocol):
         """
 
     def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
-        """From now on `wake` is called, from another thread, when a copy has ended or failed, or a worker was lost."""
+        """Sets `wake`, which is called from another thread when a copy has ended or failed, or a worker was lost."""
 
     def close(self) -> None: ...
 
@@ -84,7 +84,7 @@ class LocalExecutor:
         return result.result()
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        """Starts the plan's copies, computes its tokens, and tells which copies have ended."""
+        """Starts the plan's copies, computes its tokens, and collects the copies that have ended."""
         self.begin_copies(plan)
         return self._result_of(plan, self.runner.run(plan))
 
@@ -94,7 +94,7 @@ class LocalExecutor:
         return StepResult(plan.step, tokens, loaded, failed, moved, self.loader.host_adapter_stats())
 
     def begin_copies(self, plan: StepPlan) -> None:
-        """Begins the plan's copies of adapters into the pool, and of KV between the tiers."""
+        """Starts the plan's copies of adapters into the pool, and of KV between the tiers."""
         for digest in plan.outdated:
             self.loader.forget(digest)
         if plan.pins:

@@ -16,7 +16,7 @@ from .runner import Runner
 
 
 class FeedingExecutor(LocalExecutor):
-    """The device always has the next step before it has ended one, so that it waits for no thread of the host."""
+    """The device gets each step before it has finished the one before, so it never waits for the host."""
 
     feeds_tokens = True
 
@@ -47,6 +47,6 @@ class FeedingExecutor(LocalExecutor):
         self._last = self.runner.begin(plan, self._last)
         return self._last
 
-    @torch.inference_mode()  # as the step was launched: what is drawn again is put into its tokens
+    @torch.inference_mode()  # as at the launch: tokens that are drawn again are written into its tensor
     def _await(self, plan: StepPlan, launched: Future[BegunStep]) -> StepResult:
         return self._result_of(plan, launched.result().tokens)

@@ -22,14 +22,14 @@ class GangExecutor:
     def __init__(self, connections: Sequence[Connection], rendezvous: object, step_deadline_s: float) -> None:
         """`connections`: of workers that are ready, by rank. `step_deadline_s`: a worker that takes longer hangs.
 
-        `rendezvous`: the store through which the workers met; it is kept here because it must live as long as they do.
+        `rendezvous`: the workers' store, kept here because it must live as long as they do.
         """
         self._connections, self._rendezvous, self._step_deadline_s = connections, rendezvous, step_deadline_s
         self._done: list[SimpleQueue[Done | WorkerLostError]] = [SimpleQueue() for _ in connections]
-        # By digest: the failure, or None, of each worker that has told.
+        # By digest: the failure, or None, of each worker that has reported.
         self._loads: dict[str, list[AdapterFailure | None]] = {}
         self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
-        self._moves: dict[int, list[MoveEnd]] = {}  # by number: the end on each worker that has told
+        self._moves: dict[int, list[MoveEnd]] = {}  # by number: the end on each worker that has reported
         self._moved: SimpleQueue[MoveEnd] = SimpleQueue()
         self._lock = threading.Lock()
         self._failure: WorkerLostError | None = None
@@ -65,7 +65,7 @@ class GangExecutor:
         self._wake = wake
 
     def close(self) -> None:
-        """Tells the workers to end; a worker that does not listen ends with its connection."""
+        """Sends Stop to the workers; one that does not read it ends with its connection."""
         self._closing = True
         for connection in self._connections:
             try:
@@ -118,26 +118,26 @@ class GangExecutor:
 
     def _load_ended(self, message: LoadEnded) -> None:
         with self._lock:
-            told = self._loads.setdefault(message.digest, [])
-            told.append(message.failure)
-            if len(told) < len(self._connections):
+            reported = self._loads.setdefault(message.digest, [])
+            reported.append(message.failure)
+            if len(reported) < len(self._connections):
                 return
             del self._loads[message.digest]
-        failures = [failure for failure in told if failure is not None]
-        # What is wrong with the adapter itself is wrong everywhere, whatever else went wrong.
+        failures = [failure for failure in reported if failure is not None]
+        # A fault of the adapter itself counts before an unavailable store.
         failures.sort(key=lambda failure: failure.is_unavailable)
         self._ended.put(failures[0] if failures else message.digest)
         self._wake()
 
     def _move_ended(self, end: MoveEnd) -> None:
         with self._lock:
-            told = self._moves.setdefault(end.number, [])
-            told.append(end)
-            if len(told) < len(self._connections):
+            reported = self._moves.setdefault(end.number, [])
+            reported.append(end)
+            if len(reported) < len(self._connections):
                 return
             del self._moves[end.number]
-        problem = next((each.problem for each in told if each.problem is not None), None)
-        self._moved.put(MoveEnd(end.number, max(each.seconds for each in told), problem))
+        problem = next((each.problem for each in reported if each.problem is not None), None)
+        self._moved.put(MoveEnd(end.number, max(each.seconds for each in reported), problem))
         self._wake()
 
     def _take_moved(self) -> tuple[MoveEnd, ...]:
@@ -149,7 +149,7 @@ class GangExecutor:
                 return tuple(moved)
 
     def _fail(self, failure: WorkerLostError) -> None:
-        """Ends the step that waits and all later ones."""
+        """Fails the current step and all later ones."""
         self._failure = self._failure or failure
         for queue in self._done:
             queue.put(failure)

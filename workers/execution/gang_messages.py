@@ -21,7 +21,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The worker's part of the base is loaded. `num_pages`: of its pool, as many as of every other worker's."""
+    """The worker's part of the base is loaded. `num_pages`: of its pool, the same on every worker."""
 
     kernels: str
     device: str
@@ -29,7 +29,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A step is computed. Only the first worker tells the tokens."""
+    """A step is computed. Only the first worker sends the tokens."""
 
     step: int
     tokens: dict[int, SampledToken | None]

@@ -28,12 +28,12 @@ Forward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None], torch.Te
 
 class Recording(Protocol):
     def replay(self) -> torch.Tensor:
-        """Computes what was recorded again, from what its inputs hold now. The output is always the same memory."""
+        """Computes what was recorded with its inputs' present content. The output is always the same memory."""
 
 
 Between = Callable[[], object]
 Cut = Callable[[Between], object]
-Compute = Callable[[Cut], torch.Tensor]  # calls `cut(between)` where each replay is to call `between`
+Compute = Callable[[Cut], torch.Tensor]  # calls `cut(between)` where each replay must call `between`
 Record = Callable[[Compute], Recording]
 
 
@@ -45,7 +45,7 @@ class Bucket:
     recording: Recording
 
     def fill(self, step: StepAdapters | None, adapters: RecordedAdapters) -> bool:
-        """Has it read the adapters of a step. False: they do not fit."""
+        """Copies a step's adapters to where it reads them. False: they do not fit."""
         return step is None or self.adapters is None or adapters.hold(self.adapters, step)
 
 
@@ -65,9 +65,9 @@ class DecodeGraphs:
         """Records all of them. `max_rows`: of a step; `record`: see `CudaRecorder`."""
         self._forward, self._adapters, self._record = forward, adapters, record
         self._rows = rows
-        # Of all recordings, of which each would keep its own: they never run at the same time.
+        # Shared by all recordings, which never run at the same time.
         self._logits = torch.zeros((max_rows, vocab_size), dtype=torch.float32, device=device)
-        # The largest first: the smaller ones then fit into its memory.
+        # The largest first, so that the smaller ones fit into its memory.
         sizes = sorted(bucket_sizes(max_rows), reverse=True)
         self._buckets = {
             (size, has_adapters): self._recorded(size, has_adapters) for size in sizes for has_adapters in (False, True)
@@ -92,7 +92,7 @@ class DecodeGraphs:
                 return None
 
         def compute(cut: Cut) -> torch.Tensor:
-            # A new batch each time: backends remember what they derived from a batch, and must derive it in here.
+            # A new batch each time: backends cache what they derive from a batch, and must derive it in here.
             token_ids, batch = self._rows.fixed(size)
             return self._logits[:size].copy_(self._forward(token_ids, batch, adapters))
 
@@ -113,7 +113,7 @@ def bucket_sizes(max_rows: int) -> list[int]:
 
 @contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """Garbage in cycles may hold graphs or pinned memory, and to free these in the middle of a capture breaks it."""
+    """Prevents garbage collection from freeing graphs or pinned memory during a capture, which would break it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -133,7 +133,7 @@ class CudaRecorder:
         self._clock, self._began_at, self.num_graphs = clock, clock(), 0
         self._logged_at = self._began_at
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each stream that has ever multiplied.
+        # One stream: torch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each stream that has ever multiplied.
         self._stream = torch.cuda.Stream()
 
     @_no_garbage_collected()
@@ -157,10 +157,10 @@ class CudaRecorder:
         self.num_graphs += len(graphs)
         if self._clock() - self._logged_at >= _INTERVAL_S:
             self._logged_at = self._clock()
-            _log.info("recording steps: %s so far", self.told())
+            _log.info("recording steps: %s so far", self.summary())
         return _CudaRecording(tuple(graphs), tuple(betweens), output)
 
-    def told(self) -> str:
+    def summary(self) -> str:
         return f"{self.num_graphs} graphs in {self._clock() - self._began_at:.1f} s"
 
     def _capture(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:

@@ -2,7 +2,7 @@
 
 What attention launches depends on how long prompts and contexts are: it is launched in each step, between the graphs.
 All else depends on the number of rows alone, and is recorded for some of these. Rows that a step does not fill are
-padding, as in `graphs.py`: nothing is written for them, and nobody reads what is computed for them.
+padding, as in `graphs.py`: nothing is written for them, and their results are not read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows
 from .graphs import Bucket, Cut, Record
 from .recorded_adapters import RecordedAdapters
 
-_ROWS_APART = 64  # of two buckets: what padding costs where products are bound by what they compute stays small
+_ROWS_APART = 64  # between two buckets: so padding costs little even where products are bound by computing
 
 # The last layer's states of all rows, with this attention in place of the kernels' own.
 Forward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None, PagedAttention], torch.Tensor]
@@ -26,7 +26,7 @@ Forward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None, PagedAtte
 
 @dataclass(frozen=True)
 class Widths:
-    """Of what lies between two graphs."""
+    """Widths of the tensors between two graphs."""
 
     num_heads: int  # of this worker
     head_dim: int
@@ -53,12 +53,12 @@ class MixedGraphs:
         self._batch: AttentionBatch | None = None  # of the step under way
         sizes = mixed_sizes(max_rows)
         heads, device = (sizes[-1], widths.num_heads, widths.head_dim), rows.tables.pages.device
-        # What graphs and attention hand to each other, of all recordings: they never run at the same time. Padding of
-        # `_attended` is zero, or of rows of a larger step before.
+        # Buffers between graphs and attention, shared by all recordings, which never run at the same time. Padding of
+        # `_attended` is zero, or has rows of an earlier, larger step.
         self._queries = torch.zeros(heads, dtype=dtype, device=device)
         self._attended = torch.zeros(heads, dtype=dtype, device=device)
         self._hidden = torch.zeros((sizes[-1], widths.hidden), dtype=dtype, device=device)
-        # The largest first: the smaller ones then fit into its memory.
+        # The largest first, so that the smaller ones fit into its memory.
         self._buckets = {
             (size, has_adapters): self._recorded(size, has_adapters)
             for size in reversed(sizes)

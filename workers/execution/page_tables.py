@@ -1,4 +1,4 @@
-"""Sequences' lists of pages as they are kept on a device: a step copies there only what is new."""
+"""Sequences' lists of pages, kept on a device: a step copies only new pages there."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class PageTables:
         self._free = [table * most_pages for table in range(num_sequences - 1, -1, -1)]
 
     def update(self, sequences: Sequence[SequencePlan]) -> tuple[list[int], array[int], array[int]]:
-        """Where the table of each begins, and what must be written: places in `pages`, and the pages that belong there.
+        """The start of each table, and what must be written: indices in `pages`, and the pages for them.
 
-        Whoever calls it writes that, after all steps before and before the step of these sequences.
+        The caller writes these after all earlier steps and before the step of these sequences.
         """
         places, pages, starts = array("q"), array("i"), []
         for sequence in sequences:

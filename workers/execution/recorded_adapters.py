@@ -1,4 +1,4 @@
-"""The adapters' tables that recorded steps read: one for all recordings, since no two of them run at the same time."""
+"""The adapters' tables that recorded steps read, shared by all recordings, which never run at the same time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..models.step_adapters import StepAdapters
 
 
 class Reserved(Protocol):
-    """`AdapterTables`, as far as recordings need them."""
+    """The part of `AdapterTables` that recordings need."""
 
     def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None: ...
 
@@ -29,12 +29,12 @@ class RecordedAdapters:
         self._held: tuple[StepAdapters, StepAdapters] | None = None  # a part, and the step whose adapters it holds
 
     def part(self, num_rows: int, num_segments: int) -> StepAdapters | None:
-        """What a recording of so many rows reads; None: recordings cannot hold adapters of this base."""
+        """The tables for a recording of this size; None: recordings cannot hold adapters of this base."""
         return None if self._room is None else self._tables.part(self._room, num_rows, num_segments)
 
     def hold(self, part: StepAdapters, step: StepAdapters) -> bool:
-        """Has a part hold a step's adapters until the next call. False: they do not fit."""
-        # What lies beyond a smaller part may be of an earlier step, so another part that holds the same is filled anew.
+        """Copies a step's adapters into a part, valid until the next call. False: they do not fit."""
+        # Beyond a smaller part may be data of an earlier step, so another part with the same adapters is refilled.
         if self._held is None or self._held[0] is not part or self._held[1] is not step:
             self._held = (part, step) if self._tables.refill(part, step) else None
         return self._held is not None

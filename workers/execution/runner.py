@@ -31,7 +31,7 @@ from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
 
 
 class Runner:
-    """Executes plans and decides nothing. Keeps of a sequence the KV in its pages and what its penalties count."""
+    """Executes plans and decides nothing. Its only state of a sequence are KV pages and token counts for penalties."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class Runner:
         rotary: tuple[torch.Tensor, ...],
         most_pages: int,
     ) -> None:
-        """`most_pages`: that adapters of a recorded step may lie in."""
+        """`most_pages`: capacity for a recorded step's adapters."""
         self._decoder, self._kernels, self._parallel = decoder, kernels, parallel
         self._pool, self._geometry = pool, geometry
         self._layout, self._rotary, self._kv = layout, rotary, kv_layers(pool, geometry)
         self._tables = AdapterTables(kernels, layout, most_pages, pool.device)
         self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
         self._adapters: tuple[tuple[LoraSegment, ...], StepAdapters | None] = ((), None)  # of the last step with any
-        self._rows: DeviceRows | None = None  # None: a step's tensors are made of its plan alone
+        self._rows: DeviceRows | None = None  # None: a step's tensors are made from its plan alone
         self._recorded_adapters: RecordedAdapters | None = None  # None: nothing is recorded yet
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
@@ -68,7 +68,7 @@ class Runner:
 
     @torch.inference_mode()
     def keep_tables(self, max_num_sequences: int, max_model_len: int) -> None:
-        """From now on tables of pages stay on the device; see `DeviceRows`. `max_num_sequences`: of a plan."""
+        """Keeps tables of pages on the device; see `DeviceRows`. `max_num_sequences`: of a plan."""
         tables = PageTables(max_num_sequences, -(-max_model_len // self._geometry.block_size), self._pool.device)
         self._rows = DeviceRows(tables, self._geometry.block_size)
 
@@ -94,7 +94,7 @@ class Runner:
 
     @torch.inference_mode()
     def record_mixed(self, max_tokens: int, record: Record) -> None:
-        """Records steps with prompts, as far as that pays; see `mixed_graphs.MixedGraphs`. `max_tokens`: of a plan.
+        """Records steps with prompts, up to a size; see `mixed_graphs.MixedGraphs`. `max_tokens`: of a plan.
 
         All else is as in `record_decodes`.
         """
@@ -106,7 +106,7 @@ class Runner:
             self._hidden_states,
             self._kernels.paged_attention,
             Widths(attention.num_heads, attention.head_dim, len(self._decoder.norm)),
-            self._pool.dtype,  # of what passes between layers; norms may have another
+            self._pool.dtype,  # of activations between layers; norms may have another
             self._adapters_of_recordings(self._rows),
             self._rows,
             max_tokens,
@@ -121,7 +121,7 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, max_tokens: int, max_num_sequences: int) -> None:
-        """Computes steps and throws them away, so that no request waits for a compiler; see `warm_up.warm_up_steps`.
+        """Computes steps and discards them, so that no request waits for a compiler; see `warm_up.warm_up_steps`.
 
         The last steps are the largest that can be, and choose tokens in all ways, so that what they take is measured
         before requests come. May be called only before the first plan: it writes to pages, which are free then.
@@ -155,7 +155,7 @@ class Runner:
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan, before: BegunStep) -> BegunStep:
-        """Launches a plan on a GPU and waits for nothing, unless it must know which tokens the step before has chosen.
+        """Launches a plan on a GPU without a wait, unless it needs to know the tokens of the step before.
 
         `before`: the step that was begun before this one, which may still run: it chooses the tokens that are fed.
         """
@@ -164,11 +164,11 @@ class Runner:
             return BegunStep()
         inputs = self._inputs(plan, before)
         assert self._rows is not None and isinstance(inputs, DeviceInputs), "tokens are fed where tables are kept"
-        before.settle()  # whether or not it feeds this step: the recordings' logits, which it may need, are overwritten
+        before.settle()  # even if it does not feed this step, which overwrites recordings' logits that it may need
         if inputs.is_fed:
             self._rows.feed(before)
         logits = self._logits(inputs)
-        # The device is busy with this step already when the host waits for what penalties must know of the last one.
+        # The device computes this step while the host waits for the last step's tokens, which penalties need.
         self.penalised.follow(plan, before.tokens if plan.penalised else {})
         if not inputs.samples:
             return BegunStep()
@@ -181,7 +181,7 @@ class Runner:
         return self._logits(self._inputs(plan))
 
     def _inputs(self, plan: StepPlan, before: BegunStep | None = None) -> StepInputs | DeviceInputs:
-        """Copies pages within the pool as the plan says, and lays out its tokens."""
+        """Makes the plan's copies of pages within the pool, and lays out its tokens."""
         if plan.copies:
             content = self._kernels.read_pages(self._pool, [copy.source for copy in plan.copies])
             self._kernels.write_pages(self._pool, [copy.target for copy in plan.copies], content)
@@ -200,7 +200,7 @@ class Runner:
         return self._forward(inputs.token_ids, inputs.attention, adapters, inputs.sample_rows)
 
     def _recorded_logits(self, inputs: DeviceInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
-        """None: this step is not one that was recorded."""
+        """The logits by a recording; None: this step is not recorded."""
         if inputs.is_decode:
             return None if self._graphs is None else self._graphs.logits(inputs, adapters)
         hidden = None if self._mixed_graphs is None else self._mixed_graphs.hidden_states(inputs, adapters)
@@ -245,7 +245,7 @@ class Runner:
         )
 
     def _adapters_of(self, segments: tuple[LoraSegment, ...]) -> StepAdapters | None:
-        """The segments as the kernels need them; the last step's are used again if they are the same, as in decode."""
+        """The segments as the kernels need them; reuses the last step's if they are the same, as in decode."""
         if segments and self._adapters[0] != segments:
             self._adapters = (segments, self._tables.prepare(segments))
         return self._adapters[1] if segments else None

@@ -15,7 +15,7 @@ from ..wire.messages import SamplingParams
 
 _LONG_SEGMENT = 257  # rows with one adapter, for which LoRA's kernels take taller tiles
 _SAMPLE = SamplePlan(SamplingParams(temperature=0.0), 0, 0)
-# Tokens are chosen by everything that a request can ask for.
+# Uses every way to choose tokens that a request can ask for.
 ALL_WAYS = SamplePlan(
     SamplingParams(
         top_p=0.9,
@@ -44,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """How large steps get."""
+    """The largest sizes of steps."""
 
     max_tokens: int
     max_sequences: int
@@ -52,13 +52,13 @@ class StepLimits:
 
 
 def warm_up_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
-    """What is computed for each kernel's choice, for kernels that are compiled for what they meet."""
+    """Steps that make each kernel compile all its variants."""
     most = min(limits.max_tokens, limits.max_sequences * limits.longest)
     for num_tokens in doubled(2, most):
         yield tuple(_chunks(num_tokens, limits))
     decodes = min(limits.max_tokens, limits.max_sequences)
     starts = [context - 1 for context in doubled(1, limits.longest)]
-    # Decodes that no graph holds, which prompts of one token are, too: alone, beside a long chunk, beside a short one.
+    # Decodes outside of graphs, as prompts of one token are: alone, with a long chunk, with a short one.
     for count in doubled(1, decodes):
         yield tuple(_decodes(count, limits))
     for start in starts:
@@ -74,7 +74,7 @@ def warm_up_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
 
 
 def largest_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
-    """Those that take the most memory: of prompts as many tokens as can be, then a token of each sequence."""
+    """The steps that take the most memory: the most prompt tokens, then a token of each sequence."""
     yield tuple(_chunks(min(limits.max_tokens, limits.max_sequences * limits.longest), limits))
     yield (Rows(1, 0, 0),) * min(limits.max_tokens, limits.max_sequences)
 
@@ -90,7 +90,7 @@ def doubled(first: int, last: int) -> Iterator[int]:
 
 
 def as_plan(step: tuple[Rows, ...], number: int, block_size: int, adapters: Sequence[Residence]) -> StepPlan:
-    """A plan of new sequences, which all write to the pool's first page, where nobody reads it. Each gets a token.
+    """A plan of new sequences, which all write to the pool's first page, which is not read. Each gets a token.
 
     `number`: of the step. `adapters`: as many as there may be sequences.
     """

@@ -1,8 +1,8 @@
-"""For how long sequences hold pages of the pool: integrals that change only when somebody takes or gives back pages.
+"""For how long sequences hold pages of the pool: integrals that are updated only when pages are taken or released.
 
-While nothing changes nothing is added up, so a step costs nothing however many run. A sequence's pages of KV count for
-it alone, those that others hold too in full. An adapter's pages are carried by the sequences that run with it, each by
-an equal part; while none does they count for nobody, and neither do pages of KV that no sequence holds.
+So a step costs nothing, however many sequences run. Each sequence is charged in full for its pages of KV, shared ones
+included. An adapter's pages are divided equally among the sequences that run with it. An adapter without running
+sequences, and pages of KV that no sequence holds, are charged to no sequence.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class _SharedPages:
 
     def __init__(self, digest: str, num_pages: int) -> None:
         self.digest, self.num_pages, self.num_users = digest, num_pages, 0
-        self._each_s = self._since = 0.0  # page-seconds that a user from the beginning on carried until `_since`
+        self._each_s = self._since = 0.0  # page-seconds of a user since the beginning, as of `_since`
 
     def each_s(self, now: float) -> float:
-        """What one who has used it from the beginning on carries by now: two of these differ by what lies between."""
+        """Page-seconds of a user since the beginning; the difference of two calls is a user's part between them."""
         if not self.num_users:
             return self._each_s
         return self._each_s + self.num_pages * (now - self._since) / self.num_users
@@ -40,9 +40,9 @@ class HeldPages:
     __slots__ = ("adapter", "adapter_from", "adapter_s", "kv_s", "num_pages", "taken_s")
 
     def __init__(self, before: SequenceUsage | None = None) -> None:
-        """`before`: at the gangs from which it came."""
+        """`before`: at the gangs where the sequence was before."""
         before = before or SequenceUsage()
-        self.kv_s, self.adapter_s = before.kv_page_s, before.adapter_page_s  # of runs that have ended
+        self.kv_s, self.adapter_s = before.kv_page_s, before.adapter_page_s  # of earlier runs
         self.num_pages, self.taken_s = 0, 0.0  # pages that it holds, and the sum of the times at which it took them
         self.adapter: _SharedPages | None = None
         self.adapter_from = 0.0  # the adapter's `each_s` when the run began
@@ -52,10 +52,10 @@ class PageTimes:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """`clock`: seconds; it never goes back."""
         self._clock = clock
-        self._shared: dict[str, _SharedPages] = {}  # by digest; those that somebody runs with
+        self._shared: dict[str, _SharedPages] = {}  # by digest; only adapters with running sequences
 
     def start(self, held: HeldPages, num_pages: int, adapter: str | None = None, num_adapter_pages: int = 0) -> None:
-        """A sequence that holds nothing begins to run, on so many pages and with the adapter of this digest."""
+        """A sequence begins to run, on `num_pages` pages and with the adapter of this digest."""
         assert not held.num_pages and held.adapter is None
         now = self._clock()
         held.num_pages, held.taken_s = num_pages, num_pages * now
@@ -66,12 +66,12 @@ class PageTimes:
             held.adapter, held.adapter_from = shared, shared.change_users(1, now)
 
     def grow(self, held: HeldPages, num_pages: int) -> None:
-        """A sequence that runs holds so many more pages."""
+        """A running sequence takes `num_pages` more pages."""
         held.num_pages += num_pages
         held.taken_s += num_pages * self._clock()
 
     def stop(self, held: HeldPages) -> None:
-        """The sequence does not run any more, and gives back all that it holds."""
+        """The sequence stops running and releases all its pages."""
         now, shared = self._clock(), held.adapter
         held.kv_s += held.num_pages * now - held.taken_s
         held.num_pages, held.taken_s = 0, 0.0

@@ -1,10 +1,10 @@
-"""Which sequence is preempted, and for whom: pure policies."""
+"""Which sequence is preempted, and for which: pure policies."""
 
 from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
-# Whether it is background work, its tenant's band, and its place in its tenant's order: the least goes first.
+# Whether it is background work, its tenant's band, its position in its tenant's order. The least goes first.
 Rank = tuple[bool, int, int]
 
 
@@ -17,18 +17,18 @@ _Sequence = TypeVar("_Sequence", bound=Ranked)
 
 
 def choose_victim(last: _Sequence | None, needy: Ranked) -> _Sequence | None:
-    """Who gives pages to a running sequence: the last running one by rank, if it comes after; None: nobody does.
+    """The sequence to preempt for a running one that needs pages: the last by rank, if it ranks after; else None.
 
-    Background work goes first, then whose tenant is furthest ahead, then the newest. Since ranks are one order, whoever
-    is first is never preempted, so it always goes on, and all are served in the end.
+    Background work is preempted first, then sequences of the tenant that is furthest ahead, then the newest. Ranks are
+    one order, so the first sequence is never preempted, and all are served in the end.
     """
     return last if last is not None and last.rank > needy.rank else None
 
 
-def gives_place(last: Ranked, waiting: Rank) -> bool:
-    """Whether the last running sequence by rank gives its place and its pages to one that waits.
+def should_preempt(last: Ranked, waiting: Rank) -> bool:
+    """Whether the last running sequence by rank is preempted for one that waits.
 
-    Only if the tenant of that one is clearly behind, or if the one that runs is background work: sequences of tenants
-    who are about equal, and those of one tenant, wait until others end.
+    Only if the waiting one's tenant is clearly behind, or the running one is background work: otherwise the waiting
+    one, of the same or an about equal tenant, waits until another sequence ends.
     """
     return last.rank[:2] > waiting[:2]

@@ -303,7 +303,7 @@ class FrameServer:
                         case Disown(names):
                             self._sequences.disown(stream, names)
                         case Pinned():
-                            self._pin(self._pinned.hear(stream.router or str(stream.number), message))
+                            self._pin(self._pinned.receive(stream.router or str(stream.number), message))
                         case Outdated() | ServedElsewhere():
                             self._engine.receive(message)
         except (msgspec.DecodeError, ValueError) as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heappush, heapreplace
 from typing import NamedTuple
 
-from ..fairness.fullest_first import FullestFirst
+from ..fairness.max_queue import MaxQueue
 from ..wire.messages import RefusalReason, SequenceError
 from .leader_config import LeaderConfig
 
@@ -50,9 +50,9 @@ class QueueLimit:
         self._config, share = config, config.tenant_queue_share
         self._tenant_sequences = max(1, int(share * config.max_waiting_sequences))
         self._tenant_tokens = int(share * config.max_waiting_tokens)
-        self._fullest = FullestFirst(self._filled_of)  # by how much of the queue they have, by weight
+        self._fullest = MaxQueue(self._filled_of)  # by how much of the queue they have, by weight
         for tenant in self._tenants:
-            self._fullest.rose(tenant)
+            self._fullest.increased(tenant)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -114,7 +114,7 @@ class QueueLimit:
         while left_sequences >= config.max_waiting_sequences or (
             left_sequences and left_tokens + num_tokens > config.max_waiting_tokens
         ):
-            while self._fullest.most() > max(filled, queues[0].filled if queues else 0.0):
+            while self._fullest.largest() > max(filled, queues[0].filled if queues else 0.0):
                 looked_at.append(self._fullest.pop())
                 if looked_at[-1] != tenant:
                     heappush(queues, _Queue(self, self._tenants[looked_at[-1]]))
@@ -128,7 +128,7 @@ class QueueLimit:
             left_sequences, left_tokens = left_sequences - 1, left_tokens - self._waiting[newest].num_tokens
             heapreplace(queues, queues[0])
         for whose in looked_at:
-            self._fullest.rose(whose)
+            self._fullest.increased(whose)
         for engine_id in given_up:
             self.leave(engine_id)
         return given_up
@@ -147,7 +147,7 @@ class QueueLimit:
         own.waiting[engine_id] = None
         if may_go:
             own.may_go[engine_id] = None
-        self._fullest.rose(tenant)
+        self._fullest.increased(tenant)
 
     def leave(self, engine_id: int) -> None:
         """The sequence has a token, has ended or was cancelled. Ids that are not here are ignored."""
@@ -162,7 +162,7 @@ class QueueLimit:
         del own.waiting[engine_id]
         if not own.num_sequences:
             del self._tenants[left.tenant]
-            self._fullest.forget(left.tenant)
+            self._fullest.remove(left.tenant)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if sequences or tokens are miscounted."""

@@ -15,7 +15,7 @@ from .use_count import UseCount
 
 class AdapterState(Enum):
     ABSENT = "absent"
-    LOADING = "loading"  # has pages; a copy into them is under way
+    LOADING = "loading"  # has pages that it is being copied into
     RESIDENT = "resident"
 
 
@@ -24,8 +24,8 @@ class _Entry:
     residence: Residence
     state: AdapterState
     num_users: int = 0  # running sequences
-    uses: UseCount = field(default_factory=UseCount)  # by sequences that began to use it
-    is_outdated: bool = False  # no name points to it: it goes first, unless a sequence uses it again
+    uses: UseCount = field(default_factory=UseCount)  # by sequences that started with it
+    is_outdated: bool = False  # it has no name any more: evicted first, unless a sequence uses it again
 
 
 class AdapterCache:
@@ -35,10 +35,10 @@ class AdapterCache:
         """`page_cost_s`: what it costs to bring a page back, in seconds."""
         self._allocator, self._idle, self._page_cost_s = allocator, idle, page_cost_s
         self._entries: dict[str, _Entry] = {}
-        self._moved: dict[str, None] = {}  # digests that came or went since the last take_changes()
+        self._moved: dict[str, None] = {}  # digests added or removed since the last take_changes()
         self.num_pages = 0  # of all adapters
         self.num_idle_pages = 0  # that eviction could free
-        self.num_loading = 0  # adapters that have pages, and whose copies are under way
+        self.num_loading = 0  # adapters that are being loaded
         self.num_loads = 0
         self.num_loaded_pages = 0
         self.num_evictions = 0
@@ -70,14 +70,14 @@ class AdapterCache:
         self._rest(digest)
 
     def fail_load(self, digest: str) -> None:
-        """Forgets an adapter whose copy failed; its pages are free again."""
+        """Drops an adapter whose copy failed, and frees its pages."""
         self._drop(digest)
         self.num_loading -= 1
 
     def acquire(self, digest: str) -> None:
-        """One more running sequence uses the adapter: it stays until `release`."""
+        """Counts one more running sequence that uses the adapter, which is not evicted until `release`."""
         entry = self._entries[digest]
-        assert entry.state is AdapterState.RESIDENT, f"adapter {digest} is {entry.state}, and is to be used"
+        assert entry.state is AdapterState.RESIDENT, f"adapter {digest} is {entry.state}, and was acquired"
         if not entry.num_users:
             self._idle.remove(digest)
             self.num_idle_pages -= len(entry.residence.pages)
@@ -93,9 +93,9 @@ class AdapterCache:
             self._rest(digest)
 
     def outdate(self, digest: str) -> None:
-        """No name points to the adapter any more: once idle it goes first, until a sequence uses it. It may be absent.
+        """The adapter has no name any more: once idle it is evicted first, unless a sequence uses it again.
 
-        Sequences that run on it go on.
+        No-op if it is absent. Running sequences keep it.
         """
         entry = self._entries.get(digest)
         if entry is None:
@@ -107,13 +107,13 @@ class AdapterCache:
             self._rest(digest)
 
     def evict(self, digest: str) -> None:
-        """Frees the pages of an idle adapter that the idle order gave up."""
+        """Frees the pages of an idle adapter that the idle order has chosen."""
         self.num_idle_pages -= len(self._entries[digest].residence.pages)
         self._drop(digest)
         self.num_evictions += 1
 
     def take_changes(self) -> tuple[list[str], list[str]]:
-        """Digests that came into the pool or began to, and digests that went, since the last call."""
+        """Digests added (loading ones included), and digests removed, since the last call."""
         moved, self._moved = self._moved, {}
         return [d for d in moved if d in self._entries], [d for d in moved if d not in self._entries]
 

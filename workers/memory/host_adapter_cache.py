@@ -18,21 +18,21 @@ from .pinned_memory import PinnedArena
 
 
 class HostAdapterCache:
-    """Keeps at most `max_bytes` of them; the least recently used one goes first. For several threads.
+    """Keeps at most `max_bytes`; evicts the least recently used first. For several threads.
 
-    Pinned ones never go, but at most half of it is theirs.
+    Pinned adapters are never evicted, but take at most half of it.
     """
 
     def __init__(
         self, store: AdapterStore, layout: AdapterLayout, max_bytes: int, arena: PinnedArena | None = None
     ) -> None:
-        """`arena`: pinned memory of this size, from which a GPU copies beside the steps; None: any memory serves."""
+        """`arena`: pinned memory of this size, from which a GPU copies while it computes; None: plain memory."""
         self._store, self._layout, self._max_bytes, self._arena = store, layout, max_bytes, arena
         self._packed: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._pins = HostPins(max_bytes // 2)
         self._read_for_pin: str | None = None
         self._lock = threading.Lock()
-        self._moved: dict[str, None] = {}  # digests that came or went since the last take_changes()
+        self._moved: dict[str, None] = {}  # digests added or removed since the last take_changes()
         self.num_bytes = 0
         self.num_reads = 0  # from the store
 
@@ -46,7 +46,7 @@ class HostAdapterCache:
             return packed
 
     def get(self, digest: str) -> torch.Tensor:
-        """The same, if need be read from the store. Raises AdapterCorrupt if its copy is bad, StoreUnavailable."""
+        """As `find`, or read from the store. Raises AdapterCorrupt if the copy there is bad, or StoreUnavailable."""
         packed = self.find(digest)
         if packed is None:
             packed = as_torch(self._store.load_packed(digest, self._layout))
@@ -56,7 +56,7 @@ class HostAdapterCache:
                 packed = room
             with self._lock:
                 self.num_reads += 1
-                if self._arena is None or room is not None or digest in self._pins:  # pins stay, in any memory
+                if self._arena is None or room is not None or digest in self._pins:  # pins are kept in any memory
                     self._keep(digest, packed)
         return packed
 
@@ -69,7 +69,7 @@ class HostAdapterCache:
                 self._moved[digest] = None
 
     def pin(self, changes: Mapping[str, bool]) -> None:
-        """Adapters that are pinned from now on (True), and those that are no more."""
+        """Pins (True) and unpins adapters."""
         with self._lock:
             for digest, is_pinned in changes.items():
                 if is_pinned:
@@ -79,7 +79,7 @@ class HostAdapterCache:
                     self._packed[digest] = packed
 
     def next_to_pin(self) -> str | None:
-        """A pinned adapter that is to be read, as what was to be read before has been; None: there is none."""
+        """The next pinned adapter to read, once the one before has been read; None: there is none."""
         with self._lock:
             self._read_for_pin = self._pins.take_lacking()
             while self._read_for_pin is not None and self._pin_if_here(self._read_for_pin):
@@ -87,7 +87,7 @@ class HostAdapterCache:
             return self._read_for_pin
 
     def fail_pin(self, digest: str, reason: str, *, again: bool) -> None:
-        """A pinned adapter cannot be read. `again`: it is to be read after all others that are to be."""
+        """A pinned adapter could not be read. `again`: retry it after all others."""
         with self._lock:
             self._pins.fail(digest, reason, again=again)
 
@@ -97,7 +97,7 @@ class HostAdapterCache:
         return self._pins.num_bytes
 
     def take_pin_news(self) -> dict[str, str]:
-        """Pins that have failed since the last call, and why; those that are well again, with an empty reason."""
+        """Reasons of pins that have failed since the last call; empty for those that have recovered."""
         if not self._pins.has_news:
             return {}
         with self._lock:
@@ -112,7 +112,7 @@ class HostAdapterCache:
             assert not any(self._pins.find(digest) is not None for digest in self._packed)
 
     def take_changes(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Digests that came and that went since the last call."""
+        """Digests added, and digests removed, since the last call."""
         if not self._moved:  # as after nearly every step
             return (), ()
         with self._lock:
@@ -121,17 +121,17 @@ class HostAdapterCache:
             return tuple(d for d in moved if d in here), tuple(d for d in moved if d not in here)
 
     def _pin_if_here(self, digest: str) -> bool:
-        """Moves a pinned adapter to the pins if it is here; whether it is, with room there or without."""
+        """Moves a pinned adapter to the pins if it is here and fits. True: it is here."""
         packed = self._packed.get(digest)
         if packed is not None and self._pins.keep(digest, packed):
             del self._packed[digest]
         return packed is not None
 
     def _room(self, arena: PinnedArena, digest: str, packed: torch.Tensor) -> torch.Tensor | None:
-        """As many pages of the arena; None: there is no such run, though all that may go has made room.
+        """A run of pages of the arena for this adapter, for which others are evicted; None: there is none.
 
-        That is so for an adapter larger than all, and while others are still being copied. It is then copied from plain
-        memory, for which only the loader's thread waits, and not kept.
+        So for an adapter larger than the arena, and while evicted ones are still being copied. It is then copied from
+        plain memory, for which only the loader's thread waits, and not kept.
         """
         while packed.nbytes <= self._max_bytes:
             room = arena.take(len(packed))
@@ -147,7 +147,7 @@ class HostAdapterCache:
             return
         if not (digest in self._pins and self._pins.keep(digest, packed)):
             if packed.nbytes > self._max_bytes - self._pins.num_bytes or digest == self._read_for_pin:
-                return  # nobody uses now what was read to be pinned: it must push out nothing
+                return  # it was read only to be pinned, and must evict nothing
             self._packed[digest] = packed
         self.num_bytes += packed.nbytes
         self._moved[digest] = None

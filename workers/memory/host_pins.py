@@ -10,9 +10,9 @@ FULL = "host memory of gangs is full of pins"
 
 
 def kept_pins(free_bytes: int, waiting: Mapping[str, int]) -> list[str]:
-    """Which of the pinned adapters that wait for room get it, by digest and bytes: in order of digests, as they fit.
+    """Which pinned adapters that wait for room get it, in the order of digests; `waiting`: bytes by digest.
 
-    What has room already keeps it, so that no new pin breaks a promise.
+    Adapters that have room keep it.
     """
     kept = []
     for digest in sorted(waiting):
@@ -29,10 +29,10 @@ class HostPins:
         self._max_bytes = max_bytes
         self._wanted: set[str] = set()
         self._kept: dict[str, torch.Tensor] = {}
-        self._lacking: dict[str, None] = {}  # that are to be read from the store, in the order in which they came
+        self._lacking: dict[str, None] = {}  # to be read from the store, in order of arrival
         self._without_room: dict[str, int] = {}  # bytes
         self._failed: dict[str, str] = {}  # reasons
-        self._news: dict[str, str] = {}  # reasons that have changed and were not told; empty: it is well again
+        self._news: dict[str, str] = {}  # reasons that changed since the last report; empty: recovered
         self.num_bytes = 0
 
     @property
@@ -49,28 +49,28 @@ class HostPins:
         return self._kept.get(digest)
 
     def add(self, digest: str) -> None:
-        """The adapter is pinned from now on: it lacks until `keep` gets it."""
+        """Pins the adapter, which is to be read until `keep` gets it."""
         if digest not in self._wanted:
             self._wanted.add(digest)
             self._lacking[digest] = None
 
     def remove(self, digest: str) -> torch.Tensor | None:
-        """The adapter is pinned no more; what was kept of it. Others that had no room may lack now."""
+        """Unpins the adapter, and returns what was kept of it. Others that had no room may now be read."""
         self._wanted.discard(digest)
         self._lacking.pop(digest, None)
         self._without_room.pop(digest, None)
-        self._note_well(digest)
+        self._note_recovered(digest)
         packed = self._kept.pop(digest, None)
         if packed is not None:
             self.num_bytes -= packed.nbytes
             for other in kept_pins(self._max_bytes - self.num_bytes, self._without_room):
                 del self._without_room[other]
                 self._lacking[other] = None
-                self._note_well(other)
+                self._note_recovered(other)
         return packed
 
     def keep(self, digest: str, packed: torch.Tensor) -> bool:
-        """A pinned adapter is here. False: there is no room for it among the pins."""
+        """Keeps a pinned adapter. False: there is no room for it among the pins."""
         self._lacking.pop(digest, None)
         if not kept_pins(self._max_bytes - self.num_bytes, {digest: packed.nbytes}):
             self._without_room[digest] = packed.nbytes
@@ -79,25 +79,25 @@ class HostPins:
         self._without_room.pop(digest, None)
         self._kept[digest] = packed
         self.num_bytes += packed.nbytes
-        self._note_well(digest)
+        self._note_recovered(digest)
         return True
 
     def fail(self, digest: str, reason: str, *, again: bool) -> None:
-        """A pinned adapter could not be read. `again`: it lacks, behind all others; else until somebody has read it."""
+        """A pinned adapter could not be read. `again`: retry after all others; else when a sequence loads it."""
         if digest in self._wanted and digest not in self._kept and digest not in self._without_room:
             self._note_failed(digest, reason)
             if again:
                 self._lacking[digest] = None
 
     def take_lacking(self) -> str | None:
-        """The next one that is to be read; None: there is none. It lacks no more, whether it comes or not."""
+        """Removes and returns the next adapter to read; None: there is none."""
         digest = next(iter(self._lacking), None)
         if digest is not None:
             del self._lacking[digest]
         return digest
 
     def take_news(self) -> dict[str, str]:
-        """Pins that have failed since the last call, and why; those that are well again, with an empty reason."""
+        """Reasons of pins that have failed since the last call; empty for those that have recovered."""
         news, self._news = self._news, {}
         return news
 
@@ -105,7 +105,7 @@ class HostPins:
         if self._failed.get(digest) != reason:
             self._failed[digest] = self._news[digest] = reason
 
-    def _note_well(self, digest: str) -> None:
+    def _note_recovered(self, digest: str) -> None:
         if self._failed.pop(digest, None) is not None:
             self._news[digest] = ""
 

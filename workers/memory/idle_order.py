@@ -1,4 +1,4 @@
-"""In which order idle adapters and idle prefix pages are evicted."""
+"""The order in which idle adapters and idle prefix pages are evicted."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class _Idle:
 
 
 class IdleOrder:
-    """GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998-69): each idle item has a worth, and the least goes first.
+    """GreedyDual-Size-Frequency (Cherkasova, HP Labs 1998-69): the item with the least worth is evicted first.
 
-    The worth of an item is its uses times its cost of return per page, on top of the worth of the item that went last.
-    So an item that is used often or costs much to bring back stays longer, and after long enough every idle item goes.
+    An item's worth is its uses times its cost of return per page, plus the worth of the item that was evicted last. So
+    an item that is used often or is expensive to restore stays longer, and every idle item is evicted in the end.
 
-    Items that are wanted soon go last, and those that `take` passes over for it stay out of its way until they are not
-    wanted any more. So a call costs what it takes away, however many are wanted.
+    Items that are wanted soon are evicted last. Those that `take` skips for this are kept out of the heap while they
+    are wanted, so a call costs time linear in what it evicts, however many are wanted.
     """
 
     def __init__(self) -> None:
         self._idle: dict[Item, _Idle] = {}
-        self._soon: dict[Item, int] = {}  # rank of what is wanted soon, idle or not; 0: the most urgent
+        self._soon: dict[Item, int] = {}  # rank of items wanted soon, idle or not; 0: the most urgent
         self._soon_items: tuple[Item, ...] = ()  # the same by rank
         self._soon_ranks: list[int] = []  # of those that are idle, in order
         self._num_soon_pages = 0  # of these
         self._aside: dict[Item, tuple[float, int, int, Item]] = {}  # of items wanted soon: entries not in the heap
         self._heap: list[tuple[float, int, int, Item]] = []  # worth, -depth, number, item; outdated entries too
-        self._floor = 0.0  # worth of the item that went last
+        self._floor = 0.0  # worth of the item evicted last
         self._number = 0
         self.num_pages = 0  # of all idle items
-        self.num_rounds = 0.0  # grows by one while as many pages go as are idle
+        self.num_rounds = 0.0  # grows by one when as many pages are evicted as are idle
 
     def __contains__(self, item: Item) -> bool:
         return item in self._idle
@@ -54,7 +54,7 @@ class IdleOrder:
         return self._floor + num_uses * cost_s
 
     def add(self, item: Item, num_pages: int, num_uses: float, cost_s: float, depth: int = 0) -> None:
-        """The item is idle now. `cost_s`: of its return, per page. Of items of equal worth the deepest goes first."""
+        """The item is idle now. `cost_s`: of its return, per page. Of equal worth the deepest is evicted first."""
         assert item not in self._idle
         self._number += 1
         entry = _Idle(self.worth(num_uses, cost_s), depth, self._number, num_pages)
@@ -69,7 +69,7 @@ class IdleOrder:
             heapify(self._heap)
 
     def remove(self, item: Item) -> None:
-        """The item is used again, or has gone in another way."""
+        """The item is in use again, or was dropped."""
         num_pages = self._idle.pop(item).num_pages
         self.num_pages -= num_pages
         if item in self._soon:
@@ -78,7 +78,7 @@ class IdleOrder:
         self._aside.pop(item, None)
 
     def want_soon(self, items: Iterable[Item]) -> None:
-        """From now on these are the items that will be used soon, the most urgent first; others are so no longer."""
+        """Sets the items that will be used soon, the most urgent first."""
         self._soon_items = tuple(dict.fromkeys(items))
         self._soon = {item: rank for rank, item in enumerate(self._soon_items)}
         self._soon_ranks = [rank for item, rank in self._soon.items() if item in self._idle]
@@ -87,10 +87,10 @@ class IdleOrder:
             heappush(self._heap, self._aside.pop(item))
 
     def take(self, num_pages: int, keep: AbstractSet[Item]) -> list[Item] | None:
-        """Removes items of at least so many pages, and returns them in the order in which they should go.
+        """Removes items of at least `num_pages` pages, and returns them in the order of eviction.
 
-        Of the items that are wanted soon, only as many may go as are needed beside all others, the least urgent ones.
-        None, and nothing changed, if all items that are not in `keep` would not be enough.
+        Items that are wanted soon are taken only if all others are not enough, the least urgent first. None, and
+        nothing changed, if all items that are not in `keep` are not enough.
         """
         num_kept_soon = self._num_kept_soon(num_pages, keep)
         if num_kept_soon is None:
@@ -130,7 +130,7 @@ class IdleOrder:
         assert all((item, idle.number) in found for item, idle in self._idle.items()), "an idle item cannot be found"
 
     def _num_kept_soon(self, num_pages: int, keep: AbstractSet[Item]) -> int | None:
-        """How many of the most urgent items stay if so many pages are to go; None: too few may go. The others may."""
+        """How many of the most urgent items are kept if `num_pages` are evicted; None: too few can be evicted."""
         kept = self.num_pages_of(keep)
         if num_pages > self.num_pages - kept:
             return None

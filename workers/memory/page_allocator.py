@@ -19,7 +19,7 @@ class PageAllocator:
         return len(self._free)
 
     def allocate(self, num_pages: int) -> tuple[int, ...] | None:
-        """That many pages, each with one holder, or None (and nothing taken) if so many are not free."""
+        """That many pages, each with one holder, or None (and nothing taken) if fewer are free."""
         if num_pages > len(self._free):
             return None
         pages = tuple(self._free.pop() for _ in range(num_pages))

@@ -1,4 +1,4 @@
-"""Where pages lie on one worker: in the pool, in host memory, in a file. All three have the same methods."""
+"""Pages of one worker in the pool, in host memory and in a file, with one interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...kernels.pages import copy_runs, read_pages, write_pages
 from .pinned_memory import pinned_pages
 from .pool import PoolGeometry
 
-MOST_AT_ONCE = 32  # pages that a disk reads or writes at once: what it gives goes through memory of its own
+MOST_AT_ONCE = 32  # pages that a disk reads or writes at once, through its own buffer
 
 
 class PageLostError(Exception):
@@ -32,7 +32,7 @@ class PageArray(Protocol):
     """Pages by number; content is `[len(pages), num_layers, slab]`."""
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """A copy, or the pages themselves where they lie side by side: whoever reads must see that nobody writes them.
+        """A copy, or a view of the pages where they lie side by side: the caller must ensure that they are not written.
 
         Raises PageLostError or OSError.
         """
@@ -60,13 +60,13 @@ class DevicePages:
 
 
 class HostPages:
-    """Pages in host memory, which the system hands out as they are first written.
+    """Pages in host memory, which the system allocates as they are first written.
 
     Two threads may copy at once, but never the same page.
     """
 
     def __init__(self, num_pages: int, geometry: PoolGeometry, pinned: bool) -> None:
-        """`pinned`: all of it is taken at once, and a GPU copies from and to it beside the steps. Raises ValueError."""
+        """`pinned`: allocates all of it at once, for copies by a GPU while it computes. Raises ValueError."""
         shape = (num_pages, geometry.num_layers, geometry.slab)
         self._pages = pinned_pages(num_pages, geometry) if pinned else torch.empty(shape, dtype=geometry.dtype)
 
@@ -79,10 +79,10 @@ class HostPages:
 
 
 class DiskPages:
-    """Pages in a file without a name, which ends with its process: no other process can take its pages for its own."""
+    """Pages in an unnamed temporary file, which ends with its process."""
 
     def __init__(self, folder: Path, geometry: PoolGeometry, pinned: bool = False) -> None:
-        """`pinned`: what is read and written goes through pinned memory, for a GPU.
+        """`pinned`: reads and writes go through pinned memory, for a GPU.
 
         Raises OSError if the folder cannot be written to, ValueError.
         """
@@ -94,7 +94,7 @@ class DiskPages:
         self._staging = pinned_pages(MOST_AT_ONCE, geometry) if pinned else None
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """See `PageArray.read`. At most MOST_AT_ONCE pages; with pinned memory they are there until the next call."""
+        """See `PageArray.read`. At most MOST_AT_ONCE pages; with pinned memory they are valid until the next call."""
         geometry = self._geometry
         shape = (len(pages), geometry.num_layers, geometry.slab)
         content = torch.empty(shape, dtype=geometry.dtype) if self._staging is None else self._staging[: len(pages)]
@@ -114,5 +114,5 @@ class DiskPages:
             data = memoryview(row.contiguous().view(torch.uint8).numpy()).cast("B")
             self._checksums.pop(page, None)
             if os.pwrite(self._file.fileno(), data, page * page_bytes) != page_bytes:
-                raise OSError(f"page {page} of the disk tier was not written whole: the disk may be full")
+                raise OSError(f"page {page} of the disk tier was not fully written: the disk may be full")
             self._checksums[page] = zlib.crc32(data)

@@ -24,19 +24,19 @@ class PagedMemory:
         adapter_page_s: Callable[[], float],
         prefix_page_s: Callable[[PageKey], float],
         idle: IdleOrder | None = None,
-        adapter_went: Callable[[str], None] = lambda digest: None,
+        adapter_evicted: Callable[[str], None] = lambda digest: None,
     ) -> None:
         """`adapter_page_s`, `prefix_page_s`: what it costs to bring back an evicted page of an adapter, or of KV.
 
-        `idle`: another order of eviction, for comparisons. `adapter_went` is called when an adapter was evicted.
+        `idle`: another order of eviction, for comparisons. `adapter_evicted`: called with evicted adapters' digests.
         """
         self.allocator = PageAllocator(num_pages)
         self._idle = IdleOrder() if idle is None else idle
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
-        self._adapter_went = adapter_went
-        self._hosted: dict[str, bool] = {}  # digests that came into host memory, or went, since they were last told
-        self._pin_news: dict[str, str] = {}  # by digest, since they were last told
+        self._adapter_went = adapter_evicted
+        self._hosted: dict[str, bool] = {}  # digests added to host memory (True) or removed, since the last report
+        self._pin_news: dict[str, str] = {}  # by digest, since the last report
 
     @property
     def num_pages_to_take(self) -> int:
@@ -44,11 +44,11 @@ class PagedMemory:
         return self.allocator.num_free + self._idle.num_pages
 
     def want_soon(self, digests: Iterable[str]) -> None:
-        """Adapters that will be used soon, the most urgent first: they are evicted last, the least urgent first."""
+        """Sets the adapters that will be used soon, the most urgent first; the least urgent is evicted first."""
         self._idle.want_soon(digests)
 
     def outdate(self, digest: str) -> None:
-        """No name points to the adapter any more: it and the pages computed with it go first, once they are idle."""
+        """The adapter has no name any more: it and the pages computed with it are evicted first."""
         self.adapters.outdate(digest)
         self.prefixes.outdate(digest)
 
@@ -60,10 +60,10 @@ class PagedMemory:
         return num_pages <= self.allocator.num_free + self._idle.num_pages - num_kept
 
     def make_room(self, num_pages: int, keep: AbstractSet[Item]) -> bool:
-        """Evicts idle adapters and pages of KV that are not in `keep`, least worth first, until so many pages are free.
+        """Evicts idle adapters and pages of KV that are not in `keep`, least worth first, until `num_pages` are free.
 
-        Adapters that are wanted soon go only if the rest is not enough: they would be back at once and evict that rest.
-        False, and nothing evicted, if all that may go would not be enough.
+        Adapters that are wanted soon are evicted only if the rest is not enough, since they would be loaded again at
+        once. False, and nothing evicted, if that is not possible.
         """
         short = num_pages - self.allocator.num_free
         if short <= 0:
@@ -91,7 +91,7 @@ class PagedMemory:
         return self._idle.num_pages - self.adapters.num_idle_pages
 
     def take_residency_changes(self) -> ResidencyChange:
-        """What came into the pool or began to, and what went, since the last call; the same of host memory."""
+        """What was added to the pool and to host memory, and what was removed, since the last call."""
         came, went = self.adapters.take_changes()
         pages_came, pages_went = self.prefixes.take_changes()
         hosted, self._hosted = self._hosted, {}
@@ -107,7 +107,7 @@ class PagedMemory:
         )
 
     def note_hosted(self, came: Iterable[str], went: Iterable[str], pin_news: Mapping[str, str]) -> None:
-        """The workers have told which adapters came into their host memory, which went, and which pins failed."""
+        """Records what the workers reported of their host memory: adapters added and removed, and failed pins."""
         self._pin_news |= pin_news
         self._hosted |= {**dict.fromkeys(came, True), **dict.fromkeys(went, False)}
 

@@ -1,4 +1,4 @@
-"""Which adapters the gang is to keep in host memory: what any of its routers says."""
+"""Which adapters the gang keeps in host memory: those that any of its routers has pinned."""
 
 from __future__ import annotations
 
@@ -9,54 +9,54 @@ from typing import Final
 
 from ..wire.messages import Pinned
 
-FORGET_S: Final = 30.0  # after a router's stream has ended, until its word is worth nothing: it may come back
+FORGET_S: Final = 30.0  # a router's pins last this long after its stream has ended, as it may reconnect
 
 
 class PinnedAdapters:
-    """The last word of each router. What changes is told as the engine hears it: True is pinned, False is no more."""
+    """Pins of each router. Methods return changes for the engine: True is pinned, False is unpinned."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told: dict[str, set[str]] = {}  # digests, by router
-        self._num_routers: Counter[str] = Counter()  # that say so, by digest
+        self._pins: dict[str, set[str]] = {}  # digests, by router
+        self._num_routers: Counter[str] = Counter()  # that pin it, by digest
         self._left_at: dict[str, float] = {}  # routers whose streams have ended
 
-    def hear(self, router: str, message: Pinned) -> dict[str, bool]:
-        """A router has told something; what changes by that."""
+    def receive(self, router: str, message: Pinned) -> dict[str, bool]:
+        """Takes a router's message; returns the changes."""
         self._left_at.pop(router, None)
-        told = self._told.setdefault(router, set())
-        came = set(message.came) - told
-        went = (told - set(message.came)) if message.is_whole else told.intersection(message.went)
+        pins = self._pins.setdefault(router, set())
+        came = set(message.came) - pins
+        went = (pins - set(message.came)) if message.is_whole else pins.intersection(message.went)
         return self._change(router, came, went)
 
     def leave(self, router: str) -> None:
         """The router's stream has ended."""
-        if router in self._told:
+        if router in self._pins:
             self._left_at[router] = self._clock()
 
     def expire(self) -> dict[str, bool]:
-        """Forgets routers that have been away for too long; what changes by that."""
+        """Drops the pins of routers that have been away for FORGET_S; returns the changes."""
         changes: dict[str, bool] = {}
         if self._left_at:
             since = self._clock() - FORGET_S
             for router in [router for router, left_at in self._left_at.items() if left_at <= since]:
                 del self._left_at[router]
-                changes |= self._change(router, (), set(self._told[router]))
+                changes |= self._change(router, (), set(self._pins[router]))
         return changes
 
     def _change(self, router: str, came: Iterable[str], went: Iterable[str]) -> dict[str, bool]:
-        told, changes = self._told[router], dict[str, bool]()
+        pins, changes = self._pins[router], dict[str, bool]()
         for digest in sorted(came):
-            told.add(digest)
+            pins.add(digest)
             self._num_routers[digest] += 1
             if self._num_routers[digest] == 1:
                 changes[digest] = True
         for digest in sorted(went):
-            told.discard(digest)
+            pins.discard(digest)
             self._num_routers[digest] -= 1
             if not self._num_routers[digest]:
                 del self._num_routers[digest]
                 changes[digest] = False
-        if not told:
-            del self._told[router]
+        if not pins:
+            del self._pins[router]
         return changes

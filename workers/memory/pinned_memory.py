@@ -1,4 +1,4 @@
-"""Pages of host memory that a GPU copies from and to by itself, taken once when a worker starts."""
+"""Pinned pages of host memory, allocated once when a worker starts."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class PinnedArena:
     """Pinned pages, handed out in runs that lie side by side. For several threads."""
 
     def __init__(self, num_pages: int, geometry: PoolGeometry) -> None:
-        """Raises ValueError if the driver does not pin so much."""
+        """Raises ValueError if the driver cannot pin that much."""
         self._pages = pinned_pages(num_pages, geometry)
         self._free = [(0, num_pages)]  # runs `[start, end)`, ascending; no two touch
-        self._lock = threading.RLock()  # what is given back may be so by the thread that takes
+        self._lock = threading.RLock()  # a finalizer may release a run in the thread that takes one
 
     def take(self, num_pages: int) -> torch.Tensor | None:
-        """Some pages, which come back when the last reference to this tensor is gone; None: no run is as long."""
+        """A run of pages, released when the last reference to this tensor is gone; None: no run is long enough."""
         with self._lock:
             for place, (start, end) in enumerate(self._free):
                 if end - start >= num_pages:

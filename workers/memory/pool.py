@@ -1,4 +1,4 @@
-"""The one tensor of pages that a worker has, for KV and adapters alike."""
+"""A worker's one tensor of pages, for KV and adapters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PoolGeometry:
 def plan_pool(
     sharding: ModelSharding, block_size: int, dtype: torch.dtype, pool_bytes: int, kv_dtype: KVDtype = "dtype"
 ) -> PoolGeometry:
-    """The pool of one worker: as many pages as fit into `pool_bytes`. Raises ValueError if that is none."""
+    """The pool of one worker: as many pages as fit into `pool_bytes`. Raises ValueError if not even one fits."""
     page_bytes = pool_of(sharding, block_size, dtype, 1, kv_dtype).page_bytes
     if pool_bytes < page_bytes:
         raise ValueError(f"pool_bytes = {pool_bytes}: a page of this model takes {page_bytes}, and one is needed")
@@ -46,7 +46,7 @@ def plan_pool(
 def pool_of(
     sharding: ModelSharding, block_size: int, dtype: torch.dtype, num_pages: int, kv_dtype: KVDtype = "dtype"
 ) -> PoolGeometry:
-    """The pool of one worker that has so many pages."""
+    """The pool of one worker with `num_pages` pages."""
     config, slab = sharding.config, sharding.slab(block_size, kv_dtype, dtype.itemsize)
     kv = (sharding.num_kv_heads, config.head_dim)
     return PoolGeometry(num_pages, config.num_layers, slab, block_size, *kv, dtype, kv_dtype)

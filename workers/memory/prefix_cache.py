@@ -1,4 +1,4 @@
-"""Full pages of KV by their content, shared by all sequences that begin alike."""
+"""Full pages of KV by their content, shared by all sequences with a common prefix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..wire.page_keys import PageKey
 from .idle_order import IdleOrder
 from .page_allocator import PageAllocator
-from .page_beginnings import PageBeginnings
+from .partial_page_index import PartialPageIndex
 from .use_count import UseCount
 
 
@@ -16,16 +16,16 @@ from .use_count import UseCount
 class _Entry:
     key: PageKey
     depth: int  # pages before it
-    adapter: str | None  # digest, if it is known
+    adapter: str | None  # digest, if known
     uses: UseCount = field(default_factory=UseCount)
-    is_outdated: bool = False  # no name points to its adapter: it goes first, unless a sequence uses it again
+    is_outdated: bool = False  # its adapter has no name any more: evicted first, unless a sequence uses the page again
 
 
 class PrefixCache:
     """Keeps every full page that was computed, until it is evicted. A page is never written once it is here.
 
-    A page is idle while no sequence holds it. When a page goes, those after it cannot be found any more; so among pages
-    of equal worth the deeper ones go first.
+    A page is idle while no sequence holds it. Without a page, those after it cannot be found; so among pages of equal
+    worth the deeper ones are evicted first.
     """
 
     def __init__(self, allocator: PageAllocator, idle: IdleOrder, page_cost_s: Callable[[PageKey], float]) -> None:
@@ -34,17 +34,17 @@ class PrefixCache:
         self._pages: dict[PageKey, int] = {}
         self._entries: dict[int, _Entry] = {}  # by page
         self._of_adapters: dict[str, set[int]] = {}  # pages by digest
-        self._beginnings = PageBeginnings()
-        self._moved: dict[PageKey, None] = {}  # keys that came or went since the last take_changes()
+        self._partial_pages = PartialPageIndex()
+        self._moved: dict[PageKey, None] = {}  # keys added or removed since the last take_changes()
         self.num_evictions = 0
 
     def find(self, keys: Iterable[PageKey]) -> list[int]:
         """Pages of the first keys, up to the first one that is not here."""
         return [*iter(map(self._pages.get, keys).__next__, None)]
 
-    def find_begun(self, link: PageKey, token_ids: Sequence[int], block_size: int) -> tuple[int, int] | None:
-        """A page after `link` that begins with some of these tokens, and how many of them; None: too few for a copy."""
-        found = self._beginnings.find(link, token_ids, block_size)
+    def find_partial(self, link: PageKey, token_ids: Sequence[int], block_size: int) -> tuple[int, int] | None:
+        """A page after `link` with a common prefix of these tokens, and its length; None: none is worth a copy."""
+        found = self._partial_pages.find(link, token_ids, block_size)
         return None if found is None else (self._pages[found[0]], found[1])
 
     def page_of(self, key: PageKey) -> int | None:
@@ -63,7 +63,7 @@ class PrefixCache:
         self._allocator.share(pages)
 
     def count_uses(self, pages: Iterable[int]) -> None:
-        """A sequence starts with these pages as its prefix: they are worth more from now on."""
+        """Counts a use of these pages, as a sequence starts with them as its prefix."""
         entries = self._entries
         for page in pages:
             entry = entries[page]
@@ -71,7 +71,7 @@ class PrefixCache:
             entry.is_outdated = False
 
     def outdate(self, adapter: str) -> None:
-        """No name points to the adapter any more: once idle, its pages go first, until a sequence uses them."""
+        """The adapter has no name any more: its idle pages are evicted first, until a sequence uses them again."""
         for page in self._of_adapters.get(adapter, ()):
             self._entries[page].is_outdated = True
             if page in self._idle:
@@ -79,9 +79,9 @@ class PrefixCache:
                 self._rest(page)
 
     def insert(self, page: int, key: PageKey, depth: int, adapter: str | None = None) -> bool:
-        """Keeps a page that a sequence has filled; `depth`: pages before it. False: a page with its content is here.
+        """Keeps a page that a sequence has filled; `depth`: pages before it. False: its content is here already.
 
-        `adapter`: the digest with which it was computed, if it is known.
+        `adapter`: digest with which it was computed, if known.
         """
         if key in self._pages:
             return False
@@ -95,10 +95,10 @@ class PrefixCache:
         self._moved[key] = None
         return True
 
-    def tell_content(self, key: PageKey, link: PageKey, token_ids: Sequence[int]) -> None:
-        """Tells that the page of this key holds these tokens, after `link`, so that `find_begun` finds it."""
+    def index_content(self, key: PageKey, link: PageKey, token_ids: Sequence[int]) -> None:
+        """Indexes the tokens of a page, which follows `link`, for `find_partial`."""
         if key in self._pages:
-            self._beginnings.add(key, link, token_ids)
+            self._partial_pages.add(key, link, token_ids)
 
     def release(self, pages: Sequence[int]) -> None:
         """Ends a sequence's hold on pages. Kept pages without other holders become idle, pages not kept free."""
@@ -108,7 +108,7 @@ class PrefixCache:
                 self._rest(page)
 
     def forget(self, keys: Iterable[PageKey]) -> None:
-        """Stops keeping pages whose numbers are not finite: no other sequence finds them. Their holders keep them."""
+        """Drops pages whose numbers are not finite, so no other sequence finds them. Their holders keep them."""
         for key in keys:
             page = self._pages.get(key)
             if page is not None:
@@ -117,12 +117,12 @@ class PrefixCache:
                 self._drop(page)
 
     def evict(self, page: int) -> None:
-        """Frees an idle page that the idle order gave up."""
+        """Frees an idle page that the idle order has chosen."""
         self._drop(page)
         self.num_evictions += 1
 
     def take_changes(self) -> tuple[list[PageKey], list[PageKey]]:
-        """Keys that came, and those that went, since the last call."""
+        """Keys added, and keys removed, since the last call."""
         moved, self._moved = self._moved, {}
         return [key for key in moved if key in self._pages], [key for key in moved if key not in self._pages]
 
@@ -137,7 +137,7 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raises AssertionError if keys and pages do not match, or an idle page is not known as idle."""
         assert self._pages == {entry.key: page for page, entry in self._entries.items()}, "keys and pages differ"
-        assert self._beginnings.keys() <= self._pages.keys(), "a page is found by its beginning that is not here"
+        assert self._partial_pages.keys() <= self._pages.keys(), "an absent page is indexed"
         of_adapters = {(entry.adapter, page) for page, entry in self._entries.items() if entry.adapter is not None}
         found = {(adapter, page) for adapter, pages in self._of_adapters.items() for page in pages}
         assert found == of_adapters, "an adapter's pages are not known as such"
@@ -158,6 +158,6 @@ class PrefixCache:
             pages.remove(page)
             if not pages:
                 del self._of_adapters[entry.adapter]
-        self._beginnings.remove(key)
+        self._partial_pages.remove(key)
         self._moved[key] = None
         self._allocator.release((page,))

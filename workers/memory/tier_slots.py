@@ -1,4 +1,4 @@
-"""Which pages of KV one tier behind the pool holds, and in which of its slots."""
+"""Directory of one tier behind the pool: which pages of KV it holds, in which slots."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..wire.page_keys import PageKey
 class TierSlots:
     """The leader's directory of a tier; slot numbers are the same on every worker.
 
-    A slot is free, being written, or holds a page. A page makes room for another, the least recently used one first,
-    unless it is being read.
+    A slot is free, being written, or holds a page. The least recently used page that is not being read is replaced
+    first.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -35,9 +35,9 @@ class TierSlots:
         return len(self._free)
 
     def reserve(self, key: PageKey) -> int | None:
-        """A slot to write a page into, if need be that of the least recently used page; None: all are in use.
+        """A slot for a page, if need be the least recently used one's; None: all are in use.
 
-        The page must neither be here nor be coming. `written` or `fail` must follow.
+        The page must neither be here nor be being written. `written` or `fail` must follow.
         """
         assert key not in self._slots and key not in self._writing
         if not self._free:
@@ -56,18 +56,18 @@ class TierSlots:
             self._slots[key] = self._writing.pop(key)
 
     def fail(self, keys: Iterable[PageKey]) -> None:
-        """The pages could not be written: their slots are free again."""
+        """Frees the slots of pages that could not be written."""
         self._free += [self._writing.pop(key) for key in keys]
 
     def begin_read(self, keys: Sequence[PageKey]) -> tuple[int, ...]:
-        """Slots of pages that are here, which stay until `end_read`."""
+        """Slots of pages, which are not replaced until `end_read`."""
         for key in keys:
             self._slots.move_to_end(key)
         self._readers.update(keys)
         return tuple(self._slots[key] for key in keys)
 
     def touch(self, keys: Iterable[PageKey]) -> None:
-        """Those of the pages that are here were used just now."""
+        """Counts a use of those of the pages that are here."""
         for key in keys:
             if key in self._slots:
                 self._slots.move_to_end(key)
@@ -84,7 +84,7 @@ class TierSlots:
             self._free.append(self._slots.pop(key))
 
     def oldest(self) -> Iterator[PageKey]:
-        """Pages that may go, least recently used first."""
+        """Pages that may be dropped, least recently used first."""
         return (key for key in self._slots if key not in self._readers)
 
     def check_integrity(self) -> None:

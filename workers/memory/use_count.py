@@ -1,16 +1,16 @@
-"""How often something in the pool was used, where uses of long ago count less."""
+"""A decaying count of uses."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-HALF_LIFE = 32.0  # rounds of the idle order, in each of which as much went as is idle
-MOST = 32.0  # an item that is not used any more goes after so many rounds at the latest
+HALF_LIFE = 32.0  # in rounds of the idle order
+MOST = 32.0  # so an unused item is evicted after this many rounds at the latest
 
 
 @dataclass(slots=True)
 class UseCount:
-    """Ageing after Robinson and Devarakonda (SIGMETRICS 1990): without it, what was once popular stays."""
+    """Ageing after Robinson and Devarakonda (SIGMETRICS 1990): without it, once popular items would stay."""
 
     _sum: float = 0.0
     _since: float = 0.0  # round as of which the uses are summed
@@ -24,9 +24,5 @@ class UseCount:
 
     @property
     def value(self) -> float:
-        """As of the last use. At least 1: what is here was asked for."""
+        """As of the last use; at least 1."""
         return min(max(self._sum, 1.0), MOST)
-
-    def reset(self) -> None:
-        """Nobody is expected to use it again."""
-        self._sum = 0.0

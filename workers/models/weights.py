@@ -17,7 +17,7 @@ Progress = Callable[[str, int, int], None]  # what, done, total
 
 
 class Checkpoint:
-    """The tensors of a model folder. Each is taken once; `finish` refuses what nobody took."""
+    """The tensors of a model folder. Each is taken once; `finish` raises if one was not taken."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, on_progress: Progress | None = None

@@ -1,4 +1,4 @@
-"""Which sequences compute their next token in a step, and who gives them pages."""
+"""Which sequences decode in a step, and how they get pages as they grow."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from ..fairness.page_times import PageTimes
 from ..fairness.preemption import choose_victim
 from ..fairness.prices import OUTPUT_TOKEN
-from ..fairness.standings import Standings
+from ..fairness.tenant_counters import TenantCounters
 from ..memory.paged_memory import PagedMemory
-from .admission import OlderSequences
 from .gang_load import StepCounts
+from .growing_sequence import GrowingSequence
+from .prompt_planner import OlderSequences
 from .request_limits import GangLimits
 from .running_sequences import RunningSequences
-from .sequence import Sequence
 from .waiting_queue import WaitingQueue
 
 
 class Decodes:
-    """Lets sequences that decode go on, and gets them pages as they grow."""
+    """Plans decodes, and takes pages for them as they grow."""
 
     def __init__(
         self,
@@ -27,30 +27,30 @@ class Decodes:
         waiting: WaitingQueue,
         running: RunningSequences,
         limits: GangLimits,
-        standings: Standings,
-        preempt: Callable[[Sequence], None],
+        counters: TenantCounters,
+        preempt: Callable[[GrowingSequence], None],
         counts: StepCounts,
         times: PageTimes,
     ) -> None:
-        """`preempt` puts a running sequence back into the queue, and counts it."""
+        """`preempt` puts a running sequence back into the queue."""
         self._memory, self._waiting, self._running = memory, waiting, running
-        self._limits, self._standings = limits, standings
+        self._limits, self._counters = limits, counters
         self._preempt, self._counts, self._times = preempt, counts, times
 
-    def plan(self) -> list[Sequence]:
-        """Plans the next token of sequences that decode; the last by rank give way where pages run out."""
-        planned: list[Sequence] = []
+    def plan(self) -> list[GrowingSequence]:
+        """Plans the next token of decoding sequences; preempts the last by rank where pages run out."""
+        planned: list[GrowingSequence] = []
         budget, block_size = self._limits.max_tokens_per_step, self._limits.block_size
         older: OlderSequences | None = None
         num_preemptions = self._counts.num_preemptions
         for sequence in self._decoding():
-            position = sequence.num_computed + sequence.num_planned  # of its newest token, which may be coming
+            position = sequence.num_computed + sequence.num_planned  # of its newest token, which may not be known yet
             if position + 1 >= sequence.max_length:
-                continue  # it ends with that token, whatever it is
+                continue  # that token is its last
             if self._counts.num_preemptions > num_preemptions and sequence.sequence_id not in self._running.by_id:
                 continue  # it was preempted just now
             if position % block_size == 0 and position == len(sequence.pages) * block_size:
-                older = older or OlderSequences(self._waiting.equipped_in_turn(), self._waiting.is_of_one)
+                older = older or OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
                 if not self._grow(sequence, older):
                     continue
             sequence.num_planned += 1
@@ -63,10 +63,10 @@ class Decodes:
         self._charge_tokens(planned)
         return planned
 
-    def _grow(self, sequence: Sequence, older: OlderSequences) -> bool:
-        """Gets a running sequence another page, if need be by preempting others.
+    def _grow(self, sequence: GrowingSequence, older: OlderSequences) -> bool:
+        """Takes another page for a running sequence, if need be by preempting others. False: there is none.
 
-        `older`: waiting sequences; of those that come before this one nothing is taken. False, if there is no page.
+        `older`: waiting sequences; nothing that those before this one need is taken.
         """
         if not self._memory.allocator.num_free:
             older.reach_running(sequence)
@@ -75,24 +75,24 @@ class Decodes:
             if victim is not None:
                 self._preempt(victim)
             elif self._memory.make_room(1, keep=frozenset()):
-                break  # an older sequence's adapter went; else the two sequences would wait for each other
+                break  # evicted an older sequence's adapter: otherwise the two would wait for each other
             else:
                 return False
         sequence.grow(self._memory.allocator.allocate(1) or ())
         self._times.grow(sequence.held, 1)
         return True
 
-    def _decoding(self) -> list[Sequence]:
-        """Sequences that decode, oldest first; if a step has not tokens for all, whoever was served least is first."""
+    def _decoding(self) -> list[GrowingSequence]:
+        """Decoding sequences, oldest first; if a step cannot hold all, the least served tenants' first."""
         decoding = self._running.decoding[:]
         if len(decoding) > self._limits.max_tokens_per_step:
-            decoding.sort(key=lambda each: (each.standing.is_background, each.standing.counter, each.arrival))
+            decoding.sort(key=lambda each: (each.counter.is_background, each.counter.value, each.arrival))
         return decoding
 
-    def _charge_tokens(self, sequences: list[Sequence]) -> None:
-        """Each of them gets a token."""
-        if len(self._running.by_standing) == 1 and sequences:
-            self._standings.charge(sequences[0].standing, OUTPUT_TOKEN * len(sequences))
+    def _charge_tokens(self, sequences: list[GrowingSequence]) -> None:
+        """Charges a token for each sequence."""
+        if len(self._running.by_tenant) == 1 and sequences:
+            self._counters.charge(sequences[0].counter, OUTPUT_TOKEN * len(sequences))
         else:
-            for standing, number in Counter([sequence.standing for sequence in sequences]).items():
-                self._standings.charge(standing, OUTPUT_TOKEN * number)
+            for counter, number in Counter([sequence.counter for sequence in sequences]).items():
+                self._counters.charge(counter, OUTPUT_TOKEN * number)

@@ -1,10 +1,10 @@
-"""What a gang's scheduler tells of its state."""
+"""A gang's load, as its scheduler reports it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..fairness.standing import Standing
+from ..fairness.tenant_counters import TenantCounter
 from ..memory.paged_memory import PagedMemory
 from ..plan import HostAdapterStats
 from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad
@@ -17,7 +17,7 @@ from .waiting_queue import WaitingQueue
 
 @dataclass
 class StepCounts:
-    """What the scheduler counts, since its start."""
+    """The scheduler's counts since its start."""
 
     num_steps: int = 0
     num_computed_tokens: int = 0
@@ -36,7 +36,7 @@ def gang_load(
     host_adapters: HostAdapterStats,
     num_pages: int,
 ) -> EngineLoad:
-    """Counts of this moment and since the start. `num_pages`: of the pool."""
+    """Gauges of now and counters since the start. `num_pages`: of the pool."""
     adapters = memory.adapters
     gauges = EngineGauges(
         num_running=len(running),
@@ -78,17 +78,17 @@ def gang_load(
     return EngineLoad(gauges, counters)
 
 
-def tenant_share(standing: Standing, waiting: WaitingQueue, running: RunningSequences) -> TenantShare:
-    """What a tenant was served in one class of service, and what it has there now."""
-    own = running.by_standing.get(standing, ())
-    num_waiting, num_waiting_tokens = waiting.of_standing(standing)
+def tenant_share(counter: TenantCounter, waiting: WaitingQueue, running: RunningSequences) -> TenantShare:
+    """A tenant's service in one class, and its sequences there."""
+    own = running.by_tenant.get(counter, ())
+    num_waiting, num_waiting_tokens = waiting.of_tenant(counter)
     return TenantShare(
-        standing.tenant,
-        standing.counter,
+        counter.tenant,
+        counter.value,
         len(own),
         num_waiting,
         num_waiting_tokens,
         sum([sequence.num_uncomputed for sequence in own]),
-        standing.weight,
-        standing.served,
+        counter.weight,
+        counter.served,
     )

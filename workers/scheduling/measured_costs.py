@@ -1,4 +1,4 @@
-"""What computing and copying cost on this machine, as measured so far, and which of them brings a page back sooner."""
+"""Measured costs of computing and copying on this machine, and which of the two restores a page sooner."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from ..plan import Tier
 
-_FADE = 0.95  # what the weight of earlier observations is multiplied by at each new one
-_MAX_TIMES_MEAN = 10.0  # an observation above so many times the mean counts as that
-_NUM_TRUSTED = 8  # observations after which one that is far above what was expected counts as less
+_FADE = 0.95  # factor on the weight of earlier observations at each new one
+_MAX_TIMES_MEAN = 10.0  # larger observations are cut to this multiple of the mean
+_NUM_TRUSTED = 8  # observations after which large ones are cut
 _MAX_TIMES_EXPECTED = 3.0
-_MIN_TOKENS_PER_SEQUENCE = 4  # a step with fewer mostly decodes, and says little of what a prompt's token costs
+_MIN_TOKENS_PER_SEQUENCE = 4  # a step with fewer mostly decodes, and does not show the cost of prompt tokens
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,18 @@ class PageCosts:
 
     compute_s: float = 1e-3
     copy_s: float = 1e-4  # from host memory or disk into the pool
-    step_s: float = 1e-3  # of one step, which is the least that waiting for a copy takes
+    step_s: float = 1e-3  # of one step, the least time that a copy is waited for
 
 
 class MeasuredCosts:
-    """Fading means, which begin with a belief. One observation far above the mean, such as a stall, counts little."""
+    """Exponentially weighted means, which start from a prior. An outlier, such as a stall, counts little."""
 
     def __init__(self, block_size: int) -> None:
-        belief = PageCosts()
+        prior = PageCosts()
         self._block_size = block_size
-        self._compute = _FadingMean(belief.compute_s)
-        self._copies: dict[Tier, _FadingMean] = {tier: _FadingMean(belief.copy_s) for tier in ("host", "disk")}
-        self._step = _FadingMean(belief.step_s)
+        self._compute = _FadingMean(prior.compute_s)
+        self._copies: dict[Tier, _FadingMean] = {tier: _FadingMean(prior.copy_s) for tier in ("host", "disk")}
+        self._step = _FadingMean(prior.step_s)
 
     def costs(self, tier: Tier) -> PageCosts:
         """The costs of a page that this tier holds."""
@@ -51,28 +51,28 @@ class MeasuredCosts:
 
 
 class StepCosts:
-    """What steps take: by how many sequences decode, and by the tokens of prompts and how far back these look."""
+    """Times of steps, by the number of decodes, and by prompt tokens and their context."""
 
     def __init__(self) -> None:
-        belief = PageCosts()
-        self._decodes = _FadingLine(belief.step_s)  # seconds of a step, by its decodes
-        self._tokens = _FadingLine(belief.compute_s / 16)  # seconds of a prompt's token, by the tokens before it
+        prior = PageCosts()
+        self._decodes = _FadingLine(prior.step_s)  # seconds of a step, by its number of decodes
+        self._tokens = _FadingLine(prior.compute_s / 16)  # seconds of a prompt token, by its position
 
     def decode_s(self, num_decodes: int) -> float:
-        """Of the decodes of a step with so many."""
+        """Time of `num_decodes` decodes."""
         return self._decodes.at(num_decodes)
 
     def prompt_token_s(self, context: int) -> float:
-        """Of a prompt's token after so many."""
+        """Time of a prompt token at this position."""
         return self._tokens.at(context)
 
     def step_s(self, num_decodes: int, chunks: Sequence[tuple[int, int]]) -> float:
-        """Of a whole step; `chunks` as in `observe`."""
+        """Time of a step; `chunks` as in `observe`."""
         decode_s = self.decode_s(num_decodes) if num_decodes else 0.0
         return decode_s + sum(number * self.prompt_token_s(start + number // 2) for start, number in chunks)
 
     def observe(self, num_decodes: int, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
-        """A step took so long. `chunks`: first position and number of tokens of each chunk of a prompt."""
+        """Records the time of a step. `chunks`: first position and number of tokens of each prompt chunk."""
         num_tokens = sum(number for _, number in chunks)
         if num_tokens:
             context = sum(number * (start + number / 2) for start, number in chunks) / num_tokens
@@ -83,13 +83,13 @@ class StepCosts:
 
 
 def is_worth_bringing(num_pages: int, costs: PageCosts) -> bool:
-    """Whether so many pages should be copied into the pool rather than computed again."""
+    """Whether copying `num_pages` into the pool is faster than computing them again."""
     return num_pages * costs.copy_s + costs.step_s < num_pages * costs.compute_s
 
 
 class _FadingMean:
-    def __init__(self, belief: float) -> None:
-        self._sum, self._weight = belief, 1.0
+    def __init__(self, prior: float) -> None:
+        self._sum, self._weight = prior, 1.0
 
     @property
     def value(self) -> float:
@@ -101,19 +101,18 @@ class _FadingMean:
 
 
 class _FadingLine:
-    """A value that grows linearly with x: fading regression, which begins with a belief that the first value replaces.
+    """A value that grows linearly with x: weighted regression with a prior, which the first value replaces.
 
-    Values far above what was expected, such as a stall, count as less. Where nearly all values were seen at one x, so
-    that they say little of the slope, it is taken to be small.
+    Outliers, such as a stall, are cut. Where nearly all values were seen at one x, the slope is taken to be small.
     """
 
-    def __init__(self, belief: float) -> None:
-        self._belief, self._num_values = belief, 0
+    def __init__(self, prior: float) -> None:
+        self._prior, self._num_values = prior, 0
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def at(self, x: float) -> float:
         if not self._num_values:
-            return self._belief
+            return self._prior
         mean_x, mean_y = self._x / self._weight, self._y / self._weight
         spread = self._xx / self._weight - mean_x**2 + 0.01 * mean_x**2 + 1e-9
         slope = max(self._xy / self._weight - mean_x * mean_y, 0.0) / spread

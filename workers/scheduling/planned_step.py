@@ -1,4 +1,4 @@
-"""What one plan asks of sequences, from the making of the plan until its result is committed."""
+"""The sequences of one plan, from its making until its result is committed."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from collections.abc import Mapping
 import msgspec
 
 from ..plan import SampledToken, SamplePlan, SequencePlan
-from .sequence import Sequence
+from .growing_sequence import GrowingSequence
 
 
 class PlannedChunk(msgspec.Struct, gc=False):
-    """A part of a prompt, all of whose tokens are known."""
+    """A part of a prompt in a plan."""
 
-    sequence: Sequence
+    sequence: GrowingSequence
     part: SequencePlan  # the sequence's part of the plan
 
 
 class PlannedStep:
     """The next token of sequences that decode, and chunks of prompts.
 
-    A sequence that decodes may lack the token to be computed when the plan is made: the plan before it chooses that. So
-    its part of the plan is made when that token is there. Nothing is made for it before, since thousands may decode.
+    The token that a decoding sequence computes may be unknown when the plan is made, as the plan before it chooses it.
+    So its part of the plan is made once the token is known, and nothing before, since thousands may decode.
     """
 
-    def __init__(self, decodes: list[Sequence], chunks: list[PlannedChunk]) -> None:
+    def __init__(self, decodes: list[GrowingSequence], chunks: list[PlannedChunk]) -> None:
         self.decodes, self.chunks = decodes, chunks
-        self.gone: set[Sequence] = set()  # preempted or cancelled since: the plan's result means nothing to them
+        self.gone: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
 
     def prompts(self) -> list[tuple[int, int]]:
         """First position and number of tokens of each chunk."""
         return [(chunk.part.start, len(chunk.part.token_ids)) for chunk in self.chunks]
 
     def parts(self, chosen: Mapping[int, SampledToken | None] | None) -> tuple[SequencePlan, ...]:
-        """The parts of all sequences in the plan, of which those that are gone or end drop out.
+        """The parts of all sequences in the plan, without those that are gone or have ended.
 
-        `chosen`: tokens that the plan before chooses, by sequence id. It is not committed yet, if there is one. None:
-        they are fed to the plan, whatever they are; what is computed after one that ends its sequence is thrown away.
+        `chosen`: tokens of the plan before, which is not committed yet, by sequence id. None: they are fed on the
+        device; what is computed after a token that ends its sequence is discarded.
         """
         gone, decodes, parts = self.gone, self.decodes, list[SequencePlan]()
         if gone:
             decodes = [sequence for sequence in decodes if sequence not in gone]
-        self.decodes = going_on = list[Sequence]()
+        self.decodes = going_on = list[GrowingSequence]()
         for sequence in decodes:
             start = sequence.num_computed + sequence.num_planned - 1
             is_fed = False
@@ -54,7 +54,7 @@ class PlannedStep:
                 if token is None or (token_id := token.token_id) in sequence.stop_ids:
                     continue
             going_on.append(sequence)
-            if sequence.has_penalty and not sequence.is_told:
+            if sequence.has_penalty and not sequence.tokens_sent:
                 assert not is_fed, "the plan before has chosen the first token of this run"
                 sample = sequence.sample_plan([*sequence.token_ids[:start], token_id])
             else:
@@ -68,8 +68,8 @@ class PlannedStep:
         return (*parts, *[chunk.part for chunk in self.chunks])
 
 
-def plan_chunk(sequence: Sequence, num_tokens: int) -> PlannedChunk:
-    """Plans the next tokens of a prompt, after those that other plans compute."""
+def plan_chunk(sequence: GrowingSequence, num_tokens: int) -> PlannedChunk:
+    """Plans the next tokens of a prompt, after those in earlier plans."""
     start = sequence.num_computed + sequence.num_planned
     end = start + num_tokens
     sample = None

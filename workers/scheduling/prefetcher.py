@@ -1,4 +1,4 @@
-"""Brings adapters and pages of KV for sequences that wait, as `prefetch_policy.py` chooses."""
+"""Loads adapters and pages of KV for waiting sequences, as `prefetch_policy.py` chooses."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..memory.idle_order import Item
 from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterLoad
 from ..wire.messages import AdapterRef
+from .growing_sequence import GrowingSequence
 from .prefetch_policy import MAX_LOADS_UNDER_WAY, WaitingNeeds, choose_prefetch
-from .prefix_reuse import Hands, PrefixReuse
+from .prefix_reuse import HeldByOthers, PrefixReuse
 from .request_limits import pages_for
-from .sequence import Sequence
 
 
 class Prefetcher:
-    """Knows what a waiting sequence lacks, and begins to bring it."""
+    """Finds what waiting sequences lack, and starts loading it."""
 
     def __init__(
         self,
@@ -24,37 +24,37 @@ class Prefetcher:
         prefixes: PrefixReuse,
         pages_of_adapter: Callable[[AdapterRef], int],
         block_size: int,
-        on_load: Callable[[Sequence, int], None] = lambda sequence, num_pages: None,
+        on_load: Callable[[GrowingSequence, int], None] = lambda sequence, num_pages: None,
     ) -> None:
-        """`on_load`: an adapter of so many pages begins to come for a sequence."""
+        """`on_load` is called with the sequence and the number of pages when an adapter's load starts."""
         self._on_load = on_load
         self._memory, self._prefixes = memory, prefixes
         self._pages_of_adapter, self._block_size = pages_of_adapter, block_size
 
-    def begin(self, waiting: list[Sequence], num_lacking: int, num_running: int) -> Iterator[AdapterLoad]:
-        """Begins what should come now for these sequences, oldest first, even if this step has no place for them.
+    def begin(self, waiting: list[GrowingSequence], num_lacking: int, num_running: int) -> Iterator[AdapterLoad]:
+        """Starts loads and copies for these sequences, oldest first, even if they cannot start in this step.
 
         The caller puts the loads into its plan. `num_lacking`: sequences that lack their adapter, these or others. Each
-        of the running sequences may need another page meanwhile.
+        of `num_running` running sequences may need another page meanwhile.
         """
         num_loads = MAX_LOADS_UNDER_WAY - self._memory.adapters.num_loading if num_lacking else 0
         if num_loads <= 0 and not self._prefixes.can_come_ahead:
             return
-        hands: Hands = {}  # no page is released meanwhile
-        while waiting and not self._lacks(waiting[-1], num_loads, hands):
+        held_by_others: HeldByOthers = {}  # valid since no page is released in this method
+        while waiting and not self._lacks(waiting[-1], num_loads, held_by_others):
             waiting.pop()
-        needs = (self._needs(sequence, hands) for sequence in waiting)
+        needs = (self._needs(sequence, held_by_others) for sequence in waiting)
         chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, num_loads)
         wanted: set[Item] = set()  # adapters and pages of older sequences: not to be evicted for a newer sequence
-        older: list[Sequence] = []  # sequences whose pages are not in `wanted` yet
+        older: list[GrowingSequence] = []  # sequences whose pages are not in `wanted` yet
         for number, sequence in enumerate(waiting[: chosen.num_with_room + 1]):
             ref, has_room = sequence.request.adapter, number < chosen.num_with_room
             adapter_comes = ref is not None and ref.digest in chosen.adapters and ref.digest not in wanted
-            pages_may_come = has_room and self._prefixes.may_come_ahead(sequence, hands)
+            pages_may_come = has_room and self._prefixes.may_come_ahead(sequence, held_by_others)
             older += [sequence] if has_room else []
             wanted |= {ref.digest} if ref is not None else set()
             if adapter_comes or pages_may_come:
-                wanted.update(page for one in older for page in self._prefixes.here(one, hands))
+                wanted.update(page for one in older for page in self._prefixes.here(one, held_by_others))
                 older.clear()
             if adapter_comes:
                 assert ref is not None
@@ -65,27 +65,27 @@ class Prefetcher:
             if pages_may_come:
                 self._prefixes.find(sequence, wanted)
 
-    def is_absent(self, sequence: Sequence) -> bool:
-        """The sequence's adapter is neither in the pool nor coming."""
+    def is_absent(self, sequence: GrowingSequence) -> bool:
+        """The sequence's adapter is neither in the pool nor being loaded."""
         digest = sequence.adapter_digest
         return digest is not None and self._memory.adapters.state(digest) is AdapterState.ABSENT
 
-    def num_kv_pages_to_take(self, sequence: Sequence, hands: Hands | None = None) -> int:
-        """Pages that the sequence takes when it starts, beside those that other sequences hold or that are coming.
+    def num_kv_pages_to_take(self, sequence: GrowingSequence, held_by_others: HeldByOthers | None = None) -> int:
+        """Pages that the sequence takes when it starts, without those that others hold or that are coming.
 
-        `hands`: what is known of these.
+        `held_by_others`: see `PrefixReuse.num_held_by_others`.
         """
         num_pages = pages_for(sequence.num_uncomputed, self._block_size)
-        return num_pages - self._prefixes.num_in_other_hands(sequence, {} if hands is None else hands)
+        return num_pages - self._prefixes.num_held_by_others(sequence, {} if held_by_others is None else held_by_others)
 
-    def _lacks(self, sequence: Sequence, num_loads: int, hands: Hands) -> bool:
-        """Something that the sequence needs could begin to come, if so many loads may begin."""
-        return (num_loads > 0 and self.is_absent(sequence)) or self._prefixes.may_come_ahead(sequence, hands)
+    def _lacks(self, sequence: GrowingSequence, num_loads: int, held_by_others: HeldByOthers) -> bool:
+        """A load or a copy could start for the sequence, if `num_loads` loads may start."""
+        return (num_loads > 0 and self.is_absent(sequence)) or self._prefixes.may_come_ahead(sequence, held_by_others)
 
-    def _needs(self, sequence: Sequence, hands: Hands) -> WaitingNeeds:
+    def _needs(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> WaitingNeeds:
         ref, is_absent, num_adapter_pages = sequence.request.adapter, self.is_absent(sequence), 0
         if ref is not None:
             idle_pages_of = self._memory.adapters.num_idle_pages_of
             num_adapter_pages = self._pages_of_adapter(ref) if is_absent else idle_pages_of(ref.digest)
-        num_kv_pages = self.num_kv_pages_to_take(sequence, hands)
+        num_kv_pages = self.num_kv_pages_to_take(sequence, held_by_others)
         return WaitingNeeds(sequence.adapter_digest, is_absent, num_adapter_pages, num_kv_pages)

@@ -1,4 +1,4 @@
-"""What a gang can hold, and whether a request can ever be served there: a pure check, made when it arrives."""
+"""A gang's limits, and whether a request can ever be served there: a pure check on arrival."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..wire.messages import SequenceError, SequenceRequest
 
 @dataclass(frozen=True)
 class GangLimits:
-    """What one gang can hold, and how much one step may compute."""
+    """Limits of one gang and of one step."""
 
     max_model_len: int  # tokens
     vocab_size: int

@@ -3,8 +3,8 @@
 There is no prefill phase and no decode phase (vLLM v1's idea): a plan gives each sequence a number of tokens to compute
 within a token budget, decodes first, then prompt chunks (`prompt_budget.py`).
 
-A step costs time linear in the sequences that run, start or end, however many wait. So lists are kept in order, sums
-are kept as they change, and who waits is woken.
+A step costs time linear in the sequences that run, start or end, however many wait: lists are kept in order, sums are
+updated as they change, and waiting sequences are woken by events.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ import msgspec
 from ..fairness.page_times import PageTimes
 from ..fairness.prices import load_price
 from ..fairness.prompt_budget import tokens_in_time
-from ..fairness.standings import Scheduling, Standings
+from ..fairness.tenant_counters import Scheduling, TenantCounters
 from ..memory.adapter_cache import AdapterState
-from ..memory.host_news import HostNews
 from ..memory.paged_memory import PagedMemory
+from ..memory.pending_host_updates import PendingHostUpdates
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
 from ..wire.engine_load import EngineLoad
 from ..wire.fair_shares import TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
 from ..wire.sequence_usage import SequenceUsage
-from .admission import Admission, Pressure
 from .decodes import Decodes
 from .gang_load import StepCounts, gang_load, tenant_share
+from .growing_sequence import GrowingSequence
 from .measured_costs import MeasuredCosts, StepCosts
 from .planned_step import PlannedChunk, PlannedStep
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
+from .prompt_planner import LatencyMode, PromptPlanner
 from .request_limits import GangLimits, pages_for, refusal
 from .running_sequences import RunningSequences
-from .sequence import Sequence
 from .stopping import finish_reason, max_length, not_finite, stop_ids
 from .tier_traffic import TierSizes, TierTraffic
 from .waiting_queue import WaitingQueue
 
-_MAX_LOOK_AHEAD = 256  # waiting sequences that are looked at for what should come while they wait
-_HEAD_START = 1 << 62  # a sequence that another gang began is older than all that began here
-_PRIORITY = 1 << 63  # a higher priority goes before even those
+_MAX_LOOK_AHEAD = 256  # waiting sequences whose adapters and pages may be loaded while they wait
+_HEAD_START = 1 << 62  # makes a sequence that another gang began older than all that began here
+_PRIORITY = 1 << 63  # of one step of priority, which outweighs even that
 USAGE_REPORT_PAGES = 8  # report usage to the router every 8 filled pages
 
 
@@ -61,11 +61,10 @@ class Scheduler:
         token_interval_s: float = 0.0,
         scheduling: Scheduling = "fair",
     ) -> None:
-        """`prefix_cache`: sequences of a tenant that begin alike share their pages. `tiers` keep more of these.
+        """`prefix_cache`: sequences of a tenant share the pages of common prefixes. `tiers` behind the pool keep more.
 
-        `clock`: seconds, only to tell for how long a sequence's first token was computed; nothing is decided by it.
-        `token_interval_s`: steps in which sequences decode should take no longer; 0: as long as they take.
-        `scheduling`: "fifo" serves all as they come, whosever they are.
+        `clock`: seconds, only for reported times; no decision depends on it. `token_interval_s`: target time of steps
+        with decodes; 0: none. `scheduling`: "fifo" ignores tenants.
         """
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
         self._clock, self.token_interval_s = clock, token_interval_s
@@ -76,26 +75,26 @@ class Scheduler:
             limits.num_pages,
             lambda: self._costs.costs("host").copy_s,
             self._prefix_page_s,
-            adapter_went=self._waiting.adapter_went,
+            adapter_evicted=self._waiting.adapter_evicted,
         )
         self._adapters = self.memory.adapters
         self._tiers = TierTraffic(self.memory, tiers or TierSizes(), self._costs)
         self._prefixes = PrefixReuse(self.memory.prefixes, self._tiers, self._waiting, limits.block_size, prefix_cache)
         self._counts, self._arrivals = StepCounts(), 0
-        self.pressure = Pressure(self._counts, self._running)
-        self.standings = Standings(limits.max_tokens_per_step, scheduling)
+        self.latency_mode = LatencyMode(self._counts, self._running)
+        self.counters = TenantCounters(limits.max_tokens_per_step, scheduling)
         self._prefetcher = Prefetcher(
             self.memory, self._prefixes, pages_of_adapter, limits.block_size, self._charge_load
         )
-        self._admission = Admission(
+        self._admission = PromptPlanner(
             self.memory,
             self._prefixes,
             self._prefetcher,
             self._waiting,
             self._running,
             limits,
-            self.standings,
-            self.pressure,
+            self.counters,
+            self.latency_mode,
             pages_of_adapter,
             self._times,
             clock,
@@ -105,14 +104,14 @@ class Scheduler:
             self._waiting,
             self._running,
             limits,
-            self.standings,
+            self.counters,
             self._preempt,
             self._counts,
             self._times,
         )
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._host_adapter_stats = HostAdapterStats()
-        self.host_news = HostNews()
+        self.host_updates = PendingHostUpdates()
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
         """Queues a sequence, or returns why it can never be served."""
@@ -121,12 +120,14 @@ class Scheduler:
         if error is None:
             self._arrivals += 1
             arrival = self._arrivals - (_HEAD_START if request.generated_token_ids else 0)
-            arrival -= _PRIORITY * request.priority if self.standings.is_fair else 0
+            arrival -= _PRIORITY * request.priority if self.counters.is_fair else 0
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
             longest = max_length(request, num_adapter_pages, self._limits)
-            sequence = Sequence(request, arrival, seed, token_ids, stop_ids(request, self._eos_token_ids), longest)
-            sequence.standing = self.standings.join(request.tenant, request.weight, request.is_background)
-            self.pressure.observe(sequence)
+            sequence = GrowingSequence(
+                request, arrival, seed, token_ids, stop_ids(request, self._eos_token_ids), longest
+            )
+            sequence.counter = self.counters.join(request.tenant, request.weight, request.is_background)
+            self.latency_mode.observe(sequence)
             self._prefixes.prepare(sequence)
             self._wait(sequence)
         return error
@@ -152,9 +153,9 @@ class Scheduler:
         return self._usage(sequence)
 
     def take_shares(self, most: int) -> list[TenantShare]:
-        """Of at most so many tenants whose share has changed since it was last taken."""
-        changed = self.standings.take_changed(most)
-        return [tenant_share(standing, self._waiting, self._running) for standing in changed]
+        """Shares of at most `most` tenants that have changed since they were last taken."""
+        changed = self.counters.take_changed(most)
+        return [tenant_share(counter, self._waiting, self._running) for counter in changed]
 
     def has_work(self) -> bool:
         return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
@@ -165,40 +166,42 @@ class Scheduler:
         step = self._counts.num_steps
         digests = (sequence.adapter_digest for sequence in self._next_batch())
         self.memory.want_soon(dict.fromkeys(digest for digest in digests if digest is not None))
-        self._counts.num_fair_preemptions += self._admission.make_way(self._preempt)
+        self._counts.num_fair_preemptions += self._admission.preempt_for_waiting(self._preempt)
         num_preemptions = self._counts.num_preemptions
         decodes = self._decodes.plan()
-        # Who gave way must not get back the pages that it freed.
+        # A preempted sequence must not get back the pages that it freed.
         may_admit = self._counts.num_preemptions == num_preemptions
         loads = tuple(self._begin_loads()) if may_admit else ()
         chunks = self._admission.plan_prompts(self._prompt_budget(len(decodes)), may_admit)
         planned = PlannedStep(decodes, chunks)
-        parts = () if self._uncommitted else planned.parts({})  # else when it is settled, since tokens are lacking
+        parts = (
+            () if self._uncommitted else planned.parts({})
+        )  # otherwise when it is settled, as tokens are not known yet
         self._uncommitted[step] = planned
         used = dict.fromkeys([sequence.adapter_digest for sequence in decodes])
         used |= dict.fromkeys([chunk.part.adapter for chunk in chunks])
         residences = tuple([self._adapters.residence(digest) for digest in used if digest is not None])
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
-        outdated, pins = self.host_news.take(computes=bool(decodes or chunks))
+        outdated, pins = self.host_updates.take(computes=bool(decodes or chunks))
         return StepPlan(step, parts, residences, loads, moves, copies, outdated, tuple(self._running.penalised), pins)
 
     def settle(self, plan: StepPlan, result: StepResult | None) -> StepPlan:
-        """Completes a plan that was made while the plan before it ran. `result`: of that one; it is committed later.
+        """Adds the sequences to a plan that was made while the plan before it ran.
 
-        Until then the plan has no sequences: now they come with the tokens that the result brings. Sequences that end
-        with these tokens, or that were forgotten, are left out. None: the plan is fed with the tokens.
+        `result`: of that plan, which is committed later. Sequences that end with its tokens, or were cancelled, are
+        left out. None: the device feeds the tokens to the plan.
         """
         parts = self._uncommitted[plan.step].parts(None if result is None else result.tokens)
         return msgspec.structs.replace(plan, sequences=parts)
 
     def drop(self, plan: StepPlan) -> None:
-        """Forgets a plan that is not executed, since nothing is left in it."""
+        """Forgets a plan that is not executed, because it is empty."""
         assert not (plan.sequences or plan.loads or plan.moves or plan.copies)
-        self.host_news.put_back(plan)
+        self.host_updates.put_back(plan)
         del self._uncommitted[plan.step]
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
-        """Takes in a step's tokens and the copies that have ended. Returns what each sequence's owner should hear."""
+        """Takes in a step's tokens and the copies that have ended. Returns the updates for the sequences' owners."""
         updates: list[SequenceUpdate] = []
         self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
         self._prefixes.end_copies(plan.copies)
@@ -207,7 +210,7 @@ class Scheduler:
             self.memory.note_hosted(stats.came, stats.went, stats.pin_news)
         for digest in result.loaded:
             self._adapters.finish_load(digest)
-            self._waiting.adapter_came(digest)
+            self._waiting.adapter_loaded(digest)
         for failure in result.failed:
             self._adapters.fail_load(failure.digest)
             updates.extend(self._fail_waiting(failure))
@@ -220,7 +223,7 @@ class Scheduler:
         return updates
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learns what computing costs from how long a plan took to execute. It must come before the plan's commit."""
+        """Measures costs by how long a plan took to execute. Must be called before the plan's commit."""
         if (planned := self._uncommitted.get(plan.step)) is not None:
             chunks = planned.prompts()
             num_decodes, num_chunk_tokens = len(planned.decodes), sum([number for _, number in chunks])
@@ -228,12 +231,12 @@ class Scheduler:
             self._step_costs.observe(num_decodes, chunks, seconds)
 
     def expected_s(self, plan: StepPlan) -> float:
-        """What computing a plan should take, as such plans took; 0: it computes nothing."""
+        """Expected time of a plan, by measured costs; 0: it computes nothing."""
         planned = self._uncommitted[plan.step]
         return self._step_costs.step_s(len(planned.decodes), planned.prompts())
 
     def load(self) -> EngineLoad:
-        """Counts of this moment and since the start."""
+        """Gauges of now and counters since the start."""
         return gang_load(
             self._counts,
             self._waiting,
@@ -246,7 +249,7 @@ class Scheduler:
         )
 
     def take_residency_changes(self) -> ResidencyChange:
-        """Adapters and full pages that came into the pool, or began to, and those that went since the last call."""
+        """Adapters and full pages that entered or left the pool since the last call; loading ones have entered."""
         return self.memory.take_residency_changes()
 
     def check_integrity(self) -> None:
@@ -258,7 +261,7 @@ class Scheduler:
         self._waiting.check_integrity(lambda digest: self._adapters.state(digest) is AdapterState.RESIDENT)
         self._running.check_integrity()
         self._prefixes.check_integrity(running)
-        self.standings.check_integrity([sequence.standing for sequence in (*running, *self._waiting)])
+        self.counters.check_integrity([sequence.counter for sequence in (*running, *self._waiting)])
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
         for sequence in running:
@@ -266,35 +269,35 @@ class Scheduler:
             assert len(sequence.pages) >= pages_for(num_tokens, self._limits.block_size)
             if sequence.adapter_digest is not None:
                 users[sequence.adapter_digest] = users.get(sequence.adapter_digest, 0) + 1
-            assert sequence.held.num_pages == len(sequence.pages), "pages are held for which no time counts"
+            assert sequence.held.num_pages == len(sequence.pages), "pages are held whose time is not counted"
         assert users == self._adapters.users() == self._times.users(), "an adapter's running sequences are miscounted"
 
-    def _charge_load(self, sequence: Sequence, num_pages: int) -> None:
-        self.standings.charge(sequence.standing, load_price(num_pages, self._limits.block_size))
+    def _charge_load(self, sequence: GrowingSequence, num_pages: int) -> None:
+        self.counters.charge(sequence.counter, load_price(num_pages, self._limits.block_size))
 
     def _prompt_budget(self, num_decodes: int) -> int:
-        """Tokens of prompts that the plan may compute beside so many decodes."""
+        """Prompt tokens that a plan with `num_decodes` decodes may compute."""
         most = self._limits.max_tokens_per_step - num_decodes
         if not num_decodes or not self.token_interval_s:
-            return most  # nobody waits for the next token
+            return most  # no sequence waits for its next token
         oldest = self._running.prompts[0] if self._running.prompts else None
         context = 0 if oldest is None else oldest.num_computed + oldest.num_planned
         decode_s, token_s = self._step_costs.decode_s(num_decodes), self._step_costs.prompt_token_s(context)
         return min(most, tokens_in_time(self.token_interval_s, decode_s, token_s, self._limits.block_size))
 
-    def _preempt(self, victim: Sequence) -> None:
-        """Puts a running sequence back into the queue. Later it is computed again, as far as its pages are gone."""
+    def _preempt(self, victim: GrowingSequence) -> None:
+        """Puts a running sequence back into the queue. It is recomputed later as far as its pages are gone."""
         self._leave(victim)
         victim.num_charged = len(victim.token_ids)
         self._counts.num_preemptions += 1
         self._wait(victim)
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _wait(self, sequence: GrowingSequence) -> None:
         digest = sequence.adapter_digest
         self._waiting.add(sequence, digest is None or self._adapters.state(digest) is AdapterState.RESIDENT)
 
-    def _next_batch(self) -> list[Sequence]:
-        """Waiting sequences that could run next, in fair order. Their adapters and pages of KV come while they wait."""
+    def _next_batch(self) -> list[GrowingSequence]:
+        """Waiting sequences that could run next, in fair order: what they need is loaded while they wait."""
         return self._waiting.first(min(self._limits.max_num_sequences, _MAX_LOOK_AHEAD))
 
     def _begin_loads(self) -> Iterator[AdapterLoad]:
@@ -302,17 +305,17 @@ class Scheduler:
             return iter(())
         return self._prefetcher.begin(self._next_batch(), self._waiting.num_lacking, len(self._running))
 
-    def _end(self, sequence: Sequence) -> None:
-        """A sequence that runs ends."""
+    def _end(self, sequence: GrowingSequence) -> None:
+        """Ends a running sequence."""
         self._leave(sequence)
-        self.standings.leave(sequence.standing)
+        self.counters.leave(sequence.counter)
 
-    def _end_waiting(self, sequence: Sequence) -> None:
-        """A sequence that waits ends."""
+    def _end_waiting(self, sequence: GrowingSequence) -> None:
+        """Ends a waiting sequence."""
         self._waiting.remove(sequence)
-        self.standings.leave(sequence.standing)
+        self.counters.leave(sequence.counter)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: GrowingSequence) -> None:
         """Ends the run of a sequence: releases its pages and its adapter."""
         self._running.remove(sequence)
         sequence.num_counted = max(sequence.num_counted, sequence.num_computed)
@@ -325,7 +328,7 @@ class Scheduler:
             self._adapters.release(sequence.adapter_digest)
 
     def _commit_decodes(self, planned: PlannedStep, result: StepResult, updates: list[SequenceUpdate]) -> None:
-        """Takes in the tokens of sequences that decode: little is done for each, since thousands may."""
+        """Takes in the tokens of decodes: little work for each, since there may be thousands."""
         block_size, chosen, gone = self._limits.block_size, result.tokens, planned.gone
         report_tokens = USAGE_REPORT_PAGES * block_size
         for sequence in planned.decodes:
@@ -362,10 +365,10 @@ class Scheduler:
         elif sequence.num_computed % (USAGE_REPORT_PAGES * self._limits.block_size) < num_tokens:
             updates.append(SequenceUpdate(sequence.sequence_id, usage=self._usage(sequence)))
 
-    def _append(self, sequence: Sequence, token: SampledToken | None) -> SequenceUpdate:
-        """Adds a token that was chosen, whether it is the first or the last one or neither, and reports the usage.
+    def _append(self, sequence: GrowingSequence, token: SampledToken | None) -> SequenceUpdate:
+        """Appends the chosen token, and reports usage. Handles first and last tokens too.
 
-        None: its logits were not finite, and the sequence ends with an error.
+        None: the logits were not finite, and the sequence ends with an error.
         """
         sequence.num_coming -= 1
         if sequence.num_counted < sequence.num_prompt_tokens:  # the prompt's last token was computed like a decode
@@ -391,7 +394,7 @@ class Scheduler:
             sequence.sequence_id, [token.token_id], logprobs, reason, None, num_cached, computing_s, usage
         )
 
-    def _usage(self, sequence: Sequence) -> SequenceUsage:
+    def _usage(self, sequence: GrowingSequence) -> SequenceUsage:
         return sequence.usage(self._times.usage(sequence.held))
 
     def _fail_waiting(self, failure: AdapterFailure) -> Iterator[SequenceUpdate]:

@@ -1,12 +1,12 @@
-"""When a sequence ends: what is known of that when it arrives, and a check after each token."""
+"""When a sequence ends: limits computed when it arrives, and a check after each token."""
 
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
 from ..wire.messages import FinishReason, SequenceError, SequenceRequest
+from .growing_sequence import GrowingSequence
 from .request_limits import GangLimits
-from .sequence import Sequence
 
 
 def stop_ids(request: SequenceRequest, eos_token_ids: AbstractSet[int]) -> frozenset[int]:
@@ -16,22 +16,22 @@ def stop_ids(request: SequenceRequest, eos_token_ids: AbstractSet[int]) -> froze
 
 
 def max_length(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits) -> int:
-    """Tokens with which the sequence ends at the latest, prompt and answer together."""
-    # The last token is never computed, so it takes no room. Only a sequence without max_tokens can outgrow the pool:
-    # one with it would have been refused on arrival.
+    """The most tokens of the sequence, prompt and answer together."""
+    # The last token is never computed, so it takes no room. A sequence with max_tokens always fits the pool, or it
+    # would have been refused on arrival.
     longest = min(limits.max_model_len, (limits.num_pages - num_adapter_pages) * limits.block_size + 1)
     max_tokens = request.sampling.max_tokens
     return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)
 
 
-def finish_reason(sequence: Sequence) -> FinishReason | None:
+def finish_reason(sequence: GrowingSequence) -> FinishReason | None:
     """Why the sequence ends with its last token, or None if it goes on."""
     if sequence.token_ids[-1] in sequence.stop_ids:
         return "stop"
     return "length" if len(sequence.token_ids) >= sequence.max_length else None
 
 
-def not_finite(sequence: Sequence) -> SequenceError:
+def not_finite(sequence: GrowingSequence) -> SequenceError:
     """Why a sequence ends whose logits are not finite."""
     if sequence.adapter_digest is None:
         return SequenceError("internal", "the model gave no finite number for the next token")

@@ -1,8 +1,8 @@
-"""Which pages of KV move between the pool, host memory and disk, and what that frees or brings back.
+"""Which pages of KV move between the pool, host memory and disk.
 
-Every page that is filled is copied to host memory beside the steps, so evicting it from the pool costs nothing later.
-When host memory runs low its least recently used pages go on to disk. A sequence whose beginning is not in the pool but
-in a tier behind it waits for the copy, if that is cheaper than computing it.
+Every filled page is copied to host memory while steps run, so evicting it from the pool costs nothing later. When host
+memory runs low, its least recently used pages move to disk. A sequence whose prefix is in a tier behind the pool waits
+for the copy, if that is cheaper than computing it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .measured_costs import MeasuredCosts, is_worth_bringing
 
 _log = logging.getLogger(__name__)
 _PAGES_PER_MOVE = 32
-_MAX_MOVES_OUT = 2  # under way at once, from the pool to the tier behind it; no sequence waits for them
+_MAX_MOVES_OUT = 2  # at once, from the pool to the tier behind it; no sequence waits for them
 _LEAST_IN = 256  # pages that may be under way into the pool at once, however long they take
-_LEAST_COPY_S = 1e-7  # of a page, whatever was measured
-_STEPS_AHEAD = 4  # pages are under way into the pool for so many steps of copying, so that copies never pause
+_LEAST_COPY_S = 1e-7  # lower bound of a page's measured time
+_STEPS_AHEAD = 4  # steps' worth of copies into the pool that are under way, so that copies never pause
 _MAX_FAILURES = 3  # in a row, after which a tier is given up
-_LOW = 8  # host memory runs low when less than one slot in so many is free
+_LOW = 8  # host memory runs low when less than one slot in 8 is free
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class _Move:
     plan: PageMove
     keys: list[PageKey]
     depth: int = 0  # of the first page of an "in" move
-    held: list[int] = field(default_factory=list)  # pages of the pool that stay as they are until the move ends
-    is_bad: bool = False  # the pages were found to hold numbers that are not finite: what arrives is dropped
+    held: list[int] = field(default_factory=list)  # pages of the pool that are held until the move ends
+    is_bad: bool = False  # the pages hold numbers that are not finite: what arrives is dropped
 
 
 class TierTraffic:
@@ -62,7 +62,7 @@ class TierTraffic:
             self._tiers["disk"] = TierSlots(sizes.disk)
         self._offered: dict[PageKey, int] = {}  # filled pages that wait to be copied, oldest first
         self._moves: dict[int, _Move] = {}  # under way
-        self._coming: dict[PageKey, int] = {}  # pages under way into the pool: where to
+        self._coming: dict[PageKey, int] = {}  # pages being copied into the pool: their target
         self._planned: list[PageMove] = []  # for the next plan
         self._number = 0  # of the last move
         self._failures_in_a_row: Counter[Tier] = Counter()
@@ -86,7 +86,7 @@ class TierTraffic:
         return any(key in tier for tier in self._working())
 
     def touch(self, keys: Sequence[PageKey]) -> None:
-        """A sequence uses these pages in the pool: they count as used in the tiers behind it too."""
+        """Counts a use of these pages in the tiers too, as a sequence uses them in the pool."""
         for tier in self._working():
             tier.touch(keys)
 
@@ -115,10 +115,10 @@ class TierTraffic:
         return self._coming.get(key)
 
     def bring(self, found: Sequence[int], keys: Iterator[PageKey], keep: AbstractSet[Item]) -> list[PageKey]:
-        """Begins to copy pages into the pool that follow on the pages `found`. Returns the keys that are coming now.
+        """Starts copies into the pool of pages that follow the pages `found`. Returns the keys of those copied.
 
-        `keys`: of pages that are neither in the pool nor coming. No page comes if none is in a tier, if computing is
-        cheaper, or if the pool has no room. Pages under way are bounded: call again for the rest while these come.
+        `keys`: of pages that are neither in the pool nor coming. None is copied if none is in a tier, if computing is
+        cheaper, or if the pool has no room. Copies under way are bounded: call again for the rest.
         """
         first = next(keys, None)
         source = next((name for name, tier in self._tiers.items() if first in tier and self._works(name)), None)
@@ -130,7 +130,7 @@ class TierTraffic:
             return []
         if not self._memory.has_room(len(coming), keep, found):
             return []
-        self._memory.prefixes.acquire(found)  # they must still be there when the others have come
+        self._memory.prefixes.acquire(found)  # they must not be evicted before the copies have ended
         self._memory.make_room(len(coming), keep)
         pages = self._memory.allocator.allocate(len(coming)) or ()
         move = self._begin("in", source, tier.begin_read(coming), "device", pages, coming)
@@ -148,7 +148,7 @@ class TierTraffic:
         return planned
 
     def finish(self, ends: Iterable[MoveEnd]) -> Iterator[PageKey]:
-        """Takes in moves that have ended. Yields the keys that no sequence needs to await any more."""
+        """Takes in moves that have ended. Yields the keys that sequences need not await any more."""
         for end in ends:
             move = self._moves.pop(end.number)
             is_good = end.problem is None
@@ -186,11 +186,11 @@ class TierTraffic:
         assert len(coming) == len(self._coming) and dict(coming) == self._coming, "a page comes twice, or not at all"
 
     def _most_in(self, source: Tier) -> int:
-        """Pages that one sequence may let come from this tier now.
+        """The most pages that may be copied from this tier for one sequence now.
 
-        As many are under way as the tier gives within a few steps: fewer would let copies pause between steps, more
-        would keep pages from sequences that run, and let those wait that come later and need only a few. So one
-        sequence takes half of what is left.
+        The tier's copies under way are bounded by what it copies within a few steps. With fewer, copies would pause
+        between steps; more would take pages from running sequences, and delay later sequences that need only a few. So
+        one sequence gets half of what is left.
         """
         costs = self._costs.costs(source)
         most = max(_LEAST_IN, int(_STEPS_AHEAD * costs.step_s / max(costs.copy_s, _LEAST_COPY_S)))
@@ -205,7 +205,7 @@ class TierTraffic:
         return (tier for name, tier in self._tiers.items() if name not in self._given_up)
 
     def _judge(self, tier: Tier, is_good: bool) -> None:
-        """Gives up a tier that failed several times in a row: nothing is read from it or written to it from then on."""
+        """Stops using a tier that failed several times in a row."""
         self._failures_in_a_row[tier] = 0 if is_good else self._failures_in_a_row[tier] + 1
         if self._failures_in_a_row[tier] == _MAX_FAILURES and tier not in self._given_up:
             self._given_up.add(tier)
@@ -239,7 +239,7 @@ class TierTraffic:
         name, tier = next(iter(self._tiers.items()))
         if not self._works(name):
             self._offered.clear()
-        # Pages cannot be evicted while they are copied, so a small pool copies fewer at once.
+        # Pages that are being copied cannot be evicted, so a small pool copies fewer at once.
         most = min(_PAGES_PER_MOVE, max(1, self._memory.allocator.num_pages // _LOW))
         while self._offered and sum(move.kind == "out" for move in self._moves.values()) < _MAX_MOVES_OUT:
             keys: list[PageKey] = []
@@ -248,7 +248,7 @@ class TierTraffic:
             while self._offered and len(keys) < most:
                 key, page = next(iter(self._offered.items()))
                 if self._memory.prefixes.page_of(key) != page or key in tier or tier.is_coming(key):
-                    del self._offered[key]  # the page went before its turn came
+                    del self._offered[key]  # the page was evicted before its turn
                     continue
                 slot = tier.reserve(key)
                 if slot is None:

@@ -1,145 +1,141 @@
-"""The sequences that wait for their turn, in fair order, and what those wait for that cannot start."""
+"""Waiting sequences in fair order, and what those wait for that cannot start yet."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
-from operator import attrgetter
 
-from ..fairness.least_first import Key, LeastFirst
+from ..fairness.min_queue import Key, MinQueue
 from ..fairness.prices import prompt_price
-from ..fairness.standing import Standing
+from ..fairness.tenant_counters import TenantCounter
 from ..wire.page_keys import PageKey
-from .sequence import Sequence
+from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
 
-_arrival = attrgetter("arrival")
-
-
-_MAX_LINES_LOOKED_AT = 64  # tenants, for the oldest sequence that lacks its adapter
+_MAX_TENANTS_LOOKED_AT = 64  # in the search for the oldest sequence that lacks its adapter
 
 
-class _Line:
+class _TenantQueue:
     """A tenant's waiting sequences, oldest first."""
 
-    __slots__ = ("equipped", "num_lacking", "num_tokens", "oldest_lacking", "sequences", "standing")
+    __slots__ = ("counter", "equipped", "num_lacking", "num_tokens", "oldest_lacking", "sequences")
 
-    def __init__(self, standing: Standing) -> None:
-        self.standing = standing
-        self.sequences: list[Sequence] = []
-        self.equipped: list[Sequence] = []
+    def __init__(self, counter: TenantCounter) -> None:
+        self.counter = counter
+        self.sequences: list[GrowingSequence] = []
+        self.equipped: list[GrowingSequence] = []
         self.oldest_lacking: list[tuple[int, int]] = []  # a heap of arrival and id; outdated entries too
         self.num_lacking = 0
         self.num_tokens = 0
 
 
 class WaitingQueue:
-    """The next one first: of all tenants whoever was served least, of a tenant the oldest.
+    """First the tenant that was served least, and of a tenant the oldest sequence.
 
-    Sequences that cannot start are told when they can, so that nobody asks them in every step. A sequence lacks its
-    adapter, or it is equipped; an equipped one may await a page that somebody computes or copies. Adding and removing a
-    sequence takes little longer in a queue of thousands than in a short one, and so does looking at the first few,
-    however many tenants there are.
+    A sequence either lacks its adapter, or is equipped; an equipped one may await a page that is being computed or
+    copied. Events wake sequences that cannot start, so no step checks them. Adding, removing and looking at the first
+    few take little longer with thousands of sequences or tenants than with a few.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[Standing, _Line] = {}  # of tenants that have any here
-        self._all = LeastFirst[_Line](lambda line: _key(line.standing, line.sequences))
-        self._with_equipped = LeastFirst[_Line](lambda line: _key(line.standing, line.equipped))
-        self._with_lacking = LeastFirst[_Line](
-            lambda line: _key(line.standing, line.sequences) if line.num_lacking else None
+        self._by_tenant: dict[TenantCounter, _TenantQueue] = {}  # only tenants with waiting sequences
+        self._all = MinQueue[_TenantQueue](lambda queue: _key(queue.counter, queue.sequences))
+        self._with_equipped = MinQueue[_TenantQueue](lambda queue: _key(queue.counter, queue.equipped))
+        self._with_lacking = MinQueue[_TenantQueue](
+            lambda queue: _key(queue.counter, queue.sequences) if queue.num_lacking else None
         )
-        self._by_id: dict[int, Sequence] = {}
+        self._by_id: dict[int, GrowingSequence] = {}
         self._num_equipped = 0
-        self._by_adapter: defaultdict[str, dict[int, Sequence]] = defaultdict(dict)  # by digest, then by id
-        self._lacking: set[str] = set()  # digests of adapters that are not there, and that somebody waits for
-        self._awaiting: defaultdict[PageKey, list[Sequence]] = defaultdict(list)  # some may have left the queue
+        self._by_adapter: defaultdict[str, dict[int, GrowingSequence]] = defaultdict(dict)  # by digest, then by id
+        self._lacking: set[str] = set()  # digests of absent adapters that waiting sequences need
+        self._awaiting: defaultdict[PageKey, list[GrowingSequence]] = defaultdict(list)  # some may have left the queue
         self.num_lacking = 0  # sequences that lack their adapter
         self.num_awaiting = 0  # sequences that await a page
-        self.num_tokens = 0  # of all sequences, that are neither computed nor were found in the pool
+        self.num_tokens = 0  # of all sequences, neither computed nor found in the pool
         self.num_background_tokens = 0  # of these, those of background sequences
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[GrowingSequence]:
         return iter(self.first(len(self)))
 
     @property
-    def is_of_one(self) -> bool:
-        """No two tenants have anything here: sequences come by arrival alone."""
-        return len(self._lines) < 2
+    def has_one_tenant(self) -> bool:
+        """All sequences here are of one tenant, so they are in the order of arrival."""
+        return len(self._by_tenant) < 2
 
-    def is_of(self, standings: Collection[Standing]) -> bool:
-        """All that wait are of one tenant, and `standings` are that one's alone."""
-        return len(self._lines) < 2 and len(standings) < 2 and self._lines.keys() >= {*standings}
+    def is_of(self, counters: Collection[TenantCounter]) -> bool:
+        """All that wait are of one tenant, and `counters` has no other tenant's."""
+        return len(self._by_tenant) < 2 and len(counters) < 2 and self._by_tenant.keys() >= {*counters}
 
-    def first(self, num_sequences: int) -> list[Sequence]:
+    def first(self, num_sequences: int) -> list[GrowingSequence]:
         """The first `num_sequences`, or all if there are fewer."""
-        if len(self._lines) == 1:
-            (line,) = self._lines.values()
-            return line.sequences[:num_sequences]
-        return [*islice(_in_turn(self._all, lambda line: line.sequences), num_sequences)]
+        if len(self._by_tenant) == 1:
+            (queue,) = self._by_tenant.values()
+            return queue.sequences[:num_sequences]
+        return [*islice(_in_turn(self._all, lambda queue: queue.sequences), num_sequences)]
 
-    def equipped_in_turn(self, notes_turns: bool = False) -> Iterator[Sequence]:
-        """Sequences whose adapter is there, as they come. Good for as long as it is the last iterator that was made.
+    def equipped_in_turn(self, notes_turns: bool = False) -> Iterator[GrowingSequence]:
+        """Sequences that have their adapter, in fair order. Invalid once another such iterator is made.
 
-        If tenants differ, or if `notes_turns`, it is noted as each one's `turn`, where its tenant is taken to have been
-        served the prompts before it.
+        With several tenants, or if `notes_turns`, sets each sequence's `turn`: the counter that its tenant would have
+        after its prompts before this one.
         """
-        if len(self._lines) == 1 and not notes_turns:
-            (line,) = self._lines.values()
-            return iter(line.equipped[:])
-        return _in_turn(self._with_equipped, lambda line: line.equipped)
+        if len(self._by_tenant) == 1 and not notes_turns:
+            (queue,) = self._by_tenant.values()
+            return iter(queue.equipped[:])
+        return _in_turn(self._with_equipped, lambda queue: queue.equipped)
 
-    def of_standing(self, standing: Standing) -> tuple[int, int]:
-        """How many sequences of a tenant are here, and of how many tokens, as `num_tokens` counts them."""
-        line = self._lines.get(standing)
-        return (0, 0) if line is None else (len(line.sequences), line.num_tokens)
+    def of_tenant(self, counter: TenantCounter) -> tuple[int, int]:
+        """Number of a tenant's sequences here, and of their tokens, as `num_tokens` counts them."""
+        queue = self._by_tenant.get(counter)
+        return (0, 0) if queue is None else (len(queue.sequences), queue.num_tokens)
 
     @property
     def num_ready(self) -> int:
         """Sequences that lack nothing, as far as is known."""
         return self._num_equipped - self.num_awaiting
 
-    def get(self, sequence_id: int) -> Sequence | None:
+    def get(self, sequence_id: int) -> GrowingSequence | None:
         return self._by_id.get(sequence_id)
 
-    def add(self, sequence: Sequence, has_adapter: bool = True) -> None:
+    def add(self, sequence: GrowingSequence, has_adapter: bool = True) -> None:
         """No other sequence here may have its id or its arrival."""
         assert sequence.sequence_id not in self._by_id, f"sequence {sequence.sequence_id} waits already"
-        line = self._lines.get(sequence.standing)
-        if line is None:
-            line = self._lines[sequence.standing] = _Line(sequence.standing)
-        insort(line.sequences, sequence, key=_arrival)
-        self._all.put(line)
+        queue = self._by_tenant.get(sequence.counter)
+        if queue is None:
+            queue = self._by_tenant[sequence.counter] = _TenantQueue(sequence.counter)
+        insort(queue.sequences, sequence, key=by_arrival)
+        self._all.put(queue)
         self._by_id[sequence.sequence_id] = sequence
-        self._count_tokens(line, sequence.num_uncomputed - sequence.num_found)
+        self._count_tokens(queue, sequence.num_uncomputed - sequence.num_found)
         digest = sequence.adapter_digest
         if digest is not None:
             assert has_adapter == (digest not in self._lacking) or not self._by_adapter[digest]
             self._by_adapter[digest][sequence.sequence_id] = sequence
         if has_adapter:
-            self._equip(line, sequence)
+            self._equip(queue, sequence)
         else:
             assert digest is not None
             self._lacking.add(digest)
-            self._lack(line, sequence)
+            self._lack(queue, sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: GrowingSequence) -> None:
         """The sequence must be here."""
         assert self._by_id.get(sequence.sequence_id) is sequence
-        line = self._lines[sequence.standing]
-        _take_out(line.sequences, sequence)
+        queue = self._by_tenant[sequence.counter]
+        remove_by_arrival(queue.sequences, sequence)
         del self._by_id[sequence.sequence_id]
-        self._count_tokens(line, sequence.num_found - sequence.num_uncomputed)
+        self._count_tokens(queue, sequence.num_found - sequence.num_uncomputed)
         digest = sequence.adapter_digest
         if digest in self._lacking:
-            self._stop_lacking(line)
+            queue.num_lacking -= 1
+            self.num_lacking -= 1
         else:
-            _take_out(line.equipped, sequence)
+            remove_by_arrival(queue.equipped, sequence)
             self._num_equipped -= 1
             self._stop_awaiting(sequence)
         if digest is not None:
@@ -147,67 +143,67 @@ class WaitingQueue:
             if not self._by_adapter[digest]:
                 del self._by_adapter[digest]
                 self._lacking.discard(digest)
-        if not line.sequences:
-            del self._lines[sequence.standing]
+        if not queue.sequences:
+            del self._by_tenant[sequence.counter]
 
-    def of_adapter(self, digest: str) -> list[Sequence]:
+    def of_adapter(self, digest: str) -> list[GrowingSequence]:
         """Sequences that will use the adapter."""
         return [*self._by_adapter.get(digest, {}).values()]
 
-    def adapter_came(self, digest: str) -> None:
+    def adapter_loaded(self, digest: str) -> None:
         """The adapter is in the pool."""
         if digest in self._lacking:
             self._lacking.remove(digest)
-            for line, came in self._by_line(digest).items():
-                line.num_lacking -= len(came)
+            for queue, came in self._grouped_by_tenant(digest).items():
+                queue.num_lacking -= len(came)
                 self.num_lacking -= len(came)
                 self._num_equipped += len(came)
-                line.equipped = sorted([*line.equipped, *came], key=_arrival)
-                self._with_equipped.put(line)
+                queue.equipped = sorted([*queue.equipped, *came], key=by_arrival)
+                self._with_equipped.put(queue)
 
-    def adapter_went(self, digest: str) -> None:
+    def adapter_evicted(self, digest: str) -> None:
         """The adapter is not in the pool any more."""
         if digest in self._by_adapter:
             self._lacking.add(digest)
-            for line, lacking in self._by_line(digest).items():
-                line.equipped = [sequence for sequence in line.equipped if sequence.adapter_digest != digest]
+            for queue, lacking in self._grouped_by_tenant(digest).items():
+                queue.equipped = [sequence for sequence in queue.equipped if sequence.adapter_digest != digest]
                 self._num_equipped -= len(lacking)
                 for sequence in lacking:
                     self._stop_awaiting(sequence)
-                    self._lack(line, sequence)
+                    self._lack(queue, sequence)
 
-    def oldest_lacking(self, is_absent: Callable[[str], bool]) -> Sequence | None:
-        """The first sequence whose adapter is not there and not coming either: the oldest of whoever was served least.
+    def oldest_lacking(self, is_absent: Callable[[str], bool]) -> GrowingSequence | None:
+        """The first sequence in fair order whose adapter is neither in the pool nor being loaded.
 
-        None too if, of many tenants, all that come first only lack adapters that are coming.
+        None also if the first _MAX_TENANTS_LOOKED_AT tenants have none.
         """
         if not self.num_lacking:
             return None
-        for line in islice(self._with_lacking.walk(), _MAX_LINES_LOOKED_AT):
-            if (sequence := self._oldest_lacking_of(line, is_absent)) is not None:
+        for queue in islice(self._with_lacking.walk(), _MAX_TENANTS_LOOKED_AT):
+            if (sequence := self._oldest_lacking_of(queue, is_absent)) is not None:
                 return sequence
         return None
 
-    def await_page(self, sequence: Sequence, key: PageKey, num_reserved_pages: int) -> None:
-        """An equipped sequence cannot start before `page_came(key)`. It will take so many pages then."""
+    def await_page(self, sequence: GrowingSequence, key: PageKey, num_reserved_pages: int) -> None:
+        """An equipped sequence cannot start before `page_resolved(key)`. It will take `num_reserved_pages` then."""
         assert sequence.awaits_page is None
         sequence.awaits_page, sequence.num_reserved_pages = key, num_reserved_pages
         self.num_awaiting += 1
         self._awaiting[key].append(sequence)
 
-    def page_came(self, key: PageKey) -> None:
-        """Nobody computes or copies a page with this key any more: it is there, or will not come."""
+    def page_resolved(self, key: PageKey) -> None:
+        """The page with this key is there, or is no longer being computed or copied."""
         for sequence in self._awaiting.pop(key, ()):
-            if sequence.awaits_page == key:  # else it has left, or awaits another one
+            if sequence.awaits_page == key:  # otherwise it has left, or awaits another one
                 self._stop_awaiting(sequence)
 
     def awaited_keys(self) -> set[PageKey]:
         """For integrity checks."""
         return {sequence.awaits_page for sequence in self._by_id.values() if sequence.awaits_page is not None}
 
-    def tell_found(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many of its tokens were found in the pool."""
-        self._count_tokens(self._lines[sequence.standing], sequence.num_found - num_tokens)
+    def set_found(self, sequence: GrowingSequence, num_tokens: int) -> None:
+        """`num_tokens` of its tokens were found in the pool."""
+        self._count_tokens(self._by_tenant[sequence.counter], sequence.num_found - num_tokens)
         sequence.num_found = num_tokens
 
     def check_integrity(self, is_here: Callable[[str], bool] | None = None) -> None:
@@ -215,95 +211,97 @@ class WaitingQueue:
 
         `is_here`: whether an adapter is in the pool.
         """
-        lines, all_here = self._lines.values(), [*self._by_id.values()]
-        for line in lines:
-            for sequences in (line.sequences, line.equipped):
+        queues, all_here = self._by_tenant.values(), [*self._by_id.values()]
+        for queue in queues:
+            for sequences in (queue.sequences, queue.equipped):
                 arrivals = [sequence.arrival for sequence in sequences]
                 assert arrivals == sorted(set(arrivals)), "the queue is out of order"
-            assert all(sequence.standing is line.standing for sequence in line.sequences)
-            lacking = [sequence for sequence in line.sequences if sequence.adapter_digest in self._lacking]
-            assert {*lacking, *line.equipped} == {*line.sequences} and line.num_lacking == len(lacking)
-            assert len(lacking) + len(line.equipped) == len(line.sequences), "a sequence lacks its adapter and has it"
-            assert line.num_tokens == sum(s.num_uncomputed - s.num_found for s in line.sequences)
-        queued = [sequence for line in lines for sequence in line.sequences]
+            assert all(sequence.counter is queue.counter for sequence in queue.sequences)
+            lacking = [sequence for sequence in queue.sequences if sequence.adapter_digest in self._lacking]
+            assert {*lacking, *queue.equipped} == {*queue.sequences} and queue.num_lacking == len(lacking)
+            assert len(lacking) + len(queue.equipped) == len(queue.sequences), "a sequence lacks its adapter and has it"
+            assert queue.num_tokens == sum(s.num_uncomputed - s.num_found for s in queue.sequences)
+        queued = [sequence for queue in queues for sequence in queue.sequences]
         assert {sequence.sequence_id: sequence for sequence in queued} == self._by_id, "ids and queue differ"
-        assert len(queued) == len(self._by_id) and all(line.sequences for line in lines)
-        assert {*self} == {*queued}, "a walk in fair order misses somebody"
-        assert {*self.equipped_in_turn()} == {each for line in lines for each in line.equipped}
-        assert self.num_lacking == sum(line.num_lacking for line in lines)
-        assert self._num_equipped == sum(len(line.equipped) for line in lines)
+        assert len(queued) == len(self._by_id) and all(queue.sequences for queue in queues)
+        assert {*self} == {*queued}, "a walk in fair order misses a sequence"
+        assert {*self.equipped_in_turn()} == {each for queue in queues for each in queue.equipped}
+        assert self.num_lacking == sum(queue.num_lacking for queue in queues)
+        assert self._num_equipped == sum(len(queue.equipped) for queue in queues)
         awaiting = [sequence for sequence in all_here if sequence.awaits_page is not None]
         assert self.num_awaiting == len(awaiting)
-        assert all(sequence in self._awaiting[sequence.awaits_page or b""] for sequence in awaiting), "nobody wakes it"
-        assert self.num_tokens == sum(line.num_tokens for line in lines), "tokens are miscounted"
-        assert self.num_background_tokens == sum(line.num_tokens for line in lines if line.standing.is_background)
+        assert all(sequence in self._awaiting[sequence.awaits_page or b""] for sequence in awaiting), (
+            "a sequence would never be woken"
+        )
+        assert self.num_tokens == sum(queue.num_tokens for queue in queues), "tokens are miscounted"
+        assert self.num_background_tokens == sum(queue.num_tokens for queue in queues if queue.counter.is_background)
         if is_here is not None:
             digests = {s.adapter_digest for s in all_here if s.adapter_digest is not None}
             assert {digest for digest in digests if not is_here(digest)} == self._lacking, "an adapter came or went"
 
-    def _by_line(self, digest: str) -> dict[_Line, list[Sequence]]:
+    def _grouped_by_tenant(self, digest: str) -> dict[_TenantQueue, list[GrowingSequence]]:
         """Sequences that will use the adapter."""
-        found: dict[_Line, list[Sequence]] = {}
+        found: dict[_TenantQueue, list[GrowingSequence]] = {}
         for sequence in self._by_adapter[digest].values():
-            found.setdefault(self._lines[sequence.standing], []).append(sequence)
+            found.setdefault(self._by_tenant[sequence.counter], []).append(sequence)
         return found
 
-    def _count_tokens(self, line: _Line, more: int) -> None:
-        line.num_tokens += more
+    def _count_tokens(self, queue: _TenantQueue, more: int) -> None:
+        queue.num_tokens += more
         self.num_tokens += more
-        if line.standing.is_background:
+        if queue.counter.is_background:
             self.num_background_tokens += more
 
-    def _equip(self, line: _Line, sequence: Sequence) -> None:
-        insort(line.equipped, sequence, key=_arrival)
+    def _equip(self, queue: _TenantQueue, sequence: GrowingSequence) -> None:
+        insort(queue.equipped, sequence, key=by_arrival)
         self._num_equipped += 1
-        self._with_equipped.put(line)
+        self._with_equipped.put(queue)
 
-    def _lack(self, line: _Line, sequence: Sequence) -> None:
-        line.num_lacking += 1
+    def _lack(self, queue: _TenantQueue, sequence: GrowingSequence) -> None:
+        queue.num_lacking += 1
         self.num_lacking += 1
-        self._with_lacking.put(line)
-        heappush(line.oldest_lacking, (sequence.arrival, sequence.sequence_id))
-        if len(line.oldest_lacking) > 2 * line.num_lacking + 64:
-            lacking = [each for each in line.sequences if each.adapter_digest in self._lacking]
-            line.oldest_lacking = [(each.arrival, each.sequence_id) for each in lacking]
-            heapify(line.oldest_lacking)
+        self._with_lacking.put(queue)
+        heappush(queue.oldest_lacking, (sequence.arrival, sequence.sequence_id))
+        if len(queue.oldest_lacking) > 2 * queue.num_lacking + 64:
+            lacking = [each for each in queue.sequences if each.adapter_digest in self._lacking]
+            queue.oldest_lacking = [(each.arrival, each.sequence_id) for each in lacking]
+            heapify(queue.oldest_lacking)
 
-    def _stop_lacking(self, line: _Line) -> None:
-        line.num_lacking -= 1
-        self.num_lacking -= 1
-
-    def _oldest_lacking_of(self, line: _Line, is_absent: Callable[[str], bool]) -> Sequence | None:
-        while line.oldest_lacking:
-            arrival, sequence_id = line.oldest_lacking[0]
+    def _oldest_lacking_of(self, queue: _TenantQueue, is_absent: Callable[[str], bool]) -> GrowingSequence | None:
+        while queue.oldest_lacking:
+            arrival, sequence_id = queue.oldest_lacking[0]
             sequence = self._by_id.get(sequence_id)
             if sequence is not None and sequence.arrival == arrival:
                 digest = sequence.adapter_digest
                 if digest in self._lacking and is_absent(digest):
                     return sequence
-            heappop(line.oldest_lacking)  # it left, or its adapter comes; if that goes again, it is added again
+            heappop(
+                queue.oldest_lacking
+            )  # it has left, or its adapter is loading; if that is evicted, it is added again
         return None
 
-    def _stop_awaiting(self, sequence: Sequence) -> None:
+    def _stop_awaiting(self, sequence: GrowingSequence) -> None:
         if sequence.awaits_page is not None:
             sequence.awaits_page, sequence.num_reserved_pages = None, 0
             self.num_awaiting -= 1
 
 
-def _key(standing: Standing, sequences: list[Sequence]) -> Key | None:
-    """Its tenant's place in the fair order; tenants that are equal come as their oldest sequences came."""
-    return (standing.is_background, standing.counter, sequences[0].arrival) if sequences else None
+def _key(counter: TenantCounter, sequences: list[GrowingSequence]) -> Key | None:
+    """Its tenant's position in the fair order; equal tenants go in the order of their oldest sequences."""
+    return (counter.is_background, counter.value, sequences[0].arrival) if sequences else None
 
 
-def _in_turn(lines: LeastFirst[_Line], of: Callable[[_Line], list[Sequence]]) -> Iterator[Sequence]:
-    """Sequences of all lines in fair order, and notes each one's turn."""
-    merging: list[tuple[Key, list[Sequence], int]] = []  # a heap: of each line that was begun, whose turn is next
-    walk = lines.walk()
+def _in_turn(
+    queues: MinQueue[_TenantQueue], of: Callable[[_TenantQueue], list[GrowingSequence]]
+) -> Iterator[GrowingSequence]:
+    """Sequences of all queues in fair order; sets each one's `turn`."""
+    merging: list[tuple[Key, list[GrowingSequence], int]] = []  # a heap of the queues begun
+    walk = queues.walk()
     following = next(walk, None)
     while merging or following is not None:
         if following is not None:
             sequences = of(following)[:]
-            key = _key(following.standing, sequences)
+            key = _key(following.counter, sequences)
             if key is None or not merging or key < merging[0][0]:
                 if key is not None:
                     heappush(merging, (key, sequences, 0))
@@ -317,11 +315,5 @@ def _in_turn(lines: LeastFirst[_Line], of: Callable[[_Line], list[Sequence]]) ->
             heappop(merging)
             continue
         price = prompt_price(max(sequence.num_uncomputed - sequence.num_found, 1))
-        further = key[1] + price / sequence.standing.weight
+        further = key[1] + price / sequence.counter.weight
         heapreplace(merging, ((key[0], further, sequences[index + 1].arrival), sequences, index + 1))
-
-
-def _take_out(sequences: list[Sequence], sequence: Sequence) -> None:
-    index = bisect_left(sequences, sequence.arrival, key=_arrival)
-    assert sequences[index] is sequence
-    del sequences[index]

@@ -25,7 +25,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One change that was asked for and done."""
 
     action: str  # such as "key.create"
-    tenant: str  # whose things have changed; empty: everybody's
+    tenant: str  # whose things have changed; empty: all tenants
     target: str = ""  # id of a key, name of an adapter; empty: the tenant itself
     changed: dict[str, object] = {}  # fields and new values; of settings and versions: {"from": …, "to": …} each
     actor: Actor

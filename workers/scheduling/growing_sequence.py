@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from ..fairness.page_times import HeldPages
 from ..fairness.preemption import Rank
-from ..fairness.standing import Standing
+from ..fairness.tenant_counters import TenantCounter
 from ..plan import Int32s, SamplePlan, SeenTokens, packed
 from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey
@@ -15,47 +17,51 @@ from ..wire.sequence_usage import SequenceUsage
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Sequence:
-    """What follows from the request is kept beside it: thousands of sequences are looked at in every step."""
+class GrowingSequence:
+    """A request and its state. Fields derived from the request are stored, as steps read them of thousands."""
 
     request: SequenceRequest
-    arrival: int  # its place in its tenant's order, by priority and age; smaller is older
+    arrival: int  # its position in its tenant's order, by priority and age; smaller is older
     seed: int
     token_ids: list[int]  # prompt, then generated, here or before
     stop_ids: frozenset[int] = frozenset()  # tokens that end it
-    max_length: int = sys.maxsize  # it ends with so many tokens at the latest
+    max_length: int = sys.maxsize  # it ends at this number of tokens
     num_computed: int = 0  # tokens whose KV is in `pages`
     num_planned: int = 0  # tokens that uncommitted plans compute
     num_coming: int = 0  # tokens that uncommitted plans choose
     pages: tuple[int, ...] = ()  # changed by `hold` and `grow`
-    packed_pages: Int32s = b""  # the same as plans carry them, which is made when pages are added and not in every step
+    packed_pages: Int32s = b""  # the same as plans carry them, updated only when pages are added
     sequence_id: int = field(init=False)
     sampling: SamplingParams = field(init=False)
     adapter_digest: str | None = field(init=False)  # None: the base
     num_prompt_tokens: int = field(init=False)
-    num_given_tokens: int = field(init=False)  # tokens that it came with
+    num_given_tokens: int = field(init=False)  # tokens that it arrived with
     has_penalty: bool = field(init=False)
-    standing: Standing = field(default_factory=Standing)  # its tenant's
-    held: HeldPages = field(init=False)  # for how long it held pages
-    # What is above is needed in every step, and lies side by side in memory.
-    turn: tuple[bool, float, int] = (False, 0.0, 0)  # while it waits, as it was last looked at: the least goes first
-    num_charged: int = 0  # its first tokens, which are not charged again when they are computed again
+    counter: TenantCounter = field(default_factory=TenantCounter)  # its tenant's
+    held: HeldPages = field(init=False)  # page-seconds
+    # Fields above are read in every step, and lie side by side in memory.
+    turn: tuple[bool, float, int] = (
+        False,
+        0.0,
+        0,
+    )  # order among waiting sequences, as last computed; the least goes first
+    num_charged: int = 0  # its first tokens, which are not charged again when recomputed
     num_counted: int = 0  # its first tokens, which its usage has counted: they are recomputed if they come again
     num_computed_prompt_tokens: int = 0  # for its usage, like the next two; all gangs included
     num_cached_prompt_tokens: int = 0
     num_recomputed_tokens: int = 0
-    num_generated_before: int = 0  # tokens, as counted by the gangs from which it came
-    is_told: bool = False  # workers were told the tokens of its run, if it has penalties
-    page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as keys were needed
-    num_kept_pages: int = 0  # its first pages that the prefix cache has been told of
+    num_generated_before: int = 0  # tokens, as counted by the gangs where it was before
+    tokens_sent: bool = False  # the workers have the tokens of this run, if it has penalties
+    page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as computed
+    num_kept_pages: int = 0  # its first pages that are in the prefix cache
     num_found: int = 0  # tokens that the last look-up of its prefix found in the pool
-    num_cached_tokens: int | None = None  # of its prompt, that its first run did not compute; None: it has not run yet
-    was_looked_up: bool = False  # its prefix, in the pool and behind it, since it last began to wait
+    num_cached_tokens: int | None = None  # of its prompt, that its first run found; None: it has not run yet
+    was_looked_up: bool = False  # its prefix was looked up since it last began to wait
     began_at: float | None = None  # when a step was first planned for it, by the scheduler's clock; None: not yet
     awaited_key: PageKey | None = None  # of the first page that the last look-up did not find in the pool
-    awaits_page: PageKey | None = None  # it waits until somebody has computed or copied the page with this key
-    num_reserved_pages: int = 0  # that it will take when the page has come that is being copied for it
-    # Pages of its prefix that are in the pool or coming, while copies come for it; None: no more of them should come.
+    awaits_page: PageKey | None = None  # it waits until the page with this key is computed or copied
+    num_reserved_pages: int = 0  # that it will take when the page that it awaits is copied
+    # Pages of its prefix in the pool or coming, while copies are under way for it; None: no more copies should start.
     num_brought: int | None = None
 
     def __post_init__(self) -> None:
@@ -77,14 +83,14 @@ class Sequence:
 
     @property
     def rank(self) -> Rank:
-        """Of all that run, the least is the last to be preempted."""
-        return (self.standing.is_background, self.standing.band, self.arrival)
+        """Order of preemption: of running sequences, the least is preempted last."""
+        return (self.counter.is_background, self.counter.band, self.arrival)
 
     @property
     def turn_rank(self) -> Rank:
-        """The rank that it would have now if it ran, after those of its tenant that come before it."""
+        """The rank that it would have if it ran, after its tenant's sequences before it."""
         is_background, counter, arrival = self.turn
-        return (is_background, int(counter // self.standing.slack), arrival)
+        return (is_background, int(counter // self.counter.slack), arrival)
 
     @property
     def num_uncomputed(self) -> int:
@@ -92,15 +98,15 @@ class Sequence:
 
     @property
     def num_unplanned(self) -> int:
-        """Tokens that the next plan could compute; the last of them may still be coming."""
+        """Tokens that the next plan could compute; the last of them may not be known yet."""
         return len(self.token_ids) + self.num_coming - self.num_computed - self.num_planned
 
     def hold(self, pages: tuple[int, ...]) -> None:
-        """These are the sequence's pages from now on."""
+        """Sets the sequence's pages."""
         self.pages, self.packed_pages = pages, packed(pages)
 
     def grow(self, pages: tuple[int, ...]) -> None:
-        """The sequence has these pages too, after its others."""
+        """Appends pages."""
         self.pages += pages
         self.packed_pages += packed(pages)
 
@@ -137,11 +143,21 @@ class Sequence:
     def sample_plan(self, known: list[int]) -> SamplePlan:
         """How to choose the token after these, which are all of the sequence's so far.
 
-        Where penalties need them, the workers are told of them with the first token that a run chooses.
+        With penalties, the first plan of a run that chooses a token also carries the tokens so far.
         """
         seen, split = None, self.num_prompt_tokens
-        if self.has_penalty and not self.is_told:
-            self.is_told = True
+        if self.has_penalty and not self.tokens_sent:
+            self.tokens_sent = True
             prompt = known[:split] if self.sampling.repetition_penalty != 1 else ()
             seen = SeenTokens(packed(prompt), packed(known[split:]))
         return SamplePlan(self.sampling, self.seed, len(known) - split, seen)
+
+
+by_arrival = attrgetter("arrival")
+
+
+def remove_by_arrival(sequences: list[GrowingSequence], sequence: GrowingSequence) -> None:
+    """Removes a sequence from a list that is sorted by arrival, and has it."""
+    index = bisect_left(sequences, sequence.arrival, key=by_arrival)
+    assert sequences[index] is sequence
+    del sequences[index]

@@ -1,4 +1,4 @@
-"""What workers have not heard yet of the adapters in their host memory: it travels with the next plan."""
+"""Updates about adapters in the workers' host memory that the next plan carries."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 from ..plan import StepPlan
 
-_MAX_OUTDATED = 1024  # digests that wait for a step; of more the oldest are forgotten
+_MAX_OUTDATED = 1024  # digests that wait for a step; the oldest beyond are dropped
 
 
-class HostNews:
+class PendingHostUpdates:
     def __init__(self) -> None:
         self._outdated: list[str] = []
         self._pins: dict[str, bool] = {}
 
     def outdate(self, digest: str) -> None:
-        """No name points to the adapter any more."""
+        """The adapter has no name any more."""
         self._outdated = [*self._outdated[-_MAX_OUTDATED:], digest]
 
     def pin(self, changes: Mapping[str, bool]) -> None:
-        """Adapters that host memory must keep from now on (True), or need not keep any more."""
+        """Pins (True) or unpins adapters in host memory."""
         self._pins |= changes
 
     def take(self, *, computes: bool) -> tuple[tuple[str, ...], dict[str, bool]]:
@@ -31,6 +31,6 @@ class HostNews:
         return outdated, pins
 
     def put_back(self, plan: StepPlan) -> None:
-        """The plan is not executed."""
+        """Restores the updates of a plan that is not executed."""
         self._outdated = [*plan.outdated, *self._outdated]
         self._pins = {**plan.pins, **self._pins}

@@ -1,4 +1,4 @@
-"""What has the least comes first, though what each has grows all the time."""
+"""A priority queue of items whose keys grow while they are in it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _Item = TypeVar("_Item")
 _LEAST_PRUNED = 64
 
 
-class LeastFirst(Generic[_Item]):
-    """Items in the order of keys that never shrink, but for ties.
+class MinQueue(Generic[_Item]):
+    """Items in the order of their keys, which never decrease, but for ties.
 
-    So an entry of the heap tells no more than its item's key of now, and need only be looked at when it is on top:
-    charging a tenant costs nothing here, and the first few cost no more with ten thousand behind them.
+    An entry's stored key is a lower bound of its item's key, so it need only be compared when the entry is on top:
+    charging a tenant costs nothing here, and the first few items cost no more with ten thousand behind them.
     """
 
     def __init__(self, key: Callable[[_Item], Key | None]) -> None:
-        """`key`: None if the item does not belong here any more; it is forgotten when it would be next."""
+        """`key`: None if the item has left; it is dropped when it reaches the top."""
         self._key = key
         self._heap: list[tuple[Key, int, _Item]] = []
         self._here: set[_Item] = set()
-        self._walked: list[_Item] = []  # that the last walk has taken out
+        self._walked: list[_Item] = []  # items that the last walk has yielded
         self._num_puts = self._num_walks = 0
         self._most = _LEAST_PRUNED
 
     def put(self, item: _Item) -> None:
-        """No-op if it is here."""
+        """No-op if the item is here."""
         if item not in self._here and (key := self._key(item)) is not None:
             self._here.add(item)
             self._push(key, item)
@@ -37,11 +37,11 @@ class LeastFirst(Generic[_Item]):
                 self._prune()
 
     def first(self) -> _Item | None:
-        """The one with the least key."""
+        """The item with the least key."""
         return next(self.walk(), None)
 
     def walk(self) -> Iterator[_Item]:
-        """All items, least first. It ends where another walk begins; items may be put meanwhile, and come later."""
+        """All items, least first. Invalid once another walk begins; items may be put meanwhile, and come later."""
         for item in self._walked:
             if (key := self._key(item)) is None:
                 self._here.discard(item)
@@ -66,7 +66,7 @@ class LeastFirst(Generic[_Item]):
         heappush(self._heap, (key, self._num_puts, item))
 
     def _prune(self) -> None:
-        """Forgets items that do not belong here any more, if nobody has walked as far as to them."""
+        """Drops items that have left and that no walk has reached."""
         keys = [(self._key(item), number, item) for _, number, item in self._heap]
         self._here -= {item for key, _, item in keys if key is None}
         self._heap = [(key, number, item) for key, number, item in keys if key is not None]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from motet.tests.rigs.scheduler_rig import asking, limits, quick_result, scheduler
 from motet.tests.workers.test_scheduling_cost import num_calls
-from motet.workers.fairness import standings as standings_module
-from motet.workers.fairness.least_first import LeastFirst
-from motet.workers.fairness.standings import Standings
+from motet.workers.fairness import tenant_counters
+from motet.workers.fairness.min_queue import MinQueue
+from motet.workers.fairness.tenant_counters import TenantCounters
 
 
 @given(seed=st.integers(0, 2**32))
@@ -20,82 +20,82 @@ def test_the_least_come_first_though_all_grow(seed: int) -> None:
     """Against sorting."""
     rng = random.Random(seed)
     counters: dict[str, float] = {}
-    line = LeastFirst[str](lambda item: (False, counters[item], ord(item[-1])) if item in counters else None)
+    queue = MinQueue[str](lambda item: (False, counters[item], ord(item[-1])) if item in counters else None)
     for number in range(200):
         match rng.randrange(4):
             case 0:
                 item = f"{number}{rng.choice('abcdefgh')}"
                 counters[item] = float(rng.randrange(50))
-                line.put(item)
-                line.put(item)
+                queue.put(item)
+                queue.put(item)
             case 1 if counters:
                 counters[rng.choice([*counters])] += rng.randrange(30)
             case 2 if counters:
                 before = counters.pop(gone := rng.choice([*counters]))
                 if rng.random() < 0.3:  # it comes back before anybody looked
                     counters[gone] = before + 5
-                    line.put(gone)
+                    queue.put(gone)
             case 3:
                 most = rng.choice([1, 2, 100])
-                walked = [item for _, item in zip(range(most), line.walk(), strict=False)]
+                walked = [item for _, item in zip(range(most), queue.walk(), strict=False)]
                 assert [counters[item] for item in walked] == sorted(counters.values())[:most]
-    assert {*line.walk()} == counters.keys()
+    assert {*queue.walk()} == counters.keys()
 
 
 def test_who_comes_back_is_lifted_to_nearly_whoever_is_furthest_behind() -> None:
-    standings = Standings(10)
-    busy = standings.join("busy")
-    standings.charge(busy, 1000.0)
-    assert standings.join("new").counter == 1000.0 - standings.burst
-    ahead = standings.join("ahead")
-    standings.charge(ahead, 5000.0)
-    standings.leave(ahead)
-    assert standings.join("ahead").counter == ahead.counter > 5000.0  # what it has had is not forgotten
-    background = standings.join("busy", is_background=True)
-    assert background is not busy and background.counter == 0.0
+    counters = TenantCounters(10)
+    busy = counters.join("busy")
+    counters.charge(busy, 1000.0)
+    assert counters.join("new").value == 1000.0 - counters.burst
+    ahead = counters.join("ahead")
+    counters.charge(ahead, 5000.0)
+    counters.leave(ahead)
+    assert counters.join("ahead").value == ahead.value > 5000.0  # what it has had is not forgotten
+    background = counters.join("busy", is_background=True)
+    assert background is not busy and background.value == 0.0
 
 
 def test_who_is_new_and_finds_nobody_does_not_go_before_who_was_here_just_now() -> None:
-    standings = Standings(10)
-    quiet = standings.join("quiet")
-    standings.charge(quiet, 1000.0)
-    standings.leave(quiet)
-    flood = standings.join("flood")
-    assert flood.counter == 1000.0
-    standings.charge(flood, 100.0)
-    assert standings.join("quiet").counter == 1000.0
-    standings.leave(flood)
-    standings.leave(quiet)
-    standings.charge(quiet, 5000.0)
-    assert standings.join("quiet").counter == 6000.0
-    assert standings.join("flood").counter == 6000.0 - standings.burst  # somebody is here
+    counters = TenantCounters(10)
+    quiet = counters.join("quiet")
+    counters.charge(quiet, 1000.0)
+    counters.leave(quiet)
+    flood = counters.join("flood")
+    assert flood.value == 1000.0
+    counters.charge(flood, 100.0)
+    assert counters.join("quiet").value == 1000.0
+    counters.leave(flood)
+    counters.leave(quiet)
+    counters.charge(quiet, 5000.0)
+    assert counters.join("quiet").value == 6000.0
+    assert counters.join("flood").value == 6000.0 - counters.burst  # somebody is here
 
 
 def test_a_weight_slows_the_counter_and_a_price_without_lift_is_what_was_served() -> None:
-    standings = Standings(10)
-    heavy = standings.join("heavy", weight=4.0)
-    standings.charge(heavy, 100.0)
-    assert (heavy.counter, heavy.served) == (25.0, 25.0)
-    assert [standing.tenant for standing in standings.take_changed(9)] == ["heavy"]
-    assert standings.take_changed(9) == []
+    counters = TenantCounters(10)
+    heavy = counters.join("heavy", weight=4.0)
+    counters.charge(heavy, 100.0)
+    assert (heavy.value, heavy.served) == (25.0, 25.0)
+    assert [counter.tenant for counter in counters.take_changed(9)] == ["heavy"]
+    assert counters.take_changed(9) == []
 
 
 def test_what_others_served_is_charged_once_whoever_tells_it() -> None:
-    standings = Standings(10)
-    here, other = standings.join("acme"), standings.join("globex")
+    counters = TenantCounters(10)
+    here, other = counters.join("acme"), counters.join("globex")
     for totals in ([("acme", 500.0)], [("acme", 530.0)], [("acme", 510.0)], [("acme", 530.0)], [("acme", 535.0)]):
-        standings.charge_elsewhere(totals)
-    assert (here.counter, here.served, other.counter) == (35.0, 0.0, 0.0)  # the first is where it begins
+        counters.charge_elsewhere(totals)
+    assert (here.value, here.served, other.value) == (35.0, 0.0, 0.0)  # the first is where it begins
 
 
 def test_tenants_that_have_gone_are_forgotten_and_those_that_are_here_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standings_module, "_MAX_IDLE", 100)
-    standings = Standings(10)
-    stays = standings.join("stays")
+    monkeypatch.setattr(tenant_counters, "_MAX_IDLE", 100)
+    counters = TenantCounters(10)
+    stays = counters.join("stays")
     for number in range(5000):
-        standings.leave(standings.join(f"t{number}"))
-    assert len(standings) <= 102
-    assert standings.join("stays") is stays
+        counters.leave(counters.join(f"t{number}"))
+    assert len(counters) <= 102
+    assert counters.join("stays") is stays
 
 
 def test_ten_thousand_tenants_that_wait_cost_a_step_no_more_than_a_thousand() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.router.fairness.places import Taken, is_in_share, who_gives_way
+from motet.router.fairness.queue_use import QueueUse, is_in_share, tenant_to_preempt
 from motet.router.fleet import dispatch
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
@@ -28,25 +28,25 @@ WEIGHTS = st.lists(st.sampled_from([0.5, 1.0, 1.0, 3.0]), min_size=len(TENANTS),
 @given(COMINGS, WEIGHTS, st.lists(st.booleans(), min_size=80, max_size=80))
 def test_who_has_less_than_its_share_gets_a_place(comings: str, weights: list[float], promises: list[bool]) -> None:
     weight_of = dict(zip(TENANTS, weights, strict=True))
-    taken: dict[str, Taken] = {}
+    uses: dict[str, QueueUse] = {}
     for tenant, is_promised in zip(comings, promises, strict=False):
-        weight, total = weight_of[tenant], sum(taken[one].num for one in taken)
-        own = taken.get(tenant, Taken(weight=weight))
-        rest = sum(places.weight for one, places in taken.items() if one != tenant)
+        weight, total = weight_of[tenant], sum(uses[one].num for one in uses)
+        own = uses.get(tenant, QueueUse(weight=weight))
+        rest = sum(places.weight for one, places in uses.items() if one != tenant)
         if total >= NUM_PLACES:
-            loser = who_gives_way(tenant, weight, taken)
+            loser = tenant_to_preempt(tenant, weight, uses)
             if loser is not None:
-                assert taken[loser].num / taken[loser].weight > (own.num + 1) / weight
-                taken[loser].num -= 1
-                assert taken[loser].num >= taken[loser].num_promised
-                if not taken[loser].num:
-                    del taken[loser]
-            elif not is_in_share(tenant, weight, taken, NUM_PLACES):
+                assert uses[loser].num / uses[loser].weight > (own.num + 1) / weight
+                uses[loser].num -= 1
+                assert uses[loser].num >= uses[loser].num_committed
+                if not uses[loser].num:
+                    del uses[loser]
+            elif not is_in_share(tenant, weight, uses, NUM_PLACES):
                 assert own.num + 1 > NUM_PLACES * weight / (weight + rest)
                 continue
-        taken[tenant] = Taken(own.num + 1, own.num_promised + is_promised, weight)
+        uses[tenant] = QueueUse(own.num + 1, own.num_committed + is_promised, weight)
     # What nobody has been promised more of is bounded, whatever else is there.
-    assert sum(places.num - places.num_promised for places in taken.values()) <= 2 * NUM_PLACES
+    assert sum(use.num - use.num_committed for use in uses.values()) <= 2 * NUM_PLACES
 
 
 @pytest.fixture

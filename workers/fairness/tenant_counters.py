@@ -1,0 +1,166 @@
+"""What a gang has served each tenant: virtual token counters, by which tenants take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from .min_queue import Key, MinQueue
+
+Scheduling = Literal["fair", "fifo"]
+
+_SLACK_STEPS = 4  # difference of counters that still counts as equal, in full steps of prompts
+_BURST_STEPS = 16  # how far a tenant that comes back may be behind the others, in full steps of prompts
+_MAX_REPORTS = 4  # cap on one correction: this many times the service last reported by other gangs
+_MAX_IDLE = 16_384  # remembered tenants without sequences here; some 200 bytes each
+
+
+@dataclass(eq=False, slots=True)
+class TenantCounter:
+    """One tenant's virtual token counter, in one class of service. `TenantCounters` owns what is written here."""
+
+    tenant: str = ""
+    is_background: bool = False
+    slack: float = float("inf")  # counters that differ by less may count as equal
+    weight: float = 1.0
+    value: float = 0.0  # service in tokens' worth, divided by the weight; raised when the tenant comes back
+    served: float = 0.0  # the part of `value` that this gang has served
+    num_sequences: int = 0  # of the tenant that wait or run
+
+    @property
+    def band(self) -> int:
+        """A tenant in a lower band is clearly behind; a sequence is preempted only for a tenant in a lower band.
+
+        Otherwise, of two nearly equal tenants one would be preempted for the other with every token. A tenant reaches
+        its next band after `slack`, so two tenants swap their order rarely. All bands form one order, and the first in
+        it is never preempted, so the gang always makes progress.
+        """
+        return int(self.value // self.slack)
+
+
+class TenantCounters:
+    """Virtual token counters (Sheng et al., arXiv 2401.00588 §4): the tenant that was served least goes first.
+
+    A tenant's counter grows by the price of its work, divided by its weight. When an idle tenant comes back, its
+    counter is raised nearly to the smallest one of the active tenants: unused service expires, or the tenant would
+    block all others until it has caught up. It may stay a few steps behind, so that a tenant that uses less than its
+    fair part sees no queue.
+
+    Background work has counters of its own: it gets what is left over, which costs its tenant nothing.
+    """
+
+    def __init__(self, max_tokens_per_step: int, scheduling: Scheduling = "fair") -> None:
+        """`scheduling`: "fifo" treats all sequences as one tenant's, of one class and priority."""
+        self.is_fair = scheduling == "fair"
+        self.slack, self.burst = float(_SLACK_STEPS * max_tokens_per_step), float(_BURST_STEPS * max_tokens_per_step)
+        self._known: dict[tuple[str, bool], TenantCounter] = {}
+        self._here = {is_background: MinQueue(_key_here) for is_background in (False, True)}
+        self._last_left = {False: 0.0, True: 0.0}  # by class: counter of the tenant whose last sequence ended last
+        self._num_here = 0
+        self._shared = TenantCounter()
+        self._elsewhere: dict[str, float] = {}  # service by other gangs that is charged already, by tenant
+        self._changed: dict[str, None] = {}
+
+    def __len__(self) -> int:
+        """Remembered tenants, each class counted separately."""
+        return len(self._known)
+
+    def join(self, tenant: str, weight: float = 1.0, is_background: bool = False) -> TenantCounter:
+        """A sequence of the tenant arrives: the counter that it waits and runs under. `leave` must follow."""
+        if not self.is_fair:
+            return self._shared
+        counter = self._counter(tenant, is_background)
+        counter.weight = weight
+        if not counter.num_sequences:
+            counter.value = max(counter.value, self._floor(counter))
+            self._num_here += 1
+        counter.num_sequences += 1
+        self._here[is_background].put(counter)
+        self._changed[tenant] = None
+        return counter
+
+    def leave(self, counter: TenantCounter) -> None:
+        """One of the tenant's sequences has ended."""
+        if self.is_fair:
+            counter.num_sequences -= 1
+            self._changed[counter.tenant] = None
+            if not counter.num_sequences:
+                if not counter.is_background:
+                    self._elsewhere.pop(counter.tenant, None)
+                self._last_left[counter.is_background] = counter.value
+                self._num_here -= 1
+                self._forget_some()
+
+    def charge(self, counter: TenantCounter, price: float) -> None:
+        """Adds the price of work for the tenant, in tokens' worth."""
+        worth = price / counter.weight
+        counter.value += worth
+        counter.served += worth
+        self._changed[counter.tenant] = None
+
+    def charge_elsewhere(self, totals: Iterable[tuple[str, float]]) -> None:
+        """Charges tenants for service at all other gangs: running totals, divided by the tenants' weights.
+
+        Several routers may report the same tenant; the largest total counts. A tenant is charged only for what is
+        added while it has sequences here, and at each report at most so much that it is not far behind the others
+        here if it loses its other gangs.
+        """
+        if not self.is_fair:
+            return
+        for tenant, total in totals:
+            counter, before = self._counter(tenant, False), self._elsewhere.get(tenant, total)
+            self._elsewhere[tenant] = max(before, total)
+            if counter.num_sequences:
+                growth, first = max(total - before, 0.0), self._here[False].first() or counter
+                most = first.value + max(self.burst, _MAX_REPORTS * growth)
+                counter.value = max(counter.value, min(counter.value + growth, most))
+        self._forget_some()
+
+    def take_changed(self, most: int) -> list[TenantCounter]:
+        """TenantCounters that have changed since they were last taken; the others come with later calls."""
+        tenants = [*self._changed][:most]
+        for tenant in tenants:
+            del self._changed[tenant]
+        return [counter for tenant in tenants if (counter := self._known.get((tenant, False))) is not None]
+
+    def check_integrity(self, sequences: Iterable[TenantCounter]) -> None:
+        """Raises AssertionError if a count is wrong. `sequences`: the counter of each sequence that waits or runs."""
+        if not self.is_fair:
+            return
+        counted: dict[TenantCounter, int] = {}
+        for counter in sequences:
+            counted[counter] = counted.get(counter, 0) + 1
+        here = {counter for counter in self._known.values() if counter.num_sequences}
+        assert counted == {counter: counter.num_sequences for counter in here}, "a tenant's sequences are miscounted"
+        assert len(here) == self._num_here
+
+    def _counter(self, tenant: str, is_background: bool) -> TenantCounter:
+        key = (tenant, is_background)
+        counter = self._known.pop(key, None) or TenantCounter(tenant, is_background, self.slack)
+        self._known[key] = counter  # moved to the end: tenants that were idle longest are forgotten first
+        return counter
+
+    def _floor(self, counter: TenantCounter) -> float:
+        """The least counter of a tenant that comes back.
+
+        A tenant that this gang has never served starts even with the tenant that left last, if no other is here.
+        Otherwise the flood of a new tenant would go before a tenant that was here all day and is between two requests.
+        """
+        first = self._here[counter.is_background].first()
+        least = self._last_left[counter.is_background] if first is None else first.value
+        return least if first is None and not counter.served else least - self.burst
+
+    def _forget_some(self) -> None:
+        """Forgets half of the idle tenants once there are too many, so this runs rarely."""
+        if len(self._known) - self._num_here <= _MAX_IDLE:
+            return
+        idle = [key for key, counter in self._known.items() if not counter.num_sequences]
+        for key in idle[: _MAX_IDLE // 2]:
+            del self._known[key]
+            if not key[1]:
+                self._elsewhere.pop(key[0], None)
+
+
+def _key_here(counter: TenantCounter) -> Key | None:
+    return (False, counter.value, 0) if counter.num_sequences else None
