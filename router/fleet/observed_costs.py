@@ -89,7 +89,7 @@ class _StepCost:
         return self._mean_s
 
     def add(self, num_steps: int, num_tokens: int, seconds: float) -> None:
-        """Several steps that are reported together count as as many steps of their mean."""
+        """Several steps that are reported together count as that many steps of their mean."""
         if num_steps <= 0:
             return
         fade = 0.5 ** (num_steps / _HALF_LIFE_STEPS)
