@@ -9,6 +9,7 @@ AdapterError
 ├── UploadTooLarge        the upload is over a size limit (HTTP 413)
 ├── QuotaExceeded         a tenant, or a key, may not have so much (HTTP 429, code insufficient_quota)
 ├── RegistryUnavailable   Redis does not answer; the same call may be repeated later (HTTP 503)
+│   └── RegistryFull      Redis has no memory left for more (HTTP 507)
 ├── StoreUnavailable      the store cannot be read now: it may be later, or from another machine (HTTP 503)
 ├── AdapterCorrupt        the store has an adapter no longer, or damaged; requests for this adapter fail, others do not
 ├── TenantGone            the tenant that asked was deleted meanwhile (HTTP 401)
@@ -53,6 +54,10 @@ class QuotaExceeded(AdapterError):  # noqa: N818
 
 
 class RegistryUnavailable(AdapterError):  # noqa: N818
+    pass
+
+
+class RegistryFull(RegistryUnavailable):
     pass
 
 

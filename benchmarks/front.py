@@ -5,7 +5,7 @@ requests, tokens and streams and the ledger in a Redis as `motet serve` starts i
 asked in turn.
 Latency: of one request at a time, from its sending to the end of its answer. CPU: of the router's process, with as many
 requests under way as `--clients`. Each ratio is of one run. Beside them: a call of a script that writes to that Redis,
-which has each change on its disk before it answers. An answer's quotas are taken in one such call.
+which has each change on its disk before it answers. A request makes such a call where its router has no grant.
 """
 
 from __future__ import annotations

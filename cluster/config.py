@@ -237,13 +237,13 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
         return timeouts.gang_wait_s if self.scaling.min_gangs else max(timeouts.gang_wait_s, timeouts.cold_start_wait_s)
 
     @property
-    def told(self) -> dict[str, Any]:
+    def written(self) -> dict[str, Any]:
         """The settings as they are written, without secrets."""
         shown = [field for field in fields_of(Settings) if not field.mark.secret]
         return {field.flags[0]: _written(self.value(field.name)) for field in shown}
 
     def without_secrets(self) -> MotetConfig:
-        """The same, without what nobody but this process may know: it may be sent where others look."""
+        """The same without secrets, so that it may be stored where others can read it."""
         return self.replaced(**{field.name: field.default for field in fields_of(Settings) if field.mark.secret})
 
     def with_redis_url(self, redis_url: str) -> MotetConfig:

@@ -1,4 +1,4 @@
-"""What routers and gangs must know and nobody else may.
+"""Secrets that only routers and gangs may know.
 
 Ray keeps what actors are made with where every process of the cluster, and its dashboard, may look it up; arguments of
 a process show in `ps`. So secrets lie in files that only their owner can read, and replicas read them on their own
@@ -32,7 +32,7 @@ class LaunchSecrets(msgspec.Struct, frozen=True, kw_only=True):
         return "LaunchSecrets(…)"
 
     def write(self, path: Path) -> None:
-        """Replaces the file in one step; whoever reads it meanwhile reads one or the other."""
+        """Replaces the file in one step; a concurrent reader gets the old or the new one."""
         _write(path, msgspec.json.encode(self))
 
     @classmethod

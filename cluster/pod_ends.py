@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-ENDPOINT_LAG_S = 30.0  # after which every proxy has heard that a cluster or a pod takes nothing new
+ENDPOINT_LAG_S = 30.0  # until every proxy has stopped sending requests to a cluster or pod
 HAND_OVER_S = 5.0  # in which a gang that has drained hands its streams over
 TEARDOWN_S = 30.0  # in which Ray ends the processes of a pod
 
@@ -23,7 +23,7 @@ class PodEnds:
 
 
 def gang_end_s(drain_s: float) -> float:
-    """How long Serve must wait for a gang that it has told to go."""
+    """How long Serve must wait for a gang that it stops."""
     return drain_s + HAND_OVER_S
 
 

@@ -15,7 +15,7 @@ SILENCE_S = 5.0
 class ProgressDisplay:
     """Call it with (stage, done, total) as often as wished, from any thread; a stage is what is being done, in words.
 
-    A total of 1 is a step, of which nobody knows how far it is. Use it as a context manager: leaving it ends the bars.
+    A total of 1 is a step whose progress is unknown. Use it as a context manager: leaving it ends the bars.
     Where there are lines, one comes when a step begins and at each tenth of the others, and one says what is still
     being done whenever none has come for `silence_s`.
     """

@@ -15,7 +15,7 @@ INTERVAL_S = 0.1
 
 @contextmanager
 def step(on_event: OnEvent, what: str) -> Iterator[None]:
-    """Tells that a step begins and that it ends, also by an exception: nobody is at it any more then."""
+    """Reports that a step begins and that it ends, also by an exception."""
     on_event(what, 0, 1)
     try:
         yield
@@ -43,7 +43,7 @@ class ProgressWriter:
             with self._path.open("a") as file:  # one write of one line: writers in several processes do not mix
                 file.write(json.dumps([name, done, total]) + "\n")
         except OSError:
-            pass  # writing progress must never stop what it tells of
+            pass  # a failure to report progress must not stop the work
 
 
 class ProgressReader:

@@ -16,7 +16,7 @@ LEAST_AMOUNT = 0.0001  # Ray counts in these
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Logical amounts: Ray counts them, and keeps nobody from taking more."""
+    """Logical amounts: Ray counts them, and does not enforce them."""
 
     num_cpus: float = 0.0
     num_gpus: float = 0.0

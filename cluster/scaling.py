@@ -20,14 +20,14 @@ from dataclasses import dataclass
 class ScalingConfig:
     """Bounds, what one gang should carry, and how long to wait. The defaults are in `cluster/settings/scaling.py`."""
 
-    min_gangs: int  # 0: none while nobody asks
+    min_gangs: int  # 0: none without requests
     max_gangs: int
     queued_tokens_per_gang: int  # tokens of prompts that wait to be computed
     pool_pressure: float  # share of a gang's pages, or of its places for running sequences, that are taken
     adapter_loads_per_s: float  # loads into a full pool, which push another adapter out, for each gang
     scale_down_share: float  # fewer gangs are enough if the load fits into this share of their three limits above
     scale_down_after_s: float  # fewer gangs must have been enough for so long
-    scale_to_zero_after_s: float  # nobody must have asked for so long
+    scale_to_zero_after_s: float  # time without requests
     start_grace_s: float  # for so long a starting gang is not given up
     window_s: float  # over which a load is averaged
     tenant_scaling_share: float  # of max_gangs, that one tenant's backlog may call for
@@ -66,7 +66,7 @@ class GangLoad:
     pool_pressure: float = 0.0  # 0 to 1
     adapter_loads_per_s: float = 0.0  # into a full pool
     computed_tokens_per_s: float = 0.0
-    tenants: tuple[TenantLoad, ...] = ()  # those who have most there; others are not told
+    tenants: tuple[TenantLoad, ...] = ()  # those with the largest backlogs; others are not reported
 
     @property
     def is_idle(self) -> bool:
@@ -166,7 +166,7 @@ def _called_for(num_gangs: float, parts: Iterable[tuple[str, float]], most: floa
 def decide(state: FleetState, config: ScalingConfig, history: ScalingHistory) -> int:
     """The number of gangs to ask for now. `history` has observed everything up to and including this state.
 
-    Never 0 while somebody asks, nor before a gang that was asked for has reported its load.
+    Never 0 while there are requests, nor before a gang that was asked for has reported its load.
     """
     kept = min(state.target, history.held(state.now_s, config))
     return min(max(gangs_needed(state, config), kept, config.min_gangs), config.max_gangs)
@@ -175,7 +175,8 @@ def decide(state: FleetState, config: ScalingConfig, history: ScalingHistory) ->
 def _observe_saturation(before: Saturation | None, state: FleetState, config: ScalingConfig) -> Saturation | None:
     """The highest rate of a gang with too long a queue in the last `scale_down_after_s`, which is what a gang can do.
 
-    Once there are enough gangs, the queue is gone, so it cannot tell when there would be too few again. This rate can.
+    Once there are enough gangs, the queue is gone, so it does not show when there would be too few again. This rate
+    does.
     """
     rates = [gang.computed_tokens_per_s for gang in state.gangs if gang.queued_tokens >= config.queued_tokens_per_gang]
     rate = max(rates, default=0.0)

@@ -1,4 +1,4 @@
-"""How many threads a worker computes with where nobody has said so."""
+"""The default number of threads of a worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def threads_of_a_worker(num_cores: int, num_gangs: int, workers_per_gang: int, c
 
 def usable_cores(membership: Path = MEMBERSHIP, mount: Path = CGROUPS) -> int:
     """Cores that this process may use: of those that it was given, as many as its cgroups may keep busy; at least 1."""
-    # Linux alone can tell which cores a process was given.
+    # Only Linux shows which cores a process was given.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(membership, mount)
     return num_cores if quota is None else max(1, min(num_cores, int(quota)))

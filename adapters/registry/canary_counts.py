@@ -50,6 +50,15 @@ _STICKY_BOUND: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class TrialMember:
+    """An answer's part in a trial."""
+
+    canary_id: str
+    arm: Arm
+    sticky: str  # hash of its sticky key
+
+
 @dataclass(frozen=True)
 class Outcome:
     """An answer as it counts."""

@@ -15,7 +15,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from .redis_deadline import answered_within
-from .registry_keys import CLUSTER_TOKEN, LAUNCHES
+from .registry_keys import CLUSTER_TOKEN, LAUNCHES, bind_script
 
 
 class Launches:
@@ -24,14 +24,13 @@ class Launches:
     def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
         self._client: Any = client
         self._timeout_s = timeout_s
+        self._heartbeat = bind_script(client, "count_heartbeat.lua", allow_oom=True)
 
     async def heartbeat(self, owner: str) -> dict[str, int]:
         """Counts one more heartbeat of the launch; returns how many there were of each launch."""
         async with answered_within(self._timeout_s):
-            transaction = self._client.pipeline(transaction=True)
-            transaction.hincrby(LAUNCHES, owner, 1).hgetall(LAUNCHES)
-            _, heartbeats = await transaction.execute()
-        return {launch: int(count) for launch, count in heartbeats.items()}
+            words = await self._heartbeat(launches=LAUNCHES, launch=owner)
+        return {launch: int(count) for launch, count in zip(words[::2], words[1::2], strict=True)}
 
     async def forget(self, owner: str) -> None:
         """Removes an expired launch."""
@@ -41,7 +40,10 @@ class Launches:
     async def shared_token(self, token: str) -> str:
         """The secret of routers and gangs of all launches: `token`, if there was none yet."""
         async with answered_within(self._timeout_s):
-            held: str | None = await self._client.set(CLUSTER_TOKEN, token, nx=True, get=True)
+            held: str | None = await self._client.get(
+                CLUSTER_TOKEN
+            )  # a full Redis refuses even a SET that sets nothing
+            held = held or await self._client.set(CLUSTER_TOKEN, token, nx=True, get=True)
         return token if held is None else held
 
 

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from .lua_script import LuaScript
 from .redis_deadline import answered_within
 
-_HOLD: Final = LuaScript(Path(__file__).with_name("hold.lua"))
+_HOLD: Final = LuaScript(Path(__file__).with_name("hold.lua"), allow_oom=True)
 
 
 class Lease:

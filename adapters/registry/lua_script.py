@@ -37,7 +37,8 @@ class LuaScript:
     None stands for an empty string, True for 1 and False for 0. A name that is missing or unknown is a TypeError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, allow_oom: bool = False) -> None:
+        """`allow_oom`: it may also write while Redis is at its bound of memory: it frees some, or takes little."""
         path = path.resolve()
         parts: dict[Path, _Part] = {}
         _collect(path, parts)
@@ -52,7 +53,8 @@ class LuaScript:
             raise ValueError(f"{path}: {lists[0]}: only the last argument of the script itself can be a list")
         self.args = tuple(name for name in scalars if name not in lists)
         self.rest = lists[0].removesuffix("[]") if lists else None
-        self.source = "\n".join((*self._bindings(), *(part.checked_body for part in included), own.body))
+        flags = ("#!lua flags=allow-oom",) if allow_oom else ()
+        self.source = "\n".join((*flags, *self._bindings(), *(part.checked_body for part in included), own.body))
         self.sha = sha1(self.source.encode()).hexdigest()  # the name that Redis gives it
         self._names = frozenset((*self.keys, *self.args, *([self.rest] if self.rest else [])))
 

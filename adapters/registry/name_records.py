@@ -42,6 +42,7 @@ class NameRecords:
         self._clock = clock
         self._client = client
         self._change_name = bind_script(client, "change_name.lua")
+        self._change_name_when_full = bind_script(client, "change_name.lua", allow_oom=True)
 
     async def get(self, tenant: str, name: str) -> NameState:
         """Raises NoSuchName if the tenant has no adapter of this name."""
@@ -129,8 +130,10 @@ class NameRecords:
             result = str(new_last if new_last != last_version else after.current.version)
             written_entry = entry and structs.replace(entry, changed={**entry.changed, **changed_fields(before, after)})
             new_notes = "" if after.notes == NameNotes() else _encode(after.notes).decode()
+            # What adds no version, as a rollback, hardly needs memory.
+            change_name = self._change_name if new_last != last_version else self._change_name_when_full
             async with answered_within(self._timeout_s):
-                written = await self._change_name(
+                written = await change_name(
                     field=field,
                     old_record=record,
                     old_version=last_version,

@@ -6,17 +6,22 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import OutOfMemoryError, RedisClusterException, RedisError
 
-from ..errors import RegistryUnavailable
+from ..errors import RegistryFull, RegistryUnavailable
 
 
 @asynccontextmanager
 async def answered_within(timeout_s: float) -> AsyncIterator[None]:
-    """Raises RegistryUnavailable if what is asked of Redis in the block fails, or has no answer in time."""
+    """Raises RegistryUnavailable if what is asked of Redis in the block fails, or has no answer in time.
+
+    RegistryFull says that Redis refused a write for want of memory: then nothing was written.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             yield
+    except OutOfMemoryError as error:
+        raise RegistryFull("the registry's memory is full: nothing can be added until some of it is freed") from error
     except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
         problem = str(error) or type(error).__name__
         raise RegistryUnavailable(f"the registry cannot be reached ({problem}): try again in a moment") from error

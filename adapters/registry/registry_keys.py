@@ -80,11 +80,15 @@ SCRIPT_KEYS: Final[Mapping[str, str]] = {
 _FOLDER: Final = Path(__file__).parent
 
 
-def bind_script(client: Redis, name: str) -> BoundScript:
-    """The script in the file `name` of this folder; callers pass only keys that SCRIPT_KEYS lacks."""
-    return _load(name).bind(client, SCRIPT_KEYS)
+def bind_script(client: Redis, name: str, *, allow_oom: bool = False) -> BoundScript:
+    """The script in the file `name` of this folder; callers pass only keys that SCRIPT_KEYS lacks.
+
+    `allow_oom`: it works while Redis is at its bound of memory. Deletions, revocations, and what a launch and its
+    router write at their start are such scripts; uploads and counts are not.
+    """
+    return _load(name, allow_oom=allow_oom).bind(client, SCRIPT_KEYS)
 
 
 @cache
-def _load(name: str) -> LuaScript:
-    return LuaScript(_FOLDER / name)
+def _load(name: str, *, allow_oom: bool) -> LuaScript:
+    return LuaScript(_FOLDER / name, allow_oom=allow_oom)

@@ -108,7 +108,7 @@ def check_model_folder(folder: Path) -> None:
 
 def _download(hub_id: str, folder: Path, on_progress: OnProgress) -> None:
     """Downloads the wanted files of the hub's current revision into `folder`; goes on where a call broke off."""
-    disable_progress_bars()  # motet's own display tells the same, also where there is no terminal
+    disable_progress_bars()  # motet shows the progress itself, also without a terminal
     try:
         planned = huggingface_hub.snapshot_download(
             hub_id, local_dir=folder, allow_patterns=WANTED_FILES, ignore_patterns=UNWANTED_FILES, dry_run=True

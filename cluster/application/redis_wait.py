@@ -1,8 +1,8 @@
 """The patience of a replica that starts with a Redis that does not answer yet.
 
-Ray Serve gives an application up after few failures of a constructor, and then nobody starts its replicas any more. So
-a Redis whose image is still pulled, or that fails over, is waited for. Whoever starts an application by hand hears of
-it at once all the same: `motet serve` registers before it starts anything.
+Ray Serve gives an application up after a few failures of a constructor and starts its replicas no more. So a replica
+waits for a Redis whose image is still pulled, or that fails over. A start by hand fails at once all the same: `motet
+serve` registers before it starts anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a launch writes into the registry before it serves: its base, and the keys that it gives.
 
 `motet serve` does so once, before it starts anything, so that a refusal comes early. Every router does it again when it
-starts: an application that a cluster deploys by itself has nobody else.
+starts, because an application that a cluster deploys by itself has no launcher.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def register_router(
 
 
 async def check_objectives_of(registry: Registry, config: MotetConfig) -> None:
-    """Raises ConfigError for a latency objective of a tenant without a key, in whoever's name it was given."""
+    """Raises ConfigError for a latency objective of a tenant without a key, in any launch."""
     await _check_objectives(registry, config, "", ())
 
 
@@ -90,7 +90,7 @@ async def _claim(registry: Registry, config: MotetConfig, remedy: str, *, if_emp
 
 
 async def _check_name(registry: Registry, base: BaseIdentity) -> None:
-    """Raises ConfigError if an adapter has the base's name: nobody could ask for that adapter any more."""
+    """Raises ConfigError if an adapter has the base's name: requests could not reach that adapter any more."""
     tenants = await registry.tenants_with(base.name)
     if tenants:
         raise ConfigError(

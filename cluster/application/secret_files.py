@@ -1,6 +1,6 @@
 """Secrets as a node has them: files of a folder, as Kubernetes mounts a Secret, or environment variables.
 
-A file wins over a variable, and two that differ are an error: nobody could tell which one was meant.
+A file wins over a variable, and two that differ are an error: it would be unclear which one was meant.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A small HTTP client of a running motet: adapters, streamed chat, status.
 
-ClientError               what a person is told, without a traceback
+ClientError               an error for the user, shown without a traceback
 ├── ServerUnreachable     nothing answers at the address, or the connection broke
 └── RequestRefused        the server answered with an error; `status_code` says which
 """
@@ -52,7 +52,7 @@ class AdapterInfo:
     rank: int
     targets: tuple[str, ...]
     num_bytes: int
-    fields: Mapping[str, Any] = field(repr=False, compare=False)  # all that the server tells
+    fields: Mapping[str, Any] = field(repr=False, compare=False)  # the server's whole JSON
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> AdapterInfo:
@@ -156,7 +156,7 @@ class MotetClient:
         self._request("DELETE", f"/v1/adapters/{quote(name, safe='')}")
 
     def status(self) -> dict[str, Any]:
-        """Model, gangs and load, as the server tells them."""
+        """Model, gangs and load: the JSON of /status."""
         return dict(self._json("GET", "/status"))
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:

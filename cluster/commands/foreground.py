@@ -56,21 +56,21 @@ def _patience(console: Console) -> Iterator[None]:
         yield
         return
 
-    def tell(_number: int, _frame: FrameType | None) -> None:
+    def show_wait(_number: int, _frame: FrameType | None) -> None:
         console.print("still stopping", highlight=False)
 
-    signal.signal(signal.SIGINT, tell)
-    before = signal.signal(signal.SIGTERM, tell)
+    signal.signal(signal.SIGINT, show_wait)
+    before = signal.signal(signal.SIGTERM, show_wait)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if signal.getsignal(signal.SIGTERM) is tell:  # the deployment puts back what it has changed
+        if signal.getsignal(signal.SIGTERM) is show_wait:  # the deployment restores the handler that it has changed
             signal.signal(signal.SIGTERM, before)
 
 
 def _start(deployment: Deployment, config: MotetConfig, console: Console, **options: bool) -> None:
-    logging.disable(logging.INFO)  # of this process: how far it is, the progress tells
+    logging.disable(logging.INFO)  # of this process: the progress display replaces these lines
     try:
         with ProgressDisplay(console) as progress:
             deployment.start(config, progress, **options)

@@ -18,7 +18,7 @@ def load_lines(load: Mapping[str, Any], before: Mapping[str, Any] | None, second
     def count(field: str) -> float:
         return float(load.get(field, 0))
 
-    def told(field: str, what: str) -> str:
+    def rate(field: str, what: str) -> str:
         if before is None or seconds <= 0:
             return f"{count(field):,.0f} {what}"
         return f"{max(0.0, count(field) - (before.get(field) or 0)) / seconds:,.1f} {what}"
@@ -42,19 +42,19 @@ def load_lines(load: Mapping[str, Any], before: Mapping[str, Any] | None, second
     there = f"{count('num_resident_adapters'):,.0f} there, {count('num_coming_adapters'):,.0f} coming"
     yield f"adapters: {there}; {packed} packed in host memory"
     yield f"prompt tokens not computed again (prefix cache): {_hit_rate(load)}"
-    yield f"tokens{every}: {told('num_generated_tokens', 'generated')}, {told('num_computed_tokens', 'computed')}"
+    yield f"tokens{every}: {rate('num_generated_tokens', 'generated')}, {rate('num_computed_tokens', 'computed')}"
     yield (
-        f"copies{every}: {told('num_pages_out', 'pages of KV to host memory')}, {told('num_pages_in', 'back')}; "
-        f"{told('num_move_failures', 'failed')}"
+        f"copies{every}: {rate('num_pages_out', 'pages of KV to host memory')}, {rate('num_pages_in', 'back')}; "
+        f"{rate('num_move_failures', 'failed')}"
     )
     yield (
-        f"adapter loads{every}: {told('num_adapter_loads', 'adapters')}, "
-        f"{told('num_adapter_reads', 'of them from the store')}; {told('num_loaded_pages', 'pages')}"
+        f"adapter loads{every}: {rate('num_adapter_loads', 'adapters')}, "
+        f"{rate('num_adapter_reads', 'of them from the store')}; {rate('num_loaded_pages', 'pages')}"
     )
     yield (
-        f"evictions{every}: {told('num_prefix_evictions', 'pages of KV')}, {told('num_adapter_evictions', 'adapters')}"
+        f"evictions{every}: {rate('num_prefix_evictions', 'pages of KV')}, {rate('num_adapter_evictions', 'adapters')}"
     )
-    yield f"preemptions{every}: {told('num_preemptions', 'sequences')}"
+    yield f"preemptions{every}: {rate('num_preemptions', 'sequences')}"
 
 
 def _hit_rate(load: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from ..byte_size import format_byte_size
 from .load_lines import load_lines
 
-LEFT_OUT = ("vocab_size", "eos_token_ids")  # of a gang: facts of the model, which its files tell
+LEFT_OUT = ("vocab_size", "eos_token_ids")  # of a gang: facts of the model, which stand in its files
 IN_OTHER_WORDS = {
     "num_pages": "pages",
     "num_threads": "threads",
@@ -22,7 +22,7 @@ def status_lines(
 ) -> Iterator[str]:
     """One line a fact, sections indented under their name. A key that ends in `_bytes` is shown as a size.
 
-    `before`: what it said `seconds` earlier, for what is told by the second; None: counts since the start.
+    `before`: the status `seconds` earlier, for rates per second; None: totals since the start.
     """
     return _lines(_merged(status), 0, _merged(before or {}), seconds)
 
@@ -58,7 +58,7 @@ def _lines(status: Mapping[str, Any], indent: int, before: Mapping[str, Any], se
 
 
 def _gang(gang: Mapping[str, Any]) -> dict[str, Any]:
-    """A gang without what its model's files tell; a page's two sizes are one line."""
+    """A gang without the facts of its model; a page's two sizes are one line."""
     shown: dict[str, Any] = {}
     for key, value in gang.items():
         if key == "block_size" and "page_bytes" in gang:

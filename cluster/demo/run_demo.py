@@ -29,9 +29,9 @@ from .voices import Inquiry, Reply, Voice, ask_all
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "demo"
 BASE = "motet-demo"
-# Everybody knows these keys. They let in whoever reaches the demo, which listens on loopback only, and, where REDIS_URL
-# makes it share a Redis, any other motet of that Redis. They are deleted when the demo ends; after a demo that was
-# killed they stay until the next one in the same data folder ends.
+# These keys are public. They admit every client that reaches the demo, which listens on loopback only, and, where
+# REDIS_URL makes it share a Redis, any other motet of that Redis. They are deleted when the demo ends; after a demo
+# that was killed they stay until the next one in the same data folder ends.
 KEYS = {"acme": "demo-key-acme", "globex": "demo-key-globex"}
 OPERATOR_KEY = "demo-key-operators"
 VOICES = (
@@ -115,7 +115,7 @@ def _upload_all(console: Console, clients: dict[str, MotetClient]) -> None:
 
 
 def _upload_and_ask(console: Console, client: MotetClient) -> Reply:
-    """A reply of an adapter that nobody had before, so that nothing of it can be cached anywhere."""
+    """A reply of a new adapter, of which nothing can be cached."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for file in ADAPTER_FILES:

@@ -129,7 +129,7 @@ def _on(task: Any, node: Mapping[str, Any]) -> Any:
 
 
 def _serve_findings() -> list[Finding]:
-    """A controller that is dead or hangs is a finding too: the others are still told."""
+    """A controller that is dead or hangs is a finding too; the other checks still run."""
     import ray
 
     try:

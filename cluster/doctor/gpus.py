@@ -39,7 +39,7 @@ class Gpu:
 class GpuFacts:
     has_driver: bool
     gpus: tuple[Gpu, ...] = ()
-    smi_problem: str = ""  # why nvidia-smi told nothing
+    smi_problem: str = ""  # why nvidia-smi gave no answer
     num_mig_devices: int = 0
     torch_cuda: str | None = None  # the version of CUDA that torch was built with; None: it was built without
     torch_names: tuple[str, ...] = ()  # of the devices that torch sees
@@ -134,7 +134,7 @@ def _driver(facts: GpuFacts) -> list[Finding]:
     return [
         warning(
             CHECK,
-            f"nvidia-smi tells of no GPU: {facts.smi_problem or 'it lists none'}",
+            f"nvidia-smi shows no GPU: {facts.smi_problem or 'it lists none'}",
             why="GPUs, their memory and MIG could not be looked at",
             do="NVIDIA_DRIVER_CAPABILITIES=compute,utility, and nvidia.com/gpu in the container's limits",
         )

@@ -108,7 +108,7 @@ def check_redis(facts: RedisFacts) -> list[Finding]:
             error(
                 CHECK,
                 f"{facts.address} does not answer: {facts.problem}",
-                why="the registry is there: without it nobody can upload, and no router or gang starts",
+                why="it holds the registry: without it uploads fail, and no router or gang starts",
                 do="check the URL (REDIS_URL, or redis-url in the secrets), the password, and that a NetworkPolicy "
                 "lets this node reach it",
             )

@@ -90,7 +90,7 @@ def _findings_of(folder: str, name: str, file: SecretFile) -> list[Finding]:
     path = f"{folder}/{name}"
     if name not in FILES:
         known = ", ".join(FILES)
-        return [warning(CHECK, f"nobody reads {path}", why="it may be misspelt", do=f"the files are {known}")]
+        return [warning(CHECK, f"{path} is not used", why="it may be misspelt", do=f"the files are {known}")]
     if file.problem:
         do = "securityContext.fsGroup: 1000 of the pod, and defaultMode: 0440 of the volume"
         return [error(CHECK, f"{path} cannot be read: {file.problem}", why="motet does not start", do=do)]

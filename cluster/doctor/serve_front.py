@@ -1,4 +1,4 @@
-"""What Ray Serve was told, on a node and in the Serve that runs: its flags, and what it runs for HAProxy."""
+"""Ray Serve's flags on a node and in the Serve that runs, and the program that it runs for HAProxy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gather_serve() -> NodeServeFacts:
 
 
 def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
-    """Of a node whose environment somebody has written; where nobody has, motet says all of it when it starts Serve."""
+    """Of a node whose environment was set by hand; otherwise motet sets all of it when it starts Serve."""
     findings = []
     if facts.limits_problem:
         findings.append(

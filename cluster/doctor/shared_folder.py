@@ -176,7 +176,7 @@ def check_folder(facts: FolderFacts) -> list[Finding]:
 def _room(facts: FolderFacts) -> Finding:
     free = f"{facts.path} has {format_byte_size(facts.free_bytes)} free of {format_byte_size(facts.total_bytes)}"
     why = "uploads are refused when it is full"
-    do = "more room for it, or remove adapters (motet adapters rm): the next sweep frees what nobody names"
+    do = "more room for it, or remove adapters (motet adapters rm): the next sweep frees adapters without a name"
     if facts.free_bytes < LEAST_BYTES:
         return error(CHECK, free, why=why, do=do)
     if facts.free_bytes < LEAST_SHARE * facts.total_bytes:

@@ -42,7 +42,7 @@ def edge_config(
     names = [section[0].rstrip() for section in sections]
     for name in names:
         if name not in known and not name.startswith("backend "):
-            raise TemplateChanged(f"there is a section that nobody guards: {name}")
+            raise TemplateChanged(f"there is a section without limits: {name}")
     if missing := {name for name in known if names.count(name) != 1}:
         raise TemplateChanged(f"these sections are not there once: {', '.join(sorted(missing))}")
     if "backend default_backend" not in names:

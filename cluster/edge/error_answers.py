@@ -7,7 +7,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 RETRY_AFTER_S = 1
-# Of each status: the code, and what a person is told. HAProxy answers with all of them by itself.
+# By status: the error's code and message. HAProxy sends all of them itself.
 HAPROXYS = {
     400: ("invalid_request", "The request is no HTTP, or its body ceased to come."),
     401: ("invalid_api_key", "Send your API key in the header Authorization: Bearer YOUR_KEY."),

@@ -1,12 +1,12 @@
 """What the front does with a connection and a request before a router sees them, as HAProxy's directives.
 
-Who can be told from others is bounded: a source (an address, for IPv6 its /64) and a key. A connection has
+Each client that can be identified is bounded: a source (an address, for IPv6 its /64) and a key. A connection has
 `HEADERS_TIMEOUT_S` for its headers and again for its body, or as much of that as fits into a buffer: what is longer is
 the router's to measure, who knows what it is for.
 
 A source may hold more than its share of connections as long as half of the front is free, so that many clients behind
 one address are not refused for nothing; then its next ones are closed at once. Requests under way, of a source or a
-key, are refused with 429 beyond their bound. The routes that say whether motet lives are refused to nobody.
+key, are refused with 429 beyond their bound. The routes of liveness are never refused.
 
 Behind a proxy all sources look alike. Of those that are trusted the last address of X-Forwarded-For, which they have
 added, is the source, and their connections are not counted.
@@ -54,7 +54,7 @@ def table_lines() -> list[str]:
 
 def front_lines(limits: EdgeLimits, max_connections: int) -> list[str]:
     """Directives of the front, in the order in which they act. `max_connections`: what the machine lets it have."""
-    lines = ["option disable-h2-upgrade"]  # of HTTP/2 in clear nobody has need, and its limits are others
+    lines = ["option disable-h2-upgrade"]  # HTTP/2 without TLS is not needed and would need limits of its own
     lines += _request_id_lines()
     proxies = limits.trusted_proxies.replace(",", " ")
     lines.append(f"acl motet_trusted {f'src {proxies}' if proxies else 'always_false'}")
@@ -76,18 +76,18 @@ def _connection_lines(limits: EdgeLimits, max_connections: int) -> list[str]:
 
 
 def _request_id_lines() -> list[str]:
-    """Every request has one id, its client's own if that can stand in a header and a log, and every answer tells it.
+    """Every request has one id, which is also in its answer: the client's own if that is valid in headers and logs.
 
     Only to what is no HTTP, for which there is no request yet, HAProxy's answer has none.
     """
-    told = "var(txn.motet_id)"
+    request_id = "var(txn.motet_id)"
     return [
         f"acl motet_id_given req.fhdr_cnt({REQUEST_ID_HEADER}) eq 1",
         f"acl motet_id_good req.fhdr({REQUEST_ID_HEADER}) -m reg '^{ID_PATTERN}$'",
         "http-request set-var(txn.motet_id) uuid",
         f"http-request set-var(txn.motet_id) req.fhdr({REQUEST_ID_HEADER}) if motet_id_given motet_id_good",
-        f"http-request set-header {REQUEST_ID_HEADER} %[{told}]",
-        f"http-after-response set-header {REQUEST_ID_HEADER} %[{told}] if {{ {told} -m found }}",
+        f"http-request set-header {REQUEST_ID_HEADER} %[{request_id}]",
+        f"http-after-response set-header {REQUEST_ID_HEADER} %[{request_id}] if {{ {request_id} -m found }}",
     ]
 
 

@@ -47,7 +47,7 @@ def write_edge_program(path: Path) -> Path:
 
 
 def is_edge_program(program: str) -> bool:
-    """Whether the program that Serve was told to run for HAProxy, if it was, puts motet's edge in."""
+    """Whether the program that Serve is configured to run for HAProxy adds motet's edge."""
     try:
         with Path(program).open("rb") as file:
             return PROGRAM.encode() in file.read(4096)
@@ -67,7 +67,7 @@ def offer_haproxy(limits: EdgeLimits) -> None:
     folder = Path(tempfile.gettempdir()) / f"{NODE_FOLDER}-{os.getuid()}-{digest}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} is somebody else's")
+        raise PermissionError(f"{folder} belongs to another user")
     program = folder / "haproxy"
     if not program.exists():  # others of this node may write it at the same moment
         write_haproxy(folder / f"haproxy-{os.getpid()}", limits, None).replace(program)

@@ -14,7 +14,7 @@ BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"  # what Serve runs for HAProxy
 SERVE_FLAGS = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 
 LONGEST_STREAM_S = 24 * 3600
-DEREGISTRATION_S = 5  # in which HAProxy, on a busy machine too, hears that a router goes
+DEREGISTRATION_S = 5  # until HAProxy, on a busy machine too, has removed a router that stops
 PORT_REST_S = 150  # before another router gets the port of one that is gone
 # Variables of Serve on which streams depend that outlast changes of routers.
 LASTING_STREAMS = {

@@ -14,6 +14,6 @@ class ExpositionConfig:
     """Of routers and gangs alike. Defaults and bounds stand with motet's settings."""
 
     name: str  # the base's, a label of everything
-    data_dir: Path  # has the operators' key where nobody gave one
+    data_dir: Path  # has the operators' key if none was given
     metrics_port: int  # the first one that is tried; 0: there is no page of its own
-    metrics_access: Access  # who may read it: whoever has the operators' key, or everybody who reaches the port
+    metrics_access: Access  # holders of the operators' key, or every client that reaches the port

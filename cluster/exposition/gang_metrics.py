@@ -78,7 +78,7 @@ class GangMetrics:
         yield make.gauges(*BUILD_INFO, ("version",), [((__version__,), 1)])
         yield from gang_families({self._info.gang_id: facts.load}, base)
         yield make.gauge("motet_engine_routers", "Routers that are connected to the gang.", facts.num_routers)
-        help_text = "Sequences of lost routers that the gang keeps for whoever asks."
+        help_text = "Sequences of lost routers that the gang keeps for another router."
         yield make.gauge("motet_engine_orphans", help_text, facts.num_orphans)
         help_text = (
             "Sequences that ended in the gang, by OpenAI's finish_reason or by the kind of their error. Those that "
@@ -104,7 +104,7 @@ class GangMetrics:
         names = ("block_size", "num_gpu_blocks")
         sizes = (str(self._info.block_size), str(self._info.num_pages))
         yield make.gauges(
-            "vllm:cache_config_info", "For gateways: 1; the labels tell the pool's size.", names, [(sizes, 1)]
+            "vllm:cache_config_info", "For gateways: 1; the labels are the pool's size.", names, [(sizes, 1)]
         )
         asked = facts.asked
         labels = lora_requests(asked.names, asked.num_open, facts.resident, self._info.max_num_sequences)

@@ -2,7 +2,7 @@
 
 The endpoint picker of Kubernetes' Gateway API inference extension (its "model server protocol") prefers a server that
 has an adapter running, then one with a place for another, then one where it is waited for. The lists hold the names by
-which clients ask; two tenants' adapters of one name cannot be told apart there, so a gateway's choice is a hint.
+which clients ask; two tenants' adapters of one name cannot be distinguished there, so a gateway's choice is a hint.
 """
 
 from __future__ import annotations

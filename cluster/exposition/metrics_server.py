@@ -1,6 +1,6 @@
 """One process's own page of metrics, on a port of its own.
 
-It is served by the process's event loop, so a scrape also proves that the loop turns; whoever makes the text does it in
+It is served by the process's event loop, so a scrape also proves that the loop turns; the text is made in
 a thread. Prometheus asks every few seconds, so there is a connection for each scrape and nothing is kept between them.
 """
 
@@ -65,7 +65,7 @@ class MetricsServer:
                     writer.write(await self._answer(head))
                     await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
-            pass  # nobody is there to be told
+            pass  # the client is gone
         finally:
             self._num_open -= 1
             writer.close()

@@ -55,7 +55,7 @@ def example_gang() -> Iterator[Metric]:
 
 def table(metrics: Iterable[Metric]) -> str:
     """A row for each metric, in their order."""
-    rows = ["| name | kind | tells |", "| --- | --- | --- |"]
+    rows = ["| name | kind | meaning |", "| --- | --- | --- |"]
     for family in text_string_to_metric_families(text_of(metrics).decode()):
         labels = dict.fromkeys(
             label for sample in family.samples for label in sample.labels if label not in _EVERYWHERE

@@ -1,4 +1,4 @@
-"""Starts a process's own page of metrics, and tells others where it is."""
+"""Starts a process's own page of metrics, and publishes its address."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ProcessPage:
         self._address: str | None = None
 
     async def start(self, node_address: str) -> None:
-        """`node_address`: where others reach this machine; on loopback nobody else does."""
+        """`node_address`: the address of this machine for others; on loopback there are no others."""
         if not self._config.metrics_port:
             return
         self._server = MetricsServer(self._text, await self._key())
@@ -76,17 +76,19 @@ def targets_of(
 ) -> list[MetricsTarget]:
     """The processes that have a page, from the metadata of all replicas."""
     return [
-        *(_target(config, "router", told) for told in routers if METRICS_ADDRESS in told),
-        *(_target(config, "gang", told) for told in gangs if METRICS_ADDRESS in told),
+        *(_target(config, "router", metadata) for metadata in routers if METRICS_ADDRESS in metadata),
+        *(_target(config, "gang", metadata) for metadata in gangs if METRICS_ADDRESS in metadata),
     ]
 
 
-def _target(config: ExpositionConfig, process: Process, told: Mapping[str, str]) -> MetricsTarget:
-    return MetricsTarget(process=process, name=told[METRICS_NAME], address=told[METRICS_ADDRESS], base=config.name)
+def _target(config: ExpositionConfig, process: Process, metadata: Mapping[str, str]) -> MetricsTarget:
+    return MetricsTarget(
+        process=process, name=metadata[METRICS_NAME], address=metadata[METRICS_ADDRESS], base=config.name
+    )
 
 
 def _listen_host(node_address: str) -> str:
-    """All addresses of a machine that others reach, loopback of one that nobody else does."""
+    """All addresses of a machine that others reach; loopback otherwise."""
     address = ip_address(node_address)
     if address.is_loopback:
         return node_address

@@ -1,6 +1,6 @@
 """Whether gangs have room on a cluster's nodes: pure functions of what the nodes have and what is wanted.
 
-Ray waits without end for a place that no node has. So motet checks first, and tells what is missing.
+Ray waits forever for a place that no node has. So motet checks first, and reports what is missing.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ def describe(demand: Demand) -> str:
 
 def _describe_nodes(nodes: Sequence[Node], demand: Demand) -> str:
     names = sorted({name for bundle in demand.bundles for name in bundle}, key=lambda name: (name not in "CPU", name))
-    told = []
+    found = []
     for node in nodes:
         has = _amounts({name: node.resources.get(name, 0.0) for name in names})
         labels = "".join(f", {key}={node.labels.get(key, 'none')}" for key in demand.labels)
-        told.append(f"{node.name} has {has}{labels}")
-    return "; ".join(told) or "there is no node"
+        found.append(f"{node.name} has {has}{labels}")
+    return "; ".join(found) or "there is no node"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

@@ -120,9 +120,9 @@ class JoinedCluster:
         self._application = application
 
     def delete(self) -> None:
-        """Ends what we started: the application, and Serve if nobody else has one there by now. Idempotent.
+        """Ends what we started: the application, and Serve if no other application runs there by now. Idempotent.
 
-        If the cluster does not answer, the log tells what could not be ended.
+        If the cluster does not answer, the log names what could not be ended.
         """
         import ray
         from ray import serve
@@ -169,7 +169,7 @@ class JoinedCluster:
         if self._num_missed < ENOUGH_MISSED:
             return None
         self._application = ""
-        return "the application was deleted by somebody else"
+        return "the application was deleted by another process"
 
 
 def _edge_of_nodes(limits: EdgeLimits) -> Callable[[], None]:
@@ -183,7 +183,7 @@ def _edge_of_nodes(limits: EdgeLimits) -> Callable[[], None]:
         try:
             from ..edge.edge_limits import EdgeLimits
             from ..edge.haproxy import offer_haproxy
-        except ImportError:  # the check of the nodes tells
+        except ImportError:  # the check of the nodes reports it
             return
         offer_haproxy(EdgeLimits.from_json(text))
 

@@ -75,14 +75,14 @@ class Deployment:
         """Returns when a token was served over HTTP. On failure everything is stopped again.
 
         On a running cluster, `replace` deletes a motet that runs there first, and `wait_for_nodes` deploys even if no
-        node has room yet. `on_event` hears what it is at, from this or another thread. Raises LaunchError, ConfigError
+        node has room yet. `on_event` gets the progress, from this or another thread. Raises LaunchError, ConfigError
         for a port that is in use or a name that an adapter has, ValueError for a model that cannot be served,
         RedisServerError, and the AdapterErrors of `register_launch`.
         """
         assert self._config is None, "a deployment is started once"
         if config.placement.address is None:
             check_port_is_free(config.listen_host, config.access.port)
-        ModelConfig.from_folder(config.model_path)  # what cannot be served is told at once
+        ModelConfig.from_folder(config.model_path)  # a model that cannot be served fails at once
         self._config = config
         try:
             self._parts.callback(self._restore_signals)
@@ -147,7 +147,7 @@ class Deployment:
         self._parts.close()
 
     def forget_keys(self) -> None:
-        """Deletes the keys of the config, while it runs: nobody is let in by them any more. Raises LaunchError."""
+        """Deletes the keys of the config while motet runs: they are invalid from then on. Raises LaunchError."""
         assert self._config is not None, "it runs"
         try:
             asyncio.run(forget_launch_keys(self._config))
@@ -214,7 +214,7 @@ class Deployment:
         config.serving.data_dir.mkdir(parents=True, exist_ok=True)
         embedded_redis = config.access.redis_url is None
         if embedded_redis:
-            redis = RedisServer(config.redis_path, host=host)
+            redis = RedisServer(config.redis_path, host=host, max_bytes=config.access.redis_max_bytes)
             self._parts.callback(redis.stop)
             self._config = config = config.with_redis_url(redis.start())
         asyncio.run(register_launch(config, embedded_redis=embedded_redis))
@@ -319,7 +319,7 @@ def _wait_until_ready(url: str) -> None:
 
 @contextmanager
 def _followed(progress_path: Path, on_event: OnEvent) -> Iterator[None]:
-    """Passes on, from a thread, what the replicas tell of their progress."""
+    """Passes on the replicas' progress, from a thread."""
     read = ProgressReader(progress_path, on_event)
     ended = threading.Event()
 

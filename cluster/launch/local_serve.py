@@ -46,7 +46,7 @@ def check_port_is_free(host: str, port: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free at the moment, and likely still are when somebody listens there.
+    """Ports of loopback that are free at the moment, and likely still are when a process listens there.
 
     They are among `PORTS`: one that the kernel had chosen it may give meanwhile to any process that connects somewhere.
     """
@@ -117,7 +117,7 @@ def start_serve(
         from ray import serve  # noqa: F401  # what cannot be imported is no start that failed
         from ray.serve._private import constants
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its stages are the launcher's to tell
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the launcher reports the stages
     if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
         raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags only then")
 

@@ -48,7 +48,7 @@ class LogFile:
 def forget_old_files(folder: Path, keep: int) -> None:
     """Removes the files of processes that are gone, except the newest. `keep`: so many files may be there.
 
-    A file's name tells its process: KIND-PID-TIME.
+    A file's name is KIND-PID-TIME of its process.
     """
     with suppress(OSError):  # others of this machine do the same
         files = sorted(folder.glob(f"*{SUFFIX}*"), key=lambda file: file.stat().st_mtime)

@@ -1,7 +1,7 @@
 """Log records as lines: JSON for machines, text for people.
 
-Whatever a record holds, it is one line that nobody can forge: JSON is plain ASCII, in which whatever could end a line
-is escaped; in text values are quoted where they need it, and the lines of a traceback are indented.
+A record is one line that its content cannot forge: JSON is plain ASCII in which line ends are escaped; in text values
+are quoted where they need it, and the lines of a traceback are indented.
 
 What a client sent is never in a line. The code does not log it; and since exceptions may quote the values that they are
 about, those that meet requests are logged as type and stack, without their messages: all of `motet.router`, and of
@@ -29,7 +29,7 @@ _thorough: Final = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), de
 
 
 class JsonLines(logging.Formatter):
-    """`origin`: fields of every line, which say what process it is; it may be added to later."""
+    """`origin`: fields of every line that say which process it is."""
 
     def __init__(self, origin: Mapping[str, Any]) -> None:
         super().__init__()
@@ -60,8 +60,8 @@ class TextLines(logging.Formatter):
         lines = [" ".join(parts)]
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]
-            told = [*stack_of(error, record.name), summary_of(error, record.name)]
-            lines += [f"    | {_printable(line)}" for line in told]
+            stack = [*stack_of(error, record.name), summary_of(error, record.name)]
+            lines += [f"    | {_printable(line)}" for line in stack]
         return "\n".join(lines)
 
 

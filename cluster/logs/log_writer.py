@@ -1,7 +1,7 @@
-"""Lines on their way to where they are kept: by a thread, so that nobody who logs waits for a disk or a pipe.
+"""Writes log lines in a thread, so that no caller waits for a disk or a pipe.
 
 What is not written waits in memory, up to a bound. Beyond that lines are dropped and counted: a full disk, or a pipe
-that nobody reads, costs lines of the log and nothing else.
+that is not read, costs lines of the log and nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LogWriter:
         self._max_waiting_bytes = max_waiting_bytes
         self._lines: list[bytes] = []
         self._num_waiting_bytes = 0
-        self._num_untold = 0  # dropped since the last line that told of it
+        self._num_unreported = 0  # dropped lines that no line has reported yet
         self.num_dropped = 0
         # Its holder may take it again: the interpreter may end objects at any line, and what they do then may log.
         self._lock = threading.RLock()
@@ -41,20 +41,20 @@ class LogWriter:
         with self._lock:
             if self._num_waiting_bytes + len(line) > self._max_waiting_bytes:
                 self.num_dropped += 1
-                self._num_untold += 1
+                self._num_unreported += 1
                 return
             self._lines.append(line)
             self._num_waiting_bytes += len(line)
         if not self._some.is_set():
             self._some.set()
 
-    def take_untold(self) -> int:
-        """How many lines were dropped since the last call, once there is room again to tell of it."""
+    def take_unreported_drops(self) -> int:
+        """How many lines were dropped since the last call; 0 until there is room for a line that reports it."""
         with self._lock:
             if self._num_waiting_bytes > self._max_waiting_bytes // 2:
                 return 0
-            untold, self._num_untold = self._num_untold, 0
-            return untold
+            unreported, self._num_unreported = self._num_unreported, 0
+            return unreported
 
     def close(self) -> None:
         """Returns when all is written, or cannot be."""
@@ -86,7 +86,7 @@ class LogWriter:
     def _lose(self, num_lines: int) -> None:
         with self._lock:
             self.num_dropped += num_lines
-            self._num_untold += num_lines
+            self._num_unreported += num_lines
 
 
 def to_descriptor(descriptor: int) -> Write:

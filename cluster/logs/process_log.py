@@ -29,13 +29,8 @@ class ProcessLog(logging.Handler):
     def __init__(self, config: LogConfig, origin: Mapping[str, Any], writers: Sequence[LogWriter]) -> None:
         """`origin`: fields of every JSON line that say which process it is."""
         super().__init__()
-        self._origin = dict(origin)
         self._writers = writers
-        self.setFormatter(JsonLines(self._origin) if config.log_format == "json" else TextLines())
-
-    def know(self, **fields: Any) -> None:
-        """Adds to what every further line says of its process."""
-        self._origin.update(fields)
+        self.setFormatter(JsonLines(origin) if config.log_format == "json" else TextLines())
 
     @property
     def num_dropped(self) -> int:
@@ -45,12 +40,12 @@ class ProcessLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception:  # a log line must not end what it tells of; %-signs and arguments that do not fit are one way
+        except Exception:  # logging must never fail, for example by %-signs that do not fit the arguments
             line = f"a log line of {record.name} could not be written: {record.msg!a}"
         data = line.encode("utf-8", "backslashreplace") + b"\n"
         for writer in self._writers:
-            if untold := writer.take_untold():
-                writer.put(self.format(_told(untold)).encode() + b"\n")
+            if num_dropped := writer.take_unreported_drops():
+                writer.put(self.format(_drop_record(num_dropped)).encode() + b"\n")
             writer.put(data)
 
     def close(self) -> None:
@@ -81,7 +76,7 @@ def start_process_log(config: LogConfig, kind: str, origin: Mapping[str, Any], l
 
 
 class _OfOthers(logging.Handler):
-    """Warnings of libraries, in the form of all other lines. What they tell below that may be content."""
+    """Warnings of libraries in the same format. Lower levels may hold content of requests."""
 
     def __init__(self, log: ProcessLog) -> None:
         super().__init__(logging.WARNING)
@@ -91,7 +86,7 @@ class _OfOthers(logging.Handler):
         self._log.emit(record)
 
 
-def _told(num_dropped: int) -> logging.LogRecord:
+def _drop_record(num_dropped: int) -> logging.LogRecord:
     record = logging.LogRecord(
         __name__, logging.WARNING, __file__, 0, "%d log lines were dropped", (num_dropped,), None
     )

@@ -55,13 +55,22 @@ class RedisServer:
     """
 
     def __init__(
-        self, folder: Path, binary: Path | None = None, start_timeout_s: float = 60.0, host: str | None = None
+        self,
+        folder: Path,
+        binary: Path | None = None,
+        start_timeout_s: float = 60.0,
+        host: str | None = None,
+        max_bytes: int = 0,
     ) -> None:
-        """`host`: an address of this machine at which others reach the server, by a password that is in its URL."""
+        """`host`: an address of this machine at which others reach the server, by a password that is in its URL.
+
+        `max_bytes`: of memory, at which it refuses to store more; 0: no bound.
+        """
         self._folder = folder.resolve()
         self._binary = binary
         self._start_timeout_s = start_timeout_s
         self._host = host
+        self._max_bytes = max_bytes
         self._lock = FolderLock(self._folder, "redis.lock")
         self._stopping = threading.Event()
         self._spawning = threading.Lock()  # no server is spawned once `_stopping` is set under it
@@ -135,6 +144,7 @@ class RedisServer:
             "appendfsync always",
             "aof-load-truncated yes",
             "aof-use-rdb-preamble no",  # plain commands: Redis and Valkey of any version read each other's files
+            f"maxmemory {self._max_bytes}",
             "maxmemory-policy noeviction",
         ]
         self._settings = "\n".join(lines) + "\n"
@@ -187,7 +197,7 @@ class RedisServer:
             stderr=subprocess.STDOUT,
             cwd=self._folder,
             start_new_session=True,  # Ctrl-C is for us; we stop the server when we are done with it
-            pass_fds=(self._lock.handle,),  # while it lives, nobody else may use the folder
+            pass_fds=(self._lock.handle,),  # while it lives, no other server may use the folder
         )
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:

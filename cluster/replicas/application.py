@@ -26,9 +26,9 @@ def build_application(
     """What `serve.run` takes. `secrets_path`: the file of `LaunchSecrets`, which routers and gangs read; None: each
     reads what its node has.
 
-    `progress_path`: where these tell how far their start is. `is_update`: the application replaces a running one, which
-    must have had the same secrets. Replicas whose version is the same stay and take over what they can, and so does a
-    number of gangs that follows the load.
+    `progress_path`: the file for the progress of their start. `is_update`: the application replaces a running one,
+    which must have had the same secrets. Replicas whose version is the same stay and take over what they can, and so
+    does a number of gangs that follows the load.
     """
     gangs: Any = serve.deployment(
         GangReplica,
@@ -73,8 +73,8 @@ def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
 def _with_version(deployment: Any, *settings: object) -> Any:
     """The deployment, whose replicas an update replaces only if these settings have changed.
 
-    Serve replaces all replicas at each `serve.run` unless it is told a version, which only its own code may tell. Where
-    Serve builds the application by itself, it takes the arguments as the version of all deployments.
+    Serve replaces all replicas at each `serve.run` unless it is given a version, which only its internal interface
+    takes. Where Serve builds the application by itself, it takes the arguments as the version of all deployments.
     """
     version = hashlib.sha256(repr(settings).encode()).hexdigest()
     return deployment.options(version=version, _internal=True)

@@ -56,12 +56,12 @@ def fleet_state(context: AutoscalingContext, now_s: float) -> FleetState:
     """What Serve knows of the gangs."""
     means: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
     series: Mapping[str, Mapping[Any, Any]] = context.raw_metrics or {}
-    told = [replica for replica in context.running_replicas if replica in means.get(NUM_SEQUENCES, {})]
+    reported = [replica for replica in context.running_replicas if replica in means.get(NUM_SEQUENCES, {})]
     return FleetState(
         now_s=now_s,
         target=context.target_num_replicas,
         num_running=context.current_num_replicas,
-        gangs=tuple(gang_load(_of(replica, means), _of(replica, series)) for replica in told),
+        gangs=tuple(gang_load(_of(replica, means), _of(replica, series)) for replica in reported),
         is_awaited=context.total_queued_requests > 0,
     )
 
@@ -69,8 +69,8 @@ def fleet_state(context: AutoscalingContext, now_s: float) -> FleetState:
 def autoscaling_config(scaling: ScalingConfig, *, is_update: bool = False) -> AutoscalingConfig:
     """Serve's options for scaling the gangs' deployment.
 
-    A new deployment starts with at least one gang, so that a bad model is told at once. `is_update`: the deployment
-    runs already and keeps its number of gangs; Serve would bring it back to that of the start.
+    A new deployment starts with at least one gang, so that a model that cannot be loaded fails at once. `is_update`:
+    the deployment runs already and keeps its number of gangs; Serve would bring it back to that of the start.
     """
     with warnings.catch_warnings():
         # Ray 2.60 calls the interval deprecated in favour of variables that it does not read for replicas yet.

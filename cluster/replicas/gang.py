@@ -70,7 +70,7 @@ class GangReplica:
         self._config, self._leader = config, leader
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
-        # Before anything that takes long: what is missing here is told at once.
+        # Before anything that takes long, so that missing secrets fail at once.
         launch = await asyncio.to_thread(read_secrets, secrets_path)
         token = await when_redis_answers(partial(shared_token, launch))
         host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
@@ -99,11 +99,11 @@ class GangReplica:
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """What this replica tells the directory of every router."""
+        """Metadata for the directory of every router."""
         return {ADDRESS: self._address, **self._page.metadata}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What this replica tells the autoscaler."""
+        """Numbers for the autoscaler."""
         return gang_stats(self._server.load, self._config.max_num_sequences, self._server.shares)
 
     async def wake(self) -> None:
@@ -131,7 +131,7 @@ class GangReplica:
             raise RuntimeError("the gang's engine or frame server has stopped")
 
     async def __del__(self) -> None:
-        """Serve's hook for a graceful end; routers have heard by now that this gang takes nothing new."""
+        """Serve's hook for a graceful end; by now routers send it nothing new."""
         num_handed_over = await self._server.drain(self._leader.drain_s)
         if num_handed_over:
             _log.info("%d sequences were handed over", num_handed_over)

@@ -1,4 +1,4 @@
-"""Tells Ray Serve that a gang is wanted, while there is none."""
+"""Shows Ray Serve that a gang is wanted while there is none."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _log = logging.getLogger(__name__)
 class GangDemand:
     """Keeps one call to the gangs waiting in Serve for as long as sequences of this router wait for a gang.
 
-    Tokens do not pass through Serve, so it would not see that anybody asks. A call that finds no replica waits at the
-    handle, which tells the controller at once. The controller starts a gang, the call ends, and the sequences go to the
-    gang directly. Belongs to one event loop.
+    Tokens do not pass through Serve, so Serve does not see the demand. A call that finds no replica waits at the
+    handle, which notifies the controller at once. The controller starts a gang, the call ends, and the sequences go to
+    the gang directly. Belongs to one event loop.
     """
 
     def __init__(self, gang: Any, num_waiting: Callable[[], int]) -> None:
@@ -44,7 +44,7 @@ class GangDemand:
                     await asyncio.wait([answer], timeout=POLL_S)
             finally:
                 if not answer.done():
-                    call.cancel()  # nobody waits any more
+                    call.cancel()  # no sequence waits any more
                     answer.cancel()
             await asyncio.sleep(POLL_S)  # a gang that answered is connected to in a moment
 

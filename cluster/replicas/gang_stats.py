@@ -1,4 +1,4 @@
-"""What a gang's replica tells the autoscaler, and how the autoscaler reads it.
+"""What a gang's replica reports to the autoscaler, and how the autoscaler reads it.
 
 Ray Serve asks each replica a few times in a window for numbers with names. The policy gets them as time series.
 """
@@ -25,7 +25,7 @@ COMPUTED_TOKENS = "computed_tokens"
 BACKGROUND_SHARE = "background_share"  # a gauge: which part of what runs yields to everybody else's
 TENANT_TOKENS = "tenant_tokens/"
 TENANT_PRESSURE = "tenant_pressure/"
-_MAX_TENANTS = 8  # that are told of, those who have most; a bound is for a few who flood
+_MAX_TENANTS = 8  # reported: those with the largest backlogs, as the bound is against a few that flood
 
 
 class Sample(Protocol):
@@ -38,18 +38,18 @@ class Sample(Protocol):
 
 
 def gang_stats(load: EngineLoad, max_num_sequences: int, shares: Iterable[TenantShare] = ()) -> dict[str, float]:
-    """The numbers to tell. The pressure is that of pages or of places for sequences, whichever are scarcer.
+    """The numbers to report. The pressure is that of pages or of places for sequences, whichever are scarcer.
 
-    Background work is no reason for another gang, as it has what others leave over: its queue is not told, and its part
-    of the pressure neither. `shares`: of the tenants that have sequences there. A tenant's part of the pressure is its
-    part of what runs, as that of background work is.
+    Background work is no reason for another gang, as it has what others leave over: its queue is not reported, and its
+    part of the pressure neither. `shares`: of the tenants that have sequences there. A tenant's part of the pressure is
+    its part of what runs, as that of background work is.
     """
     now, counted = load.gauges, load.counters
     num_evictable_pages = now.num_idle_adapter_pages + now.num_idle_prefix_pages
     num_used_pages = now.num_pages - now.num_free_pages - num_evictable_pages
     background_share = now.num_running_background / max(now.num_running, 1)
     pressure = max(num_used_pages / max(now.num_pages, 1), now.num_running / max_num_sequences)
-    told = {
+    stats = {
         NUM_SEQUENCES: now.num_running + now.num_waiting,
         # The next token of a running sequence does not wait.
         QUEUED_TOKENS: max(0, now.num_queued_tokens - now.num_queued_background_tokens - now.num_running),
@@ -62,9 +62,9 @@ def gang_stats(load: EngineLoad, max_num_sequences: int, shares: Iterable[Tenant
     for share in nlargest(_MAX_TENANTS, shares, key=lambda share: (share.num_waiting_tokens, share.num_running)):
         # The next token of a running sequence does not wait.
         num_tokens = share.num_waiting_tokens + max(0, share.num_running_tokens - share.num_running)
-        told[TENANT_TOKENS + share.tenant] = num_tokens
-        told[TENANT_PRESSURE + share.tenant] = pressure * share.num_running / max(now.num_running, 1)
-    return told
+        stats[TENANT_TOKENS + share.tenant] = num_tokens
+        stats[TENANT_PRESSURE + share.tenant] = pressure * share.num_running / max(now.num_running, 1)
+    return stats
 
 
 def gang_load(means: Mapping[str, float], series: Mapping[str, Sequence[Sample]]) -> GangLoad:

@@ -130,7 +130,7 @@ class RouterReplica:
         self._administration = Administration.of(redis, [usage.retire])
         quotas = await parts.start(Quotas(redis, lambda: len(self._routers)))
         canary_counts = CanaryCounts(redis)
-        canaries = await parts.start(CanaryBook(view, canary_counts))
+        canaries = await parts.start(CanaryBook(canary_counts))
         await parts.start(CanaryJudge(self._uploads, canary_counts))
         await parts.start(EndedKeys(redis))
         tokens = await _start_token_verifier(parts, config)
@@ -203,7 +203,7 @@ class RouterReplica:
         return pins
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """What this replica tells the directory of every router."""
+        """Metadata for the directory of every router."""
         return self._page.metadata
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
@@ -223,7 +223,7 @@ class RouterReplica:
         self._current.now = config.router
         self._dispatcher.change_admission(config.admission)
         try:
-            await self._administration.audit.note_settings(config.told)
+            await self._administration.audit.note_settings(config.written)
         except RegistryUnavailable as error:  # they hold all the same; the next router that starts notes them
             _log.warning("settings that have changed were not noted in the audit log: %s", error)
 
@@ -242,7 +242,7 @@ class RouterReplica:
 
     def _update_gangs(self, replicas: Mapping[str, Metadata]) -> None:
         self._gangs = replicas
-        self._dispatcher.update({key: told[ADDRESS] for key, told in replicas.items() if ADDRESS in told})
+        self._dispatcher.update({key: metadata[ADDRESS] for key, metadata in replicas.items() if ADDRESS in metadata})
 
     def _update_routers(self, replicas: Mapping[str, Metadata]) -> None:
         self._routers = replicas
@@ -251,7 +251,7 @@ class RouterReplica:
         return router_families(self._metrics, router_facts(self._dispatcher, self._view), self._labels)
 
     def _show_demand(self) -> None:
-        """Called when a sequence waits for a gang. With `min_gangs` from 1 on Serve starts gangs without being told."""
+        """Called when a sequence waits for a gang. With `min_gangs` of 1 or more Serve starts gangs anyway."""
         if self._demand is not None:
             self._demand.show()
 

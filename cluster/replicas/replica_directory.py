@@ -1,7 +1,7 @@
 """Which gangs or routers there are, as Ray Serve knows it, pushed to a router.
 
 A replica publishes its address as replica metadata, and the Serve controller pushes the set of running replicas
-to whoever listens. Serve's own handles are built on the same feed. So a router learns within a tenth of a second of a
+to its listeners. Serve's own handles are built on the same feed. So a router learns within a tenth of a second of a
 gang that comes, goes or is replaced, for any number of gangs, and without asking. A custom `RequestRouter` would
 get the same set, but it exists only behind a handle's first request and cannot be handed a collaborator; asking through
 `handle.broadcast` would cost every router a call to every gang each second. The price is that `LongPollClient` is not

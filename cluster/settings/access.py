@@ -1,4 +1,4 @@
-"""Settings: where clients reach motet, who they are, and who remembers them."""
+"""Settings: addresses, limits of connections, logs, keys, identity providers, metrics and the registry."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
 from ...router.oidc.oidc_config import is_safe
 from ..logs.log_config import LogFormat, LogLevel
-from .setting import CountOrNone, Pairs, Refusal, Setting, Unit
+from .setting import Bytes, CountOrNone, Pairs, Refusal, Setting, Unit
 from .setting_field import SettingGroup
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
-# Those with a public key: with a shared one, whoever can verify a token can make one.
+# Those with a public key: with a shared key, every verifier could also issue tokens.
 SIGNATURES = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 OF_SERVE = "Serve listens for all applications: http_options of its configuration say where"
-OF_THE_EDGE = "the edge stands before all applications: the program that Serve runs for HAProxy is told on each node"
+OF_THE_EDGE = (
+    "the edge is in front of all applications: it is set on each node, for the program that Serve runs for HAProxy"
+)
 _A_SECRET = "arguments show in Ray's state: the file {} in the folder of secrets says it, or the environment"
 
 
@@ -154,7 +156,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         str,
         Unit("NETWORKS", "addresses or networks with commas between them"),
         Setting(
-            "Proxies in front of motet, whose X-Forwarded-For tells the address.",
+            "Proxies in front of motet, whose X-Forwarded-For holds the client's address.",
             unset="none",
             env="MOTET_TRUSTED_PROXIES",
             check=check_networks,
@@ -172,7 +174,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     log_format: Annotated[
         LogFormat, Setting("How routers, gangs and workers write their logs: text for people, json for machines.")
     ] = "text"
-    log_level: Annotated[LogLevel, Setting("What they leave out of their logs: what is less than this.")] = "info"
+    log_level: Annotated[LogLevel, Setting("Lowest level of the lines in their logs.")] = "info"
     keys: Annotated[
         tuple[tuple[str, str], ...],
         Pairs("TENANT=KEY", example="acme=a-long-secret"),
@@ -214,14 +216,14 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     oidc_algorithms: Annotated[
         str,
         Unit("NAMES", "algorithms with commas between them"),
-        Setting("How tokens may be signed.", check=check_algorithms),
+        Setting("Accepted signature algorithms of tokens.", check=check_algorithms),
     ] = "RS256,ES256"
-    oidc_tenant_claim: Annotated[str, Meta(min_length=1), Unit("NAME"), Setting("A token's claim of its tenant.")] = (
-        "tenant"
-    )
-    oidc_scopes_claim: Annotated[str, Meta(min_length=1), Unit("NAME"), Setting("A token's claim of its scopes.")] = (
-        "scope"
-    )
+    oidc_tenant_claim: Annotated[
+        str, Meta(min_length=1), Unit("NAME"), Setting("The claim of a token that names its tenant.")
+    ] = "tenant"
+    oidc_scopes_claim: Annotated[
+        str, Meta(min_length=1), Unit("NAME"), Setting("The claim of a token that lists its scopes.")
+    ] = "scope"
     metrics_port: Annotated[
         int,
         Meta(ge=0, le=65535),
@@ -234,7 +236,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     metrics_access: Annotated[
         Literal["operators", "all"],
         Setting(
-            "Who may read these: whoever has the operators' key, or all, for collectors that cannot send one; then the "
+            "Who may read these: holders of the operators' key, or all, for collectors that cannot send one; then the "
             "network has to keep others out."
         ),
     ] = "operators"
@@ -250,3 +252,11 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
             not_in_args=_A_SECRET.format("redis-url"),
         ),
     ] = None
+    redis_max_bytes: Annotated[
+        Bytes,
+        Setting(
+            "Memory of motet's own Redis (another one has its own `maxmemory`). When it is full, uploads are refused; "
+            "completions go on until the ledger's disk is full, too (docs/size.md).",
+            not_in_args="applications use a Redis of their own, whose maxmemory bounds it",
+        ),
+    ] = 1 << 30

@@ -35,9 +35,9 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     token_interval_s: Annotated[
         Seconds | Literal["auto"],
         Setting(
-            "A step in which answers grow computes only so many tokens of prompts that it should take no longer, since "
-            "each answer waits so long for its next token. auto: 0.1 on CPUs, 0.05 on a GPU. 0: as many as "
-            "max-tokens-per-step says, for batches that nobody watches.",
+            "Target time of a step while answers are generated, as each waits so long for its next token. It takes "
+            "fewer tokens of prompts to meet it. auto: 0.1 on CPUs, 0.05 on a GPU. 0: no target, up to "
+            "max-tokens-per-step, for offline batches.",
             "live",
             live_in="gang",
         ),
@@ -45,8 +45,8 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     scheduling: Annotated[
         Literal["fair", "fifo"],
         Setting(
-            "fair: the tenant that a gang has served least goes first, by its weight, and gives way last. fifo: first "
-            "come, first served, whosever it is, without weights, priorities and background requests.",
+            "fair: the tenant that a gang has served least goes first, by its weight, and is preempted last. fifo: "
+            "first come, first served, without weights, priorities and background requests.",
             "live",
         ),
     ] = "fair"
@@ -66,7 +66,7 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tenant_queue_share: Annotated[
         Share,
         Setting(
-            "Share of both, of a gang's queue, that one tenant may take; what it sends beyond that is refused.",
+            "Share of both limits of a gang's queue that one tenant may take; requests beyond that are refused.",
             "live",
             live_in="gang",
         ),
@@ -74,8 +74,8 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tenant_running_share: Annotated[
         Share,
         Setting(
-            "Share of the sequences that run at once in a gang, that one tenant may have there. What it has beyond "
-            "that waits, even if there are places. 1: no bound.",
+            "Share of the sequences that run at once in a gang that one tenant may have. Others of it wait, even if "
+            "there are places. 1: no bound.",
             "live",
             live_in="gang",
         ),

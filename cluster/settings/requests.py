@@ -40,14 +40,14 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 2
     upload_idle_s: Annotated[
         PositiveSeconds,
-        Setting("An upload from which nothing arrives for so long gives up its turn.", "live", live_in="router"),
+        Setting("An upload that sends nothing for so long is ended.", "live", live_in="router"),
     ] = 60.0
     upload_bytes_per_s: Annotated[
         PositiveAmount,
-        Setting("An upload must come as fast as this on average, or it is given up.", "live", live_in="router"),
+        Setting("Lowest average speed of an upload; slower ones are ended.", "live", live_in="router"),
     ] = 64 << 10
     upload_deadline_s: Annotated[
-        PositiveSeconds, Setting("An upload must be there within so long.", "live", live_in="router")
+        PositiveSeconds, Setting("Most time that an upload may take.", "live", live_in="router")
     ] = 3600.0
     min_free_bytes: Annotated[BytesOrNone, Setting("Disk that uploads leave to the registry and the logs.", "live")] = (
         256 << 20
@@ -55,7 +55,7 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ledger_days: Annotated[
         Count,
         Setting(
-            "Days after which entries of the ledger, which tells what tenants have used, go from Redis to files beside "
+            "Days after which entries of the ledger (what tenants have used) move from Redis to files beside "
             "the adapters. So long an answer that is resumed is known, and counted once."
         ),
     ] = 3
@@ -69,5 +69,5 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prices_path: Annotated[
         Path | None,
         Unit("FILE", "a file"),
-        Setting("A file with prices, by which usage is told with its amount (docs/usage.md).", unset="no amounts"),
+        Setting("A file with prices, by which usage is shown with its amount (docs/usage.md).", unset="no amounts"),
     ] = None

@@ -14,13 +14,13 @@ class Scaling(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     min_gangs: Annotated[
         CountOrNone,
         Setting(
-            "Copies of the base, each with its own memory. 0: none while nobody asks.",
+            "Copies of the base, each with its own memory. 0: none without requests.",
             "live",
             flags=("min-gangs", "gangs"),
         ),
     ] = 1
     max_gangs: Annotated[
-        Count | None, Setting("More copies under load, up to so many.", "live", unset="as --min-gangs, at least 1")
+        Count | None, Setting("Most copies under load.", "live", unset="as --min-gangs, at least 1")
     ] = None
     queued_tokens_per_gang: Annotated[
         Count | None,
@@ -53,12 +53,12 @@ class Scaling(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ),
     ] = 0.7
     scale_down_after_s: Annotated[
-        Seconds, Setting("Gangs stop when fewer would have been enough for so long.", "live")
+        Seconds, Setting("Gangs stop when fewer would have been enough for this time.", "live")
     ] = 60.0
     scale_to_zero_after_s: Annotated[
         Seconds,
         Setting(
-            "With --min-gangs 0: the last gang stops after so long without a request. At least two scaling windows.",
+            "With --min-gangs 0: the last gang stops after this time without a request. At least two scaling windows.",
             "live",
         ),
     ] = 300.0
@@ -70,4 +70,4 @@ class Scaling(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "live",
         ),
     ] = 1.0
-    scaling_window_s: Annotated[PositiveSeconds, Setting("The load is averaged over so long.", "live")] = 5.0
+    scaling_window_s: Annotated[PositiveSeconds, Setting("The load is averaged over this time.", "live")] = 5.0

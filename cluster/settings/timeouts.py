@@ -1,4 +1,4 @@
-"""Settings: how long each part waits for another, and what it keeps meanwhile."""
+"""Settings: how long each part waits for another, and what it keeps for a retry."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ class Timeouts(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     gang_wait_s: Annotated[
         Seconds,
         Setting(
-            "A sequence waits so long while no gang is connected: long enough for Ray Serve to replace one.", "live"
+            "How long a sequence waits while no gang is connected: long enough for Ray Serve to replace one.", "live"
         ),
     ] = 30.0
     cold_start_wait_s: Annotated[
         Seconds,
         Setting(
-            "How long a sequence waits for a gang with --min-gangs 0; a gang that starts is not given up sooner.",
+            "How long a sequence waits for a gang with --min-gangs 0; a gang may take as long to start.",
             "live",
         ),
     ] = 600.0
     drain_s: Annotated[
         Seconds,
-        Setting("A gang that is told to stop goes on with its sequences for so long, then hands them over.", "live"),
+        Setting("How long a gang that stops continues its sequences before it hands them over.", "live"),
     ] = 5.0
     router_drain_s: Annotated[
         Seconds,
-        Setting("A router that is told to stop goes on for so long; then the streams of its clients break.", "live"),
+        Setting("How long a router that stops continues its requests; then its clients' streams break.", "live"),
     ] = 600.0
     orphan_s: Annotated[
         Seconds,
         Setting(
-            "A gang goes on with the sequences of a lost router for so long: long enough to replace a router.",
+            "How long a gang continues the sequences of a lost router: long enough to replace a router.",
             "live",
             live_in="gang",
             flags=("orphan-life",),
@@ -44,7 +44,7 @@ class Timeouts(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     finished_s: Annotated[
         Seconds,
         Setting(
-            "A gang keeps a sequence that has ended for so long, for a client that comes back.",
+            "How long a gang keeps an ended sequence for a client that reconnects.",
             "live",
             live_in="gang",
             flags=("finished-life",),
@@ -68,18 +68,18 @@ class Timeouts(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     store_deadline_s: Annotated[
         PositiveSeconds,
         Setting(
-            "Reading an adapter from the data folder may take so long. Then its sequences go on at another gang, or "
-            "wait and try again a few times.",
+            "Most time to read an adapter from the data folder. Then its sequences continue at another gang, or wait "
+            "and try again a few times.",
             "live",
         ),
     ] = 15.0
     start_deadline_s: Annotated[
         PositiveSeconds,
-        Setting("The workers of a gang must come up within so long, before they load the model.", "live"),
+        Setting("Most time for the workers of a gang to start, before they load the model.", "live"),
     ] = 300.0
     ready_interval_s: Annotated[
         PositiveSeconds,
-        Setting("/ready believes for so long that a token can be served after one was.", "live", live_in="router"),
+        Setting("How long /ready assumes after a served token that another can be served.", "live", live_in="router"),
     ] = 5.0
     ready_timeout_s: Annotated[
         PositiveSeconds, Setting("How long /ready waits for its test token.", "live", live_in="router")

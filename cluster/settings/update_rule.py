@@ -1,9 +1,9 @@
 """Which settings a running motet may change, and by which door.
 
-`change` and `live_in` of each setting's mark say it; here it is put in words and held. `motet serve` has one door, its
-file, and rolls out what differs. An application that a Ray cluster deploys by itself has three: `user_config` of a
-deployment, which replaces no process; Serve's own options of a deployment; and the application's arguments, a change of
-which replaces every process, as Serve takes it for new code.
+`change` and `live_in` of each setting's mark decide it; this module enforces and explains it. `motet serve` has one
+door, its file, and rolls out what differs. An application that a Ray cluster deploys by itself has three: `user_config`
+of a deployment, which replaces no process; Serve's own options of a deployment; and the application's arguments, a
+change of which replaces every process, as Serve takes it for new code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .settings import Settings
 
 ONLY_RESTART = "only a restart changes this"
 
-# What Serve itself is told of the deployment `gang`, in place of an argument.
+# Serve's own options of a deployment, in place of an argument.
 SERVES_OPTIONS = {
     "min_gangs": "min_replicas in autoscaling_config of gang, or num_replicas of gang where it equals max-gangs",
     "max_gangs": "max_replicas in autoscaling_config of gang, or num_replicas of gang where it equals min-gangs",
@@ -50,5 +50,5 @@ def door_of(field: SettingField) -> str:
     if field.mark.live_in is not None:
         return f"it belongs into user_config of {field.mark.live_in}"
     if field.name in SERVES_OPTIONS:
-        return f"Serve is told, by {SERVES_OPTIONS[field.name]}"
+        return f"Serve's own options set it: {SERVES_OPTIONS[field.name]}"
     return "it belongs into args, and a change there replaces all replicas"

@@ -4,7 +4,7 @@
 #
 # The base image is named by its tag. A build that must be the same tomorrow names its digest as well:
 #   --build-arg PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm@sha256:...
-# docker buildx imagetools inspect docker.io/library/python:3.11.14-slim-bookworm tells it.
+# docker buildx imagetools inspect docker.io/library/python:3.11.14-slim-bookworm prints it.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...adapters.adapter import AdapterVersion
+from ...adapters.registry.canary_counts import TrialMember
 from ..openai_api.errors import ApiError
 from ..tenants.identity import Identity
 
@@ -46,7 +47,7 @@ class AnswerRequest:
     model: str  # as the client named it
     version: AdapterVersion | None  # None: the base
     user: str  # the client's name for whom it asks; empty: none
-    sticky_key: str = ""  # what stays the same while requests belong together; empty: the name asked for has no canary
+    trial: TrialMember | None = None  # in which the answer counts
     num_prompt_tokens: int
     num_new_tokens: int  # at most, of all sequences together
     num_sequences: int

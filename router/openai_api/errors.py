@@ -18,6 +18,7 @@ from ...adapters.errors import (
     NoSuchTenant,
     NoSuchVersion,
     QuotaExceeded,
+    RegistryFull,
     RegistryUnavailable,
     TenantEnding,
     TenantExists,
@@ -138,6 +139,8 @@ def from_adapter_error(error: AdapterError) -> ApiError | None:
             return ApiError(413, message, code="too_large")
         case QuotaExceeded():
             return insufficient_quota(message)
+        case RegistryFull():
+            return ApiError(507, sentence, code="registry_full")
         case RegistryUnavailable():
             return unavailable(f"The registry cannot be asked now: {message}", "registry_unavailable")
     return None

@@ -94,6 +94,10 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
             507,
             "the server's disk is too full for it; nothing is registered, and it may be sent again once there is room",
         ),
+        "registry_full": (
+            507,
+            "the memory of Redis is full; nothing was changed, and it may be sent again once there is room",
+        ),
     }
 )
 EVERYWHERE: Final = (
@@ -122,6 +126,8 @@ def codes_of(route: RouteSpec) -> tuple[str, ...]:
         codes.update(_WITH_KEY if route.needs_tenant else _WITH_OPERATORS_KEY)
     for has, more in ((route.query, _WITH_QUERY), (route.body, _WITH_BODY), (route.form, _WITH_FORM)):
         codes.update(more if has else ())
+    if "registry_unavailable" in route.errors and route.method != "GET" and "ledger_full" not in route.errors:
+        codes.add("registry_full")
     if "{" in route.path:
         codes.add("not_found")  # where a name has a slash
     if unknown := codes - ERRORS.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -11,9 +12,8 @@ from ...adapters.registry.tenants.storage_bounds import StorageUse, storage_boun
 from ...adapters.upload import UploadService
 from ..route import route
 from ..tenants.identity import Identity
-from .bounds import Kind, Owner
+from .limits import Kind, Level, Owner
 from .quotas import Quotas
-from .standing import Standing
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class LimitsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["limits"] = "limits"
     tenant: OwnersLimits
     key: OwnersLimits
-    is_fleet_wide: bool  # False: Redis is away, and this is the share of the router that answers
+    is_fleet_wide: bool  # False: Redis is away, and this is what the router that answers knew last
 
 
 _NO_LIMIT = Limit(limit=None, remaining=None)
@@ -54,43 +54,34 @@ class LimitsApi:
         errors=("registry_unavailable",),
     )
     async def show(self, request: Request, identity: Identity) -> LimitsAnswer:
-        standing = None if self._quotas is None else await self._quotas.look(identity)
+        levels, is_fleet_wide = ((), True) if self._quotas is None else await self._quotas.look(identity)
         stored = await self._uploads.stored(identity.name, identity.key.key_id)
         return LimitsAnswer(
-            tenant=_of("tenant", identity, standing, stored[0]),
-            key=_of("key", identity, standing, stored[1]),
-            is_fleet_wide=self._quotas is None or not self._quotas.is_local,
+            tenant=_of("tenant", identity, levels, stored[0]),
+            key=_of("key", identity, levels, stored[1]),
+            is_fleet_wide=is_fleet_wide,
         )
 
 
-def _of(owner: Owner, identity: Identity, standing: Standing | None, stored: StorageUse) -> OwnersLimits:
+def _of(owner: Owner, identity: Identity, levels: Sequence[Level], stored: StorageUse) -> OwnersLimits:
     bound = storage_bounds(identity.tenant, identity.key)[owner == "key"]
     quota = identity.tenant.quota if owner == "tenant" else identity.key.quota
+
+    def limit_of(kind: Kind) -> Limit:
+        for level in levels:
+            if (level.limit.kind, level.limit.owner) == (kind, owner):
+                reset_s = round(level.full_in_s, 3) if level.limit.is_rate else None
+                return Limit(limit=level.limit.limit, remaining=level.left, reset_s=reset_s)
+        return _NO_LIMIT
+
     return OwnersLimits(
-        requests_per_minute=_rate("requests", owner, standing),
-        tokens_per_minute=_rate("tokens", owner, standing),
-        concurrent_streams=_streams(owner, standing),
+        requests_per_minute=limit_of("requests"),
+        tokens_per_minute=limit_of("tokens"),
+        concurrent_streams=limit_of("streams"),
         adapters=_counted(bound.adapters, stored.adapters),
         stored_bytes=_counted(bound.stored_bytes, stored.stored_bytes),
         pinned_bytes=quota.pinned_bytes,
     )
-
-
-def _rate(kind: Kind, owner: Owner, standing: Standing | None) -> Limit:
-    if standing is not None:
-        for index, rate in enumerate(standing.bounds.rates):
-            if (rate.kind, rate.owner) == (kind, owner):
-                reset_s = round(standing.full_in_s(index), 3)
-                return Limit(limit=rate.limit, remaining=standing.left(index), reset_s=reset_s)
-    return _NO_LIMIT
-
-
-def _streams(owner: Owner, standing: Standing | None) -> Limit:
-    if standing is None:
-        return _NO_LIMIT
-    if owner == "tenant":
-        return _counted(standing.bounds.tenant_streams, standing.tenant_streams)
-    return _counted(standing.bounds.key_streams, standing.key_streams)
 
 
 def _counted(limit: int | None, count: int) -> Limit:

@@ -1,91 +1,149 @@
 """Quotas of tenants and keys: requests and tokens a minute, and answers at once, over all routers.
 
-Every bounded request asks Redis once, in one script (`quota_scripts.py`), and one without quotas never does. Redis
-away: the router goes by its share of the fleet's quotas (`local_shares.py`), and tells Redis what it let through when
-that is back. Until all routers can have told theirs, which takes a moment, each goes on with its share. What Redis was
-asked for and has not answered in time may be taken there nevertheless, so that is given back.
+Routers hold grants (`grants.py`), which Redis has deducted from the tenant's budget, so a request waits for Redis only
+if a grant lacks what it needs. Units that are idle for a quarter of a second go back. Without Redis the grants are all
+that may be used, until their leases end; then requests of tenants with quotas get a 503.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Final, Literal
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 from uuid import uuid4
 
 from redis.asyncio import Redis
+from redis.exceptions import NoScriptError, RedisError
 
 from ...adapters.ended_tasks import end_tasks
-from ..accounts.account import Account, AnswerRequest
+from ...adapters.registry.tenants.records import Quota
+from ..accounts.account import Account, AnswerRequest, Ending, Progress
+from ..openai_api.errors import unavailable
 from ..tenants.identity import Identity
-from .bounds import Bounds, bounds_of
-from .known_buckets import KnownBuckets
-from .local_shares import Held, LocalShares, Report
-from .quota_account import UNBOUNDED, Opened, QuotaAccount
-from .quota_scripts import Outcome
-from .redis_quotas import RedisQuotas
-from .script_batches import RedisAway
-from .standing import Costs, Headers, Standing, headers_of, rate_refusal, refusal
+from .grants import EXCHANGE, SAY_US, Grant, Message, Taken, Waiter
+from .limits import PERIOD_US, Level, Limit, limits_of
+from .refusals import Headers, headers_of, refusal, zero_refusal
 
 WAIT_S: Final = 0.1  # for Redis, of a request
-RENEW_S: Final = 5.0
-RETRY_S: Final = 0.5  # while Redis is away
-GRACE_S: Final = 2.0  # in which every router finds Redis again, and tells what it let through
-_MAX_UNSENT: Final = 10_000
+RETRY_S: Final = 0.5  # after Redis has failed, no request waits for it until then
+RENEW_S: Final = 5.0  # leases of answers under way, and charges of those that exceed what they took
+_TICK_S: Final = 0.05
+_RETURNED_S: Final = 0.5  # by then other routers have given back what they do not need
+_MAX_BATCH: Final = 256  # messages, so that one is answered in time also where thousands wait
+_LATENESS_S: Final = 0.05  # of a timer: this process was held up, and Redis may have answered in time
+MAX_TAKEOVERS: Final = 4  # connections that may resume one stream while the ones before have not ended
+
+_MAX_DEBT_S: Final = 2 * PERIOD_US / 1e6  # of tokens: with more, streams are not resumed either
+Costs = Sequence[tuple[Grant, int]]
 
 _log = logging.getLogger(__name__)
-_State = Literal["fleet", "away", "returning"]
+
+
+class RedisAway(Exception):  # noqa: N818
+    """Redis has not answered in time."""
+
+
+@dataclass(slots=True)
+class _Holder:
+    """What requests of one key of a tenant need, while these are their quotas. `grants`: of limits above 0."""
+
+    quotas: tuple[Quota, Quota]
+    limits: tuple[Limit, ...]
+    grants: tuple[Grant, ...]
+
+    def check_zero(self) -> None:
+        """Raises the 429 of a quota of 0, for which waiting does not help."""
+        if len(self.grants) < len(self.limits):
+            raise zero_refusal(next(limit for limit in self.limits if not limit.limit))
+
+    def levels(self, now_us: float) -> list[Level]:
+        zeros = [Level(limit) for limit in self.limits if not limit.limit]
+        return [*(grant.level(now_us) for grant in self.grants), *zeros]
+
+
+class QuotaAccount:
+    """Of one answer. `places`: grants of `streams` of which it has a place; `reserved`: its tokens, by grant."""
+
+    def __init__(self, request: AnswerRequest, on_end: Callable[[QuotaAccount, Ending], None]) -> None:
+        self.request = request
+        self.headers: Headers = []
+        self.places: list[Grant] = []
+        self.reserved: list[tuple[Grant, Taken]] = []
+        self.has_own_places = True  # False: Redis does not know of them as this router's
+        self.num_takeovers = 0  # of its places, by connections that resumed its stream
+        self.num_tokens = request.num_prompt_tokens + request.num_new_tokens  # at most
+        self._on_end = on_end
+
+    def settle(self, ending: Ending) -> None:
+        self._on_end(self, ending)
+
+
+class _NoLimits:
+    headers: Sequence[tuple[bytes, bytes]] = ()
+
+    def settle(self, ending: Ending) -> None: ...
+
+
+_NO_LIMITS: Final = _NoLimits()
 
 
 class Quotas:
     """An `Accountant`. Owned by one event loop; from `start` to `stop`.
 
-    `num_routers`: of the fleet, as this router has last heard. `wait_s`: for Redis.
+    `num_routers`: of the fleet, as far as this router knows. `wait_s`: for Redis.
     """
 
     def __init__(self, client: Redis, num_routers: Callable[[], int], *, wait_s: float = WAIT_S) -> None:
-        self._redis = RedisQuotas(client, wait_s)
-        self._num_routers = num_routers
-        self._state: _State = "fleet"
+        self._client: Any = client
+        self._num_routers, self._wait_s = num_routers, wait_s
         self._router = uuid4().hex[:12]
-        self._num_leases = 0
-        self._known = KnownBuckets()
-        self._shares = LocalShares()
-        self._accounts: dict[str, QuotaAccount] = {}  # that are open, by lease
-        self._streams: dict[tuple[str, str], int] = {}  # answers under way here, by life and key ("": all keys)
-        self._unsent: dict[str, tuple[QuotaAccount, int]] = {}  # ended while Redis was away: tokens used, by lease
-        self._unanswered: dict[str, Opened] = {}  # that Redis may have opened, and that go by the share; by lease
+        self._holders: dict[tuple[str, str], _Holder] = {}  # by tenant's id and key
+        self._grants: dict[str, Grant] = {}  # by key in Redis
+        self._accounts: dict[str, QuotaAccount] = {}  # of answers under way, by response
+        self._due: deque[tuple[float, Grant]] = deque()  # when grants give back what is idle
+        self._unsent: dict[Grant, None] = {}  # with a message for Redis, in this order
+        self._sender: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._returner: asyncio.Task[None] | None = None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether this router goes by its share."""
-        return self._state != "fleet"
+        self._is_away, self._away_until_s = False, 0.0
 
     def start(self) -> None:
         self._keeper = asyncio.create_task(self._keep(), name="quotas")
 
     async def stop(self) -> None:
-        await end_tasks(self._keeper, self._returner)
-        await self._redis.close()
+        """Gives back what this router holds, if Redis is there."""
+        await end_tasks(self._keeper)
+        for grant in self._grants.values():
+            if not grant.is_idle:
+                self._send(grant)
+        if self._sender is not None:
+            await asyncio.wait((self._sender,), timeout=2 * self._wait_s)
+        await end_tasks(self._sender)
 
-    async def open(self, asked: AnswerRequest) -> Account:
-        bounds = bounds_of(asked.identity)
-        if bounds is None:
-            return UNBOUNDED
-        account = QuotaAccount(bounds, self._new_lease(), asked, self._settle)
-        costs: Costs = {"requests": 1, "tokens": account.num_tokens}
-        outcome, standing = await self._ask(account, costs) or self._open_here(account, costs)
-        if outcome is not Outcome.ADMITTED:
-            raise refusal(standing, costs, outcome)
-        account.headers = headers_of(standing)
-        self._accounts[account.lease] = account
-        self._count_stream(bounds, 1)
+    async def open(self, request: AnswerRequest) -> Account:
+        holder = self._holder(request.identity)
+        if not holder.limits:
+            return _NO_LIMITS
+        holder.check_zero()
+        account = QuotaAccount(request, self._settle)
+        if request.is_resumed:  # it was admitted before, and is charged for what it uses from now on
+            units = {"requests": 0, "tokens": 0, "streams": 0 if self._take_places(account) else 1}
+        else:
+            num_tokens = request.num_prompt_tokens + request.num_new_tokens
+            units = {"requests": 1, "tokens": num_tokens, "streams": 1}
+        costs = [(grant, grant.limit.reserved(units[grant.limit.kind])) for grant in holder.grants]
+        try:
+            await self._obtain(costs, holder, is_resumed=request.is_resumed)
+        except RedisAway as error:
+            if not request.is_resumed:
+                message = "The tenant's quotas cannot be read now, and this router has used up its part of them."
+                raise unavailable(message, "registry_unavailable") from error
+        self._open_account(account, costs)
+        account.headers = headers_of(holder.levels(_now_us()))
         return account
 
     def precheck(self, identity: Identity, is_resuming: bool = False) -> Headers:
@@ -94,234 +152,251 @@ class Quotas:
         Raises the 429 that it would get anyway for the requests that were made before it. `is_resuming`: for the rest
         of a stream, which is not charged again; so `open` decides.
         """
-        bounds = bounds_of(identity)
-        if bounds is None:
-            return []
-        now_us = _now_us()
-        limits = [float(rate.limit) for rate in bounds.rates]
-        standing = Standing(bounds, now_us, self._known.of(bounds), limits, 0, 0)
-        if not (self.is_local or is_resuming):
-            # Requests hardly ever come back, and other routers only take more of them.
-            over = rate_refusal(standing, {"requests": 1})
-            if over is not None:
-                raise over
-        return headers_of(standing)
+        holder, now_us = self._holder(identity), _now_us()
+        levels = holder.levels(now_us)
+        if not is_resuming:
+            holder.check_zero()
+            for grant in holder.grants:
+                # No request is given back, and other routers only take more of them.
+                known = grant.level(now_us, with_held=False)
+                if known.limit.kind == "requests" and not grant.has(1, now_us) and known.wait_s(1):
+                    raise refusal([(known, 1)], levels)
+        return headers_of(levels)
 
-    async def look(self, identity: Identity) -> Standing | None:
-        """What is left now; None: nothing is bounded. Takes nothing."""
-        bounds = bounds_of(identity)
-        if bounds is None:
-            return None
-        if not self.is_local:
-            try:
-                return await self._redis.look(bounds)
-            except RedisAway as error:
-                self._lose(error)
-        return self._shares.open(bounds, self._known.of(bounds), {}, _now_us(), self._num_routers())[1]
-
-    async def _ask(self, account: QuotaAccount, costs: Costs) -> tuple[Outcome, Standing] | None:
-        """What Redis says; None: it is away."""
-        if self.is_local:
-            return None
-        asked_at_us = _now_us()
+    async def look(self, identity: Identity) -> tuple[Sequence[Level], bool]:
+        """How full each limit is, and whether Redis says so: False is what this router knew last. Takes nothing."""
+        holder, is_fleet_wide = self._holder(identity), True
         try:
-            outcome, standing = await self._redis.open(account, costs)
-        except RedisAway as error:
-            self._lose(error)
-            if len(self._unanswered) < _MAX_UNSENT:
-                self._unanswered[account.lease] = account.opened
-            account.lease = self._new_lease()
-            return None
-        except asyncio.CancelledError:
-            self._tell(account, 0, has_ended=True)  # it may have been admitted
-            raise
-        self._known.keep(standing, asked_at_us)
-        return outcome, standing
+            await self._ask([(grant, 0) for grant in holder.grants])
+        except RedisAway:
+            is_fleet_wide = False
+        return holder.levels(_now_us()), is_fleet_wide
 
-    def _open_here(self, account: QuotaAccount, costs: Costs) -> tuple[Outcome, Standing]:
-        """Goes by this router's share."""
-        bounds, num_routers = account.bounds, max(1, self._num_routers())
-        counts = [self._streams.get((bounds.life, key_id), 0) for key_id in ("", bounds.key_id)]
-        limits = bounds.tenant_streams, bounds.key_streams
-        # At least one, unless the fleet may have none. What others have is counted as theirs.
-        rooms = [
-            None if limit is None else (limit and max(1, limit // num_routers)) - count
-            for limit, count in zip(limits, counts, strict=True)
-        ]
-        # What is resumed was admitted at a router that is gone, and none can tell others of that now.
-        has_room = account.asked.is_resumed or all(room is None or room > 0 for room in rooms)
-        taken = {} if account.asked.is_resumed or not has_room else costs
-        admitted, standing, held = self._shares.open(bounds, self._known.of(bounds), taken, _now_us(), num_routers)
-        account.held = None if account.asked.is_resumed else held
-        account.is_unheard = account.is_kept
-        streams = [(limit or 0) - max(0, room or 0) for limit, room in zip(limits, rooms, strict=True)]
-        standing = replace(standing, tenant_streams=streams[0], key_streams=streams[1])
-        if not has_room:
-            return Outcome.TOO_MANY_STREAMS, standing
-        return Outcome.ADMITTED if admitted else Outcome.RATE_EXCEEDED, standing
+    def _holder(self, identity: Identity) -> _Holder:
+        tenant_id, key_id = identity.tenant.tenant_id, identity.key.key_id
+        holder, quotas = self._holders.get((tenant_id, key_id)), (identity.tenant.quota, identity.key.quota)
+        if holder is None or holder.quotas != quotas:
+            limits = limits_of(identity)
+            holder = _Holder(quotas, limits, tuple(self._grant(tenant_id, limit) for limit in limits if limit.limit))
+            if limits:
+                self._holders[tenant_id, key_id] = holder
+        return holder
 
-    def _settle(self, account: QuotaAccount, used: int) -> None:
-        """The answer has ended with so many tokens used."""
-        if self._accounts.pop(account.lease, None) is None:
+    def _grant(self, tenant_id: str, limit: Limit) -> Grant:
+        key = redis_key(tenant_id, limit)
+        grant = self._grants.get(key)
+        if grant is None:
+            grant = self._grants[key] = Grant(key, limit, self._router)
+        grant.update(limit)
+        return grant
+
+    async def _obtain(self, costs: Costs, holder: _Holder, *, is_resumed: bool) -> None:
+        """Returns when all grants have their costs. Raises the 429 if Redis lacks one, and RedisAway."""
+        may_wait, lacking = True, costs if is_resumed else _lacking(costs)
+        while lacking:
+            short = await self._ask(lacking, is_resumed=is_resumed)
+            lacking, now_us = _lacking(short), _now_us()
+            if not lacking:
+                lacking = _lacking(costs)
+            elif may_wait and all(grant.level(now_us, with_held=False).left >= cost for grant, cost in lacking):
+                may_wait = False  # other routers hold enough that they may not need
+                await asyncio.sleep(_RETURNED_S)
+            else:
+                raise refusal([(grant.level(now_us), cost) for grant, cost in lacking], holder.levels(now_us))
+        for grant, _ in costs if is_resumed else ():
+            level = grant.level(_now_us())
+            if grant.limit.kind == "tokens" and level.full_in_s > _MAX_DEBT_S:
+                raise refusal([(level, 0)], holder.levels(_now_us()))
+
+    async def _ask(self, costs: Costs, *, is_resumed: bool = False) -> Costs:
+        """Has Redis add the costs to the grants. Returns those of which Redis had too little. Raises RedisAway."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._away_until_s:
+            raise RedisAway
+        waiters = []
+        for grant, cost in costs:
+            waiters.append(Waiter(cost, loop.create_future(), is_resumed and cost > 0))
+            grant.waiters.append(waiters[-1])
+            self._send(grant)
+        shorts = await asyncio.gather(*(waiter.is_short for waiter in waiters), return_exceptions=True)
+        for error in shorts:
+            if isinstance(error, BaseException):
+                raise error
+        return [cost for cost, is_short in zip(costs, shorts, strict=True) if is_short]
+
+    def _take_places(self, account: QuotaAccount) -> bool:
+        """Takes over the places of the same stream's connection before, if that has not ended at this router."""
+        before = self._accounts.get(account.request.response_id)
+        if before is None or not before.places or before.num_takeovers >= MAX_TAKEOVERS:
+            return False
+        account.places, before.places = before.places, []
+        account.has_own_places, account.num_takeovers = before.has_own_places, before.num_takeovers + 1
+        return True
+
+    def _open_account(self, account: QuotaAccount, costs: Costs) -> None:
+        now_us = _now_us()
+        for grant, cost in costs:
+            taken = grant.take(cost, now_us) if cost and grant.has(cost, now_us) else None
+            if grant.limit.kind == "tokens":
+                account.reserved.append((grant, taken or Taken(0, 0.0, 0, 0.0)))
+            elif grant.limit.kind == "streams" and cost:
+                account.places.append(grant)
+                if taken is None:  # a resumed stream, while Redis is away
+                    account.has_own_places = False
+                    grant.add_place()
+            self._queue(grant)
+        if account.places or account.reserved:
+            self._accounts[account.request.response_id] = account
+
+    def _charge(self, account: QuotaAccount, progress: Progress) -> None:
+        """Charges what the answer has used beyond what it reserved."""
+        used = progress.num_prompt_tokens + progress.num_completion_tokens
+        for index, (grant, taken) in enumerate(account.reserved):
+            if used > taken.units:
+                account.reserved[index] = grant, grant.settle(taken, used)
+                self._queue(grant)
+
+    def _settle(self, account: QuotaAccount, ending: Ending) -> None:
+        if self._accounts.get(account.request.response_id) is account:
+            del self._accounts[account.request.response_id]
+        progress, now_us = ending.progress, _now_us()
+        used = progress.num_prompt_tokens + progress.num_completion_tokens
+        for grant, taken in account.reserved:
+            grant.settle(taken, used)
+        # A client whose stream broke may have resumed it at another router, which then has its place.
+        is_reusable = account.has_own_places and not ending.error and not ending.is_cancelled
+        for grant in account.places:
+            grant.release(now_us, is_reusable=is_reusable)
+        for grant in {*account.places, *(grant for grant, _ in account.reserved)}:
+            if grant.level(now_us).left * 2 < grant.limit.limit:
+                self._send(grant)  # at once, where others may be short of it
+            else:
+                self._queue(grant)
+
+    def _queue(self, grant: Grant) -> None:
+        """Has the grant say its news in a moment."""
+        if not grant.is_queued and grant.has_news:
+            grant.is_queued = True
+            self._due.append((_now_us() + SAY_US, grant))
+
+    def _send(self, grant: Grant) -> None:
+        """Has the grant say its news now, or when its message under way is answered."""
+        if asyncio.get_running_loop().time() < self._away_until_s:
+            self._queue(grant)
             return
-        self._count_stream(account.bounds, -1)
-        self._charge(account, used, has_ended=True)
-        if account.held is not None and account.is_kept and not account.is_unheard:
-            self._tell(account, 0, has_ended=True)  # its place, which Redis was told of when it was found again
+        self._unsent[grant] = None
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send_all(), name="quotas in redis")
 
-    def _charge(self, account: QuotaAccount, used: int, *, has_ended: bool) -> None:
-        if account.held is None:
-            if account.is_kept:
-                self._tell(account, used, has_ended=has_ended)
-        elif self.is_local:
-            life, now_us = account.bounds.life, _now_us()
-            account.held = [self._shares.use(life, held, used, now_us, has_ended=has_ended) for held in account.held]
-        else:
-            self._report_more(account, used)
+    async def _send_all(self) -> None:
+        batch: list[Grant] = []
+        try:
+            while self._unsent:
+                batch = list(itertools.islice(self._unsent, _MAX_BATCH))
+                for grant in batch:
+                    del self._unsent[grant]
+                sent_at_us, num_routers = _now_us(), self._num_routers()
+                messages = [grant.message(sent_at_us, num_routers) for grant in batch]
+                replies = await self._call(messages)
+                if self._is_away:
+                    self._is_away = False
+                    _log.info("quotas: redis is there again")
+                for grant, message, reply in zip(batch, messages, replies, strict=True):
+                    grant.apply(message, reply, sent_at_us)
+                    if grant.waiters:
+                        self._unsent[grant] = None
+                    self._queue(grant)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._fail(batch, error)
+        except Exception as error:  # else those that wait would wait for ever
+            _log.exception("quotas: a reply of redis could not be read")
+            self._fail(batch, error)
+        finally:
+            self._sender = None
 
-    def _report_more(self, account: QuotaAccount, used: int) -> None:
-        """Redis has heard what the answer was given here when it was found again; what it uses beyond that is new.
+    async def _call(self, messages: Sequence[Message]) -> list[Any]:
+        """Raises RedisError, OSError or TimeoutError; then Redis may have got some of the messages."""
+        loop = asyncio.get_running_loop()
+        began_s, call = loop.time(), asyncio.create_task(self._execute(messages))
+        call.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            done, _ = await asyncio.wait((call,), timeout=self._wait_s)
+            if not done and loop.time() > began_s + self._wait_s + _LATENESS_S:
+                done, _ = await asyncio.wait((call,), timeout=self._wait_s)
+            if not done:
+                raise TimeoutError(f"no answer within {self._wait_s:g} s")
+            return call.result()
+        finally:
+            call.cancel()
 
-        What it does not use has drained within a minute, and is not given back.
-        """
-        limits = {rate.name: rate.limit for rate in account.bounds.rates}
-        held = account.held or []
-        more = [
-            Report(account.bounds.life, one.name, limits[one.name], used - one.units)
-            for one in held
-            if used > one.units
-        ]
-        for reply in self._redis.report(more):
-            reply.add_done_callback(self._hear)
-        account.held = [Held(one.name, max(one.units, float(used)), one.end_us) for one in held]
-
-    def _tell(self, account: QuotaAccount, used: int, *, has_ended: bool) -> None:
-        if has_ended and len(self._unsent) < _MAX_UNSENT:
-            self._unsent[account.lease] = account, used  # until Redis has heard it
-        if self._state == "away":
-            return
-        reply = self._redis.use(account, used, has_ended=has_ended)
-        reply.add_done_callback(self._hear)
-        if has_ended:
-            reply.add_done_callback(lambda heard: _is_well(heard) and self._unsent.pop(account.lease, None))
-
-    def _hear(self, reply: asyncio.Future[int]) -> None:
-        if not _is_well(reply):
-            error = None if reply.cancelled() else reply.exception()
-            self._lose(error if isinstance(error, RedisAway) else RedisAway("it was not heard"))
-
-    def _lose(self, error: RedisAway) -> None:
-        if self._state == "fleet":
-            _log.warning("quotas: redis is away, this router goes by its share: %s", error)
-            self._returner = asyncio.create_task(self._return(), name="quotas return")
-        self._state = "away"
-
-    async def _return(self) -> None:
-        """Finds Redis again, tells it what this router let through, and ends when all routers can have done so."""
-        loop, found_at = asyncio.get_running_loop(), 0.0
-        while True:
-            await asyncio.sleep(RETRY_S if self._state == "away" else RETRY_S / 4)
+    async def _execute(self, messages: Sequence[Message]) -> list[Any]:
+        for may_load in (True, False):
+            pipeline = self._client.pipeline(transaction=False)
+            for message in messages:
+                keys, args = EXCHANGE.parameters(**message.parameters)
+                pipeline.evalsha(EXCHANGE.sha, len(keys), *keys, *args)
             try:
-                await self._tell_all()
-                if self._state == "returning" and loop.time() >= found_at + GRACE_S:
-                    self._go_back()
-                    return
-            except RedisAway:
-                self._state = "away"
-                continue
-            except Exception:  # nobody else would bring this router back
-                _log.exception("quotas: redis could not be told what this router let through")
-                self._state = "away"
-                continue
-            if self._state == "away":
-                self._state, found_at = "returning", loop.time()
+                replies: list[Any] = await pipeline.execute()
+                return replies
+            except NoScriptError:
+                if not may_load:
+                    raise
+                await self._client.script_load(EXCHANGE.source)
+        raise AssertionError
 
-    def _go_back(self) -> None:
-        # Before anything that is asked from now on.
-        for reply in (*self._report_shares(), *self._hold_unheard()):
-            reply.add_done_callback(self._hear)
-        self._shares.clear()
-        self._state = "fleet"
-        _log.info("quotas: redis is there again")
-
-    async def _tell_all(self) -> None:
-        """Raises RedisAway; then what was not heard is told the next time."""
-        await self._redis.knock()
-        heard = await asyncio.gather(*self._report_shares(), return_exceptions=True)
-        unanswered = list(self._unanswered.values())
-        voided = await asyncio.gather(*map(self._redis.void, unanswered), return_exceptions=True)
-        for opened, reply in zip(unanswered, voided, strict=True):
-            if not isinstance(reply, BaseException):
-                self._unanswered.pop(opened.lease, None)
-        unsent = list(self._unsent.items())
-        ends = [self._redis.use(account, used, has_ended=True) for _, (account, used) in unsent]
-        told = await asyncio.gather(*ends, return_exceptions=True)
-        for (lease, _), reply in zip(unsent, told, strict=True):
-            if not isinstance(reply, BaseException):
-                self._unsent.pop(lease, None)
-        _raise_first((*heard, *voided, *told))
-        goes_on = *self._hold_unheard(), *self._redis.renew(self._accounts)  # what was voided is no more
-        _raise_first(await asyncio.gather(*goes_on, return_exceptions=True))
-
-    def _report_shares(self) -> Sequence[asyncio.Future[int]]:
-        reports = self._shares.reports(_now_us())
-        replies = self._redis.report(reports)
-        for report, reply in zip(reports, replies, strict=True):
-            reply.add_done_callback(partial(self._hear_report, report))
-        return replies
-
-    def _hold_unheard(self) -> Sequence[asyncio.Future[int]]:
-        accounts = [account for account in self._accounts.values() if account.is_unheard]
-        replies = [self._redis.hold(account) for account in accounts]
-        for account, reply in zip(accounts, replies, strict=True):
-            account.is_unheard = False
-            reply.add_done_callback(partial(self._hear_hold, account))
-        return replies
-
-    def _hear_hold(self, account: QuotaAccount, reply: asyncio.Future[int]) -> None:
-        account.is_unheard = not _is_well(reply)
-
-    def _hear_report(self, report: Report, reply: asyncio.Future[int]) -> None:
-        if _is_well(reply):
-            self._shares.heard(report)
+    def _fail(self, batch: Sequence[Grant], error: Exception) -> None:
+        """Redis has not answered to the messages of the batch, which are sent again later."""
+        if not self._is_away:
+            _log.warning("quotas: redis is away, grants are all that is left: %s", error or type(error).__name__)
+        self._is_away, self._away_until_s = True, asyncio.get_running_loop().time() + RETRY_S
+        grants, self._unsent = [*batch, *self._unsent], {}
+        for grant in grants:
+            grant.fail(RedisAway())
+            self._queue(grant)
 
     async def _keep(self) -> None:
+        renew_at_us = _now_us() + RENEW_S * 1e6
         while True:
-            await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(_TICK_S)
             try:
-                self._keep_up()
+                self._send_due()
+                if _now_us() >= renew_at_us:
+                    renew_at_us = _now_us() + RENEW_S * 1e6
+                    self._renew()
             except Exception:  # else all answers under way would lose their places
                 _log.exception("quotas: answers under way could not be renewed or charged")
 
-    def _keep_up(self) -> None:
-        if not self.is_local:
-            for reply in self._redis.renew(self._accounts):
-                reply.add_done_callback(self._hear)
+    def _send_due(self) -> None:
+        now_us, is_away = _now_us(), asyncio.get_running_loop().time() < self._away_until_s
+        while self._due and self._due[0][0] <= now_us and not is_away:
+            grant = self._due.popleft()[1]
+            grant.is_queued = False
+            if grant.has_news:
+                self._send(grant)
+
+    def _renew(self) -> None:
+        now_us = _now_us()
+        for key, grant in list(self._grants.items()):
+            if grant.in_use:
+                self._send(grant)
+            elif grant.is_idle and not grant.level(now_us).backlog_us:
+                del self._grants[key]
+        for name, holder in list(self._holders.items()):
+            if all(self._grants.get(grant.key) is not grant for grant in holder.grants):
+                del self._holders[name]
         for account in list(self._accounts.values()):
-            if account.may_exceed:
-                self._charge(account, account.used(), has_ended=False)
-        self._known.forget_full(_now_us())
-
-    def _new_lease(self) -> str:
-        self._num_leases += 1
-        return f"{self._router}:{self._num_leases}"
-
-    def _count_stream(self, bounds: Bounds, change: int) -> None:
-        if bounds.has_streams:
-            for key in ((bounds.life, ""), (bounds.life, bounds.key_id)):
-                count = self._streams.pop(key, 0) + change
-                if count:
-                    self._streams[key] = count
+            if any(taken.units < account.num_tokens for _, taken in account.reserved):
+                self._charge(account, account.request.progress())
 
 
-def _is_well(reply: asyncio.Future[int]) -> bool:
-    return not reply.cancelled() and reply.exception() is None
+def redis_key(tenant_id: str, limit: Limit) -> str:
+    """All limits of a tenant are in one slot of a Redis cluster."""
+    return f"motet:{{tenant:{tenant_id}}}:quota:limit:{limit.name}"
 
 
-def _raise_first(replies: Iterable[object]) -> None:
-    for reply in replies:
-        if isinstance(reply, BaseException):
-            raise reply
+def _lacking(costs: Costs) -> Costs:
+    now_us = _now_us()
+    return [(grant, cost) for grant, cost in costs if cost and not grant.has(cost, now_us)]
 
 
 def _now_us() -> float:

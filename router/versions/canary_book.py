@@ -7,18 +7,14 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import islice
 from typing import Final
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import RegistryUnavailable
-from ...adapters.registry.canary_counts import Arm, CanaryCounts, Outcome
-from ...adapters.registry.registry_view import RegistryView
+from ...adapters.registry.canary_counts import CanaryCounts, Outcome
 from ...adapters.registry.versions.canary_policy import first_token_bin, per_token_bin
-from ...adapters.registry.versions.rollout import rollout_of
 from ..accounts.account import Account, AnswerRequest, Ending
 from .recent_failures import RecentFailures, VersionKey
 
@@ -33,20 +29,11 @@ _REFUSED: Final = "adapter_failed"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _InTrial:
-    """Which trial an answer counts in."""
-
-    canary_id: str
-    arm: Arm
-    sticky: str  # hash of its sticky key
-
-
 class CanaryBook:
     """Owned by one event loop. `counts`: where all routers count."""
 
-    def __init__(self, view: RegistryView, counts: CanaryCounts) -> None:
-        self._view, self.counts = view, counts
+    def __init__(self, counts: CanaryCounts) -> None:
+        self.counts = counts
         self._pending: deque[Outcome] = deque(maxlen=MAX_PENDING)
         # Why a version could not be loaded; None: it can be loaded again.
         self._unreported = RecentFailures[str | None](MAX_FAILED_OF_TENANT, _MAX_FAILED)
@@ -63,14 +50,13 @@ class CanaryBook:
             for _ in range(_MAX_FAILED // _MAX_BATCH):
                 await self.flush()
 
-    async def open(self, asked: AnswerRequest) -> Account:
-        version = asked.version
-        return _Line(self, asked, None if version is None else await self._trial(asked, version))
+    async def open(self, request: AnswerRequest) -> Account:
+        return _Line(self, request)
 
-    def note(self, asked: AnswerRequest, trial: _InTrial | None, ending: Ending) -> None:
-        """Takes in how an answer has ended. `trial`: that it counts in; None: in none."""
-        version = asked.version
-        counted = counted_of(ending, is_resumed=asked.is_resumed)
+    def note(self, request: AnswerRequest, ending: Ending) -> None:
+        """Takes in how an answer has ended."""
+        version, trial = request.version, request.trial
+        counted = counted_of(ending, is_resumed=request.is_resumed)
         if version is None or not counted:
             return
         key: VersionKey = (version.tenant, version.name, version.version)
@@ -79,8 +65,8 @@ class CanaryBook:
         elif key in self._failed.values and not ending.error:
             self.note_load(version, None)
         if trial is not None:
-            tenant_id, of = asked.identity.tenant.tenant_id, f"{version.tenant}/{version.name}"
-            self.count(Outcome(tenant_id, of, asked.response_id, trial.canary_id, trial.arm, counted, trial.sticky))
+            tenant_id, of = request.identity.tenant.tenant_id, f"{version.tenant}/{version.name}"
+            self.count(Outcome(tenant_id, of, request.response_id, trial.canary_id, trial.arm, counted, trial.sticky))
 
     def note_load(self, version: AdapterVersion, reason: str | None) -> None:
         """A gang could not load the version, for this reason; None: one could. Redis is told soon."""
@@ -124,30 +110,17 @@ class CanaryBook:
                 _log.exception("answers of canaries cannot be counted")
             await asyncio.sleep(FLUSH_S)
 
-    async def _trial(self, asked: AnswerRequest, version: AdapterVersion) -> _InTrial | None:
-        """The trial that an answer belongs to, and for which of the two versions it speaks."""
-        if "@" in asked.model:
-            return None
-        try:
-            current = await self._view.resolve(version.tenant, version.name)
-        except RegistryUnavailable:
-            return None
-        canary = None if current is None or not current.rollout else rollout_of(current).canary
-        if current is None or canary is None or version.version not in (canary.version, current.version):
-            return None
-        arm: Arm = "canary" if version.version == canary.version else "stable"
-        key = asked.sticky_key or f"key {asked.identity.key.key_id}"
-        return _InTrial(canary.id, arm, blake2b(f"{canary.id}:{key}".encode(), digest_size=8).hexdigest())
-
 
 class _Line:
+    """The account of one answer."""
+
     headers: Sequence[tuple[bytes, bytes]] = ()
 
-    def __init__(self, book: CanaryBook, asked: AnswerRequest, trial: _InTrial | None) -> None:
-        self._book, self._asked, self._trial = book, asked, trial
+    def __init__(self, book: CanaryBook, request: AnswerRequest) -> None:
+        self._book, self._request = book, request
 
     def settle(self, ending: Ending) -> None:
-        self._book.note(self._asked, self._trial, ending)
+        self._book.note(self._request, ending)
 
 
 def counted_of(ending: Ending, *, is_resumed: bool = False) -> tuple[str, ...]:

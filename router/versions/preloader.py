@@ -12,10 +12,11 @@ from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.preloads import Preload, Preloads, place_of
 from ...adapters.registry.tenants.records import TenantRecord
-from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest
+from ...workers.wire.messages import SamplingParams, SequenceError, SequenceRequest
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..openai_api.errors import RETRY_AFTER_S, ApiError, unavailable
 from .canary_book import CanaryBook
+from .version_choice import adapter_ref
 
 MAX_OF_TENANT: Final = 16  # that are under way at a router, each at one gang
 MAX_IN_ALL: Final = 256
@@ -70,7 +71,7 @@ class Preloader:
             prompt_token_ids=[_PROMPT],
             sampling=_SAMPLING,
             tenant=tenant.name,
-            adapter=AdapterRef(version.digest, dict(version.module_ranks)),
+            adapter=adapter_ref(version),
             adapter_name=version.name,
             weight=tenant.weight,
             is_background=True,

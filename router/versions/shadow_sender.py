@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
@@ -16,8 +15,7 @@ from msgspec import structs
 from ...adapters.adapter import AdapterVersion
 from ...adapters.registry.canary_counts import Outcome
 from ...adapters.registry.versions.canary_choice import gets_canary
-from ...adapters.registry.versions.rollout import Shadow, rollout_of, version_of
-from ...workers.wire.messages import AdapterRef
+from ...adapters.registry.versions.rollout import Shadow, version_of
 from ..accounts.account import Accounts, AnswerRequest, Ending
 from ..fleet.dispatch import Dispatcher
 from ..generation.generation import Generation, GenerationRequest, SequenceFailedError
@@ -27,6 +25,7 @@ from ..openai_api.response_id import fingerprint_of, new_response_id
 from ..tenants.identity import Identity
 from ..text.text import TextService
 from .canary_book import CanaryBook, counted_of
+from .version_choice import VersionChoice, adapter_ref
 
 MAX_AT_ONCE: Final = 32  # shadowed requests of a router
 MAX_OF_TENANT: Final = 4  # of these; what comes meanwhile is not shadowed
@@ -63,23 +62,16 @@ class ShadowSender:
     def num_running(self) -> int:
         return len(self._running)
 
-    def send(
-        self,
-        versions: Sequence[AdapterVersion | None],
-        model: str,
-        request: GenerationRequest,
-        response_id: str,
-        identity: Identity,
-    ) -> None:
-        """Returns at once. `versions`: of the name, with its current one. Requests of one new sequence are shadowed."""
-        if "@" in model or request.num_seen or request.n * len(request.prompts) > 1 or request.beams:
+    def send(self, choice: VersionChoice, request: GenerationRequest, response_id: str, identity: Identity) -> None:
+        """Returns at once. Only a new request of one sequence is shadowed."""
+        shadow, tenant = choice.shadow, identity.name
+        if shadow is None or choice.current is None:
             return
-        current = next((one for one in versions if one is not None and one.rollout), None)
-        shadow = None if current is None else rollout_of(current).shadow
-        tenant = identity.name
-        if current is None or shadow is None or not may_begin(self._num_of[tenant], len(self._running)):
+        if request.num_seen or request.n * len(request.prompts) > 1 or request.beams:
             return
-        version = version_of(current, shadow.version)
+        if not may_begin(self._num_of[tenant], len(self._running)):
+            return
+        version = version_of(choice.current, shadow.version)
         if version is None or not gets_canary(shadow.share, response_id, shadow.id):
             return
         (prompt,) = request.prompts
@@ -87,7 +79,7 @@ class ShadowSender:
         copy = replace(
             request,
             prompts=[replace(prompt, sampling=structs.replace(prompt.sampling, max_tokens=most))],
-            adapter=AdapterRef(version.digest, dict(version.module_ranks)),
+            adapter=adapter_ref(version),
             key="",
             timeout_s=TIMEOUT_S,
             is_background=True,
@@ -143,14 +135,16 @@ class ShadowSender:
             generation.cancel()
             first_at = generation.first_token_at
             duration_s = time.perf_counter() - started_at
-            await generation.reported()
-            ending = Ending(
-                progress=generation.progress(),
-                error=error,
-                is_cancelled=is_cancelled,
-                first_token_s=None if first_at is None else first_at - started_at,
-                duration_s=duration_s,
-            )
-            account.settle(ending)
+            try:
+                await generation.reported()
+            finally:  # even if it is cancelled once more
+                ending = Ending(
+                    progress=generation.progress(),
+                    error=error,
+                    is_cancelled=is_cancelled,
+                    first_token_s=None if first_at is None else first_at - started_at,
+                    duration_s=duration_s,
+                )
+                account.settle(ending)
         tenant_id, of = identity.tenant.tenant_id, f"{version.tenant}/{version.name}"
         self._book.count(Outcome(tenant_id, of, asked.response_id, shadow.id, "shadow", counted_of(ending)))

@@ -1,16 +1,19 @@
-"""Which version of an adapter answers a request, and which ones a resumed stream may have begun with."""
+"""Which version of an adapter answers a request. It is decided once, and carried to all that depends on it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Final
 
 import msgspec
 
 from ...adapters.adapter import AdapterVersion
-from ...adapters.registry.versions.canary_choice import gets_canary
-from ...adapters.registry.versions.rollout import rollout_of, selected, version_of, versions_of
+from ...adapters.registry.canary_counts import TrialMember
+from ...adapters.registry.versions.canary_choice import canary_place, is_below
+from ...adapters.registry.versions.rollout import Canary, Shadow, rollout_of, selected, version_of, versions_of
+from ...workers.wire.messages import AdapterRef
 from ..openai_api.errors import model_not_found
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from ..tenants.identity import Identity
@@ -19,36 +22,65 @@ VERSION_HEADER: Final = b"x-motet-version"
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def answering(current: AdapterVersion, request: GenerationFields, identity: Identity) -> Sequence[AdapterVersion]:
-    """The version that answers the request; behind it the name's others, with which a resumed stream may have begun.
+@dataclass(frozen=True, slots=True)
+class VersionChoice:
+    """The version that answers, and the trials that the answer takes part in: none if the request names a version."""
 
-    `name@…` means what it says; the name alone means the current version, or its canary. Raises 404.
+    version: AdapterVersion | None = None  # None: the base
+    current: AdapterVersion | None = None  # of the name that was asked for; None: the base
+    canary: Canary | None = None
+    canary_place: bytes = b""  # of the request, among those of which the canary gets a share
+    shadow: Shadow | None = None
+
+    @property
+    def trial(self) -> TrialMember | None:
+        """The canary's trial in which the answer counts."""
+        if self.canary is None or self.version is None or self.current is None:
+            return None
+        if self.version.version not in (self.canary.version, self.current.version):
+            return None  # a resumed stream, that began with a version that is on trial no more
+        is_canary = self.version.version == self.canary.version
+        return TrialMember(self.canary.id, "canary" if is_canary else "stable", self.canary_place.hex())
+
+    def candidates(self) -> Iterator[AdapterVersion | None]:
+        """The version that answers; then the name's others, with which a resumed stream may have begun."""
+        yield self.version
+        if self.version is not None and self.current is not None and self.current.rollout:
+            yield from (other for other in versions_of(self.current) if other.version != self.version.version)
+
+    def with_version(self, version: AdapterVersion | None) -> VersionChoice:
+        return self if version is self.version else replace(self, version=version)
+
+
+def choose_version(current: AdapterVersion | None, request: GenerationFields, identity: Identity) -> VersionChoice:
+    """`current`: of the name in the request's model; None: the model is the base.
+
+    `name@…` means that version; the name alone means the current version, or its canary. Raises 404.
     """
+    if current is None:
+        return VersionChoice()
     _, is_selected, selector = request.model.partition("@")
-    first: AdapterVersion | None = current
     if is_selected:
-        first = selected(current, selector)
-    elif current.rollout:
-        canary = rollout_of(current).canary
-        if canary is not None and gets_canary(canary.share, sticky_key(request, identity), canary.id):
-            first = version_of(current, canary.version)
-    if first is None:
-        raise model_not_found(request.model)
+        return VersionChoice(_existing(selected(current, selector), request), current)
     if not current.rollout:
-        return [first]
-    return [first, *(other for other in versions_of(current) if other.version != first.version)]
+        return VersionChoice(current, current)
+    rollout = rollout_of(current)
+    canary = rollout.canary
+    if canary is None:
+        return VersionChoice(current, current, shadow=rollout.shadow)
+    place = canary_place(sticky_key(request, identity), canary.id)
+    version = version_of(current, canary.version) if is_below(place, canary.share) else current
+    return VersionChoice(_existing(version, request), current, canary, place, rollout.shadow)
 
 
-def key_in_trial(versions: Sequence[AdapterVersion | None], request: GenerationFields, identity: Identity) -> str:
-    """The sticky key of a request for a name that has a canary; empty: it has none. `versions`: see `answering`."""
-    current = next((one for one in versions if one is not None and one.rollout), None)
-    if current is None or rollout_of(current).canary is None:
-        return ""
-    return sticky_key(request, identity)
+def _existing(version: AdapterVersion | None, request: GenerationFields) -> AdapterVersion:
+    if version is None:
+        raise model_not_found(request.model)
+    return version
 
 
 def sticky_key(request: GenerationFields, identity: Identity) -> str:
-    """What stays the same while somebody's requests belong together: `user`, else the conversation, else the API key.
+    """What requests that belong together have in common: `user`, else the conversation, else the API key.
 
     A chat's conversation is all up to its first message from the user; a completion's is the whole first prompt.
     """
@@ -56,8 +88,8 @@ def sticky_key(request: GenerationFields, identity: Identity) -> str:
         return f"user {request.user}"
     beginning: object = None
     if isinstance(request, ChatRequest):
-        places = [place for place, message in enumerate(request.messages) if message.role == "user"]
-        beginning = request.messages[: places[0] + 1] if places else None
+        first = next((index for index, message in enumerate(request.messages) if message.role == "user"), None)
+        beginning = None if first is None else request.messages[: first + 1]
     elif isinstance(request, CompletionRequest):
         beginning = request.prompt if isinstance(request.prompt, str) else request.prompt[:1]
     if beginning is None:
@@ -65,6 +97,10 @@ def sticky_key(request: GenerationFields, identity: Identity) -> str:
     return f"talk {blake2b(_encode(beginning), digest_size=16).hexdigest()}"
 
 
+def adapter_ref(version: AdapterVersion) -> AdapterRef:
+    return AdapterRef(version.digest, dict(version.module_ranks))
+
+
 def version_header(version: AdapterVersion) -> tuple[bytes, bytes]:
-    """Says which version has answered."""
+    """The answer's header with the version that answered."""
     return VERSION_HEADER, f"{version.name}@{version.version}".encode()

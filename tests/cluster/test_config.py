@@ -48,7 +48,7 @@ def test_what_is_told_of_settings_has_no_secret(paths: dict[str, Any]) -> None:
         "operator_key": "hush-2",
         "redis_url": "redis://:hush-3@localhost",
     }
-    told = MotetConfig.of(**paths, **secrets, latency_objectives_s=(("acme", 2.0),), max_queue_wait_s=3.0).told
+    told = MotetConfig.of(**paths, **secrets, latency_objectives_s=(("acme", 2.0),), max_queue_wait_s=3.0).written
     assert "hush" not in str(told) and told["max-queue-wait"] == 3.0 and told["latency-objective"] == ["acme=2.0"]
     assert msgspec.json.decode(msgspec.json.encode(told)) == told
 

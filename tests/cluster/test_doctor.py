@@ -296,7 +296,7 @@ FINE = SecretFile(mode=0o440)
         (
             SecretsFacts(folder="/s", files={"redis-url": FINE, "redis_url": FINE}),
             "warning",
-            "nobody reads /s/redis_url",
+            "/s/redis_url is not used",
         ),
         (SecretsFacts(folder="/s", files={"redis-url": replace(FINE, problem="denied")}), "error", "denied"),
         (SecretsFacts(folder="/s", files={"redis-url": replace(FINE, is_empty=True)}), "error", "is empty"),

@@ -121,7 +121,7 @@ def test_nobody_waits_for_a_pipe_that_nobody_reads() -> None:
         writer.put(line)
         longest_s = max(longest_s, time.thread_time() - began)
     assert writer.num_dropped >= 3000 and longest_s < 0.1
-    assert writer.take_untold() == 0  # there is no room to tell of it
+    assert writer.take_unreported_drops() == 0  # there is no room to tell of it
     with os.fdopen(reader, "rb") as end:
         os.set_blocking(reader, False)
 
@@ -132,7 +132,7 @@ def test_nobody_waits_for_a_pipe_that_nobody_reads() -> None:
 
         eventually(is_read)
         os.set_blocking(reader, True)
-        assert writer.take_untold() == writer.num_dropped
+        assert writer.take_unreported_drops() == writer.num_dropped
         writer.put(b"last\n")
         writer.close()
         os.close(pipe)
@@ -163,7 +163,7 @@ def test_a_full_disk_costs_lines_and_nothing_else() -> None:
     writer = LogWriter(to_descriptor(full), "a full disk")
     writer.put(b"a\n")
     eventually(lambda: writer.num_dropped == 1)
-    assert writer.take_untold() == 1
+    assert writer.take_unreported_drops() == 1
     writer.close()
     os.close(full)
 
@@ -204,8 +204,9 @@ def test_a_process_writes_its_lines_to_a_file(
     tmp_path: Path, loggers: None, monkeypatch: pytest.MonkeyPatch, log_format: LogFormat
 ) -> None:
     monkeypatch.delenv(TO_STDERR, raising=False)
-    log = start_process_log(LogConfig(log_format=log_format, log_level="info"), "gang", {"node": "n1"}, tmp_path)
-    log.know(gang="g1")
+    log = start_process_log(
+        LogConfig(log_format=log_format, log_level="info"), "gang", {"node": "n1", "gang": "g1"}, tmp_path
+    )
     logging.getLogger("motet.workers.x").debug("not told")
     logging.getLogger("motet.workers.x").info("told", extra={"fields": {"request_id": "i", "tenant": "acme"}})
     logging.getLogger("some.library").info("not told")

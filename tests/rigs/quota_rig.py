@@ -59,9 +59,13 @@ def asked(
     )
 
 
-def ending(prompt: int = 10, completion: int = 0, error: str = "") -> Ending:
+def ending(prompt: int = 10, completion: int = 0, error: str = "", is_cancelled: bool = False) -> Ending:
     return Ending(
-        progress=progress(prompt, completion), error=error, is_cancelled=False, first_token_s=None, duration_s=0.1
+        progress=progress(prompt, completion),
+        error=error,
+        is_cancelled=is_cancelled,
+        first_token_s=None,
+        duration_s=0.1,
     )
 
 
@@ -72,10 +76,20 @@ async def try_open(quotas: Quotas, one: AnswerRequest) -> Account | ApiError:
         return error
 
 
+async def left(quotas: Quotas, who: Identity) -> dict[str, int]:
+    """What is left of each limit, by its name."""
+    return {level.limit.name: level.left for level in (await quotas.look(who))[0]}
+
+
+async def is_left(quotas: Quotas, who: Identity, least: dict[str, int]) -> bool:
+    now = await left(quotas, who)
+    return all(now[name] >= units for name, units in least.items())
+
+
 def wait_for_redis(fleet: list[Quotas], wait_s: float) -> None:
     """From now on routers wait so long for Redis."""
     for quotas in fleet:
-        quotas._redis._batches._wait_s = wait_s
+        quotas._wait_s = wait_s
 
 
 async def until(check: Callable[[], Awaitable[bool]]) -> None:

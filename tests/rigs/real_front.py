@@ -43,6 +43,7 @@ OPERATOR_KEY = "key-of-the-operators"
 EXPIRED_KEY, SUSPENDED_KEY = "stale-key-of-moles", "slow-key-of-sloths"
 OWNERS_ADAPTER, ASKERS_ADAPTER = "lions-adapter", "moles-adapter"
 SCOPES: Final[frozenset[Scope]] = frozenset(get_args(Scope))
+SPOOL_BYTES = 1 << 30  # of the ledger
 LIMITS = UploadLimits(max_config_bytes=10_000, max_tensors_bytes=50_000)
 
 
@@ -123,9 +124,15 @@ async def real_front(
     uploads = UploadService(AdapterStore(folder / "store"), registry, view, [LAYOUT], LIMITS, reserved={BASE})
     await view.start()
     dispatcher = FakeDispatcher(answer=encoded(text, "hello world"))
-    quotas, canaries = Quotas(redis, lambda: 1, wait_s=PATIENCE_S), CanaryBook(view, CanaryCounts(redis))
+    quotas, canaries = Quotas(redis, lambda: 1, wait_s=PATIENCE_S), CanaryBook(CanaryCounts(redis))
     usage = Usage(
-        redis, folder / "ledger", folder / "archive", kept_days=1, spool_bytes=1 << 30, min_free_bytes=0, prices=None
+        redis,
+        folder / "ledger",
+        folder / "archive",
+        kept_days=1,
+        spool_bytes=SPOOL_BYTES,
+        min_free_bytes=0,
+        prices=None,
     )
     quotas.start()
     canaries.start()

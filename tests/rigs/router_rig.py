@@ -357,7 +357,7 @@ class RouterRig:
             accountants=accountants,
             more_routes=more_routes,
             administration=administration,
-            canaries=None if counts is None else CanaryBook(cast(RegistryView, self.registry), counts),
+            canaries=None if counts is None else CanaryBook(counts),
             preloads=preloads,
             pins=pins,
         )

@@ -46,7 +46,7 @@ class VersionRig:
             reserved=[BASE],
         )
         counts = CanaryCounts(client)
-        self.canaries, self.judge = CanaryBook(self.view, counts), CanaryJudge(self.uploads, counts)
+        self.canaries, self.judge = CanaryBook(counts), CanaryJudge(self.uploads, counts)
         self.gangs: list[Any] = []  # as the keeper of pins knows them
         self.keeper = PinKeeper(self.view.pins, lambda: self.gangs)
         self.app = create_app(

@@ -282,7 +282,7 @@ async def test_what_is_not_counted_while_redis_is_away_is_bounded(
             told.extend(one.response_id for one in outcomes)
 
     away = Away(rigs[0].registry._client)
-    book = CanaryBook(rigs[0].view, away)
+    book = CanaryBook(away)
     rigs[0].canaries.note = book.note  # type: ignore[method-assign]
     ids = [(await rigs[0].complete(user=f"u{number}")).json()["id"] for number in range(25)]
     with pytest.raises(RegistryUnavailable):

@@ -185,7 +185,7 @@ async def test_what_no_stream_can_have_told(rig: RouterRig) -> None:
         (sealed(f"x{answer}", "1"), "another request"),
         (sealed(answer, f"{'1.' * 5000}1"), "not the id of an event"),
         (sealed(answer, "1/1"), "before the first token only"),
-        (sealed(answer, "1.1"), "tells of 2 choices, and the request has 1"),
+        (sealed(answer, "1.1"), "it has 2 choices, and the request has 1"),
         (sealed(answer, "8"), "8 tokens of choice 0, which has at most 7"),
         (sealed(answer, "3/end"), "the answer goes on"),
     ):

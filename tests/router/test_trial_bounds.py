@@ -190,7 +190,7 @@ async def test_one_turn_of_telling_is_bounded_and_what_could_not_be_told_is_kept
 
     slow = Slow(redis_client)
     slow.told = []
-    slow.book = book = CanaryBook(rig.view, slow)
+    slow.book = book = CanaryBook(slow)
     book._unreported.put(("acme", "x", 9), "first")
     book._unreported.put(("acme", "x", 9), "second")
     book.count(Outcome("acme", "acme/x", "cmpl-1", "c", "stable", ("answers",)))
@@ -277,6 +277,6 @@ async def test_a_tenant_of_many_broken_versions_takes_no_other_s_failures_from_m
     newest = range(1000 - MAX_FAILED_OF_TENANT, 1000)
     assert (await book.counts.failures("acme", "x", range(1000))).keys() == set(newest)
     identity = Identity(TenantRecord(name="globex"), KeyRecord(key_id="k", tenant="globex"))
-    book.note(replace(asked(identity), version=other), None, ending())
+    book.note(replace(asked(identity), version=other), ending())
     await book.flush()
     assert (await book.counts.failures("globex", "x", [other.version, 2])).keys() == {2}

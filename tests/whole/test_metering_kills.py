@@ -25,7 +25,7 @@ NUM_TOKENS: Final = 350
 OPTIONS: Final = ("--gangs", "2", "--routers", "2", "--dtype", "float32")
 # Of all tokens, when Redis, a gang and a router are killed. Gangs are ahead of what clients read, so it is soon.
 MOMENTS: Final = (0.02, 0.05, 0.1)
-# As much at each router as the streams need: one that has to wait for Redis goes by its share.
+# Twice what the streams need: a router that dies takes its reserve with it.
 QUOTA: Final = {
     "requests_per_minute": 2 * NUM_STREAMS,
     "tokens_per_minute": 2 * NUM_STREAMS * (NUM_TOKENS + 50),

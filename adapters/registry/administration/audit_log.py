@@ -25,7 +25,7 @@ class AuditLog:
     def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
         self._client: Any = client
         self._timeout_s = timeout_s
-        self._change_settings = bind_script(client, "administration/change_settings.lua")
+        self._change_settings = bind_script(client, "administration/change_settings.lua", allow_oom=True)
         self._read_all = bind_script(client, "administration/read_audit.lua")
         self._read_operators = bind_script(client, "administration/read_operators_audit.lua")
 

@@ -25,7 +25,7 @@ class EndedKeys:
 
     def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
         self._timeout_s = timeout_s
-        self._delete_ended = bind_script(client, "administration/delete_ended_keys.lua")
+        self._delete_ended = bind_script(client, "administration/delete_ended_keys.lua", allow_oom=True)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

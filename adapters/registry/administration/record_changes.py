@@ -45,7 +45,7 @@ class RecordChanges:
     def __init__(self, client: Redis, timeout_s: float) -> None:
         self._client: Any = client
         self._timeout_s = timeout_s
-        self._change_records = bind_script(client, "administration/change_records.lua")
+        self._change_records = bind_script(client, "administration/change_records.lua", allow_oom=True)
 
     async def change(self, tenant: str, hashes: Sequence[str], make: Callable[[Found], Wanted]) -> Wanted:
         """Applies a change in one script and returns it. `make` is called again whenever the records have changed.

@@ -35,8 +35,10 @@ class TenantRegistry:
         """`ends`: what else is deleted with a tenant."""
         self._changes = RecordChanges(client, timeout_s)
         self._ends, self._timeout_s, self._clock = tuple(ends), timeout_s, clock
-        self._delete_page_of_keys = bind_script(client, "administration/delete_keys_of_tenant.lua")
-        self._delete_page_of_adapters = bind_script(client, "administration/delete_adapters_of_tenant.lua")
+        self._delete_page_of_keys = bind_script(client, "administration/delete_keys_of_tenant.lua", allow_oom=True)
+        self._delete_page_of_adapters = bind_script(
+            client, "administration/delete_adapters_of_tenant.lua", allow_oom=True
+        )
 
     async def create(self, tenant: TenantRecord, actor: Actor) -> TenantRecord:
         """The tenant as it was made. Raises AdapterInvalid for its name, TenantExists, TenantEnding.

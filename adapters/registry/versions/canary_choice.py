@@ -5,11 +5,16 @@ from __future__ import annotations
 from hashlib import blake2b
 
 
-def gets_canary(share: float, sticky_key: str, canary_id: str) -> bool:
-    """Whether requests with this key go to the canary. `share`: of all keys, 0 to 1.
+def canary_place(sticky_key: str, canary_id: str) -> bytes:
+    """The key's place among all keys, 8 bytes: each canary gives all keys other places."""
+    return blake2b(f"{canary_id}:{sticky_key}".encode(), digest_size=8).digest()
 
-    Each key has a place between 0 and 1, and those below the share get the canary: a larger share only adds keys.
-    Another canary gives all keys other places.
-    """
-    digest = blake2b(f"{canary_id}:{sticky_key}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) < share * 2.0**64
+
+def is_below(place: bytes, share: float) -> bool:
+    """Whether a place is within the first `share` of all, 0 to 1: a larger share only adds keys."""
+    return int.from_bytes(place) < share * 2.0**64
+
+
+def gets_canary(share: float, sticky_key: str, canary_id: str) -> bool:
+    """Whether requests with this key go to the canary, which gets this share of all keys."""
+    return is_below(canary_place(sticky_key, canary_id), share)

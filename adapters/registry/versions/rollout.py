@@ -1,12 +1,13 @@
 """What a name's record holds beside its current version: its other versions, and which requests get which of them.
 
 It is part of the record and of each of its events, so that a copy of the record knows every version. It is kept as
-JSON and decoded when it is needed: most names have none.
+JSON, which is small, and decoded for names that are in use: most names have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -73,7 +74,14 @@ class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 NOTHING: Final = Rollout()
 _encode: Final = msgspec.json.Encoder().encode
-_decode: Final = msgspec.json.Decoder(Rollout).decode
+_decoder: Final = msgspec.json.Decoder(Rollout)
+_MAX_DECODED: Final = 4096  # records, of some 6 KB each: more than are in use at once in a router
+
+
+@lru_cache(_MAX_DECODED)
+def _decode(rollout: bytes) -> Rollout:
+    """Routers ask it at every request of a name, whose record changes seldom."""
+    return _decoder.decode(rollout)
 
 
 def rollout_of(current: AdapterVersion) -> Rollout:
