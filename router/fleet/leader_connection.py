@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import grpc
@@ -201,7 +202,7 @@ class LeaderConnection:
     def cancel(self, sequence: OpenSequence) -> None:
         sequence_id = self._ids[sequence]
         self._outbox.put(Cancel(sequence_id))
-        sequence.await_last_report()
+        sequence.await_last_report(partial(self._drop_cancelled, sequence_id))
         self._cancelled[sequence_id] = sequence
         self._forget(sequence)
 
@@ -361,9 +362,12 @@ class LeaderConnection:
             return
         sequence.note_usage(update.usage)
         if update.finish_reason is not None or update.error is not None:
-            del self._cancelled[update.sequence_id]
             sequence.end_reports()
-            self._end_if_idle()
+
+    def _drop_cancelled(self, sequence_id: int) -> None:
+        """A cancelled sequence was reported, or will not be."""
+        self._cancelled.pop(sequence_id, None)
+        self._end_if_idle()
 
     def _end_reports(self) -> None:
         """The leader reports nothing of cancelled sequences any more."""

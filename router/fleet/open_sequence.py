@@ -15,6 +15,7 @@ from ...workers.wire.sequence_usage import SequenceUsage
 from ...workers.wire.unread_update import UnreadUpdate
 from .admission import TimeLimit
 
+REPORT_WAIT_S = 2.0  # for a cancelled sequence's usage: a gang reports it at its next step, unless it is lost
 MAX_UNREAD_VALUES = 1 << 14  # tokens and log-probabilities of a sequence that may be unread before it is paused
 
 
@@ -99,9 +100,16 @@ class OpenSequence:
         if self._last_report is not None:
             await asyncio.wait((self._last_report,))
 
-    def await_last_report(self) -> None:
-        """The gang of the sequence, which has ended here, is to report what it has cost."""
-        self._last_report = asyncio.get_running_loop().create_future()
+    def await_last_report(self, on_end: Callable[[], None] = lambda: None) -> None:
+        """The gang of the sequence, which has ended here, is to report its cost within REPORT_WAIT_S.
+
+        `on_end` is called when it has done so, or cannot do so any more.
+        """
+        loop = asyncio.get_running_loop()
+        self._last_report = report = loop.create_future()
+        timer = loop.call_later(REPORT_WAIT_S, self.end_reports)
+        report.add_done_callback(lambda _: timer.cancel())
+        report.add_done_callback(lambda _: on_end())
 
     def end_reports(self) -> None:
         """No more usage will be reported."""
