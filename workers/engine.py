@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from .engine_messages import EngineMessage, GiveUpWaiting, PinChanges, TokenInterval
+from .engine_messages import End, EngineMessage, GiveUpWaiting, PinChanges, TokenInterval
 from .execution.executor import Executor
 from .fairness.prompt_budget import token_interval_of
 from .plan import StepPlan, StepResult
@@ -15,7 +15,18 @@ from .scheduling.scheduler import Scheduler
 from .step_pacing import StepPacing
 from .wire.engine_load import EngineLoad
 from .wire.fair_shares import ServedElsewhere, TenantShare
-from .wire.messages import Cancel, GangInfo, Outdated, ResidencyChange, SequenceRequest, SequenceUpdate, Submit
+from .wire.messages import (
+    CANCELLED,
+    Cancel,
+    GangInfo,
+    Outdated,
+    ResidencyChange,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    Submit,
+)
+from .wire.sequence_usage import SequenceUsage
 
 
 class Engine:
@@ -34,7 +45,7 @@ class Engine:
         self._overlaps = overlaps
         self._ahead = PlanAhead(scheduler)
         self._pacing = StepPacing(clock)
-        self._refused: list[SequenceUpdate] = []
+        self._ended: list[SequenceUpdate] = []  # last updates of sequences that ended between two steps
         self.waits = False  # the last step found nothing to compute: its sequences wait for copies under way
 
     def receive(self, message: EngineMessage) -> None:
@@ -43,11 +54,11 @@ class Engine:
             case Submit(request):
                 self._submit(request)
             case Cancel(sequence_id):
-                self._scheduler.cancel(sequence_id)
-                self._refused = [update for update in self._refused if update.sequence_id != sequence_id]
+                self._end(sequence_id, self._scheduler.cancel(sequence_id), CANCELLED)
+            case End(sequence_id, error):
+                self._end(sequence_id, self._scheduler.cancel(sequence_id), error)
             case GiveUpWaiting(sequence_id, error):
-                if self._scheduler.forget_waiting(sequence_id):
-                    self._refused.append(SequenceUpdate(sequence_id, error=error))
+                self._end(sequence_id, self._scheduler.cancel_waiting(sequence_id), error)
             case Outdated(digest):
                 self._scheduler.memory.outdate(digest)
                 self._scheduler.host_updates.outdate(digest)
@@ -63,14 +74,19 @@ class Engine:
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         error = self._scheduler.add(request, seed)
         if error is not None:
-            self._refused.append(SequenceUpdate(request.sequence_id, error=error))
+            self._ended.append(SequenceUpdate(request.sequence_id, error=error, usage=request.usage))
+
+    def _end(self, sequence_id: int, usage: SequenceUsage | None, error: SequenceError) -> None:
+        """Reports the end of a sequence with the next step, unless it was unknown."""
+        if usage is not None:
+            self._ended.append(SequenceUpdate(sequence_id, error=error, usage=usage))
 
     def take_shares(self, most: int) -> list[TenantShare]:
         """Shares of at most `most` tenants that have changed since they were last taken."""
         return self._scheduler.take_shares(most)
 
     def has_work(self) -> bool:
-        return bool(self._refused) or self._ahead.has_plan or self._scheduler.has_work()
+        return bool(self._ended) or self._ahead.has_plan or self._scheduler.has_work()
 
     def spare_s(self) -> float:
         """For how long the next plan can still wait, so that requests that arrive meanwhile are in it.
@@ -86,7 +102,7 @@ class Engine:
         made ahead is being executed already, and there is nothing to schedule. If the device feeds tokens to the next
         step, that begins before the tokens are known, so the device never waits for the host.
         """
-        refused, self._refused = self._refused, []
+        ended, self._ended = self._ended, []
         plan_made_ahead = self._ahead.take()
         plan = plan_made_ahead or self._begin(self._scheduler.schedule())
         if self._overlaps and plan.sequences:
@@ -100,7 +116,7 @@ class Engine:
         # A plan made ahead could not use what the step before it freed: another plan may find more to do.
         found_something = bool(plan.sequences or result.loaded or result.failed or result.moved)
         self.waits = plan_made_ahead is None and not found_something
-        return refused + self._scheduler.commit(plan, result)
+        return ended + self._scheduler.commit(plan, result)
 
     def _begin(self, plan: StepPlan) -> StepPlan:
         self._pacing.begin(self._scheduler.expected_s(plan))

@@ -18,6 +18,13 @@ class GiveUpWaiting(msgspec.Struct, frozen=True):
     error: SequenceError
 
 
+class End(msgspec.Struct, frozen=True):
+    """End a sequence with this error, whether it waits or runs. Unknown ids are ignored."""
+
+    sequence_id: int
+    error: SequenceError
+
+
 class PinChanges(msgspec.Struct, frozen=True):
     """Adapters that host memory must keep from now on (True), or need not keep any more."""
 
@@ -30,4 +37,4 @@ class TokenInterval(msgspec.Struct, frozen=True):
     token_interval_s: float | Literal["auto"]
 
 
-EngineMessage = Submit | Cancel | GiveUpWaiting | Outdated | PinChanges | ServedElsewhere | TokenInterval
+EngineMessage = Submit | Cancel | End | GiveUpWaiting | Outdated | PinChanges | ServedElsewhere | TokenInterval

@@ -13,7 +13,7 @@ from .leader.served_engine import OnStep, StepReport
 from .step_deadline import StepDeadline
 from .step_times import StepTimes
 from .wire.fair_shares import TenantShare
-from .wire.messages import Cancel, GangInfo, SequenceError, SequenceUpdate, Submit
+from .wire.messages import GangInfo, SequenceError, SequenceUpdate, Submit
 
 _log = logging.getLogger(__name__)
 _SHARES_S, _MAX_SHARES = 0.25, 512  # how often shares are reported, and of how many tenants at most
@@ -126,8 +126,6 @@ class EngineLoop:
         for message in messages:
             if isinstance(message, Submit):
                 self._submitted.add(message.request.sequence_id)
-            elif isinstance(message, Cancel):
-                self._submitted.discard(message.sequence_id)
             self._engine.receive(message)
         return not stopping
 

@@ -33,6 +33,7 @@ from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import GangInfo, SequenceRequest, SequenceUpdate
+from motet.workers.wire.sequence_usage import SequenceUsage
 
 MODEL_PATH = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"  # for its tokenizer
 BASE = "ready"
@@ -78,6 +79,10 @@ class InstantStream:
             yield SequenceUpdate(1, [number % 50 + 10], None, "length" if number == self._num_tokens - 1 else None)
 
     def cancel(self) -> None: ...
+
+    usage, usage_at, is_reported = SequenceUsage(), None, True
+
+    async def reported(self) -> None: ...
 
 
 class InstantDispatcher:

@@ -18,6 +18,7 @@ from motet.workers.leader.leader_config import LeaderConfig
 from motet.workers.leader.served_engine import OnStep, StepReport
 from motet.workers.wire.engine_load import EngineGauges, EngineLoad
 from motet.workers.wire.messages import (
+    CANCELLED,
     Cancel,
     GangInfo,
     SequenceRequest,
@@ -35,6 +36,7 @@ class ReadyEngine:
     def __init__(self, text_token_ids: Sequence[int]) -> None:
         self._text = list(text_token_ids)
         self._running: dict[int, tuple[SequenceRequest, int]] = {}
+        self._ended: list[SequenceUpdate] = []  # last updates of cancelled sequences
         self._changed = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -51,7 +53,9 @@ class ReadyEngine:
                     self._running[request.sequence_id] = (request, 0)
                     self._changed.notify()
                 case Cancel(sequence_id):
-                    self._running.pop(sequence_id, None)
+                    if self._running.pop(sequence_id, None) is not None:
+                        self._ended.append(SequenceUpdate(sequence_id, error=CANCELLED))
+                        self._changed.notify()
 
     def stop(self) -> None:
         with self._changed:
@@ -66,12 +70,13 @@ class ReadyEngine:
         next_step_at = time.monotonic()
         while True:
             with self._changed:
-                while not self._running and not self._stopping:
+                while not (self._running or self._ended or self._stopping):
                     self._changed.wait()
                 if self._stopping:
                     return
-                pace = max(request.sampling.seed or 1 for request, _ in self._running.values())
-                updates = [self._advance(*entry) for entry in list(self._running.values())]
+                pace = max([request.sampling.seed or 1 for request, _ in self._running.values()], default=1000)
+                ended, self._ended = self._ended, []
+                updates = ended + [self._advance(*entry) for entry in list(self._running.values())]
                 num_running = len(self._running)
             on_step(StepReport(updates, EngineLoad(EngineGauges(num_running=num_running))))
             next_step_at = max(next_step_at + 1 / pace, time.monotonic() - 1 / pace)

@@ -27,6 +27,7 @@ from motet.workers.wire.messages import (
     SequenceRequest,
     SequenceUpdate,
 )
+from motet.workers.wire.sequence_usage import SequenceUsage
 
 Way = Literal["frames", "handles"]
 DEFAULTS = Settings()
@@ -60,6 +61,10 @@ class HandleStream:
 
     def cancel(self) -> None:
         self._results.cancel()
+
+    usage, usage_at, is_reported = SequenceUsage(), None, True
+
+    async def reported(self) -> None: ...
 
 
 class HandleDispatcher:

@@ -1,7 +1,8 @@
 """What is kept of each answer beside the answer: quotas, usage, how a version does.
 
-An `Accountant` is told of every answer before it is made, and may refuse it. It is told again when the answer has
-ended, before its last bytes go out: who has been told of the end can be asked for what it cost.
+An `Accountant` opens an account for every answer before it is made, and may refuse it. The account is settled when the
+answer has ended, before its last bytes go out: so a client that has received the end finds what it cost. An answer that
+is cut off is settled when its gangs have reported what they computed, shortly after its end.
 """
 
 from __future__ import annotations
@@ -19,14 +20,22 @@ from ..tenants.identity import Identity
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What an answer has cost so far."""
+    """What an answer has cost so far: all that gangs computed for it, each position of a sequence once.
 
-    num_prompt_tokens: int
-    num_cached_tokens: int  # of the prompt's, that were not computed
-    num_completion_tokens: int
+    That may be more or less than its client receives, whose `usage` is OpenAI's.
+    """
+
+    num_prompt_tokens: int  # that were computed or found in the cache; the latter once for each prompt
+    num_cached_tokens: int  # of these, those that were found in the cache
+    num_completion_tokens: int  # that were generated
     num_recomputed_tokens: int = 0  # computed again after a preemption or a lost gang: the operator's cost
-    kv_page_ms: int = 0  # pages of KV in device memory times milliseconds, as far as gangs have told
+    kv_page_ms: int = 0  # pages of KV in device memory times milliseconds
     adapter_page_ms: int = 0  # the same, of its part of its adapter's pages
+
+    @property
+    def has_cost(self) -> bool:
+        """Something was computed or found for the answer."""
+        return bool(self.num_prompt_tokens or self.num_completion_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +61,11 @@ class Ending:
     """How an answer has ended."""
 
     progress: Progress
-    error: str  # code of the error that its client is told; empty: none
+    error: str  # code of the error that its client gets; empty: none
     is_cancelled: bool  # its client has left before the end
     first_token_s: float | None  # from the request's arrival; None: no token came
     duration_s: float
-    reason: str = ""  # what its client is told of the error
+    reason: str = ""  # the message of the error that its client gets
 
 
 class Account(Protocol):

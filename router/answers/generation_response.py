@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -69,7 +69,11 @@ class GenerationResponse:
         metrics: Metrics,
         account: Account,
     ) -> None:
-        """`stream`: None for one JSON document. `account`: is settled before the last of the answer goes out."""
+        """`stream`: None for one JSON document. `account`: is settled before the last of the answer goes out.
+
+        The account of an answer that is cut off while gangs compute it is settled when they have reported its cost,
+        at most REPORT_WAIT_S after its end.
+        """
         self.status_code = CLIENT_CLOSED_REQUEST
         self.raw_headers = [*account.headers]  # beside its own
         self._generation = generation
@@ -81,6 +85,7 @@ class GenerationResponse:
         self._is_ending = False  # the last of the body is on its way
         self._starting = asyncio.Lock()
         self._account, self._is_settled = account, False
+        self._settling: asyncio.Task[None] | None = None  # waits for gangs to report what the answer has cost
         self._started_at = generation.started_at
         self._num_sent = 0  # events
         self._num_sent_bytes = 0
@@ -101,11 +106,13 @@ class GenerationResponse:
             self._metrics.num_open_generations -= 1
             self._generation.cancel()
             is_cancelled = not answer.done()
-            self._settle(is_cancelled=True)  # whoever heard the end, or of an error, has settled before that
+            self._settle(is_cancelled=True)  # no-op unless the client has left before the end
             self._tell(record_of(scope), is_cancelled=is_cancelled)
             gone.cancel()
             answer.cancel()  # a no-op when it is done
             await asyncio.gather(answer, gone, return_exceptions=True)
+            if self._settling is not None:
+                await asyncio.shield(self._settling)
         if answer.cancelled():
             gone.result()  # raises if the server failed while it waited for the client to disconnect
         else:
@@ -204,6 +211,7 @@ class GenerationResponse:
         No [DONE] follows, so that no client takes such a stream for complete.
         """
         self._is_ending = True
+        self._generation.cancel()
         self._settle(error.detail.code or "internal_error", reason=error.detail.message)
         record_of(scope).error = error.detail.code or ""
         self._metrics.count_error(error)
@@ -241,22 +249,33 @@ class GenerationResponse:
         await self._send_body(send, bytes(body), more=False)
 
     def _settle(self, error: str = "", *, reason: str = "", is_cancelled: bool = False) -> None:
-        """Tells the account of the end, once."""
+        """Settles the account, once: now if the answer is complete or its cost is known, else when it is known.
+
+        A complete answer may have sequences that a stop string has ended: what their gangs compute until the cancel
+        arrives is not charged.
+        """
         if self._is_settled:
             return
         self._is_settled = True
-        generation, now = self._generation, time.perf_counter()
-        first_at = generation.first_token_at
-        self._account.settle(
-            Ending(
-                progress=generation.progress(),
-                error=error,
-                is_cancelled=is_cancelled,
-                first_token_s=None if first_at is None else first_at - self._started_at,
-                duration_s=now - self._started_at,
-                reason=reason,
-            )
+        generation, first_at = self._generation, self._generation.first_token_at
+        ending = Ending(
+            progress=generation.progress(),
+            error=error,
+            is_cancelled=is_cancelled,
+            first_token_s=None if first_at is None else first_at - self._started_at,
+            duration_s=time.perf_counter() - self._started_at,
+            reason=reason,
         )
+        if generation.is_reported or not (error or is_cancelled):
+            self._account.settle(ending)
+        else:
+            self._settling = asyncio.create_task(self._settle_when_reported(ending))
+
+    async def _settle_when_reported(self, ending: Ending) -> None:
+        try:
+            await self._generation.reported()
+        finally:
+            self._account.settle(replace(ending, progress=self._generation.progress()))
 
     def _tell(self, record: RequestRecord, *, is_cancelled: bool) -> None:
         """What the access log says of the generation. `is_cancelled`: the client has left before its end."""

@@ -25,6 +25,7 @@ from ...workers.wire.messages import (
     SequenceRequest,
     SequenceUpdate,
 )
+from ...workers.wire.sequence_usage import SequenceUsage
 from .admission import AdmissionConfig, TimeLimit
 from .affinity import RoutingConfig
 from .fleet import STORE_PAUSE_S, Fleet
@@ -67,6 +68,21 @@ class SequenceStream(Protocol):
 
     def cancel(self) -> None:
         """Forgets the sequence and frees its memory at the leader. No-op when it has ended."""
+
+    @property
+    def usage(self) -> SequenceUsage:
+        """What it has cost so far, as far as that is known."""
+
+    @property
+    def usage_at(self) -> float | None:
+        """When a gang has reported the usage last, by `time.perf_counter()`; None: it has not."""
+
+    @property
+    def is_reported(self) -> bool:
+        """`usage` is final, if the sequence has ended or was cancelled."""
+
+    async def reported(self) -> None:
+        """Waits until the usage of a sequence that has ended or was cancelled is final."""
 
 
 class Dispatcher(Protocol):

@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import grpc
@@ -22,6 +23,7 @@ import msgspec
 from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.fair_shares import TenantShare
 from ...workers.wire.messages import (
+    CANCELLED,
     Cancel,
     Disown,
     Frame,
@@ -30,6 +32,7 @@ from ...workers.wire.messages import (
     Hello,
     News,
     SequenceError,
+    SequenceUpdate,
     Submit,
     Withdraw,
 )
@@ -120,6 +123,7 @@ class LeaderConnection:
         self._last_arrived = 0  # id of the newest sequence that the leader has confirmed
         self._sequences: dict[int, OpenSequence] = {}  # by the id that they have on this connection
         self._ids: dict[OpenSequence, int] = {}  # the same, the other way round
+        self._cancelled: dict[int, OpenSequence] = {}  # until the leader has reported their usage
         self._unbegun: dict[OpenSequence, Unbegun] = {}  # those that may move, in the order of their submission
         self._last_id = 0
         self._outbox = Outbox(self._refuse)
@@ -147,8 +151,7 @@ class LeaderConnection:
     def retire(self) -> None:
         """Takes no new sequences any more. Closes when the last sequence has ended, or when the connection breaks."""
         self.retired = True
-        if not self._sequences and self._task is not None:
-            self._task.cancel()
+        self._end_if_idle()
 
     async def close(self) -> None:
         """Ends the connection now; its sequences are lost."""
@@ -197,7 +200,10 @@ class LeaderConnection:
         self._outbox.put(Submit(sequence.request_from_here(sequence_id)))
 
     def cancel(self, sequence: OpenSequence) -> None:
-        self._outbox.put(Cancel(self._ids[sequence]))
+        sequence_id = self._ids[sequence]
+        self._outbox.put(Cancel(sequence_id))
+        sequence.await_last_report(partial(self._drop_cancelled, sequence_id))
+        self._cancelled[sequence_id] = sequence
         self._forget(sequence)
 
     def disown(self, names: Sequence[tuple[str, str]]) -> None:
@@ -214,7 +220,11 @@ class LeaderConnection:
         self._unbegun.pop(sequence, None)
         request, adapter = sequence.request, sequence.request.adapter
         self.known.ended(None if adapter is None else adapter.digest, request.key, request.tenant)
-        if self.retired and not self._sequences and self._task is not None:
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        """A retired connection ends with its last sequence."""
+        if self.retired and not (self._sequences or self._cancelled) and self._task is not None:
             self._task.cancel()
 
     async def _stay_connected(self) -> None:
@@ -310,9 +320,10 @@ class LeaderConnection:
         for update in frame.updates:
             sequence = self._sequences.get(update.sequence_id)
             if sequence is None:
-                continue  # cancelled while the update was under way
+                self._note_last_report(update)
+                continue
             if update.error is not None and update.error.kind in ("handed_over", "gang_lost", "given_back"):
-                if update.token_ids:
+                if update.token_ids or update.usage is not None:
                     sequence.push(msgspec.structs.replace(update, error=None))
                 if update.error.kind == "given_back":
                     self._give_back(sequence, update.error.message)
@@ -320,9 +331,11 @@ class LeaderConnection:
                     given_back = update.error
                 continue
             if update.error is not None and update.error.kind == "withdrawn":
+                sequence.note_usage(update.usage)
                 self._withdraw(sequence)
                 continue
             if update.error is not None and update.error.kind == "store_unavailable":
+                sequence.note_usage(update.usage)
                 sequence.move(self, None)
                 self._forget(sequence)
                 self._on_store_failure(sequence, update.error)
@@ -341,6 +354,26 @@ class LeaderConnection:
         if frame.orphans is not None and frame.orphans.came:
             self._on_orphans(self, frame.orphans.came)
         self._on_load(frame.shares)
+
+    def _note_last_report(self, update: SequenceUpdate) -> None:
+        """Takes in an update of a sequence that was cancelled here."""
+        sequence = self._cancelled.get(update.sequence_id)
+        if sequence is None:
+            return
+        sequence.note_usage(update.usage)
+        if update.finish_reason is not None or update.error is not None:
+            sequence.end_reports()
+
+    def _drop_cancelled(self, sequence_id: int) -> None:
+        """A cancelled sequence was reported, or will not be."""
+        self._cancelled.pop(sequence_id, None)
+        self._end_if_idle()
+
+    def _end_reports(self) -> None:
+        """The leader reports nothing of cancelled sequences any more."""
+        cancelled, self._cancelled = self._cancelled, {}
+        for sequence in cancelled.values():
+            sequence.end_reports()
 
     def _withdraw(self, sequence: OpenSequence) -> None:
         """The sequence has left the gang's queue, to go where it was asked back for."""
@@ -368,7 +401,8 @@ class LeaderConnection:
         """A request is too large to be sent."""
         sequence = self._sequences.get(message.request.sequence_id)
         if sequence is None:
-            return  # cancelled meanwhile
+            self._note_last_report(SequenceUpdate(message.request.sequence_id, error=CANCELLED))
+            return
         sequence.fail("invalid_request", problem)
         self._forget(sequence)
 
@@ -382,6 +416,7 @@ class LeaderConnection:
         self._outbox.clear()
         cut_off = [CutOffSequence(sequence, key <= self._last_arrived) for key, sequence in self._sequences.items()]
         self._sequences, self._ids, self._unbegun = {}, {}, {}
+        self._end_reports()
         for one in cut_off:
             one.sequence.move(self, None)
         if not is_fault:

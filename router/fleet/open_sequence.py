@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
@@ -10,10 +11,11 @@ from typing import Protocol
 import msgspec
 
 from ...workers.wire.messages import ErrorKind, SequenceError, SequenceRequest, SequenceUpdate
-from ...workers.wire.page_seconds import PageSeconds
+from ...workers.wire.sequence_usage import SequenceUsage
 from ...workers.wire.unread_update import UnreadUpdate
 from .admission import TimeLimit
 
+REPORT_WAIT_S = 2.0  # for a cancelled sequence's usage: a gang reports it at its next step, unless it is lost
 MAX_UNREAD_VALUES = 1 << 14  # tokens and log-probabilities of a sequence that may be unread before it is paused
 
 
@@ -59,7 +61,9 @@ class OpenSequence:
         self.num_failed_sends = 0  # gangs that died before it had arrived, since its last token
         self.num_store_failures: Counter[str] = Counter()  # by gang: how often it could not read the adapter
         self._token_ids: list[int] = []  # all that arrived, read or not
-        self._page_seconds: PageSeconds | None = None  # as last reported
+        self._usage = SequenceUsage()  # as last reported
+        self.usage_at: float | None = None  # when that was, by time.perf_counter(); None: it was not reported
+        self._last_report: asyncio.Future[None] | None = None  # it was cancelled, and its gang reports the usage
         self._arrived: SequenceUpdate | UnreadUpdate | None = None  # not yet read
         self._on_read: Callable[[OpenSequence], None] | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -80,6 +84,42 @@ class OpenSequence:
     def has_begun(self) -> bool:
         """A token has arrived."""
         return bool(self._token_ids)
+
+    @property
+    def usage(self) -> SequenceUsage:
+        """Its cost as last reported; tokens that came since then are counted."""
+        return self._usage.with_generated(len(self._token_ids))
+
+    @property
+    def is_reported(self) -> bool:
+        """`usage` will not change any more, if the sequence has ended."""
+        return self._last_report is None or self._last_report.done()
+
+    async def reported(self) -> None:
+        """Waits until the gang of a cancelled sequence has reported its usage, or cannot report it any more."""
+        if self._last_report is not None:
+            await asyncio.wait((self._last_report,))
+
+    def await_last_report(self, on_end: Callable[[], None] = lambda: None) -> None:
+        """The gang of the sequence, which has ended here, is to report its cost within REPORT_WAIT_S.
+
+        `on_end` is called when it has done so, or cannot do so any more.
+        """
+        loop = asyncio.get_running_loop()
+        self._last_report = report = loop.create_future()
+        timer = loop.call_later(REPORT_WAIT_S, self.end_reports)
+        report.add_done_callback(lambda _: timer.cancel())
+        report.add_done_callback(lambda _: on_end())
+
+    def end_reports(self) -> None:
+        """No more usage will be reported."""
+        if self._last_report is not None and not self._last_report.done():
+            self._last_report.set_result(None)
+
+    def note_usage(self, usage: SequenceUsage | None) -> None:
+        """Takes in what its gang has reported, if it did."""
+        if usage is not None:
+            self._usage, self.usage_at = usage, time.perf_counter()
 
     @property
     def may_move(self) -> bool:
@@ -106,7 +146,7 @@ class OpenSequence:
             self.request,
             sequence_id=sequence_id,
             generated_token_ids=[*self._token_ids],
-            page_seconds=self._page_seconds,
+            usage=None if self.usage_at is None else self._usage,
             has_begun=self.has_begun or self.limit.has_begun,
             is_resumed=self.is_resumed,
             was_admitted=self.num_moves > 0,
@@ -163,8 +203,7 @@ class OpenSequence:
             self._token_ids += update.token_ids
             self.num_losses = self.num_failed_sends = 0
             self.num_store_failures.clear()
-        if update.page_seconds is not None:
-            self._page_seconds = update.page_seconds
+        self.note_usage(update.usage)
         if update.finish_reason is not None or update.error is not None:
             self._close()
         if self._arrived is None:

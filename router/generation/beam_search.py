@@ -54,11 +54,11 @@ NEW_SEARCH: Final = BeamSearch((Beam(),), ())
 
 def advanced(
     search: BeamSearch,
-    told: Sequence[TokenLogprobs],
+    rows: Sequence[TokenLogprobs],
     rules: BeamRules,
     is_stopped: Callable[[Beam], bool] = lambda _: False,
 ) -> BeamSearch:
-    """The search after one more token. `told`: for each live beam its likeliest next tokens, the likeliest
+    """The search after one more token. `rows`: for each live beam its likeliest next tokens, the likeliest
     first; `chosen` is not looked at.
 
     Among the best `width` continuations of all beams, those with an end token are finished. Of those without one the
@@ -66,8 +66,8 @@ def advanced(
     soon as no live beam can become one of the best `width` finished ones.
     """
     # Only the best are looked at: rows come in the order of their log-probabilities. Ties stay as they are.
-    rows = [_continuations(beam, row) for beam, row in zip(search.live, told, strict=True)]
-    candidates = heapq.merge(*rows, key=lambda candidate: candidate[0], reverse=True)
+    continuations = [_continuations(beam, row) for beam, row in zip(search.live, rows, strict=True)]
+    candidates = heapq.merge(*continuations, key=lambda candidate: candidate[0], reverse=True)
     finished, live = [*search.finished], list[Beam]()
     for rank, (total, beam, row, token_id, logprob) in enumerate(candidates):
         is_end = token_id in rules.end_token_ids

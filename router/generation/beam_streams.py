@@ -21,7 +21,7 @@ from ...workers.wire.messages import (
     SequenceUpdate,
     TokenLogprobs,
 )
-from ...workers.wire.page_seconds import PageSeconds
+from ...workers.wire.sequence_usage import SequenceUsage
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..loop_share import LoopShare
@@ -55,23 +55,37 @@ class BeamRun:
         self._is_stopped, self._limit = is_stopped, limit
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates)
         self._request = msgspec.structs.replace(request, sampling=sampling, key="")
-        self._num_cached_tokens: int | None = None  # of the prompt, as told in the first round
-        self._page_seconds = PageSeconds()  # of all its sequences so far
+        self._num_cached_tokens: int | None = None  # of the prompt, as reported in the first round
+        self._ended_usage = SequenceUsage()  # of the rounds before
         self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
-        self._open: list[SequenceStream] = []
+        self._open: list[SequenceStream] = []  # of this round
         self._task = asyncio.create_task(self._found())
 
     def streams(self) -> list[BeamStream]:
         """One stream for each beam that will be found, the best first."""
-        return [BeamStream(self._task, rank) for rank in range(self._rules.width)]
+        return [BeamStream(self, self._task, rank) for rank in range(self._rules.width)]
+
+    @property
+    def usage(self) -> SequenceUsage:
+        """Of all sequences of all rounds."""
+        return sum([stream.usage for stream in self._open], self._ended_usage)
+
+    @property
+    def is_reported(self) -> bool:
+        return self._task.done() and all(stream.is_reported for stream in self._open)
+
+    async def reported(self) -> None:
+        await asyncio.wait((self._task,))
+        for stream in self._open:
+            await stream.reported()
 
     async def _found(self) -> list[SequenceUpdate]:
         """The updates of all streams, by rank: each a whole beam, or the error for which the search failed."""
         try:
             search = NEW_SEARCH
             while search.live:
-                told = await self._ask(search.live)
-                search = advanced(search, told, self._rules, self._is_stopped)
+                rows = await self._ask(search.live)
+                search = advanced(search, rows, self._rules, self._is_stopped)
         except _BeamLostError as failure:
             return [SequenceUpdate(0, error=failure.error)] * self._rules.width
         finally:
@@ -80,8 +94,7 @@ class BeamRun:
         if len(search.finished) < self._rules.width:
             error = SequenceError("invalid_request", _TOO_FEW.format(width=self._rules.width))
             return [SequenceUpdate(0, error=error)] * self._rules.width
-        first, *others = [self._update(beam) for beam in search.finished]
-        return [msgspec.structs.replace(first, page_seconds=self._page_seconds), *others]  # what all took together
+        return [self._update(beam) for beam in search.finished]
 
     async def _ask(self, beams: tuple[Beam, ...]) -> list[TokenLogprobs]:
         """The likeliest next tokens of each beam. Raises _BeamLostError if a beam's sequence fails."""
@@ -89,19 +102,17 @@ class BeamRun:
         if beams != NEW_SEARCH.live:  # a search that was admitted is not refused half-way
             limit = replace(limit or TimeLimit(), has_begun=True)
         prompt_token_ids = self._request.prompt_token_ids
-        self._open, share = [], LoopShare()
+        self._ended_usage, self._open, share = self.usage, [], LoopShare()
         for beam in beams:
             request = msgspec.structs.replace(self._request, prompt_token_ids=[*prompt_token_ids, *beam.token_ids])
             self._open.append(self._dispatcher.submit(request, limit=limit))
             await share.pause()
-        told = [await _only_update(stream) for stream in self._open]
-        taken = [self._page_seconds, *(update.page_seconds for update in told if update.page_seconds is not None)]
-        self._page_seconds = PageSeconds(sum(one.kv for one in taken), sum(one.adapter for one in taken))
+        updates = [await _only_update(stream) for stream in self._open]
         if beams == NEW_SEARCH.live:
-            self._num_cached_tokens = told[0].num_cached_tokens
-            if told[0].computing_s is not None:
-                self._began_at = time.perf_counter() - told[0].computing_s
-        return [_logprobs(update) for update in told]
+            self._num_cached_tokens = updates[0].num_cached_tokens
+            if updates[0].computing_s is not None:
+                self._began_at = time.perf_counter() - updates[0].computing_s
+        return [_logprobs(update) for update in updates]
 
     def _update(self, beam: Beam) -> SequenceUpdate:
         # A beam that a stop string has ended says "length" here: its `Choice` finds the string, and says "stop".
@@ -114,10 +125,12 @@ class BeamRun:
 
 
 class BeamStream:
-    """A `SequenceStream` of one update: the beam that came out at this rank."""
+    """A `SequenceStream` of one update: the beam that came out at this rank. The first one has the search's usage."""
 
-    def __init__(self, task: asyncio.Task[list[SequenceUpdate]], rank: int) -> None:
-        self._task, self._rank = task, rank
+    usage_at: float | None = None  # pages are held for a round only: its usage needs no estimate
+
+    def __init__(self, run: BeamRun, task: asyncio.Task[list[SequenceUpdate]], rank: int) -> None:
+        self._run, self._task, self._rank = run, task, rank
 
     async def __aiter__(self) -> AsyncIterator[SequenceUpdate]:
         await asyncio.wait((self._task,))
@@ -127,6 +140,17 @@ class BeamStream:
     def cancel(self) -> None:
         """Ends the whole search; its sequences are forgotten at their leaders. No-op when it is over."""
         self._task.cancel()
+
+    @property
+    def usage(self) -> SequenceUsage:
+        return SequenceUsage() if self._rank else self._run.usage
+
+    @property
+    def is_reported(self) -> bool:
+        return self._run.is_reported
+
+    async def reported(self) -> None:
+        await self._run.reported()
 
 
 async def _only_update(stream: SequenceStream) -> SequenceUpdate:

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
-from ...workers.wire.page_seconds import PageSeconds
+from ...workers.wire.sequence_usage import SequenceUsage
 from ..accounts.account import Progress
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
@@ -106,8 +106,6 @@ class Generation:
         self.first_token_at: float | None = None  # by `time.perf_counter()`; None: no token has come
         self._num_unfinished = len(self.choices)
         self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of its prompt that were not computed
-        self._page_seconds = [PageSeconds()] * len(self.choices)  # as they were last told
-        self._told_at = [started_at] * len(self.choices)  # when that was
         self._total_logprobs = [0.0] * len(self.choices)  # as far as log-probabilities were asked for
         self._streams: list[SequenceStream] = []
         self._pumps: list[asyncio.Task[None]] = []
@@ -126,10 +124,8 @@ class Generation:
                     await asyncio.sleep(0)
                 if choice.finish_reason is not None:
                     break  # after a stop string
-                if self._num_cached[index] is None:  # else a gang that goes on with the sequence tells its own number
+                if self._num_cached[index] is None:  # else a gang that goes on with it sends its own number
                     self._num_cached[index] = part.num_cached_tokens
-                if part.page_seconds is not None:
-                    self._page_seconds[index], self._told_at[index] = part.page_seconds, time.perf_counter()
                 update = part if choice.num_tokens >= self._num_seen[index] else self._take_seen(index, part)
                 if choice.finish_reason is None and (update.token_ids or update.finish_reason is not None):
                     yield index, self._take(index, update)
@@ -152,7 +148,9 @@ class Generation:
         seen, rest = _split(update, num_seen - choice.num_tokens)
         self._fold(index, seen)
         if choice.finish_reason is not None and choice.num_tokens < num_seen:
-            raise wrong_position(f"choice {index} ends after {choice.num_tokens} tokens, and it tells of {num_seen}.")
+            raise wrong_position(
+                f"choice {index} ends after {choice.num_tokens} tokens, and the position says {num_seen}."
+            )
         return rest
 
     def _fold(self, index: int, update: SequenceUpdate) -> Delta:
@@ -205,24 +203,42 @@ class Generation:
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
     def progress(self) -> Progress:
-        """What the answer has cost so far, as its client is told in the end."""
-        usage, taken = self.usage(), self._taken()
+        """What gangs have computed for the answer so far, whether its client received it or not."""
+        n, usages = self.request.n, [self._sequence_usage(index) for index in range(len(self._streams))]
+        of_prompts = [sum(usages[start : start + n], SequenceUsage()) for start in range(0, len(usages), n)]
+        total = sum(of_prompts, SequenceUsage())
+        # Tokens that were found in the cache count once for a prompt, however many sequences share it.
+        num_prompt_tokens = sum(
+            max(
+                one.num_computed_prompt_tokens,
+                min(len(prompt.token_ids), one.num_computed_prompt_tokens + one.num_cached_prompt_tokens),
+            )
+            for prompt, one in zip(self.request.prompts, of_prompts, strict=False)
+        )
         return Progress(
-            num_prompt_tokens=usage.prompt_tokens,
-            num_cached_tokens=self.num_cached_tokens or 0,
-            num_completion_tokens=usage.completion_tokens,
-            kv_page_ms=round(1000 * sum(one.kv for one in taken)),
-            adapter_page_ms=round(1000 * sum(one.adapter for one in taken)),
+            num_prompt_tokens=num_prompt_tokens,
+            num_cached_tokens=num_prompt_tokens - total.num_computed_prompt_tokens,
+            num_completion_tokens=total.num_generated_tokens,
+            num_recomputed_tokens=total.num_recomputed_tokens,
+            kv_page_ms=round(1000 * total.kv_page_s),
+            adapter_page_ms=round(1000 * total.adapter_page_s),
         )
 
-    def _taken(self) -> list[PageSeconds]:
-        """What each choice's sequence has taken: as its gang has told, and as if it had held as much from then on.
+    def _sequence_usage(self, index: int) -> SequenceUsage:
+        """As its gang has reported, and as if it had held the same pages from then up to its last token."""
+        stream = self._streams[index]
+        held_s = 0.0 if stream.usage_at is None else max(0.0, self._updated_at[index] - stream.usage_at)
+        return stream.usage.after(held_s)
 
-        Up to its last token: after that it may have waited, which takes nothing. Of one that has ended its gang has
-        told all.
-        """
-        told = zip(self._page_seconds, self._told_at, self._updated_at, strict=True)
-        return [taken.after(max(0.0, updated_at - told_at)) for taken, told_at, updated_at in told]
+    @property
+    def is_reported(self) -> bool:
+        """`progress` will not change any more. Call it after `cancel`, or when all choices are finished."""
+        return all(stream.is_reported for stream in self._streams)
+
+    async def reported(self) -> None:
+        """Waits until gangs have reported what cancelled sequences have cost, or have failed to do so in time."""
+        for stream in self._streams:
+            await stream.reported()
 
     def count_end(self) -> None:
         """Counts the answer, all of which its client was sent."""
@@ -231,13 +247,13 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Tokens of the prompts that no choice had to compute; None: not all sequences have told yet."""
+        """Tokens of the prompts that no choice had to compute; None: not all sequences have reported yet."""
         n, found = self.request.n, 0
         for start, prompt in zip(range(0, len(self.choices), n), self.request.prompts, strict=True):
-            told = [num_cached for num_cached in self._num_cached[start : start + n] if num_cached is not None]
-            if len(told) < n:
+            known = [num_cached for num_cached in self._num_cached[start : start + n] if num_cached is not None]
+            if len(known) < n:
                 return None
-            found += min(*told, len(prompt.token_ids))
+            found += min(*known, len(prompt.token_ids))
         return found
 
     def _mean_logprob(self, index: int) -> float:

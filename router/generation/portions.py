@@ -11,7 +11,7 @@ MAX_TOKENS: Final = 32  # that are taken in at once: with 20 log-probabilities e
 
 
 def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
-    """Updates of at most `MAX_TOKENS` tokens that tell together what `update` tells."""
+    """Updates of at most `MAX_TOKENS` tokens that say together what `update` says."""
     token_ids, logprobs = update.token_ids, update.logprobs
     if len(token_ids) <= MAX_TOKENS:
         return (update,)
@@ -25,7 +25,7 @@ def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
             update.error if start == starts[-1] else None,
             update.num_cached_tokens if start == 0 else None,
             update.computing_s if start == 0 else None,
-            update.page_seconds if start == 0 else None,
+            update.usage if start == 0 else None,
         )
         for start in starts
     ]

@@ -162,7 +162,7 @@ def from_sequence_error(error: SequenceError) -> ApiError:
             return ApiError(429, error.message, code="overloaded", headers=headers)
         case "timeout":  # nobody waits for the answer any more, and it would be computed anew
             return ApiError(408, error.message, code="timeout", headers=DO_NOT_RETRY)
-        case "gang_lost" | "handed_over" | "given_back" | "withdrawn":  # the last three are for routers, which go on
+        case "gang_lost" | "handed_over" | "given_back" | "withdrawn" | "cancelled":  # all but the first: for routers
             return unavailable(error.message, "gang_lost")
         case "taken_over":
             return ApiError(409, error.message, code="taken_over")

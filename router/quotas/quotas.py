@@ -260,8 +260,7 @@ class Quotas:
         if self._accounts.get(account.request.response_id) is account:
             del self._accounts[account.request.response_id]
         progress, now_us = ending.progress, _now_us()
-        is_in_vain = bool(ending.error) and progress.num_completion_tokens == 0
-        used = 0 if is_in_vain else progress.num_prompt_tokens + progress.num_completion_tokens
+        used = progress.num_prompt_tokens + progress.num_completion_tokens
         for grant, taken in account.reserved:
             grant.settle(taken, used)
         # A client whose stream broke may have resumed it at another router, which then has its place.

@@ -58,7 +58,7 @@ class Metering:
 class _MeteredAnswer:
     def __init__(self, books: Metering, spool: Spool, asked: AnswerRequest, num_bytes: int) -> None:
         self._books, self._spool, self._asked, self._num_bytes = books, spool, asked, num_bytes
-        self._written: tuple[int, int] | None = None  # output tokens, and the segment that tells of them
+        self._written: tuple[Progress, int] | None = None  # and the segment that has it
 
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
@@ -66,8 +66,7 @@ class _MeteredAnswer:
 
     def settle(self, ending: Ending) -> None:
         is_complete = not (ending.error or ending.is_cancelled)
-        # Who got no token has not been answered, and pays nothing: requests that were refused are not in the ledger.
-        if is_complete or ending.progress.num_completion_tokens:
+        if is_complete or ending.progress.has_cost:  # a request that was refused is not in the ledger
             stage = Stage.COMPLETE if is_complete else Stage.CUT_OFF
             self._spool.append(FINAL, _encode(self._entry(ending.progress, stage, ending.error)))
         self._spool.release(self._num_bytes)
@@ -76,12 +75,11 @@ class _MeteredAnswer:
     def write_progress(self) -> int:
         """Writes a line if there is news. Returns the segment of its newest line, or the current one."""
         progress, number = self._asked.progress(), self._spool.current_number
-        known = (progress.num_completion_tokens, number)
-        if not progress.num_completion_tokens or known == self._written:
+        if not progress.has_cost or (progress, number) == self._written:
             return number
         payload = _encode(self._entry(progress, Stage.UNDER_WAY, ""))
         if self._spool.append_if_room(PARTIAL, payload):
-            self._written = progress.num_completion_tokens, self._spool.current_number
+            self._written = progress, self._spool.current_number
         return number if self._written is None else self._written[1]
 
     def _entry(self, progress: Progress, stage: Stage, error: str) -> Entry:

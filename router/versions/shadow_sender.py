@@ -134,13 +134,17 @@ class ShadowSender:
         finally:
             generation.cancel()
             first_at = generation.first_token_at
-            ending = Ending(
-                progress=generation.progress(),
-                error=error,
-                is_cancelled=is_cancelled,
-                first_token_s=None if first_at is None else first_at - started_at,
-                duration_s=time.perf_counter() - started_at,
-            )
-            account.settle(ending)
+            duration_s = time.perf_counter() - started_at
+            try:
+                await generation.reported()
+            finally:  # even if it is cancelled once more
+                ending = Ending(
+                    progress=generation.progress(),
+                    error=error,
+                    is_cancelled=is_cancelled,
+                    first_token_s=None if first_at is None else first_at - started_at,
+                    duration_s=duration_s,
+                )
+                account.settle(ending)
         tenant_id, of = identity.tenant.tenant_id, f"{version.tenant}/{version.name}"
         self._book.count(Outcome(tenant_id, of, asked.response_id, shadow.id, "shadow", counted_of(ending)))

@@ -59,6 +59,7 @@ class EngineDispatcher:
         self.requests: list[SequenceRequest] = []
         self._ids = count(1)
         self._open: dict[int, OpenSequence] = {}
+        self._cancelled: dict[int, OpenSequence] = {}
         self._stepping: asyncio.Task[None] | None = None
 
     def submit(
@@ -90,13 +91,20 @@ class EngineDispatcher:
 
     def cancel(self, sequence: OpenSequence) -> None:
         sequence_id = sequence.request.sequence_id
-        del self._open[sequence_id]
+        self._cancelled[sequence_id] = self._open.pop(sequence_id)
+        sequence.await_last_report()
         self.rig.engine.receive(Cancel(sequence_id))
 
     async def _step(self) -> None:
         while self.rig.engine.has_work():
             for update in self.rig.engine.step():
-                if update.finish_reason is not None or update.error is not None:
+                is_last = update.finish_reason is not None or update.error is not None
+                if (cancelled := self._cancelled.get(update.sequence_id)) is not None:
+                    cancelled.note_usage(update.usage)
+                    if is_last:
+                        cancelled.end_reports()
+                        del self._cancelled[update.sequence_id]
+                elif is_last:
                     self._open.pop(update.sequence_id).push(update)
                 else:
                     self._open[update.sequence_id].push(update)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 from motet.router.fleet.admission import TimeLimit
@@ -37,6 +37,8 @@ class Client:
     limit: TimeLimit | None
     token_ids: list[int] = field(default_factory=list)
     stream: OpenSequence | None = None
+    streams: list[OpenSequence] = field(default_factory=list)  # of all its connections
+    has_finished: bool = False
     ended_at: float | None = None
     problem: str | None = None  # an error that it was told
 
@@ -49,6 +51,7 @@ class Client:
         """Reads to the end, over any number of connections. Raises AssertionError for a token that is not right."""
         num_read = 0  # over this connection; one that resumes gets all tokens again
         self.stream = dispatcher.submit(self.request, is_resumed=is_resumed, limit=self.limit)
+        self.streams.append(self.stream)
         reason = None
         async for update in self.stream:
             assert reason is None and self.problem is None, "an update after the last one"
@@ -65,6 +68,7 @@ class Client:
                 self.problem = f"{update.error.kind}: {update.error.message}"
         if reason is not None:
             assert num_read == self.request.sampling.max_tokens, "it ended before its end"
+            self.has_finished = True
 
     async def live(self, dispatchers: list[FleetDispatcher], rng: random.Random) -> None:
         await asyncio.sleep(rng.uniform(0, TROUBLE_S))
@@ -87,10 +91,13 @@ class Client:
 class Run:
     """One seed's run. `num_faults` tells what happened, so that a test can see that enough does."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, is_quiet: bool = False) -> None:
+        """`is_quiet`: the network stays whole, and pages are plenty."""
+        self.is_quiet = is_quiet
         self.seed, self.rng = seed, random.Random(seed)
         self.network = SimulatedNetwork(self.rng)
         self.gangs: dict[str, SimulatedGang] = {}  # by key
+        self._all_gangs: list[SimulatedGang] = []  # those that have ended, too
         self.num_gangs_ever = 0
         self.num_events: Counter[str] = Counter()
         self.whole_at = float("inf")
@@ -126,6 +133,8 @@ class Run:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             self._check_end()
+            for client in self.clients:
+                self._check_usage(client)
             self.num_events["move"] = sum(dispatcher._fleet.num_moved for dispatcher in self._dispatchers)
             for dispatcher in self._dispatchers:
                 await dispatcher.close()
@@ -137,7 +146,7 @@ class Run:
 
     async def _trouble(self) -> None:
         await asyncio.sleep(self.rng.uniform(0, 1))
-        while (now := asyncio.get_running_loop().time()) < TROUBLE_S:
+        while not self.is_quiet and (now := asyncio.get_running_loop().time()) < TROUBLE_S:
             kind = self.rng.choices(
                 ["cut", "blip", "stall", "silence", "refuse", "slow", "kill", "drain", "fail"],
                 [4, 5, 2, 3, 4, 2, 1, 1, 1],
@@ -172,9 +181,11 @@ class Run:
         await asyncio.sleep(after_s)
         key = str(self.num_gangs_ever)
         self.num_gangs_ever += 1
-        gang = SimulatedGang(f"gang{key}:1", LIMITS, self.rng.choice([0.02, 0.05]), ORPHAN_S)
+        limits = replace(LIMITS, num_pages=5000) if self.is_quiet else LIMITS
+        gang = SimulatedGang(f"gang{key}:1", limits, self.rng.choice([0.02, 0.05]), ORPHAN_S)
         await gang.start()
         self.gangs[key] = gang
+        self._all_gangs.append(gang)
         self._tell()
 
     def _tell(self) -> None:
@@ -232,9 +243,34 @@ class Run:
             assert not len(dispatcher._awaiting_gang) and not len(dispatcher._awaiting_news)
             for connection in dispatcher._fleet._connections.values():
                 assert connection.info is not None, "a gang was not found again"
-                kept = (connection._sequences, connection._ids, connection._unbegun)
+                kept = (connection._sequences, connection._ids, connection._unbegun, connection._cancelled)
                 assert not any(kept), "a connection keeps a sequence"
                 assert not connection._awaiting_reconnect._waiting and not connection._outbox._messages
+
+    def _check_usage(self, client: Client) -> None:
+        """What a ledger has of the answer, from all of the client's connections, is what gangs computed for it once."""
+        usages = [stream.usage for stream in client.streams]
+        num_prompt_tokens = len(client.request.prompt_token_ids)
+        computed: set[int] = set()
+        generated: set[int] = set()
+        for gang in self._all_gangs:
+            computed |= gang.engine.computed.get(client.seed, set())
+            generated |= gang.engine.generated.get(client.seed, set())
+        num_computed = len([position for position in computed if position < num_prompt_tokens])
+        for stream, one in zip(client.streams, usages, strict=True):
+            assert stream.is_reported, "a report is still awaited"
+            assert one.num_computed_prompt_tokens + one.num_cached_prompt_tokens <= num_prompt_tokens, "charged twice"
+        assert max(one.num_computed_prompt_tokens for one in usages) <= num_computed, "charged and not computed"
+        assert max(one.num_generated_tokens for one in usages) <= len(generated), "charged and not generated"
+        if client.has_finished:
+            last = usages[-1]
+            assert last.num_computed_prompt_tokens + last.num_cached_prompt_tokens == num_prompt_tokens, last
+            assert last.num_generated_tokens == client.request.sampling.max_tokens == len(generated), last
+        if self.is_quiet and len(usages) == 1:
+            (only,) = usages
+            num_charged = (only.num_computed_prompt_tokens, only.num_generated_tokens)
+            assert num_charged == (num_computed, len(generated)), "computed and not charged"
+            assert not only.num_recomputed_tokens
 
     def _client(self, seed: int) -> Client:
         rng = self.rng

@@ -165,10 +165,12 @@ class FakeDispatcher:
         self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
     ) -> FakeStream:
         updates = self.script(request) if self.script is not None else token_by_token(self.answer, request.sampling)
+        # As a gang does it, one of several sequences computes their prompt, and the others find it in the cache.
+        shares_prompt = bool(self.submitted) and self.submitted[-1].prompt_token_ids is request.prompt_token_ids
         self.submitted.append(request)
         self.limits.append(limit)
         self.resumed.append(is_resumed)
-        self.streams.append(FakeStream(updates, self.hangs))
+        self.streams.append(FakeStream(updates, self.hangs, len(request.prompt_token_ids), shares_prompt=shares_prompt))
         return self.streams[-1]
 
     def gang(self) -> GangInfo | None:

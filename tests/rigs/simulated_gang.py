@@ -6,6 +6,7 @@ A token follows from its sequence's seed and its index, so everybody knows what 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from hashlib import blake2b
 
 import msgspec
@@ -16,11 +17,11 @@ from motet.workers.engine import Engine
 from motet.workers.engine_messages import EngineMessage
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.served_engine import OnStep, StepReport
-from motet.workers.plan import SampledToken, StepPlan, StepResult
+from motet.workers.plan import SampledToken, SequencePlan, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.step_times import StepTimes
-from motet.workers.wire.messages import Cancel, SequenceError, SequenceRequest, SequenceUpdate, Submit, TokenLogprobs
+from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, Submit, TokenLogprobs
 
 TOKEN = "a secret"
 VOCAB_SIZE = 1000
@@ -37,6 +38,8 @@ class _Executor:
 
     def __init__(self) -> None:
         self._plan: StepPlan | None = None
+        self.on_part: Callable[[SequencePlan], None] = lambda part: None  # each part of a plan that is computed
+        self.broken: set[int] = set()  # sequences, by the engine's ids, whose logits are not finite
         self._coming: tuple[str, ...] = ()
 
     def begin(self, plan: StepPlan) -> None:
@@ -47,9 +50,16 @@ class _Executor:
         assert plan is not None
         tokens: dict[int, SampledToken | None] = {}
         for sequence in plan.sequences:
-            if (sample := sequence.sample) is not None:
-                logprobs = None if sample.params.num_logprobs is None else TokenLogprobs(-float(sample.index), [], [])
-                tokens[sequence.sequence_id] = SampledToken(token_of(sample.seed, sample.index), logprobs)
+            self.on_part(sequence)
+            if sequence.sample is not None and sequence.sequence_id in self.broken:
+                tokens[sequence.sequence_id] = None
+            elif (sample := sequence.sample) is not None:
+                token, logprobs = token_of(sample.seed, sample.index), None
+                if sample.params.num_logprobs is not None:
+                    top = range(sample.params.num_logprobs)
+                    top_ids, top_logprobs = [(token + i) % VOCAB_SIZE for i in top], [-1.0 - i for i in top]
+                    logprobs = TokenLogprobs(-float(sample.index), top_ids, top_logprobs)
+                tokens[sequence.sequence_id] = SampledToken(token, logprobs)
         loaded, self._coming = self._coming, tuple(load.residence.digest for load in plan.loads)
         return StepResult(plan.step, tokens, loaded, ())
 
@@ -65,7 +75,13 @@ class SimulatedEngine:
         self._limits, self._step_s = limits, step_s
         loop = asyncio.get_running_loop()
         self.scheduler = Scheduler(limits, frozenset(), lambda ref: 2, clock=loop.time)
-        self._engine = Engine(self.scheduler, _Executor(), INFO, clock=loop.time)
+        self._executor = _Executor()
+        self._executor.on_part = self._count
+        self._engine = Engine(self.scheduler, self._executor, INFO, clock=loop.time)
+        self.breaks = False  # no logits are finite any more
+        self.computed: dict[int, set[int]] = {}  # positions, by the seed of their sequence
+        self.generated: dict[int, set[int]] = {}  # tokens' indices, by the seed of their sequence
+        self.num_computed = 0  # positions, each time that one is computed
         self._times = StepTimes(loop.time)
         self._inbox: list[EngineMessage] = []
         self._on_step: OnStep = lambda report: None
@@ -77,13 +93,20 @@ class SimulatedEngine:
         self._on_step, self.alive = on_step, True
 
     def receive(self, message: EngineMessage) -> None:
-        match message:
-            case Submit(request):
-                self.requests[request.sequence_id] = request
-            case Cancel(sequence_id):
-                self.requests.pop(sequence_id, None)
+        if isinstance(message, Submit):
+            self.requests[message.request.sequence_id] = message.request
         self._inbox.append(message)
         self._wake()
+
+    def _count(self, part: SequencePlan) -> None:
+        request = self.requests[part.sequence_id]
+        seed = request.sampling.seed or 0
+        self.num_computed += len(part.token_ids)
+        self.computed.setdefault(seed, set()).update(range(part.start, part.start + len(part.token_ids)))
+        if self.breaks:
+            self._executor.broken.add(part.sequence_id)
+        elif part.sample is not None:
+            self.generated.setdefault(seed, set()).add(part.sample.index)
 
     def stop(self) -> None:
         self.alive = False

@@ -9,12 +9,15 @@ import math
 import threading
 import time
 
+import msgspec
+
 from motet.tests.rigs.engine_loads import engine_load
-from motet.workers.engine_messages import EngineMessage, GiveUpWaiting, PinChanges
+from motet.workers.engine_messages import End, EngineMessage, GiveUpWaiting, PinChanges
 from motet.workers.leader.served_engine import OnStep, StepReport
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
+    CANCELLED,
     AdapterRef,
     Cancel,
     GangInfo,
@@ -27,6 +30,7 @@ from motet.workers.wire.messages import (
     TokenLogprobs,
 )
 from motet.workers.wire.page_keys import first_link, next_keys, short_key
+from motet.workers.wire.sequence_usage import SequenceUsage
 from motet.workers.wire.short_digest import short_digest
 
 INFO = GangInfo(
@@ -96,8 +100,9 @@ class StandInEngine:
                 case Submit(request):
                     self._submit(request)
                 case Cancel(sequence_id):
-                    self.cancelled.append(sequence_id)
-                    self._running.pop(sequence_id, None)
+                    self._end(sequence_id, CANCELLED)
+                case End(sequence_id, error):
+                    self._end(sequence_id, error)
                 case GiveUpWaiting(sequence_id, error):
                     if sequence_id in [*self._running][self._num_places or len(self._running) :]:
                         del self._running[sequence_id]
@@ -119,6 +124,11 @@ class StandInEngine:
         pages = [*map(short_key, keys)]
         self._pages += pages
         self._residency.pages_came.extend(pages)
+
+    def _end(self, sequence_id: int, error: SequenceError) -> None:
+        self.cancelled.append(sequence_id)
+        if (ended := self._running.pop(sequence_id, None)) is not None:
+            self._given_up.append(SequenceUpdate(sequence_id, error=error, usage=_usage(*ended)))
 
     def evict(self, digest: str) -> None:
         """Reports with the next step that the adapter was evicted."""
@@ -169,7 +179,7 @@ class StandInEngine:
                     self._num_computed += sum(1 if count else len(r.prompt_token_ids) for r, count in chosen)
                     self._num_generated += len(chosen)
                     self._busy_s += time.perf_counter() - began_at
-                updates = [self._next(request, count) for request, count in chosen]
+                updates = [_with_usage(self._next(*one), *one) for one in chosen]
                 waiting = [*self._running.values()][len(placed) :]
                 num_queued_tokens = sum(len(r.prompt_token_ids) for r, _ in waiting)
                 given_up, self._given_up = self._given_up, []
@@ -212,3 +222,16 @@ class StandInEngine:
         is_last = limit is not None and count + 1 >= limit
         logprobs = None if request.sampling.num_logprobs is None else [TokenLogprobs(-float(count), [], [])]
         return SequenceUpdate(request.sequence_id, [token], logprobs, "length" if is_last else None)
+
+
+def _with_usage(update: SequenceUpdate, request: SequenceRequest, count: int) -> SequenceUpdate:
+    """A gang reports the usage with a sequence's first and last token."""
+    if update.finish_reason is None and count > len(request.generated_token_ids):
+        return update
+    return msgspec.structs.replace(update, usage=_usage(request, count + len(update.token_ids)))
+
+
+def _usage(request: SequenceRequest, num_generated: int) -> SequenceUsage:
+    """As if the whole prompt was computed with the first token."""
+    num_computed = len(request.prompt_token_ids) if num_generated else 0
+    return SequenceUsage(num_computed_prompt_tokens=num_computed, num_generated_tokens=num_generated)

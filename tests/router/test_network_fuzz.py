@@ -15,6 +15,7 @@ from motet.tests.rigs.network_fuzz import Run
 from motet.tests.rigs.simulated_time import run_simulated
 from motet.workers.leader.routed_sequences import RoutedSequences
 from motet.workers.leader.sequence_journal import SequenceJournal
+from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.wire.messages import SequenceUpdate
 
 pytestmark = pytest.mark.slow
@@ -42,6 +43,23 @@ def test_each_token_once_and_nothing_left(part: int, request: pytest.FixtureRequ
     if len(seeds) >= 20:
         kinds = ("cut", "blip", "stall", "silence", "refuse", "slow", "kill", "drain", "fail", "move")
         assert all(num_events[kind] for kind in kinds), num_events
+
+
+def test_what_gangs_computed_is_charged_to_the_token() -> None:
+    """Clients leave, come back and run out of time, and nothing else goes wrong."""
+    for seed in range(12):
+        run_simulated(Run(seed, is_quiet=True).run())
+
+
+def test_it_finds_a_gang_that_counts_positions_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    post_init = GrowingSequence.__post_init__
+
+    def forgetful(self: GrowingSequence) -> None:
+        post_init(self)
+        self.num_counted = 0  # what other gangs have counted
+
+    monkeypatch.setattr(GrowingSequence, "__post_init__", forgetful)
+    _finds("charged twice")
 
 
 def _finds(what: str) -> None:

@@ -15,12 +15,13 @@ from motet.router.generation import generation
 from motet.router.text.text import TextService
 from motet.router.usage.prices import Price, Prices
 from motet.router.usage.usage import Usage
+from motet.tests.rigs import fake_stream
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
 from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
-from motet.workers.wire.page_seconds import PageSeconds
+from motet.workers.wire.sequence_usage import SequenceUsage
 
 PROMPT = list(range(10, 31))
 
@@ -49,14 +50,14 @@ async def usage(redis_client: Redis, tmp_path: Path) -> AsyncIterator[Usage]:
     await usage.stop()
 
 
-def told_by(rig: EngineRig) -> dict[int, PageSeconds]:
+def told_by(rig: EngineRig) -> dict[int, SequenceUsage]:
     """What the engine has told last of each sequence, as it goes on."""
-    told: dict[int, PageSeconds] = {}
+    told: dict[int, SequenceUsage] = {}
     step = rig.engine.step
 
     def tapped() -> list[SequenceUpdate]:
         updates = step()
-        told.update({one.sequence_id: one.page_seconds for one in updates if one.page_seconds is not None})
+        told.update({one.sequence_id: one.usage for one in updates if one.usage is not None})
         return updates
 
     rig.engine.step = tapped  # type: ignore[method-assign]
@@ -87,8 +88,8 @@ async def test_usage_is_what_the_engine_has_summed(stock: Stock, usage: Usage) -
                 body = {"model": name, "prompt": PROMPT, "max_tokens": 20, "ignore_eos": True, **more}
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
                 taken = [told[number] for number in range(num_before + 1, len(dispatcher.requests) + 1)]
-                expected[name][0] += round(1000 * sum(one.kv for one in taken))
-                expected[name][1] += round(1000 * sum(one.adapter for one in taken))
+                expected[name][0] += round(1000 * sum(one.kv_page_s for one in taken))
+                expected[name][1] += round(1000 * sum(one.adapter_page_s for one in taken))
             rows = await row_of(usage, client, "adapter")
             table = (await client.get("/v1/usage", params={"by": "adapter", "format": "csv"})).text
     assert {
@@ -110,7 +111,7 @@ async def test_a_search_for_beams_counts_all_its_rounds(stock: Stock, usage: Usa
             assert (await client.post("/v1/completions", json=body)).status_code == 200
             (row,) = await row_of(usage, client)
     assert len(told) > 4
-    assert float(row["kv_device_page_seconds"]) == round(sum(one.kv for one in told.values()), 3)
+    assert float(row["kv_device_page_seconds"]) == round(sum(one.kv_page_s for one in told.values()), 3)
 
 
 async def test_what_a_cut_off_answer_held_since_it_was_told_of_counts_up_to_its_last_token(
@@ -125,10 +126,11 @@ async def test_what_a_cut_off_answer_held_since_it_was_told_of_counts_up_to_its_
             return now
 
     monkeypatch.setattr(generation, "time", Clock)
+    monkeypatch.setattr(fake_stream, "time", Clock)
 
     def script(request: SequenceRequest) -> Iterator[SequenceUpdate]:
         nonlocal now
-        yield SequenceUpdate(1, [40], page_seconds=PageSeconds(1.5, 0.25, 10, 0.5))
+        yield SequenceUpdate(1, [40], usage=SequenceUsage(1.5, 0.25, 10, 0.5))
         now += 2.0
         yield SequenceUpdate(1, [40])
         now += 100.0
@@ -141,18 +143,18 @@ async def test_what_a_cut_off_answer_held_since_it_was_told_of_counts_up_to_its_
     assert (row["kv_device_page_seconds"], row["adapter_device_page_seconds"]) == ("21.5", "1.25")
 
 
-def taking(*told: PageSeconds | None) -> list[SequenceUpdate]:
-    return [SequenceUpdate(1, [40], page_seconds=one) for one in told]
+def taking(*told: SequenceUsage | None) -> list[SequenceUpdate]:
+    return [SequenceUpdate(1, [40], usage=one) for one in told]
 
 
 async def test_what_was_told_last_counts_even_of_an_answer_that_is_cut_off(
     usage: Usage, tmp_path: Path, text: TextService
 ) -> None:
     rig = RouterRig(tmp_path / "spool", text, accountants=[usage.metering], more_routes=usage.routes)
-    updates = taking(PageSeconds(1.5, 0.25), None, PageSeconds(2.5, 0.75), None)
+    updates = taking(SequenceUsage(1.5, 0.25), None, SequenceUsage(2.5, 0.75), None)
 
     def script(request: SequenceRequest) -> list[SequenceUpdate]:
-        return [*updates, SequenceUpdate(1, [41], finish_reason="length", page_seconds=PageSeconds(9.0, 8.0))]
+        return [*updates, SequenceUpdate(1, [41], finish_reason="length", usage=SequenceUsage(9.0, 8.0))]
 
     rig.dispatcher.script = script
     async with rig.client() as client:
@@ -171,7 +173,7 @@ async def test_of_many_tokens_at_once_it_is_not_lost(usage: Usage, tmp_path: Pat
     rig = RouterRig(tmp_path / "spool", text, accountants=[usage.metering], more_routes=usage.routes)
     rows = [TokenLogprobs(-1.0, [], [])] * 100
     rig.dispatcher.script = lambda request: [
-        SequenceUpdate(1, [40] * 100, rows, "length", page_seconds=PageSeconds(9.0, 8.0))
+        SequenceUpdate(1, [40] * 100, rows, "length", usage=SequenceUsage(9.0, 8.0))
     ]
     async with rig.client() as client:
         body = {"model": BASE, "prompt": "hello", "max_tokens": 100, "logprobs": 0}

@@ -149,15 +149,23 @@ async def test_tokens_that_have_drained_do_not_come_back_once_more(redis_client:
         second.settle(ending(prompt=0, completion=30_000))
 
 
-async def test_an_answer_that_failed_before_its_first_token_costs_no_tokens(
+async def test_an_answer_that_failed_before_anything_was_computed_costs_no_tokens(
     redis_client: Redis, redis_url: str
 ) -> None:
     who = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 1) as (quotas,):
         account = await quotas.open(asked(who, prompt=900, new=100))
-        account.settle(ending(prompt=900, error="overloaded"))
+        account.settle(ending(prompt=0, error="overloaded"))
         again = await quotas.open(asked(who, prompt=900, new=100))  # after it, in the same batch or the next
         assert headers(again)["x-ratelimit-remaining-tokens"] == "0"
+
+
+async def test_an_answer_that_failed_costs_the_prompt_that_was_computed(redis_client: Redis, redis_url: str) -> None:
+    who = identity(Quota(tokens_per_minute=1000))
+    async with routers(redis_url, 1) as (quotas,):
+        account = await quotas.open(asked(who, prompt=900, new=100))
+        account.settle(ending(prompt=900, error="internal_error"))
+        assert isinstance(await try_open(quotas, asked(who, prompt=900, new=100)), ApiError)
 
 
 async def test_what_is_larger_than_a_minutes_quota_gets_the_whole_of_it_and_is_charged_as_it_goes(

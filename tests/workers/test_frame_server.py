@@ -325,6 +325,6 @@ async def test_a_gang_that_serves_nobody_greets_nobody(leader: Leader, reason: s
     else:
         await asyncio.to_thread(leader.engine.stop)
     router = Router(leader.address)
-    with pytest.raises(grpc.aio.AioRpcError, match="serves nobody"):
+    with pytest.raises(grpc.aio.AioRpcError, match="has stopped serving"):
         await router.call.read()
     await router.channel.close()

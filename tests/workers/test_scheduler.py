@@ -29,6 +29,7 @@ from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.running_sequences import RunningSequences
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import Cancel, ResidencyChange, SamplingParams, SequenceError, SequenceRequest, Submit
+from motet.workers.wire.sequence_usage import SequenceUsage
 
 
 @settings(deadline=None, max_examples=150)
@@ -57,6 +58,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
     received: dict[int, list[int]] = {}
     finished: set[int] = set()
     failed: set[int] = set()
+    cancelled: set[int] = set()  # those whose end was not reported yet
     versions = {name: f"{name}{rank}" for name, rank in (("a", 1), ("b", 2), ("c", 3), ("d", 4))}  # digest by name
     told: set[str] = set()  # adapters that are there or coming, as a router would know
     told_pages: set[int] = set()
@@ -86,6 +88,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
             engine.receive(Cancel(gone))
             s.check_integrity()
             del expected[gone]
+            cancelled |= {gone} - finished - failed
         if expected and rng.random() < 0.05:
             late = rng.choice(sorted(expected))
             engine.receive(GiveUpWaiting(late, SequenceError("overloaded", "it waited")))
@@ -96,6 +99,10 @@ def test_random_workload_ends_with_every_page_accounted_for(
         worker.failing_adapters = {digest for digest in worker.coming if rng.random() < 0.05}
         running |= s._running.by_id | {waiting.sequence_id: waiting for waiting in s._waiting}
         for update in engine.step():
+            if update.error is not None and update.error.kind == "cancelled":
+                assert update.sequence_id in cancelled
+                cancelled.remove(update.sequence_id)
+                continue
             assert update.sequence_id in expected, "a cancelled sequence spoke"
             assert update.sequence_id not in finished | failed, "a sequence spoke after its end"
             received[update.sequence_id] += update.token_ids
@@ -122,6 +129,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
     assert not s._uncommitted
     assert s.load().gauges.num_queued_tokens == 0
     assert finished | failed >= set(expected)
+    assert not cancelled, "the end of a cancelled sequence was not reported"
     for sequence_id, num_tokens in expected.items():
         if sequence_id in failed:
             num_tokens = len(received[sequence_id])
@@ -216,9 +224,9 @@ def test_who_waits_can_be_forgotten_and_who_runs_cannot() -> None:
     for sequence_id in (1, 2):
         assert s.add(request(sequence_id), seed=0) is None
     plan = s.schedule()
-    assert not s.forget_waiting(1)
-    assert s.forget_waiting(2)
-    assert not s.forget_waiting(2)
+    assert s.cancel_waiting(1) is None
+    assert s.cancel_waiting(2) == SequenceUsage()
+    assert s.cancel_waiting(2) is None
     updates = s.commit(plan, worker.execute(plan)) + run(s, worker)
     assert {update.sequence_id for update in updates} == {1}
 

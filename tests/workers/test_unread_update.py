@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.workers.wire.messages import SequenceError, SequenceUpdate, TokenLogprobs
-from motet.workers.wire.page_seconds import PageSeconds
+from motet.workers.wire.sequence_usage import SequenceUsage
 from motet.workers.wire.unread_update import UnreadUpdate, update_bytes
 
 F32 = st.floats(width=32, allow_nan=False)
@@ -32,8 +32,8 @@ def histories(draw: st.DrawFn) -> list[SequenceUpdate]:
         token_ids = draw(st.lists(IDS, max_size=6))
         rows = [draw(logprobs()) for _ in token_ids] if has_logprobs else None
         started = draw(st.integers(0, 9)) if number == 0 and draw(st.booleans()) else None
-        taken = PageSeconds(number + 0.3, number / 7) if draw(st.booleans()) and token_ids else None
-        updates.append(SequenceUpdate(7, token_ids, rows, num_cached_tokens=started, page_seconds=taken))
+        taken = SequenceUsage(number + 0.3, number / 7) if draw(st.booleans()) and token_ids else None
+        updates.append(SequenceUpdate(7, token_ids, rows, num_cached_tokens=started, usage=taken))
     end = draw(st.sampled_from([None, "stop", SequenceError("timeout", "ü" * 30)]))
     field = "error" if isinstance(end, SequenceError) else "finish_reason"
     return [*updates[:-1], msgspec.structs.replace(updates[-1], **{field: end})]
@@ -43,7 +43,7 @@ def joined(updates: list[SequenceUpdate]) -> tuple[object, ...]:
     tokens = [token for update in updates for token in update.token_ids]
     rows = [row for update in updates for row in update.logprobs or ()]
     started = [update.num_cached_tokens for update in updates if update.num_cached_tokens is not None]
-    taken = [update.page_seconds for update in updates if update.page_seconds is not None]
+    taken = [update.usage for update in updates if update.usage is not None]
     return tokens, rows, updates[-1].finish_reason, updates[-1].error, started, taken[-1:]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..wire.page_seconds import PageSeconds
+from ..wire.sequence_usage import SequenceUsage
 
 
 class _SharedPages:
@@ -39,10 +39,10 @@ class HeldPages:
 
     __slots__ = ("adapter", "adapter_from", "adapter_s", "kv_s", "num_pages", "taken_s")
 
-    def __init__(self, before: PageSeconds | None = None) -> None:
-        """`before`: what the sequence took at another gang before."""
-        before = before or PageSeconds()
-        self.kv_s, self.adapter_s = before.kv, before.adapter  # of earlier runs
+    def __init__(self, before: SequenceUsage | None = None) -> None:
+        """`before`: at the gangs where the sequence was before."""
+        before = before or SequenceUsage()
+        self.kv_s, self.adapter_s = before.kv_page_s, before.adapter_page_s  # of earlier runs
         self.num_pages, self.taken_s = 0, 0.0  # pages that it holds, and the sum of the times at which it took them
         self.adapter: _SharedPages | None = None
         self.adapter_from = 0.0  # the adapter's `each_s` when the run began
@@ -81,14 +81,14 @@ class PageTimes:
             if not shared.num_users:
                 del self._shared[shared.digest]
 
-    def taken(self, held: HeldPages) -> PageSeconds:
-        """Page-seconds of the sequence until now, and the pages that it holds."""
+    def usage(self, held: HeldPages) -> SequenceUsage:
+        """The part of the sequence's usage that is of pages."""
         now, shared = self._clock(), held.adapter
         kv_s = held.kv_s + held.num_pages * now - held.taken_s
         if shared is None:
-            return PageSeconds(kv_s, held.adapter_s, held.num_pages)
+            return SequenceUsage(kv_s, held.adapter_s, held.num_pages)
         adapter_s = held.adapter_s + shared.each_s(now) - held.adapter_from
-        return PageSeconds(kv_s, adapter_s, held.num_pages, shared.num_pages / shared.num_users)
+        return SequenceUsage(kv_s, adapter_s, held.num_pages, shared.num_pages / shared.num_users)
 
     def users(self) -> dict[str, int]:
         """Sequences that run by their adapters' digests, for integrity checks."""

@@ -56,7 +56,7 @@ from .served_engine import ServedEngine, StepReport
 from .unsent_updates import UnsentUpdates
 
 _BEAT_S = 0.25
-_FAREWELL_S = 2.0  # how long routers may take to read what they are told at the end
+_FAREWELL_S = 2.0  # how long routers may take to read their last frames
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class FrameServer:
         self._server: grpc.aio.Server | None = None
         self._streams: dict[int, RouterStream] = {}
         self._num_streams_ever = 0
-        self._sequences = RoutedSequences(engine, config, self._tell_orphans)
+        self._sequences = RoutedSequences(engine, config, self._announce_orphans)
         self._leaving = False
         self._residency, self._shares, self._pinned = Residency(), KnownShares(), PinnedAdapters()
         self._load = EngineLoad(EngineGauges(num_pages=info.num_pages, num_free_pages=info.num_pages))
@@ -132,7 +132,7 @@ class FrameServer:
 
     @property
     def shares(self) -> Iterable[TenantShare]:
-        """Of the tenants that the engine has told of, as it told last."""
+        """Of the tenants that the engine has reported, as last reported."""
         return iter(self._shares)
 
     @property
@@ -202,17 +202,17 @@ class FrameServer:
         self._residency.apply(report.residency)
         self._shares.apply(report.shares)
         for stream in self._streams.values():
-            stream.tell_moved(report.residency)
-            stream.tell_shares(report.shares)
+            stream.note_residency(report.residency)
+            stream.note_shares(report.shares)
             if stream.unsent.is_overfull:
                 self._sequences.give_back(stream)
 
-    def _tell_orphans(self, keys: set[str]) -> None:
+    def _announce_orphans(self, keys: set[str]) -> None:
         for stream in self._streams.values():
-            stream.tell_orphans(keys)
+            stream.note_orphans(keys)
 
     async def _beat_forever(self) -> None:
-        """Four times a second: tells the load to routers that hear no tokens, since they choose a gang by it; ends all
+        """Four times a second: sends the load to routers that get no tokens, since they choose a gang by it; ends all
         streams if the engine has died; and forgets orphans that no router has asked for in time.
         """
         while True:
@@ -232,7 +232,7 @@ class FrameServer:
         if not hmac.compare_digest(sent.encode() if isinstance(sent, str) else sent, self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {TOKEN_KEY}: not this cluster's token")
         if self._leaving or not self._engine.alive:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "this gang serves nobody any more")
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "this gang has stopped serving")
         self._num_streams_ever += 1
         stream = RouterStream(
             self._num_streams_ever, str(metadata.get(ROUTER_KEY, "")), int(metadata.get(CONNECT_KEY, 0))
@@ -259,7 +259,7 @@ class FrameServer:
         """Ends earlier streams of the same router's connection. False: the stream is itself an earlier one.
 
         Their end may not have been noticed here, and may not be for a while. Their sequences are orphans from now on:
-        the greeting can tell all that the router may go on with.
+        the greeting can name all that the router may go on with.
         """
         others = [other for other in self._streams.values() if stream.router and other.router == stream.router]
         if any(other.num_connects > stream.num_connects for other in others):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..wire.kept_logprobs import KeptLogprobs
 from ..wire.messages import FinishReason, SequenceError, SequenceRequest, SequenceUpdate
-from ..wire.page_seconds import PageSeconds
+from ..wire.sequence_usage import SequenceUsage
 from ..wire.unread_update import UnreadUpdate
 
 
@@ -15,14 +15,14 @@ from ..wire.unread_update import UnreadUpdate
 class KeptSequence:
     engine_id: int
     request: SequenceRequest
-    owner: int | None  # number of the router stream that hears of it; None: an orphan
+    owner: int | None  # number of the router stream that receives its updates; None: an orphan
     token_ids: list[int]  # all that were generated, those that it came with included
     num_without_logprobs: int  # of the first tokens: those it came with, or all whose log-probabilities were dropped
     logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)  # of the other tokens, if asked for
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
     num_cached_tokens: int | None = None
-    page_seconds: PageSeconds | None = None
+    usage: SequenceUsage | None = None  # as last reported
     expires_at: float | None = None  # None: it has an owner and goes on
     left_by: str = ""  # the router's connection whose stream it was an orphan of last
 
@@ -56,16 +56,16 @@ class KeptSequence:
     def rest_for(self, request: SequenceRequest) -> UnreadUpdate:
         """What the sequence has beyond the tokens that come with the request, under the request's id."""
         num_had = len(request.generated_token_ids)
-        told = SequenceUpdate(
+        state = SequenceUpdate(
             request.sequence_id,
             [],
             None,
             self.finish_reason,
             self.error,
             self.num_cached_tokens,
-            page_seconds=self.page_seconds,
+            usage=self.usage,
         )
         logprobs = None
         if self.request.sampling.num_logprobs is not None:
             logprobs = self.logprobs.copy_from(num_had - self.num_without_logprobs)
-        return UnreadUpdate(told, array("I", self.token_ids[num_had:]), logprobs)
+        return UnreadUpdate(state, array("I", self.token_ids[num_had:]), logprobs)

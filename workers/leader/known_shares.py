@@ -1,4 +1,4 @@
-"""The shares of a gang that its engine has told, for the routers that connect later."""
+"""The shares of a gang that its engine has reported, for the routers that connect later."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class KnownShares:
     def tenants(self) -> Iterable[str]:
         return self._shares.keys()
 
-    def apply(self, told: Iterable[TenantShare]) -> None:
-        for share in told:
+    def apply(self, changed: Iterable[TenantShare]) -> None:
+        for share in changed:
             self._shares.pop(share.tenant, None)
             self._shares[share.tenant] = share
         if len(self._shares) > self._most:

@@ -2,8 +2,8 @@
 
 A leader that took all that comes would hold it in memory, and serve it when its clients have long gone. If one tenant
 could fill the queue, everybody else would be refused, so each may have a share of it. And where several fill it
-together, whoever has most there gives up its newest for one who has less: longest queue drop (Suter et al., INFOCOM
-1998). So nobody is refused for the queues of others who have more of it.
+together, the tenant with the longest queue gives up its newest for one with a shorter one: longest queue drop (Suter et
+al., INFOCOM 1998). So no tenant is refused because of another's longer queue.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class QueueLimit:
     def make_room(self, tenant: str, num_tokens: int, weight: float) -> list[int]:
         """Sequences of others to give up, so that a tenant's sequence of so many tokens may wait here.
 
-        They are the newest of whoever has most waiting by its weight, as long as that is more than this tenant will
-        have. They are not counted here any more. Empty, and nothing changed, if nobody has more and that is not enough.
+        They are the newest of the tenant with most waiting by its weight, as long as that is more than this tenant will
+        have. They are not counted here any more. Empty, and nothing changed, if that is not enough.
 
         No more than a few are given up at once. If others still have more, this sequence may wait all the same, above
         the bound: by then fewer sequences wait for each that comes, so there are only so many above it.
@@ -136,7 +136,7 @@ class QueueLimit:
     def enter(
         self, engine_id: int, tenant: str, num_tokens: int, now: float, weight: float = 1.0, may_go: bool = True
     ) -> None:
-        """`may_go`: it may be given up for another tenant's, since nobody has been promised more of it."""
+        """`may_go`: it may be given up for another tenant's: no client was promised more of it."""
         assert engine_id not in self._waiting
         self._waiting[engine_id] = _Waiting(tenant, num_tokens, now)
         self._num_tokens += num_tokens

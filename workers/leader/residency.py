@@ -1,4 +1,4 @@
-"""What lies in a gang's pool, and which adapters lie in its host memory, as routers hear of it."""
+"""What lies in a gang's pool, and which adapters lie in its host memory, as routers are informed."""
 
 from __future__ import annotations
 

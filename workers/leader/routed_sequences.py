@@ -1,4 +1,4 @@
-"""The sequences that a leader computes for its routers: which stream hears of each, and when each is given up.
+"""The sequences that a leader computes for its routers: which stream gets each one's updates, and when it is given up.
 
 Routers number their sequences each for itself, so every sequence has an id of the engine's too. A sequence lives as
 long as the stream that it was submitted on. One with a key outlives it: it goes on as an orphan for a while, for the
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..engine_messages import GiveUpWaiting
-from ..wire.messages import Cancel, SequenceError, SequenceRequest, SequenceUpdate, Submit
+from ..engine_messages import End, GiveUpWaiting
+from ..wire.messages import CANCELLED, Cancel, SequenceError, SequenceRequest, SequenceUpdate, Submit
 from .asked_adapters import AskedAdapters
 from .leader_config import LeaderConfig
 from .queue_limit import QueueLimit
@@ -41,7 +41,7 @@ _TAKEN_OVER = SequenceError("taken_over", "the stream was taken up on another co
 
 
 class _Listener(NamedTuple):
-    """The stream that hears of a sequence, and the id that the sequence has there."""
+    """The stream that gets a sequence's updates, and the id that the sequence has there."""
 
     stream: RouterStream
     sequence_id: int
@@ -61,6 +61,7 @@ class RoutedSequences:
         """`on_orphans` gets the keys of orphans that have come or gone."""
         self._engine, self._on_orphans = engine, on_orphans
         self._listeners: dict[int, _Listener] = {}  # by the engine's id; orphans have none
+        self._cancelled: dict[int, _Listener] = {}  # by the engine's id, until the engine has reported the usage
         self._last_engine_id = 0
         self._journal = SequenceJournal(config)
         self._queue_limit = QueueLimit(config)
@@ -108,7 +109,7 @@ class RoutedSequences:
         if sequence_id in stream.live or sequence_id in stream.unsent:
             raise ValueError(f"sequence_id = {sequence_id}: still in use by an unfinished sequence")
         stream.last_submitted = sequence_id
-        stream.refresh()  # a router that hears no more of this gang must know what had reached it
+        stream.refresh()  # if the stream breaks next, the router must know what had arrived
         if request.key and self._attach(stream, request):
             return
         is_proved = request.was_admitted or request.generated_token_ids
@@ -116,14 +117,14 @@ class RoutedSequences:
             times = 2 if request.has_begun else 1
             refusal = self._queue_limit.refusal(request.tenant, len(request.prompt_token_ids), _now(), times)
             if refusal is not None and not self._make_room(request):
-                stream.tell(SequenceUpdate(sequence_id, error=refusal))
+                stream.send(SequenceUpdate(sequence_id, error=refusal))
                 return
         self._last_engine_id += 1
         engine_id = self._last_engine_id
         if request.key:
             for unreachable in self._journal.begin(engine_id, request, stream.number):
                 self._cancel_in_engine(unreachable)
-            self._tell_orphans()
+            self._announce_orphans()
         self._listen(engine_id, stream, request)
         log_arrival(request)
         self._timers.start(engine_id, request)
@@ -133,14 +134,20 @@ class RoutedSequences:
             self._engine.receive(Submit(numbered))
 
     def cancel(self, stream: RouterStream, sequence_id: int) -> None:
-        """Unknown ids are ignored."""
+        """Ends the sequence. Its last update is what it cost. Unknown ids are ignored."""
+        was_unsent, unsent_usage = sequence_id in stream.unsent, stream.unsent.drop(sequence_id)
         engine_id = stream.live.pop(sequence_id, None)
-        if engine_id is not None:
-            del self._listeners[engine_id]
-            self._journal.forget(engine_id)
-            self._cancel_in_engine(engine_id)
-        stream.unsent.drop(sequence_id)
-        stream.parts.pop(sequence_id, None)
+        if engine_id is None:
+            if was_unsent:  # it has ended
+                stream.send(SequenceUpdate(sequence_id, error=CANCELLED, usage=unsent_usage))
+            return
+        listener = self._listeners.pop(engine_id)
+        self._journal.forget(engine_id)
+        if self._places.is_held(engine_id):
+            stream.send(SequenceUpdate(sequence_id, error=CANCELLED))
+        else:
+            self._cancelled[engine_id] = listener
+        self._cancel_in_engine(engine_id)
 
     def withdraw(self, stream: RouterStream, sequence_id: int) -> None:
         """Gives the sequence back to its router, unless it runs or has ended. Unknown ids are ignored."""
@@ -153,12 +160,12 @@ class RoutedSequences:
         now = _now()
         for update in updates:
             self._timers.follow(update)
-            self._tell(update, now)
+            self._forward(update, now)
             if update.finish_reason is not None or update.error is not None:
                 if self._places.is_placed(update.sequence_id):  # else it was cancelled, or counted when it timed out
                     self._count_end(update)
                 self._leave_place(update.sequence_id)
-        self._tell_orphans()
+        self._announce_orphans()
 
     def close(self, stream: RouterStream) -> None:
         """The stream has ended: its sequences with keys go on as orphans, the others are cancelled.
@@ -171,20 +178,20 @@ class RoutedSequences:
             if engine_id not in orphaned:
                 self._cancel_in_engine(engine_id)
         stream.live.clear()
-        self._tell_orphans()
+        self._announce_orphans()
 
     def disown(self, stream: RouterStream, names: Sequence[tuple[str, str]] | None) -> None:
         """Forgets orphans with these names, None: those that earlier streams of the same connection have left."""
         journal = self._journal
         for engine_id in journal.disown(stream.router) if names is None else journal.disown_named(names):
             self._cancel_in_engine(engine_id)
-        self._tell_orphans()
+        self._announce_orphans()
 
     def expire(self) -> None:
         """Forgets orphans that no router has asked for in time."""
         for engine_id in self._journal.expire(_now()):
             self._cancel_in_engine(engine_id)
-        self._tell_orphans()
+        self._announce_orphans()
 
     def give_back(self, stream: RouterStream) -> None:
         """Ends sequences of a stream whose router does not read, of those tenants who have most unread there.
@@ -205,7 +212,7 @@ class RoutedSequences:
                 del self._listeners[engine_id], stream.live[sequence_id]
                 self._journal.forget(engine_id)
                 self._cancel_in_engine(engine_id)
-                stream.tell(SequenceUpdate(sequence_id, error=_GIVEN_BACK))
+                stream.send(SequenceUpdate(sequence_id, error=_GIVEN_BACK))
                 stream.unsent.end(sequence_id)
 
     def hand_over(self) -> int:
@@ -215,49 +222,53 @@ class RoutedSequences:
             self._cancel_in_engine(engine_id)
             log_end(request_id, tenant, SequenceUpdate(sequence_id, error=_HANDED_OVER))
             del stream.live[sequence_id]
-            stream.tell(SequenceUpdate(sequence_id, error=_HANDED_OVER))
+            stream.send(SequenceUpdate(sequence_id, error=_HANDED_OVER))
         self._listeners.clear()
         for engine_id in self._journal.clear():
             self._cancel_in_engine(engine_id)
         return num_sequences
 
     def _attach(self, stream: RouterStream, request: SequenceRequest) -> bool:
-        """Goes on with the request's sequence if it is here already. The stream that had it so far is told.
+        """Goes on with the request's sequence if it is here already. The stream that had it so far gets "taken_over".
 
-        A sequence that somebody reads is only given to a client who has come back for it. One who asks for the first
-        time has asked before that one, and was overtaken on the way.
+        A sequence that a stream is reading is given only to a client that resumes it. A first request for such a
+        sequence arrived late: it is rejected as superseded.
         """
         if not (request.is_resumed or request.has_begun) and self._journal.is_read(request):
-            stream.tell(SequenceUpdate(request.sequence_id, error=_TAKEN_OVER))
+            stream.send(SequenceUpdate(request.sequence_id, error=_TAKEN_OVER))
             return True
         found = self._journal.attach(request, stream.number, _now())
         if found is None:
             return False
-        self._tell_orphans()
+        self._announce_orphans()
         before = self._listeners.pop(found.engine_id, None)
         if before is not None:
             del before.stream.live[before.sequence_id]
-            before.stream.tell(SequenceUpdate(before.sequence_id, error=_TAKEN_OVER))
+            before.stream.send(SequenceUpdate(before.sequence_id, error=_TAKEN_OVER))
         if not found.is_finished:
             self._listen(found.engine_id, stream, request)
             log_arrival(request)
         if found.rest:
-            stream.tell_past(request.sequence_id, found.rest)
+            stream.send_past(request.sequence_id, found.rest)
         return True
 
     def _listen(self, engine_id: int, stream: RouterStream, request: SequenceRequest) -> None:
         stream.live[request.sequence_id] = engine_id
         self._listeners[engine_id] = _Listener(stream, request.sequence_id, request.request_id, request.tenant)
 
-    def _tell(self, update: SequenceUpdate, now: float) -> None:
-        """Hands an update under the engine's id on to the stream that hears of the sequence."""
+    def _forward(self, update: SequenceUpdate, now: float) -> None:
+        """Forwards an update under the engine's id to the stream that gets the sequence's updates."""
         if update.error is not None and update.error.kind == "withdrawn":
             self._journal.forget(update.sequence_id)  # if it comes back it is to be computed, not to be withdrawn again
         else:
             self._journal.record(update, now)
         listener = self._listeners.get(update.sequence_id)
         if listener is None:
-            return  # cancelled, or an orphan
+            if update.finish_reason is not None or update.error is not None:
+                cancelled = self._cancelled.pop(update.sequence_id, None)
+                if cancelled is not None:
+                    cancelled.stream.send(SequenceUpdate(cancelled.sequence_id, error=CANCELLED, usage=update.usage))
+            return
         stream, sequence_id, request_id, tenant = listener
         if update.finish_reason is not None or update.error is not None:
             del self._listeners[update.sequence_id], stream.live[sequence_id]
@@ -271,7 +282,7 @@ class RoutedSequences:
                 update.error,
                 update.num_cached_tokens,
                 update.computing_s,
-                update.page_seconds,
+                update.usage,
             )
         )
         stream.wake.set()
@@ -298,8 +309,8 @@ class RoutedSequences:
         self._leave_place(engine_id)
         ending = SequenceUpdate(engine_id, error=error)
         self._count_end(ending)
-        self._tell(ending, _now())
-        self._tell_orphans()
+        self._forward(ending, _now())
+        self._announce_orphans()
 
     def _leave_place(self, engine_id: int) -> None:
         """The sequence has ended: another one of its tenant may take its place."""
@@ -309,11 +320,11 @@ class RoutedSequences:
             self._engine.receive(Submit(following))
 
     def _time_out(self, engine_id: int) -> None:
-        """A sequence's time is over, whether it waits or runs, and whether or not a router hears of it."""
-        self._cancel_in_engine(engine_id)
-        ending = SequenceUpdate(engine_id, error=_TIMEOUT)
-        self._count_end(ending)
-        self._tell(ending, _now())
+        """A sequence's time is over, whether it waits or runs, and whether or not it is an orphan."""
+        if self._places.is_held(engine_id):
+            self._give_up(engine_id, _TIMEOUT)
+        else:
+            self._engine.receive(End(engine_id, _TIMEOUT))
 
     def _count_end(self, ending: SequenceUpdate) -> None:
         self.num_ended[ending.finish_reason or (ending.error.kind if ending.error is not None else "")] += 1
@@ -324,7 +335,7 @@ class RoutedSequences:
             self._engine.receive(Cancel(engine_id))
         self._leave_place(engine_id)
 
-    def _tell_orphans(self) -> None:
+    def _announce_orphans(self) -> None:
         changed = self._journal.take_changed()
         if changed:
             self._on_orphans(changed)

@@ -15,12 +15,12 @@ from .known_shares import KnownShares
 from .residency import Residency
 from .unsent_updates import UnsentUpdates
 
-_MAX_ADAPTERS: Final = 4096  # that a message tells of, some 66 bytes each
+_MAX_ADAPTERS: Final = 4096  # in a message, some 66 bytes each
 _MAX_PAGES: Final = 1 << 16  # 9 bytes each
 _MAX_HOSTED: Final = 1 << 14  # adapters in host memory, 9 bytes each, in a message
-_MAX_PINS: Final = 1024  # that a message tells of, with their reasons, some 100 bytes each
-_MAX_SHARES: Final = 512  # that a frame tells of, some 60 bytes each; the others come with the next frames
-_MAX_ORPHANS: Final = 1 << 14  # that a frame tells of, some 50 bytes each
+_MAX_PINS: Final = 1024  # in a message, with their reasons, some 100 bytes each
+_MAX_SHARES: Final = 512  # in a frame, some 60 bytes each; the others come with the next frames
+_MAX_ORPHANS: Final = 1 << 14  # in a frame, some 50 bytes each
 
 
 @dataclass(eq=False)
@@ -49,17 +49,17 @@ class RouterStream:
     def has_news(self) -> bool:
         return bool(self.unsent or self.load_is_stale)
 
-    def tell(self, update: SequenceUpdate) -> None:
+    def send(self, update: SequenceUpdate) -> None:
         self.unsent.add(update)
         self.wake.set()
 
-    def tell_past(self, sequence_id: int, past: UnreadUpdate) -> None:
-        """Tells what a sequence that begins on this stream has brought on another one."""
+    def send_past(self, sequence_id: int, past: UnreadUpdate) -> None:
+        """Sends what a sequence that begins on this stream has brought on another one."""
         self.unsent.begin(sequence_id, past)
         self.wake.set()
 
-    def tell_moved(self, residency: ResidencyChange) -> None:
-        """A step was made. The router hears of it soon if an adapter moved, else with its next frame or beat."""
+    def note_residency(self, residency: ResidencyChange) -> None:
+        """A step was made. A frame says so soon if an adapter moved, else with the next frame or beat."""
         self.load_is_stale = True
         self.moved_pages.update(residency.pages_came, residency.pages_went)
         if residency.pin_news:
@@ -71,12 +71,12 @@ class RouterStream:
             self.moved.update(residency.came, residency.went)
             self.wake.set()
 
-    def tell_shares(self, shares: Iterable[TenantShare]) -> None:
-        """Tenants' shares have changed. The router hears of it with its next frame or beat."""
+    def note_shares(self, shares: Iterable[TenantShare]) -> None:
+        """Tenants' shares have changed. The next frame or beat says so."""
         self.moved_shares.update([share.tenant for share in shares])
 
-    def tell_orphans(self, keys: Iterable[str]) -> None:
-        """Orphans with these keys have come or gone; the router hears of it soon."""
+    def note_orphans(self, keys: Iterable[str]) -> None:
+        """Orphans with these keys have come or gone; a frame says so soon."""
         self.moved_orphans.update(keys)
         self.refresh()
 

@@ -32,7 +32,7 @@ class Attachment(NamedTuple):
 
 
 class SequenceJournal:
-    """Sequences with keys, by the engine's id. It decides which stream may have them; the caller tells the engine.
+    """Sequences with keys, by the engine's id. It decides which stream may have them; the caller commands the engine.
 
     `now`: seconds of any clock that never goes back. It holds the tokens of unfinished sequences, as the engine does
     too, and of finished ones as much as the config says.
@@ -78,7 +78,7 @@ class SequenceJournal:
             if old.owner is None and not old.is_finished:
                 unreachable.append(old.engine_id)
         token_ids = [*request.generated_token_ids]
-        entry = KeptSequence(engine_id, request, owner, token_ids, len(token_ids), page_seconds=request.page_seconds)
+        entry = KeptSequence(engine_id, request, owner, token_ids, len(token_ids), usage=request.usage)
         self._entries[engine_id] = self._by_name[entry.name] = entry
         return unreachable
 
@@ -101,7 +101,7 @@ class SequenceJournal:
     def record(self, update: SequenceUpdate, now: float) -> None:
         """Adds what a step brought. Sequences without a key, and those that have ended, are ignored."""
         entry = self._entries.get(update.sequence_id)
-        if entry is None or entry.is_finished:  # it timed out while a step was computing it
+        if entry is None or entry.is_finished:
             return
         if update.error is not None and update.error.kind == "store_unavailable":
             self._remove(entry)  # its router sends it again, here or elsewhere, and would meet this error for ever
@@ -115,8 +115,8 @@ class SequenceJournal:
                 self._drop_logprobs()
         if update.num_cached_tokens is not None:
             entry.num_cached_tokens = update.num_cached_tokens
-        if update.page_seconds is not None:
-            entry.page_seconds = update.page_seconds
+        if update.usage is not None:
+            entry.usage = update.usage
         if update.finish_reason is None and update.error is None:
             return
         entry.finish_reason, entry.error = update.finish_reason, update.error

@@ -17,7 +17,7 @@ class _Timers:
 
 
 class SequenceTimers:
-    """Follows sequences from their arrival to their end, by the engine's id, and tells the `QueueLimit` of them.
+    """Follows sequences from their arrival to their end, by the engine's id, and keeps the `QueueLimit` informed.
 
     Belongs to the event loop that runs when sequences start.
     """
@@ -44,7 +44,7 @@ class SequenceTimers:
             )
 
     def follow(self, update: SequenceUpdate) -> None:
-        """Takes in what the engine tells of a sequence: it has a token, or has ended."""
+        """Takes in an update of the engine: the sequence has a token, or has ended."""
         if update.finish_reason is not None or update.error is not None:
             self.end(update.sequence_id)
         elif update.token_ids:

@@ -25,7 +25,7 @@ class TenantPlaces:
         return len(self._held)
 
     def is_placed(self, engine_id: int) -> bool:
-        """The sequence is in the engine, and nobody has given it up."""
+        """The sequence is in the engine, and was not given up."""
         return engine_id in self._tenants
 
     def is_held(self, engine_id: int) -> bool:
@@ -77,7 +77,7 @@ class TenantPlaces:
         return freed
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a place is miscounted, or somebody waits while there is one."""
+        """Raises AssertionError if a place is miscounted, or a sequence waits while there is one."""
         counted: dict[str, int] = {}
         for tenant in self._tenants.values():
             counted[tenant] = counted.get(tenant, 0) + 1

@@ -1,6 +1,6 @@
-"""What one router has not been told yet of its sequences, and which part of it the next frame holds.
+"""Updates that one router has not been sent yet, and which part of it the next frame holds.
 
-A frame has about half a megabyte at most, whatever there is to tell: short updates first, then a piece of each long one
+A frame has about half a megabyte at most, whatever there is to send: short updates first, then a piece of each long one
 in turn. So a stream that is resumed with a long past, or a router that was slow for a moment, does not keep others'
 tokens from coming.
 """
@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from ..wire.messages import SequenceUpdate
+from ..wire.sequence_usage import SequenceUsage
 from ..wire.unread_update import UnreadUpdate, update_bytes
 
 FRAME_BYTES: Final = 1 << 19  # of a frame's updates
 PIECE_BYTES: Final = FRAME_BYTES // 16  # of a sequence in a frame
 _LONG_BYTES: Final = FRAME_BYTES // 2  # of a frame, kept for pieces while there are any
-_MAX_PLAIN: Final = 4096  # updates of a token and nothing that is long: less than 80 bytes each
+_MAX_PLAIN: Final = 4096  # updates of a token and nothing that is long: less than 112 bytes each
 MAX_UNREAD_VALUES: Final = 4 << 20  # tokens and log-probabilities that came while earlier ones were not yet sent
 _MAX_LEFT_VALUES: Final = 2 * MAX_UNREAD_VALUES  # the same of sequences of which no more comes
 
@@ -77,19 +78,20 @@ class UnsentUpdates:
             self._merge(before, update)
 
     def begin(self, sequence_id: int, unread: UnreadUpdate) -> None:
-        """Adds what a sequence that has not been told of yet brings from before."""
+        """Adds what a sequence without unsent updates brings from before."""
         assert sequence_id not in self._by_id
         self._by_id[sequence_id] = unread
         self._is_plain = False
 
-    def drop(self, sequence_id: int) -> None:
-        """The router does not want to hear of the sequence any more."""
+    def drop(self, sequence_id: int) -> SequenceUsage | None:
+        """The router has cancelled the sequence. Returns the newest usage that is dropped, if there is any."""
         unsent = self._by_id.pop(sequence_id, None)
         if isinstance(unsent, UnreadUpdate) and sequence_id in self._ended:
             self.num_left_values -= unsent.num_added_values
         elif isinstance(unsent, UnreadUpdate):
             self._num_unread_values -= unsent.num_added_values
         self._ended.discard(sequence_id)
+        return None if unsent is None else unsent.usage
 
     def end(self, sequence_id: int) -> None:
         """Nothing more comes of the sequence; what is here is sent."""

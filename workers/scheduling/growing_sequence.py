@@ -13,6 +13,7 @@ from ..fairness.tenant_counters import TenantCounter
 from ..plan import Int32s, SamplePlan, SeenTokens, packed
 from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey
+from ..wire.sequence_usage import SequenceUsage
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -45,6 +46,11 @@ class GrowingSequence:
         0,
     )  # order among waiting sequences, as last computed; the least goes first
     num_charged: int = 0  # its first tokens, which are not charged again when recomputed
+    num_counted: int = 0  # its first tokens, which its usage has counted: they are recomputed if they come again
+    num_computed_prompt_tokens: int = 0  # for its usage, like the next two; all gangs included
+    num_cached_prompt_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_generated_before: int = 0  # tokens, as counted by the gangs where it was before
     tokens_sent: bool = False  # the workers have the tokens of this run, if it has penalties
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as computed
     num_kept_pages: int = 0  # its first pages that are in the prefix cache
@@ -65,7 +71,15 @@ class GrowingSequence:
         self.num_given_tokens = len(self.token_ids)
         self.sampling = params = self.request.sampling
         self.has_penalty = params.has_penalty
-        self.held = HeldPages(self.request.page_seconds)
+        before = self.request.usage or SequenceUsage()
+        self.held = HeldPages(before)
+        self.num_computed_prompt_tokens = before.num_computed_prompt_tokens
+        self.num_cached_prompt_tokens = before.num_cached_prompt_tokens
+        self.num_recomputed_tokens = before.num_recomputed_tokens
+        self.num_generated_before = max(before.num_generated_tokens, len(self.request.generated_token_ids))
+        self.num_counted = min(self.num_computed_prompt_tokens + self.num_cached_prompt_tokens, self.num_prompt_tokens)
+        if self.num_counted == self.num_prompt_tokens:  # all but the newest generated token have been computed too
+            self.num_counted += max(0, self.num_generated_before - 1)
 
     @property
     def rank(self) -> Rank:
@@ -95,6 +109,36 @@ class GrowingSequence:
         """Appends pages."""
         self.pages += pages
         self.packed_pages += packed(pages)
+
+    def count_cached(self) -> None:
+        """Its run begins with `num_computed` tokens that need not be computed."""
+        self.num_cached_prompt_tokens += max(0, min(self.num_computed, self.num_prompt_tokens) - self.num_counted)
+        self.num_counted = max(self.num_counted, self.num_computed)
+
+    def count_computed(self, num_tokens: int) -> None:
+        """So many tokens after the first `num_computed` were computed."""
+        start, end = self.num_computed, self.num_computed + num_tokens
+        self.num_recomputed_tokens += max(0, min(end, self.num_counted) - start)
+        if end > self.num_counted:
+            new_start = max(start, self.num_counted)
+            self.num_computed_prompt_tokens += max(0, min(end, self.num_prompt_tokens) - new_start)
+            self.num_counted = end
+
+    def usage(self, pages: SequenceUsage) -> SequenceUsage:
+        """Its cost so far. `pages`: the part that is of pages."""
+        num_generated = len(self.token_ids) - self.num_prompt_tokens
+        num_had = self.num_given_tokens - self.num_prompt_tokens
+        num_again = min(num_generated, self.num_generated_before) - num_had  # generated after they were counted
+        return SequenceUsage(
+            pages.kv_page_s,
+            pages.adapter_page_s,
+            pages.num_kv_pages,
+            pages.num_adapter_pages,
+            self.num_computed_prompt_tokens,
+            self.num_cached_prompt_tokens,
+            max(num_generated, self.num_generated_before),
+            self.num_recomputed_tokens + num_again,
+        )
 
     def sample_plan(self, known: list[int]) -> SamplePlan:
         """How to choose the token after these, which are all of the sequence's so far.

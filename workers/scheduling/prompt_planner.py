@@ -254,6 +254,7 @@ class PromptPlanner:
         if sequence.began_at is None:
             sequence.began_at = self._clock()
         self._prefixes.enter(sequence, found, self._memory.allocator.allocate(num_pages) or ())
+        sequence.count_cached()
         self._running.add(sequence)
         num_cached = sequence.num_computed - sequence.num_charged
         if num_cached > 0:

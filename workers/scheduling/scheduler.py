@@ -26,6 +26,7 @@ from ..wire.engine_load import EngineLoad
 from ..wire.fair_shares import TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
+from ..wire.sequence_usage import SequenceUsage
 from .decodes import Decodes
 from .gang_load import StepCounts, gang_load, tenant_share
 from .growing_sequence import GrowingSequence
@@ -43,7 +44,7 @@ from .waiting_queue import WaitingQueue
 _MAX_LOOK_AHEAD = 256  # waiting sequences whose adapters and pages may be loaded while they wait
 _HEAD_START = 1 << 62  # makes a sequence that another gang began older than all that began here
 _PRIORITY = 1 << 63  # of one step of priority, which outweighs even that
-_USAGE_REPORT_PAGES = 8  # report usage to the router every 8 filled pages
+USAGE_REPORT_PAGES = 8  # report usage to the router every 8 filled pages
 
 
 class Scheduler:
@@ -131,19 +132,25 @@ class Scheduler:
             self._wait(sequence)
         return error
 
-    def cancel(self, sequence_id: int) -> None:
-        """Forgets a sequence and frees its pages. Unknown ids are ignored."""
-        if (sequence := self._running.by_id.get(sequence_id)) is not None:
-            self._end(sequence)
-        else:
-            self.forget_waiting(sequence_id)
+    def cancel(self, sequence_id: int) -> SequenceUsage | None:
+        """Forgets a sequence and frees its pages. Returns its usage; None: the id is unknown.
 
-    def forget_waiting(self, sequence_id: int) -> bool:
-        """Forgets a sequence that waits. False, and nothing changed, if it runs or is unknown."""
+        What is planned for it is being computed: its usage includes that. Not to be called while a plan is made.
+        """
+        if (sequence := self._running.by_id.get(sequence_id)) is None:
+            return self.cancel_waiting(sequence_id)
+        num_generated = sequence.num_coming
+        sequence.count_computed(sequence.num_planned)
+        self._end(sequence)
+        usage = self._usage(sequence)
+        return usage.with_generated(len(sequence.token_ids) - sequence.num_prompt_tokens + num_generated)
+
+    def cancel_waiting(self, sequence_id: int) -> SequenceUsage | None:
+        """Forgets a sequence that waits. Returns its usage; None, and nothing changed, if it runs or is unknown."""
         if (sequence := self._waiting.get(sequence_id)) is None:
-            return False
+            return None
         self._end_waiting(sequence)
-        return True
+        return self._usage(sequence)
 
     def take_shares(self, most: int) -> list[TenantShare]:
         """Shares of at most `most` tenants that have changed since they were last taken."""
@@ -311,6 +318,7 @@ class Scheduler:
     def _leave(self, sequence: GrowingSequence) -> None:
         """Ends the run of a sequence: releases its pages and its adapter."""
         self._running.remove(sequence)
+        sequence.num_counted = max(sequence.num_counted, sequence.num_computed)
         for planned in self._uncommitted.values():
             planned.gone.add(sequence)
         sequence.num_planned = sequence.num_coming = 0
@@ -322,7 +330,7 @@ class Scheduler:
     def _commit_decodes(self, planned: PlannedStep, result: StepResult, updates: list[SequenceUpdate]) -> None:
         """Takes in the tokens of decodes: little work for each, since there may be thousands."""
         block_size, chosen, gone = self._limits.block_size, result.tokens, planned.gone
-        report_tokens = _USAGE_REPORT_PAGES * block_size
+        report_tokens = USAGE_REPORT_PAGES * block_size
         for sequence in planned.decodes:
             if gone and sequence in gone:
                 continue
@@ -346,6 +354,7 @@ class Scheduler:
 
     def _commit_chunk(self, chunk: PlannedChunk, result: StepResult, updates: list[SequenceUpdate]) -> None:
         sequence, num_tokens = chunk.sequence, len(chunk.part.token_ids)
+        sequence.count_computed(num_tokens)
         sequence.num_computed += num_tokens
         sequence.num_planned -= num_tokens
         self._running.num_uncomputed -= num_tokens
@@ -353,6 +362,8 @@ class Scheduler:
         if chunk.part.sample is not None:
             self._running.num_uncomputed += 1
             updates.append(self._append(sequence, result.tokens[sequence.sequence_id]))
+        elif sequence.num_computed % (USAGE_REPORT_PAGES * self._limits.block_size) < num_tokens:
+            updates.append(SequenceUpdate(sequence.sequence_id, usage=self._usage(sequence)))
 
     def _append(self, sequence: GrowingSequence, token: SampledToken | None) -> SequenceUpdate:
         """Appends the chosen token, and reports usage. Handles first and last tokens too.
@@ -360,12 +371,14 @@ class Scheduler:
         None: the logits were not finite, and the sequence ends with an error.
         """
         sequence.num_coming -= 1
+        if sequence.num_counted < sequence.num_prompt_tokens:  # the prompt's last token was computed like a decode
+            sequence.num_computed_prompt_tokens += 1
+            sequence.num_counted = sequence.num_prompt_tokens
         if token is None:
             self._running.num_uncomputed -= 1
             self._prefixes.disown(sequence)
             self._end(sequence)
-            error, taken = not_finite(sequence), self._times.taken(sequence.held)
-            return SequenceUpdate(sequence.sequence_id, error=error, page_seconds=taken)
+            return SequenceUpdate(sequence.sequence_id, error=not_finite(sequence), usage=self._usage(sequence))
         sequence.token_ids.append(token.token_id)
         self._counts.num_generated_tokens += 1
         reason = finish_reason(sequence)
@@ -376,16 +389,19 @@ class Scheduler:
         if len(sequence.token_ids) == sequence.num_given_tokens + 1:
             assert sequence.began_at is not None
             num_cached, computing_s = sequence.num_cached_tokens, self._clock() - sequence.began_at
-        taken = self._times.taken(sequence.held)
+        usage = self._usage(sequence)
         return SequenceUpdate(
-            sequence.sequence_id, [token.token_id], logprobs, reason, None, num_cached, computing_s, taken
+            sequence.sequence_id, [token.token_id], logprobs, reason, None, num_cached, computing_s, usage
         )
+
+    def _usage(self, sequence: GrowingSequence) -> SequenceUsage:
+        return sequence.usage(self._times.usage(sequence.held))
 
     def _fail_waiting(self, failure: AdapterFailure) -> Iterator[SequenceUpdate]:
         error = SequenceError("store_unavailable" if failure.is_unavailable else "adapter_failed", failure.message)
         for sequence in self._waiting.of_adapter(failure.digest):
             self._end_waiting(sequence)
-            yield SequenceUpdate(sequence.sequence_id, error=error)
+            yield SequenceUpdate(sequence.sequence_id, error=error, usage=self._usage(sequence))
 
     def _prefix_page_s(self, key: PageKey) -> float:
         costs = self._costs.costs("host")

@@ -1,4 +1,4 @@
-"""The state of a gang after a step, as its frames tell it: what is now, and what was counted so far.
+"""The state of a gang after a step, as its frames have it: what is now, and what was counted so far.
 
 A field's description is its text in `/metrics`.
 """

@@ -1,4 +1,4 @@
-"""What a gang and its routers tell each other of how much of it each tenant has had."""
+"""Messages of gang and routers about how much service each tenant has had."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class TenantShare(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class ServedElsewhere(msgspec.Struct, frozen=True, tag="served"):
-    """What tenants have had at all other gangs, as this router knows it: to be told again as it grows.
+    """What tenants have had at all other gangs, as this router knows it: sent again as it grows.
 
     `totals`: a tenant and what it had, in tokens' worth divided by its weight, since those gangs were started: the same
-    whichever router tells it, and it never shrinks. A leader charges what the largest total of all its routers has
-    grown by, so several routers that tell the same do not count it twice.
+    whichever router sends it, and it never shrinks. A leader charges what the largest total of all its routers has
+    grown by, so several routers that send the same do not count it twice.
     """
 
     totals: list[tuple[str, float]]

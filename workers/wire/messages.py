@@ -6,22 +6,23 @@ step; it holds the tokens of every sequence that this router submitted.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from .engine_load import EngineLoad
 from .fair_shares import ServedElsewhere, TenantShare
-from .page_seconds import PageSeconds
+from .sequence_usage import SequenceUsage
 
 FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
-# sequence has ended. A router continues both elsewhere; when that cannot be, its client hears "gang_lost". A sequence
+# sequence has ended. A router continues both elsewhere; when that cannot be, its client gets "gang_lost". A sequence
 # is "taken_over" when it was submitted again, by another router or for another of the client's connections. It is
 # "given_back" when it brings more than its router reads: the router asks for it again when it has read all that came.
-# It is "withdrawn" when its router has asked for that before it began: the router sends it elsewhere.
+# It is "withdrawn" when its router has asked for that before it began: the router sends it elsewhere. It is "cancelled"
+# when its router has asked for that.
 # "store_unavailable": its adapter is not in the gang and cannot be read there now; a router goes on with it at another
-# gang, or at the same one after a pause, and its client hears of it if that was of no use.
+# gang, or at the same one after a pause, and its client gets the error if that was of no use.
 ErrorKind = Literal[
     "invalid_request",
     "adapter_failed",
@@ -33,6 +34,7 @@ ErrorKind = Literal[
     "taken_over",
     "given_back",
     "withdrawn",
+    "cancelled",
     "internal",
 ]
 # Why a sequence is "overloaded": it was expected to wait too long ("wait"), to miss its timeout ("timeout"), or to get
@@ -84,7 +86,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     request of the same tenant with the same key, adapter, prompt and sampling is answered with the tokens that it has
     and will have (`sequence_journal.py`).
 
-    Times are told as seconds that are left, since the clocks of two machines differ.
+    Times are sent as seconds that are left, since the clocks of two machines differ.
     """
 
     sequence_id: int = 0  # the sender's choice, unique among its unfinished sequences; a router's connection sets it
@@ -94,12 +96,12 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: AdapterRef | None = None  # None: the base
     adapter_name: str = ""  # as its tenant calls it, only to be shown; nothing is decided by it
     generated_token_ids: list[int] = []
-    page_seconds: PageSeconds | None = None  # what it took there, as far as was told; it is counted on from there
+    usage: SequenceUsage | None = None  # its cost at other gangs, as last reported; counting goes on from there
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     request_id: str = ""  # of the request that it belongs to: for the gang's log
     key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be asked for again
     has_begun: bool = False  # a client has had tokens of it: it is never refused for want of room
-    is_resumed: bool = False  # a client has come back for it: it is given to him though somebody else may read it
+    is_resumed: bool = False  # its client resumes it: it is handed over even if another stream reads it
     was_admitted: bool = False  # it waited in another gang's queue: it is not refused for want of room either
     wait_s: float | None = None  # it is given up if it still waits after so long; None: it waits as long as it takes
     timeout_s: float | None = None  # it is given up, waiting or running, after so long; None: never
@@ -109,7 +111,10 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Forget a sequence: no update follows. Unknown and finished ids are ignored."""
+    """End a sequence. One more update follows: it has ended meanwhile, or has the error "cancelled" and its usage.
+
+    Unknown and finished ids are ignored.
+    """
 
     sequence_id: int
 
@@ -121,7 +126,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
 
 
 class Disown(msgspec.Struct, frozen=True, tag="disown"):
-    """Forget orphans that have not ended: nobody will ask for them, since they live elsewhere or were given up.
+    """Forget orphans that have not ended: they go on elsewhere or were given up, so no router will ask for them.
 
     `names`: tenant and key of each. None: all that earlier streams of this router's connection have left, as it has
     submitted those again that it goes on with.
@@ -154,7 +159,7 @@ class Outdated(msgspec.Struct, frozen=True, tag="outdated"):
 class Pinned(msgspec.Struct, frozen=True, tag="pinned"):
     """Digests of adapters that the gang is to keep in its host memory, by what this router knows.
 
-    `is_whole`: those that came are all; else they come to what was told before.
+    `is_whole`: those that came are all; else they are added to those sent before.
     """
 
     came: list[str] = []
@@ -183,8 +188,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class SequenceError(msgspec.Struct, frozen=True):
     kind: ErrorKind
     message: str
-    retry_after_s: float | None = None  # of "overloaded": when it may be worth another try, if that can be told
+    retry_after_s: float | None = None  # of "overloaded": when it may be worth another try, if known
     reason: RefusalReason | None = None  # of "overloaded"
+
+
+CANCELLED: Final = SequenceError("cancelled", "it was cancelled")
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -201,14 +209,14 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: SequenceError | None = None
     num_cached_tokens: int | None = None  # tokens of its prompt that were not computed; with its first token, else None
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
-    # All that it has taken by now: with its first and its last token, and now and then between; else None.
-    page_seconds: PageSeconds | None = None
+    # With its first token, its last update, every few pages between, and chunks of a long prompt; else None.
+    usage: SequenceUsage | None = None
 
 
 class ResidencyChange(msgspec.Struct, frozen=True, omit_defaults=True):
     """Adapters, by digest, that came into a gang's pool or began to, and those that went, since the last change.
 
-    One that came and went in between is told as gone, so a digest that is told as gone need not be known. The same for
+    One that came and went in between is listed as gone, so a digest that is listed as gone may be unknown. The same for
     full pages of KV, by `short_key` of `page_keys.py`, and for adapters in the host memory of the gang's workers, by
     `short_digest`. `pin_news`: by `short_digest`, why a pinned adapter cannot be kept there; empty: it can again.
     """
@@ -230,7 +238,7 @@ class OrphanChange(msgspec.Struct, frozen=True):
 
 
 class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a leader tells a router when it connects."""
+    """What a leader sends first to a router that connects."""
 
     gang_id: str
     model: str  # folder or hub id that the gang serves
@@ -245,7 +253,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     max_num_sequences: int = 0  # that can run at once: no more than a step has tokens for
-    is_fair: bool = False  # whoever was served least goes first, and it tells what each tenant was served
+    is_fair: bool = False  # the tenant served least goes first, and frames say what each tenant was served
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -12,10 +12,10 @@ import msgspec
 
 from .kept_logprobs import KeptLogprobs
 from .messages import SequenceUpdate
-from .page_seconds import PageSeconds
+from .sequence_usage import SequenceUsage
 
 # The most that msgpack makes of an update without tokens, of a token, of its log-probability, and of a likely token.
-_UPDATE_BYTES: Final = 80
+_UPDATE_BYTES: Final = 112
 _TOKEN_BYTES: Final = 5
 _LOGPROB_BYTES: Final = 20
 _TOP_BYTES: Final = 14
@@ -36,7 +36,7 @@ def update_bytes(update: SequenceUpdate) -> int:
 class UnreadUpdate:
     """Updates of one sequence, in order, as one."""
 
-    __slots__ = ("_last", "_logprobs", "_num_at_first", "_num_taken", "_page_seconds", "_started", "_token_ids")
+    __slots__ = ("_last", "_logprobs", "_num_at_first", "_num_taken", "_started", "_token_ids", "usage")
 
     def __init__(
         self, first: SequenceUpdate, token_ids: array[int] | None = None, logprobs: KeptLogprobs | None = None
@@ -47,13 +47,13 @@ class UnreadUpdate:
         self._num_taken = 0  # tokens that were read
         self._last = SequenceUpdate(first.sequence_id)  # its end, if that has come
         self._started = SequenceUpdate(first.sequence_id)  # what comes with the first token
-        self._page_seconds: PageSeconds | None = None  # the latest that nobody has read
+        self.usage: SequenceUsage | None = None  # the latest that was not read yet
         self._num_at_first = 0
         self.add(first)
         self._num_at_first = self.num_added_values
 
     def __bool__(self) -> bool:
-        """There is something to tell."""
+        """There is something to send."""
         has_ended = self._last.finish_reason is not None or self._last.error is not None
         return has_ended or self._num_taken < len(self._token_ids)
 
@@ -85,8 +85,8 @@ class UnreadUpdate:
             self._started = started = msgspec.structs.replace(started, num_cached_tokens=update.num_cached_tokens)
         if update.computing_s is not None and started.computing_s is None:
             self._started = msgspec.structs.replace(started, computing_s=update.computing_s)
-        if update.page_seconds is not None:
-            self._page_seconds = update.page_seconds
+        if update.usage is not None:
+            self.usage = update.usage
 
     def take_all(self) -> SequenceUpdate:
         """All that is left of it."""
@@ -114,7 +114,7 @@ class UnreadUpdate:
             last.error if is_all else None,
             started.num_cached_tokens,
             started.computing_s,
-            self._page_seconds,
+            self.usage,
         )
-        self._num_taken, self._started, self._page_seconds = end, SequenceUpdate(last.sequence_id), None
+        self._num_taken, self._started, self.usage = end, SequenceUpdate(last.sequence_id), None
         return piece, is_all

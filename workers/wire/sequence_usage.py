@@ -1,0 +1,38 @@
+"""What a sequence has cost: tokens that gangs computed for it, and pages that it held."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Cumulative, over all runs of a sequence and all gangs that computed it.
+
+    Each position of the prompt is counted once, as computed or as cached, and each generated token once.
+    """
+
+    kv_page_s: float = 0.0  # pages of KV times seconds; a page that several sequences hold counts for each
+    adapter_page_s: float = 0.0  # its part: an adapter's pages count once, shared by the sequences that run with it
+    num_kv_pages: int = 0  # that it holds now; 0: it does not run
+    num_adapter_pages: float = 0.0  # its part of them now
+    num_computed_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0  # found in the prefix cache instead
+    num_generated_tokens: int = 0
+    num_recomputed_tokens: int = 0  # positions computed again after a preemption, a move or a lost gang
+
+    def after(self, seconds: float) -> SequenceUsage:
+        """The usage so much later, if the sequence has held the same pages all the time."""
+        return msgspec.structs.replace(
+            self,
+            kv_page_s=self.kv_page_s + self.num_kv_pages * seconds,
+            adapter_page_s=self.adapter_page_s + self.num_adapter_pages * seconds,
+        )
+
+    def with_generated(self, num_tokens: int) -> SequenceUsage:
+        """With at least so many generated tokens: more may have arrived since the last report."""
+        if num_tokens <= self.num_generated_tokens:
+            return self
+        return msgspec.structs.replace(self, num_generated_tokens=num_tokens)
+
+    def __add__(self, other: SequenceUsage) -> SequenceUsage:
+        return SequenceUsage(*[getattr(self, name) + getattr(other, name) for name in SequenceUsage.__struct_fields__])
