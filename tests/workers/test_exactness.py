@@ -235,8 +235,9 @@ def test_random_workload(bench: Bench) -> None:
         for sequence_id, (prompt, adapter) in asked.items():
             heard = rig.told[sequence_id]
             if sequence_id in cancelled:
-                assert len(heard.token_ids) == cancelled[sequence_id], "an update came after the cancel"
-                assert not heard.ended
+                assert len(heard.token_ids) == cancelled[sequence_id], "tokens came after the cancel"
+                assert heard.finish_reason is None
+                assert heard.error is not None and heard.error.kind == "cancelled", "its usage was not reported"
             elif sequence_id in lost:
                 assert heard.error is not None
                 assert heard.error.kind == "adapter_failed"
