@@ -202,7 +202,9 @@ async def test_heartbeats_change_nothing_of_what_is_told(rig: RouterRig, monkeyp
     class Slow:
         def __init__(self, stream: Any) -> None:
             self._stream = stream
-            self.cancel = stream.cancel
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._stream, name)
 
         async def __aiter__(self) -> Any:
             await asyncio.sleep(0.05)
@@ -253,7 +255,10 @@ async def test_a_late_refusal_is_the_last_event(rig: RouterRig, monkeypatch: pyt
 
     class Late:
         def __init__(self, stream: Any) -> None:
-            self.cancel = stream.cancel
+            self._stream = stream
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._stream, name)
 
         async def __aiter__(self) -> Any:
             await refused.wait()
