@@ -1,7 +1,8 @@
 """What `scripts/test` does, once its environment is there. Its usage is in that file and in CONTRIBUTING.md.
 
-Tests that need no Ray share the cores. Beside them run those that start Ray, one after the other: they wait most of the
-time. Tests in `tests/interpreted` are a run of their own: Triton is interpreted in a whole process or not at all.
+Tests that need no Ray share the cores. After them run those that start Ray, one after the other: a Ray node that starts
+beside busy tests gives up. Tests in `tests/interpreted` are a run of their own: Triton is interpreted in a whole
+process or not at all.
 """
 
 from __future__ import annotations
@@ -9,17 +10,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from typing import IO
 
 from motet.tests.rigs.passed_files import ROOT, covered_files, standing
 
 PYTEST = [sys.executable, "-m", "pytest"]
 SHARED_OUT = ["-n", "auto", "--maxprocesses", "4", "--no-loadscope-reorder", "--dist", "loadfile"]
 INTERPRETED = "tests/interpreted"
-NICENESS = 5  # of what computes beside Ray's tests, which have deadlines
 FLAGS = ("--all", "--stale", "--quick", "--busy", "--durations")
 
 
@@ -31,31 +28,7 @@ class Runs:
 
     def run(self, *command: str) -> None:
         print("==", " ".join(command), flush=True)
-        self._note(command, subprocess.call(command, cwd=ROOT, preexec_fn=lambda: os.nice(NICENESS)))
-
-    def start_beside(self, *command: str) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-        """The started command, and its output, which is for `wait_for`."""
-        output = tempfile.TemporaryFile()  # noqa: SIM115  # wait_for closes it
-        print("== beside the others, with its output after theirs:", " ".join(command), flush=True)
-        return subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT), output
-
-    def wait_for(self, process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
-        """Prints its output until it has ended."""
-        command = [str(part) for part in process.args]  # type: ignore[union-attr]
-        print("==", " ".join(command), flush=True)
-        shown, has_ended = 0, False
-        with output:
-            while not has_ended:
-                has_ended = process.poll() is not None  # before its last lines are read
-                content = os.pread(output.fileno(), 1 << 24, shown)
-                sys.stdout.buffer.write(content)
-                sys.stdout.flush()
-                shown += len(content)
-                time.sleep(0.2)
-        self._note(command, process.returncode)
-
-    def _note(self, command: Sequence[str], status: int) -> None:
-        if status:
+        if subprocess.call(command, cwd=ROOT):
             self.failed.append(" ".join(command))
 
 
@@ -64,14 +37,11 @@ def run_all(
 ) -> None:
     """All checks and all tests but the files that are left out."""
     whole = ["--thorough"] if is_thorough else []
-    beside = runs.start_beside(*PYTEST, "-m", "cluster", *whole, *options)
-    try:
-        runs.run("scripts/check")
-        run_interpreted(runs, options, [file for file in stale if file.startswith(INTERPRETED)])
-        ignored = [f"--ignore={file}" for file in left_out]
-        runs.run(*PYTEST, "-m", "not cluster", *SHARED_OUT, "--note-passed", *whole, *options, *ignored)
-    finally:
-        runs.wait_for(*beside)
+    runs.run("scripts/check")
+    run_interpreted(runs, options, [file for file in stale if file.startswith(INTERPRETED)])
+    ignored = [f"--ignore={file}" for file in left_out]
+    runs.run(*PYTEST, "-m", "not cluster", *SHARED_OUT, "--note-passed", *whole, *options, *ignored)
+    runs.run(*PYTEST, "-m", "cluster", *whole, *options)
 
 
 def run_interpreted(runs: Runs, options: Sequence[str], files: Sequence[str]) -> None:
