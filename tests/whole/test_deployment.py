@@ -30,7 +30,7 @@ class Parts:
         async def nothing(*args: Any, **options: Any) -> None:
             return None
 
-        monkeypatch.setattr(launch, "RedisServer", lambda path, host: Part(self, "redis"))
+        monkeypatch.setattr(launch, "RedisServer", lambda path, host, max_bytes: Part(self, "redis"))
         monkeypatch.setattr(launch, "Janitor", lambda *_: Part(self, "janitor"))
         monkeypatch.setattr(launch, "serve_environment", lambda *args: {VARIABLE: "set"})
         monkeypatch.setattr(launch, "register_launch", nothing)

@@ -10,7 +10,7 @@ from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.stand_in_engine import StandInEngine
 from motet.workers.leader.routed_sequences import RoutedSequences
 from motet.workers.leader.router_stream import RouterStream
-from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate
+from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 
 # The engine is never started: each test tells what a step brings that was in flight.
 ENDED = SequenceUpdate(1, [7], finish_reason="length")
@@ -58,8 +58,12 @@ async def test_what_ends_after_it_was_given_up_is_not_counted(sequences: RoutedS
     assert not sequences.num_ended
 
 
-async def test_what_ends_after_its_timeout_has_timed_out_and_no_more(sequences: RoutedSequences) -> None:
+async def test_what_ends_after_its_timeout_is_counted_once_as_the_engine_reports_it(
+    sequences: RoutedSequences,
+) -> None:
     sequences.submit(RouterStream(1), request(timeout_s=0.0))
     await asyncio.sleep(0.05)
+    assert not sequences.num_ended  # the engine was asked to end it, and reports what it has computed
+    sequences.deliver([SequenceUpdate(1, error=SequenceError("timeout", "its timeout passed"))])
     sequences.deliver([ENDED])
     assert sequences.num_ended == {"timeout": 1}
