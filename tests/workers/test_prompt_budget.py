@@ -136,6 +136,8 @@ class Device:
         self.s.observe(plan, seconds)
         self.now += seconds
         for update in self.s.commit(plan, quick_result(plan)):
+            if not update.token_ids:
+                continue  # a report of what its prompt has used so far
             if (before := self.last_token_at.get(update.sequence_id)) is not None:
                 self.intervals.append(self.now - before)
             self.last_token_at[update.sequence_id] = self.now
