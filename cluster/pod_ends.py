@@ -31,11 +31,11 @@ def pod_ends(*, router_drain_s: float, drain_s: float, start_s: float) -> PodEnd
     """The seconds for these settings. `start_s`: in which another node's gang or router is up in a lost one's place.
 
     Behind KubeRay's own Service or Gateway a cluster that another one replaces gets no requests once the endpoints
-    have changed. The last one's stream may last as long as a router that is told to go would serve it. Behind a
-    Service that names no cluster, as `deploy/` has one, it gets its share of requests until it is deleted. Then its
-    pods are told to end, as a single one is when its node is cleared, and end the streams that they have. Ray tells
-    Serve until when the pod stays. Serve starts a replacement and tells a replica to go when that is up, or when the
-    replica's own time would reach the end: with a shorter drain, before there is another.
+    have changed. The last one's stream may last as long as a terminating router would serve it. Behind a
+    Service that names no cluster, such as the one in `deploy/`, it gets its share of requests until it is deleted.
+    Then its pods are terminated, as a single pod is when its node is drained, and finish their streams. Ray gives
+    Serve the pod's deadline. Serve starts a replacement, and stops a replica when the replacement is up or when the
+    replica's own drain would pass the deadline: with a shorter drain, before there is a replacement.
     """
     node_drain_s = math.ceil(start_s + max(router_drain_s, gang_end_s(drain_s)))
     return PodEnds(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """What the HTTP front needs to know that no collaborator tells it.
+    """What the HTTP front needs beside its collaborators.
 
     Defaults and bounds stand with motet's settings.
     """
@@ -28,7 +28,7 @@ class RouterConfig:
     ready_interval_s: float  # how long one proof that a token can be served is believed
     ready_timeout_s: float  # how long /ready waits for that token
     access_log: bool  # one line for each request
-    scales_from_zero: bool  # there may be no gang while nobody asks, and a request brings one
+    scales_from_zero: bool  # there may be no gang without requests; the next request starts one
 
 
 class CurrentConfig:

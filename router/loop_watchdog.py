@@ -1,4 +1,4 @@
-"""Tells for how long the router's event loop was held, and by what."""
+"""Reports how long the router's event loop was blocked, and by what."""
 
 from __future__ import annotations
 

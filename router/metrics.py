@@ -45,7 +45,7 @@ class Metrics:
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
         self.loop_held_s = Histogram(LOOP_HELD_BOUNDS_S)  # written by the watchdog of the loop
         self.num_held_body_bytes = 0  # of JSON bodies that arrive or wait to be decoded
-        self.dropped_log_lines: Callable[[], int] = lambda: 0  # how many there were; whoever writes the log knows
+        self.dropped_log_lines: Callable[[], int] = lambda: 0  # set by the log writer
         self.ledger: Callable[[], tuple[int, float]] = lambda: (
             0,
             0.0,

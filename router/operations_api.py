@@ -94,7 +94,7 @@ class OperationsApi:
         texts={"text/plain": "In Prometheus' text format."},
     )
     async def metrics(self, request: Request) -> Response:
-        """This router's own numbers, and what each gang has told it: all of a motet that has one router."""
+        """This router's own numbers, and what each gang has reported to it: all numbers, where there is one router."""
         own = router_families(self._metrics, router_facts(self._dispatcher, self._view), self._labels)
         gangs = gang_families({info.gang_id: load for info, load in self._dispatcher.gangs()}, self._labels)
         # In a thread: a hundred gangs have thousands of series.

@@ -66,7 +66,7 @@ def _in_process(part: Part, records: Path, log: Path) -> None:
     sys.stderr.flush()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    faulthandler.enable()  # tells where a segmentation fault happened
+    faulthandler.enable()  # reports where a segmentation fault happened
     with records.open("w") as file:
         for record in part.run():
             file.write(json.dumps(_finite(record)) + "\n")

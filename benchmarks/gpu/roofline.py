@@ -20,7 +20,7 @@ if __name__ == "__main__":
 if TYPE_CHECKING:
     from motet.workers.models.config import ModelConfig
 
-LAUNCH_S = 1e-6  # assumed where nobody measured it: between two kernels of a CUDA graph on Hopper
+LAUNCH_S = 1e-6  # an assumption, not measured: between two kernels of a CUDA graph on Hopper
 
 
 @dataclass(frozen=True)

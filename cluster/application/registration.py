@@ -30,7 +30,7 @@ async def register_launch(config: MotetConfig, *, embedded_redis: bool) -> None:
     latency objective has no key; then no data of another launch has changed.
     """
     async with _registry(config) as registry:
-        # Nobody else uses an embedded registry: as long as it is empty, it may change hands.
+        # An embedded registry has no other user: while it is empty it may change hands.
         remedy = OTHER_FOLDER if embedded_redis else OTHER_REDIS
         await _claim(registry, config, remedy, if_empty=embedded_redis)
         await _check_objectives(registry, config, _owner(config), config.access.keys)

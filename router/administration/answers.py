@@ -47,7 +47,7 @@ class KeyShown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyMade(KeyShown, frozen=True, kw_only=True):
-    key: str  # nobody can ask for it again
+    key: str  # shown once only
 
 
 class KeyRotated(KeyMade, frozen=True, kw_only=True):

@@ -77,8 +77,8 @@ class RotationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def given(body: msgspec.Struct) -> dict[str, Any]:
     """The fields that the body has, with those of its quota as a mapping."""
     fields = {name: getattr(body, name) for name in body.__struct_fields__}
-    told = {name: value for name, value in fields.items() if value is not UNSET}
-    return {name: given(value) if isinstance(value, QuotaBody) else value for name, value in told.items()}
+    present = {name: value for name, value in fields.items() if value is not UNSET}
+    return {name: given(value) if isinstance(value, QuotaBody) else value for name, value in present.items()}
 
 
 def quota_of(body: QuotaBody) -> Quota:

@@ -36,7 +36,7 @@ def check_not_beyond(key: KeyRecord, maker: KeyRecord) -> None:
 
 
 def _check_unbounded(maker: KeyRecord) -> None:
-    """Each key's quota is counted for itself, so a new key would be a new quota for whoever makes it."""
+    """Each key has its own quota, so a key with a quota may not make keys: each would be a fresh quota."""
     if maker.quota != Quota():
         message = "This API key has a quota of its own, so it can neither make nor rotate keys: use one without."
         raise ApiError(403, message, code="missing_scope")

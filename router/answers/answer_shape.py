@@ -33,7 +33,7 @@ class AnswerShape(Protocol):
         """The chunk for a delta of the choice `index`."""
 
     def closing(self, usage: Usage) -> msgspec.Struct:
-        """The chunk without choices, which tells the usage at the end of a stream."""
+        """The chunk without choices that has the usage, at the end of a stream."""
 
     def gathering(self) -> WholeChoice:
         """What the deltas of one choice of a whole answer are added to."""

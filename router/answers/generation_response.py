@@ -2,7 +2,7 @@
 
 It is an ASGI response of its own, because every token passes here: one event of a step goes straight to the server. The
 status is sent with the first token, or after a second: an early failure gets its own. When the client disconnects, the
-sequences are cancelled. Each event has an id that tells the position in the stream; a client that reconnects with such
+sequences are cancelled. Each event's id is the position in the stream; a client that reconnects with such
 an id gets the events that follow it.
 """
 
@@ -38,7 +38,7 @@ _HEADERS: Final = [
     (b"x-accel-buffering", b"no"),  # otherwise proxies hold streams back
 ]
 # A refusal that is known at once gets its own status. What takes longer has been admitted, or waits for a gang: its
-# client, and proxies on the way, must see that somebody is there.
+# client, and proxies on the way, must see that the connection is alive.
 HEADERS_AFTER_S: Final = 1.0
 HEARTBEAT_S: Final = 15.0  # proxies cut streams that are silent for a minute
 _HEARTBEAT: Final = b": waiting\n\n"  # a comment, which readers of events skip
@@ -161,7 +161,7 @@ class GenerationResponse:
         async with aclosing(generation.deltas()) as arriving:
             async for index, delta in arriving:
                 if not self._has_opened and style.position is not None and style.position.has_usage:
-                    raise wrong_position("it tells of the answer's end, and the answer goes on.")
+                    raise wrong_position("it is the end of the answer, and the answer has not ended.")
                 usage = self._chunk_usage(style)
                 opening = b"" if self._has_opened else await self._start_events(send, usage, style)
                 self._num_sent += 1

@@ -160,7 +160,7 @@ def from_sequence_error(error: SequenceError) -> ApiError:
             is_in_vain = error.reason == "timeout" and error.retry_after_s is None
             headers = DO_NOT_RETRY if is_in_vain else {"Retry-After": _retry_after(error)}
             return ApiError(429, error.message, code="overloaded", headers=headers)
-        case "timeout":  # nobody waits for the answer any more, and it would be computed anew
+        case "timeout":  # its client has given up, and a retry would compute it anew
             return ApiError(408, error.message, code="timeout", headers=DO_NOT_RETRY)
         case "gang_lost" | "handed_over" | "given_back" | "withdrawn" | "cancelled":  # all but the first: for routers
             return unavailable(error.message, "gang_lost")

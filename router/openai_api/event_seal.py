@@ -24,7 +24,7 @@ class EventSealer:
         self._begun.update(f"{len(tenant)}:{tenant}{response_id}:".encode())
 
     def seal(self, position: str) -> str:
-        """`NUM_SEAL_CHARS` characters. `position`: the id's part that tells the position."""
+        """`NUM_SEAL_CHARS` characters. `position`: the part of the id that is the position."""
         ended = self._begun.copy()
         ended.update(position.encode())
         return ended.hexdigest()

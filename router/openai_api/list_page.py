@@ -42,10 +42,12 @@ class PageRequest:
 
 def page_request(request: Request) -> PageRequest:
     """What the query asks for. Raises 400."""
-    told = request.query_params.get("limit")
-    if told is not None and not (told.isascii() and told.isdigit() and len(told) <= 9 and 1 <= int(told) <= MAX_LIMIT):
-        raise invalid_value("limit", f"{told[:20]!r} is no whole number from 1 to {MAX_LIMIT}.")
-    return PageRequest(MAX_LIMIT if told is None else int(told), request.query_params.get("after") or None)
+    limit = request.query_params.get("limit")
+    if limit is not None and not (
+        limit.isascii() and limit.isdigit() and len(limit) <= 9 and 1 <= int(limit) <= MAX_LIMIT
+    ):
+        raise invalid_value("limit", f"{limit[:20]!r} is no whole number from 1 to {MAX_LIMIT}.")
+    return PageRequest(MAX_LIMIT if limit is None else int(limit), request.query_params.get("after") or None)
 
 
 async def read_page(
@@ -58,7 +60,7 @@ async def read_page(
     """
     entries: list[Entry] = []
     after, most = wanted.after or "", wanted.limit
-    while len(entries) <= most:  # one more than wanted tells that there are more
+    while len(entries) <= most:  # one more than wanted shows that there are more
         size = min(PAGE_SIZE, most + 1 - len(entries))
         page = await read(after, size)
         entries += page

@@ -22,7 +22,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: Annotated[bool | None, Meta(description="A last chunk tells the usage.")] = None
+    include_usage: Annotated[bool | None, Meta(description="A last chunk has the usage.")] = None
     continuous_usage_stats: Annotated[bool | None, Meta(description="Running usage in every chunk.")] = None  # vLLM's
 
 
@@ -82,7 +82,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[
-        bool | None, Meta(description="Tell the ids of the prompt's and the answer's tokens.")
+        bool | None, Meta(description="Return the token ids of the prompt and of the answer.")
     ] = None
     add_special_tokens: Annotated[bool | None, Meta(description="Begin prompts as the model's tokenizer does.")] = None
     use_beam_search: Annotated[bool | None, Meta(description="Search for the likeliest, with `n` beams.")] = None
@@ -123,6 +123,6 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     logprobs: Annotated[bool | None, Meta(description="For each token, its own.")] = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20, description="And so many of the likeliest.")] | None = None
     echo: bool | None = None
-    add_generation_prompt: Annotated[bool | None, Meta(description="True unless told; of the chat template.")] = None
+    add_generation_prompt: Annotated[bool | None, Meta(description="True by default; of the chat template.")] = None
     continue_final_message: Annotated[bool | None, Meta(description="The answer goes on where the last ends.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="For the chat template, as it is.")] = None

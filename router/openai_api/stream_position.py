@@ -44,7 +44,7 @@ class EventIds:
         self._sealer = EventSealer(key, tenant, response_id)
 
     def line(self, num_tokens: Sequence[int], suffix: str | int = "") -> bytes:
-        """The line of an event that tells the position after it."""
+        """The line of an event with the position after it."""
         position = _dotted(num_tokens)
         if suffix != "":
             position += f"/{suffix}"
@@ -71,7 +71,9 @@ def parse_position(text: str, tenant: str, keys: Sequence[bytes]) -> StreamPosit
     if suffix is None or suffix == AT_USAGE:
         return StreamPosition(response_id, counts, has_usage=suffix is not None)
     if any(counts):
-        raise wrong_position(f"it ends with /{suffix}, as before the first token only, and tells of tokens.")
+        raise wrong_position(
+            f"it ends with /{suffix}, which is for positions before the first token, and it counts tokens."
+        )
     return StreamPosition(response_id, counts, int(suffix))
 
 

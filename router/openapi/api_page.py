@@ -21,7 +21,7 @@ _GENERATION: Final = {"chat": ChatRequest.__name__, "completions": CompletionReq
 
 
 def with_tables(page: str, document: Schema) -> str:
-    """The page with its tables made anew. Raises ValueError where a table is missing, or nobody makes one."""
+    """The page with its tables made anew. Raises ValueError for a missing or an unknown table."""
     asked = [name for _, name, _ in _BLOCK.findall(page)]
     if sorted(asked) != sorted(_TABLES):
         raise ValueError(f"the page has the tables {sorted(asked)}: each of {sorted(_TABLES)} must be there once")
@@ -81,7 +81,7 @@ def _fields(document: Schema) -> str:
     for name in dict.fromkeys((*chat, *text)):
         places = {"both": chat} if chat.get(name) == text.get(name) else {"chat": chat, "completions": text}
         rows += [
-            (f"`{name}`", where, *_told(fields[name]))
+            (f"`{name}`", where, *_meaning(fields[name]))
             for where, fields in places.items()
             if name in fields and not _is_refused(where, name)
         ]
@@ -93,10 +93,10 @@ def _is_refused(where: str, name: str) -> bool:
     return name in UnsupportedFields.__struct_fields__ or (where, name) == ("chat", "echo")
 
 
-def _told(schema: Schema) -> tuple[str, str]:
+def _meaning(schema: Schema) -> tuple[str, str]:
     """What is accepted, and what it means if that is said."""
-    told = [one.get("description", "") for one in (schema, *schema.get("anyOf", ()))]
-    return words_of(schema, with_null=False), next(filter(None, told), "")
+    descriptions = [one.get("description", "") for one in (schema, *schema.get("anyOf", ()))]
+    return words_of(schema, with_null=False), next(filter(None, descriptions), "")
 
 
 def _refused(document: Schema) -> str:
@@ -117,7 +117,7 @@ def _types(document: Schema) -> str:
         required = schema.get("required", ())
         shown = f"`{shown_name(name)}`"
         for field, one in schema.get("properties", {}).items():
-            accepted, meaning = words_of(one), _told(one)[1]
+            accepted, meaning = words_of(one), _meaning(one)[1]
             rows.append((shown, f"`{field}`" + ("" if field in required else " (or absent)"), accepted, meaning))
             shown = ""
     return _table(("type", "field", "is", ""), rows)

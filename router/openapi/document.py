@@ -33,7 +33,7 @@ Schema = dict[str, Any]
 
 
 def openapi_document(routes: Sequence[RouteSpec]) -> Schema:
-    """The document, of OpenAPI 3.1. Raises KeyError for a route with an error that nobody has explained."""
+    """The document, of OpenAPI 3.1. Raises KeyError for a route with an error code that has no explanation."""
     described = _Types(_types_of(routes))
     shared = _shared(routes)
     paths: dict[str, Schema] = {}
@@ -92,7 +92,7 @@ def _forget_written(schema: Any) -> None:
 
 
 def _restrict(schema: Schema) -> None:
-    """Tells which values of fields that are not supported are accepted."""
+    """Adds which values of unsupported fields are accepted."""
     for field in UnsupportedFields.__struct_fields__:
         # What `tools` holds does not matter where `tool_choice` says that none is called.
         accepted = {} if field == "tools" else {"enum": [None, *NEUTRAL.get(field, ())]}
@@ -157,8 +157,8 @@ def _tag(path: str) -> str:
 def _parameters(route: RouteSpec, types: _Types) -> Iterable[Schema]:
     for name in _PARAMETER.findall(route.path):
         yield {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    for place, told in (("query", route.query), ("header", route.headers)):
-        for name, kind in told.items():
+    for place, parameters in (("query", route.query), ("header", route.headers)):
+        for name, kind in parameters.items():
             schema = types.schema(kind)
             yield {
                 "name": name,
@@ -172,7 +172,7 @@ def _parameters(route: RouteSpec, types: _Types) -> Iterable[Schema]:
 def _successes(route: RouteSpec, types: _Types) -> dict[int, Schema]:
     answers: dict[int, Schema] = {
         status: {
-            "description": {200: "Done.", 201: "Made.", 202: "Taken.", 204: "Done; nothing to tell."}[status],
+            "description": {200: "Done.", 201: "Made.", 202: "Taken.", 204: "Done; no content."}[status],
             "headers": _REQUEST_ID,
             **({} if kind is None else {"content": {"application/json": {"schema": types.schema(kind)}}}),
         }
@@ -195,11 +195,11 @@ def _text(media_type: str, route: RouteSpec, types: _Types) -> Schema:
 
 def _refusal(codes: tuple[str, ...], types: _Types) -> Schema:
     """The response with one of these codes, which have one status."""
-    told = {"properties": {"error": {"properties": {"code": {"enum": list(codes)}}}}}
+    with_codes = {"properties": {"error": {"properties": {"code": {"enum": list(codes)}}}}}
     return {
         "description": "\n".join(f"- `{code}`: {ERRORS[code][1]}" for code in codes),
         "headers": _REQUEST_ID | _more_headers(ERRORS[codes[0]][0]),
-        "content": {"application/json": {"schema": {"allOf": [types.schema(ErrorBody), told]}}},
+        "content": {"application/json": {"schema": {"allOf": [types.schema(ErrorBody), with_codes]}}},
     }
 
 

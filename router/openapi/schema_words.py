@@ -57,7 +57,7 @@ def _number(schema: Schema) -> str:
 
 
 def _shown(value: float) -> str:
-    """Powers of two as such: nobody reads nineteen digits."""
+    """Powers of two as such: nineteen digits are hard to read."""
     for exponent, less in ((31, 1), (63, 1), (63, 0)):
         if abs(value) == 2**exponent - less:
             power = f"2^{exponent}" + ("-1" if less else "")

@@ -138,7 +138,7 @@ class Grant:
 
     @property
     def has_news(self) -> bool:
-        """Whether Redis should be told of something soon."""
+        """Whether something should be reported to Redis soon."""
         return bool(self.waiters or self.pending or self.spare > 0 or self._unheard_us or self._is_changed)
 
     @property

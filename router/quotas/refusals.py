@@ -1,4 +1,4 @@
-"""What clients are told of their limits: headers, and refusals in OpenAI's manner."""
+"""Limits in answers to clients: headers, and refusals as OpenAI words them."""
 
 from __future__ import annotations
 

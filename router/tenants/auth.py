@@ -77,7 +77,7 @@ class Authenticator:
 
     def check_operator(self, request: Request) -> None:
         """Raises 401 unless the request has the operators' key. A tenant's key is none."""
-        # Digests have one length, so that the time tells nothing of the key's.
+        # Digests have one length, so the time of the comparison says nothing about the length of the key.
         if not hmac.compare_digest(_digest(_credential_of(request)), self._operator_hash):
             raise unknown_key()
 

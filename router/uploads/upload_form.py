@@ -197,10 +197,10 @@ class _FormReader:
         return note
 
     def _activate(self) -> bool:
-        told = bytes(self._fields[ACTIVATE_FIELD])
-        if told not in (b"", b"true", b"false"):
+        value = bytes(self._fields[ACTIVATE_FIELD])
+        if value not in (b"", b"true", b"false"):
             raise _bad_form(f"The part '{ACTIVATE_FIELD}' is true or false.", ACTIVATE_FIELD)
-        return told != b"false"
+        return value != b"false"
 
     def _begin_part(self) -> None:
         self._part = ""

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 def orphaned_spool(folder: Path, own_lock: Path) -> Iterator[list[Path] | None]:
     """The files of a spool whose router is dead, oldest first; None: there is none. Blocks.
 
-    While the block lasts nobody else takes it. Its files are removed when the block ends without an error.
+    While the block lasts no other router can take it. Its files are removed when the block ends without an error.
     """
     own_time = own_lock.stat().st_mtime
     for path in sorted(folder.glob(f"*{LOCK_SUFFIX}")):
@@ -51,7 +51,7 @@ def orphaned_spool(folder: Path, own_lock: Path) -> Iterator[list[Path] | None]:
 
 
 def entries_in(files: list[Path]) -> Iterator[Entry]:
-    """What a dead router's files tell and is not known to have arrived: answers that ended, then those under way."""
+    """The lines of a dead router's files that are not acknowledged: answers that ended, then those under way."""
     under_way: dict[str, Entry] = {}
     num_damaged = 0
     for path in files:
@@ -75,7 +75,7 @@ def entries_in(files: list[Path]) -> Iterator[Entry]:
 
 
 def _take(path: Path, own_time: float) -> int | None:
-    """The lock's handle; None: its router lives, or somebody else has taken it."""
+    """The lock's handle; None: its router lives, or another router has taken it."""
     try:
         lock = os.open(path, os.O_RDWR)
     except OSError:

@@ -88,9 +88,9 @@ def read_prices(path: Path) -> Prices:
     return Prices(currency, [_price(path, price) for price in prices])
 
 
-def _price(path: Path, told: Mapping[str, Any]) -> Price:
-    rates = {name: value for name, value in told.items() if name != "adapter"}
-    pattern = told.get("adapter")
+def _price(path: Path, entry: Mapping[str, Any]) -> Price:
+    rates = {name: value for name, value in entry.items() if name != "adapter"}
+    pattern = entry.get("adapter")
     if not (isinstance(pattern, str) and pattern):
         raise PricesInvalidError(f"{path}: a price has adapter = {pattern!r}: a name, or a pattern like * is needed")
     found = {}

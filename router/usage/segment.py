@@ -1,4 +1,4 @@
-"""One file of a router's spool: lines, behind a head that tells how far they have been acknowledged.
+"""One file of a router's spool: lines behind a header with the offset up to which they are acknowledged.
 
 The file has all of its room from the start, and is mapped: writing a line is a copy into memory that the kernel keeps
 when this process is killed, without a system call that a slow disk could hold, and never fails for want of room.
@@ -68,13 +68,13 @@ class Segment:
             raise ValueError(f"{num_bytes} of {self.end - self.acknowledged} bytes cannot be acknowledged: {self.path}")
         self.acknowledged += num_bytes
         self._slot = _SLOT_BYTES - self._slot
-        told = self.acknowledged.to_bytes(8, "little")
-        self._map[self._slot : self._slot + _OFFSET.size] = _OFFSET.pack(self.acknowledged, crc32(told))
+        offset = self.acknowledged.to_bytes(8, "little")
+        self._map[self._slot : self._slot + _OFFSET.size] = _OFFSET.pack(self.acknowledged, crc32(offset))
 
     def use_again(self, path: Path, number: int) -> None:
         """Makes it an empty file of another name. All of its lines have arrived. Blocks.
 
-        Lines go before the head that tells that they arrived: whenever the process is killed none comes to life again.
+        Lines are erased before the header moves on: a kill at any time brings back no acknowledged line.
         """
         self._map[HEAD_BYTES : self.end] = bytes(self.end - HEAD_BYTES)
         self._map[:HEAD_BYTES] = bytes(HEAD_BYTES)
@@ -96,18 +96,18 @@ class Segment:
 def read_segment(path: Path) -> Iterator[tuple[str, bytes, bool]]:
     """Kind, payload and "has been acknowledged" of each line of a file whose process has ended. Blocks."""
     data = path.read_bytes()
-    acknowledged = max(HEAD_BYTES, *_told(data[:HEAD_BYTES]))
+    acknowledged = max(HEAD_BYTES, *_offsets(data[:HEAD_BYTES]))
     for kind, payload, end in read_lines(data[HEAD_BYTES:]):
         yield kind, payload, HEAD_BYTES + end <= acknowledged
 
 
-def _told(head: bytes) -> tuple[int, int]:
+def _offsets(head: bytes) -> tuple[int, int]:
     """The offset in each slot; 0: it holds none."""
     found = []
     for start in (0, _SLOT_BYTES):
         if len(head) < start + _OFFSET.size:
             found.append(0)
             continue
-        offset, told = _OFFSET.unpack_from(head, start)
-        found.append(offset if told == crc32(offset.to_bytes(8, "little")) else 0)
+        offset, checksum = _OFFSET.unpack_from(head, start)
+        found.append(offset if checksum == crc32(offset.to_bytes(8, "little")) else 0)
     return found[0], found[1]

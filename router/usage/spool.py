@@ -50,7 +50,7 @@ class Spool:
             self._spares.append(await asyncio.to_thread(self._new_segment))
 
     async def close(self) -> None:
-        """Removes its files if all that they hold has arrived; others leave them to whoever adopts them."""
+        """Removes its files if all that they hold has arrived; else the files stay for the router that adopts them."""
         if self._preparing is not None:
             await asyncio.wait([self._preparing])
         is_empty = all(segment.is_acknowledged for segment in self._segments)
@@ -115,7 +115,8 @@ class Spool:
     async def drop_before(self, number: int) -> None:
         """Removes segments before this one all lines of which have arrived, the oldest first.
 
-        Where no other is to be had one of them is used again, so that a full disk stops nobody whose lines arrive.
+        If no new file can be made one of them is used again, so a full disk does not stop answers while
+        Redis takes their lines.
         """
         while len(self._segments) > 1 and self._segments[0].number < number and self._segments[0].is_acknowledged:
             if self._preparing is not None:
@@ -153,7 +154,7 @@ class Spool:
         try:
             self._spares.append(await asyncio.to_thread(self._new_segment))
         except OSError:
-            pass  # whoever finds no room asks again, and says so
+            pass  # the caller finds no room, retries and reports it
         finally:
             self._preparing = None
 
@@ -175,7 +176,7 @@ class Spool:
         return Segment(self._path(self._number), self._number, self._segment_bytes)
 
     def _take_lock(self) -> int:
-        """The lock is taken before others can see it, so nobody adopts the spool of a process that is starting."""
+        """The lock is taken before others can see it, so no router adopts the spool of one that is starting."""
         self._folder.mkdir(parents=True, exist_ok=True)
         hidden = self._folder / f"{self.name}.new"
         lock = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

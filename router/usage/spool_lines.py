@@ -1,7 +1,7 @@
 """Lines of a spool file: what each holds, and how a reader knows that it is whole.
 
 `<kind><CRC-32, 8 hex digits> <JSON>` and a line feed. A file is zeros behind its last line. A process that was killed
-may leave a part of a line, which the sum tells.
+may leave a part of a line, which its checksum shows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All of a router's part in the ledger: counts answers, sends what it counted to Redis, and tells of it."""
+"""All of a router's part in the ledger: counts answers, sends the counts to Redis, and exposes metrics of it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class UsageQuery:
 
     @property
     def needs_hours(self) -> bool:
-        """Days' sums do not tell it."""
+        """Sums of days do not have it."""
         return "hour" in self.by or any(time.hour for time in (self.start, self.end))
 
 
@@ -44,7 +44,7 @@ def usage_query(params: Mapping[str, str], now: datetime, *, for_operators: bool
             raise invalid_value("by", f"{word[:20]!r}: {', '.join(accepted)}, each once, are accepted.")
         by.append(word)  # type: ignore[arg-type]  # it is one of them
     if "hour" in by and "day" in by:
-        by.remove("day")  # an hour tells its day
+        by.remove("day")  # an hour includes its day
     midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
     end = _time(params, "to") or midnight + _DAY
     start = _time(params, "from") or end - _DAY * (1 if "hour" in by else _DEFAULT_DAYS)
@@ -77,26 +77,24 @@ def usage_query(params: Mapping[str, str], now: datetime, *, for_operators: bool
 
 
 def _time(params: Mapping[str, str], name: str) -> datetime | None:
-    told = params.get(name)
-    if told is None:
+    text = params.get(name)
+    if text is None:
         return None
     try:
-        time = datetime.fromisoformat(told)
+        time = datetime.fromisoformat(text)
         time = time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
         if (time.minute, time.second, time.microsecond) == (0, 0, 0) and 2000 <= time.year <= 9000:
             return time
     except (ValueError, OverflowError):
         pass
-    accepted = (
-        "a day like 2026-11-22 or a full hour like 2026-11-22T13:00 (UTC unless it tells its offset) is accepted."
-    )
-    raise invalid_value(name, f"{told[:40]!r}: {accepted}")
+    accepted = "a day like 2026-11-22 or a full hour like 2026-11-22T13:00 (UTC unless it has an offset) is accepted."
+    raise invalid_value(name, f"{text[:40]!r}: {accepted}")
 
 
 def _count(params: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
-    told = params.get(name)
-    if told is None:
+    text = params.get(name)
+    if text is None:
         return default
-    if not (told.isascii() and told.isdigit() and len(told) <= 10 and least <= int(told) <= most):
-        raise invalid_value(name, f"{told[:20]!r} is no whole number from {least} to {most}.")
-    return int(told)
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
+        raise invalid_value(name, f"{text[:20]!r} is no whole number from {least} to {most}.")
+    return int(text)

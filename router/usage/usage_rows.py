@@ -52,7 +52,7 @@ class UsageRow(msgspec.Struct, kw_only=True, omit_defaults=False):
     digest: str | None = None  # its first digits
     key_id: str | None = None
     requests: int = 0
-    cut_off: int = 0  # of these, answers whose client did not hear the end
+    cut_off: int = 0  # of these, answers whose client did not receive the end
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

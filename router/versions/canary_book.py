@@ -1,4 +1,4 @@
-"""The accountant of canaries: it tells Redis how the answers of a name on trial have ended, some of them at a time."""
+"""Counts how answers of names on trial ended, and reports the counts to Redis in batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .recent_failures import RecentFailures, VersionKey
 FLUSH_S: Final = 0.2  # what a router that is killed loses
 MAX_PENDING: Final = 20_000  # answers, while Redis is away; the oldest are lost
 _MAX_BATCH: Final = 500
-MAX_FAILED_OF_TENANT: Final = 50  # versions whose failure this router is to tell, or remembers having told
+MAX_FAILED_OF_TENANT: Final = 50  # versions whose failure this router has reported or will report
 _MAX_FAILED: Final = 10_000
 _MAX_REASON_CHARS: Final = 300
 _ERRORS: Final = frozenset({"internal_error"})  # a timeout is the client's own: he could say one that never suffices
@@ -44,7 +44,7 @@ class CanaryBook:
         self._task = asyncio.create_task(self._flush_forever(), name="canary book")
 
     async def stop(self) -> None:
-        """Tells Redis what is not told yet, if it answers."""
+        """Reports to Redis what is not reported yet, if Redis answers."""
         await end_tasks(self._task)
         with suppress(RegistryUnavailable):
             for _ in range(_MAX_FAILED // _MAX_BATCH):
@@ -69,7 +69,7 @@ class CanaryBook:
             self.count(Outcome(tenant_id, of, request.response_id, trial.canary_id, trial.arm, counted, trial.sticky))
 
     def note_load(self, version: AdapterVersion, reason: str | None) -> None:
-        """A gang could not load the version, for this reason; None: one could. Redis is told soon."""
+        """A gang could not load the version, for this reason; None: one could. Reported to Redis soon."""
         key: VersionKey = (version.tenant, version.name, version.version)
         if reason is None:
             self._failed.drop(key)

@@ -1,4 +1,4 @@
-"""/v1/adapters/{name}/residency: where an adapter's versions are, as this router and the tenant's own use tell."""
+"""/v1/adapters/{name}/residency: where an adapter's versions are, as the tenant's own use has shown this router."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ResidencyApi:
         preloads: Preloads | None,
         pins: PinKeeper | None,
     ) -> None:
-        """`counts`, `preloads`: what routers have noted of versions; None: nobody notes it. `pins`: None: none is."""
+        """`counts`, `preloads`: what routers have noted of versions; None: not recorded. `pins`: None: none."""
         self._uploads, self._dispatcher, self._view = uploads, dispatcher, view
         self._counts, self._preloads, self._pins = counts, preloads, pins
 
@@ -118,7 +118,7 @@ class ResidencyApi:
 
 
 def opaque_gang(view: RegistryView, tenant: str, gang_id: str) -> str:
-    """The same at all routers, and of no use beside what another tenant is told."""
+    """The same at all routers, and different for each tenant."""
     return blake2b(f"{tenant}/{gang_id}".encode(), key=view.stream_keys[0], digest_size=6).hexdigest()
 
 

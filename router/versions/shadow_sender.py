@@ -1,4 +1,4 @@
-"""Sends a share of a name's requests to its shadow as well. Nobody sees those answers: only how they end is counted."""
+"""Sends a share of a name's requests to its shadow as well. Answers are discarded; how they end is counted."""
 
 from __future__ import annotations
 

@@ -140,13 +140,13 @@ class TrialsApi:
         "POST",
         "/v1/feedback",
         scope="infer",
-        summary="Say what somebody thinks of an answer.",
+        summary="Rate an answer.",
         body=FeedbackBody,
         answers={200: FeedbackAnswer},
         errors=ERRORS,
     )
     async def feedback(self, request: Request, identity: Identity, body: FeedbackBody) -> FeedbackAnswer:
-        """The answer is the same for an id that nobody has and for one of another tenant."""
+        """The answer is the same for an unknown id and for another tenant's id."""
         if (body.score is None) == (body.thumb is None):
             raise invalid_value("score", "either score or thumb is needed, and not both.")
         if body.score == 0:

@@ -110,7 +110,7 @@ class Deleted(msgspec.Struct, frozen=True):
 
 
 def shown_version(state: NameState, adapter: AdapterVersion, failure: str | None = None) -> VersionAnswer:
-    """A version of the name as its tenant sees it. `failure`: why a gang could not load it; None: nobody says so."""
+    """A version of the name as its tenant sees it. `failure`: why a gang could not load it."""
     note = state.notes.versions.get(adapter.version, VersionNote())
     rollout = state.rollout
     return VersionAnswer(
@@ -168,7 +168,7 @@ class ShadowAnswer(msgspec.Struct, frozen=True):
 
 
 class FeedbackBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What somebody thinks of an answer: `score`, or `thumb`."""
+    """A rating of an answer: `score`, or `thumb`."""
 
     id: Annotated[str, Meta(min_length=1, max_length=128)]
     score: Annotated[float, Meta(ge=-1, le=1)] | None = None  # above 0: good, below 0: bad

@@ -18,7 +18,7 @@ from ..tenants.records import make_tenant_id
 # What is counted of each entry, in the order in which Redis has it. A new one goes to the end.
 NUMBERS: Final = (
     "requests",
-    "cut_off",  # of these, answers whose client did not hear the end
+    "cut_off",  # of these, answers whose client did not receive the end
     "prompt_tokens",
     "cached_tokens",  # of the prompts', that were found in the cache
     "output_tokens",
@@ -26,14 +26,14 @@ NUMBERS: Final = (
     "adapter_device_page_ms",  # the same, of their parts of the adapters that they ran with
     "recomputed_tokens",  # computed again after a preemption or by another gang: never charged
 )
-NUM_DIGEST_DIGITS: Final = 12  # of a digest in sums: versions of a name are told apart by their number anyway
+NUM_DIGEST_DIGITS: Final = 12  # of a digest in sums: the version number tells versions of a name apart
 
 
 class Stage(IntEnum):
     """How far the writer of an entry knew the answer."""
 
     UNDER_WAY = 0
-    CUT_OFF = 1  # its client left, or was told of an error
+    CUT_OFF = 1  # its client left or got an error
     COMPLETE = 2
 
 
@@ -70,7 +70,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     adapter: str = ""
     version: int = 0
     digest: str = ""
-    error: str = ""  # the code that the client was told
+    error: str = ""  # the error code that the client got
     requests: int = 0
     cut_off: int = 0
     prompt_tokens: int = 0
