@@ -1,8 +1,8 @@
 """What `scripts/test` does, once its environment is there. Its usage is in that file and in CONTRIBUTING.md.
 
-Two lanes run at once. In one are the checks and the tests that need no Ray, shared out to the cores. In the other run
-those that start Ray, one after the other: most of their time they wait. The first lane leaves the processor to the
-second, because a Ray node that is slow to start gives up. Tests in `tests/interpreted` are a run of their own: Triton is
+Two lanes run at once. In one are the checks and the tests that need no Ray, shared out to the cores. In the other are
+those that start Ray, one after the other: they wait most of the time. The first lane leaves the processor to the second,
+because Ray gives up a node that is slow to start. Tests in `tests/interpreted` are a run of their own: Triton is
 interpreted in a whole process or not at all.
 """
 
@@ -21,6 +21,7 @@ from motet.tests.rigs.passed_files import ROOT, covered_files, standing
 PYTEST = [sys.executable, "-m", "pytest"]
 SHARED_OUT = ["-n", "auto", "--maxprocesses", "4", "--no-loadscope-reorder", "--dist", "loadfile"]
 INTERPRETED = "tests/interpreted"
+WITH_RAY = ["tests/hostile", "tests/whole"]  # all tests that start Ray are there
 FLAGS = ("--all", "--stale", "--quick", "--busy", "--durations")
 
 
@@ -85,7 +86,7 @@ def run_all(
     ignored = [f"--ignore={file}" for file in left_out]
     interpreted = [file for file in stale if file.startswith(INTERPRETED)]
     runs.run_lanes(
-        [[*PYTEST, "-m", "cluster", *whole, *options]],
+        [[*PYTEST, "-m", "cluster", *whole, *options, *WITH_RAY]],
         [
             ["scripts/check"],
             [*PYTEST, "-m", "not cluster", *SHARED_OUT, "--note-passed", *whole, *options, *ignored],
@@ -132,6 +133,8 @@ def main(arguments: list[str]) -> int:
     is_thorough = "--all" in flags
     left_out = [file for file, why in whys.items() if why is None and not is_thorough]
     print_left_out(whys, left_out)
+    # Tests start hundreds of processes, which must not all compile the same sources.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     runs, to_run = Runs(), [file for file in whys if file not in left_out]
     if "--stale" in flags:
         run_stale(runs, options, to_run)
