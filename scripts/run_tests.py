@@ -1,7 +1,7 @@
 """What `scripts/test` does, once its environment is there. Its usage is in that file and in CONTRIBUTING.md.
 
 Two lanes run at once. In one are the checks and the tests that need no Ray, shared out to the cores. In the other are
-those that start Ray, one after the other: they wait most of the time. The first lane leaves the processor to the second,
+those that start Ray, one after the other: they mostly wait. The first lane leaves the processor to the second,
 because Ray gives up a node that is slow to start. Tests in `tests/interpreted` are a run of their own: Triton is
 interpreted in a whole process or not at all.
 """
