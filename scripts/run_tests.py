@@ -1,23 +1,32 @@
 """What `scripts/test` does, once its environment is there. Its usage is in that file and in CONTRIBUTING.md.
 
-Tests that need no Ray share the cores. After them run those that start Ray, one after the other: a Ray node that starts
-beside busy tests gives up. Tests in `tests/interpreted` are a run of their own: Triton is interpreted in a whole
-process or not at all.
+Two lanes run at once. In one are the checks and the tests that need no Ray, shared out to the cores. In the other are
+those that start Ray, one after the other: they mostly wait. The first lane leaves the processor to the second,
+because Ray gives up a node that is slow to start. Tests in `tests/interpreted` are a run of their own: Triton is
+interpreted in a whole process or not at all.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from motet.tests.rigs.passed_files import ROOT, covered_files, standing
 
 PYTEST = [sys.executable, "-m", "pytest"]
 SHARED_OUT = ["-n", "auto", "--maxprocesses", "4", "--no-loadscope-reorder", "--dist", "loadfile"]
 INTERPRETED = "tests/interpreted"
+WITH_RAY = ["tests/hostile", "tests/whole"]  # all tests that start Ray are there
 FLAGS = ("--all", "--stale", "--quick", "--busy", "--durations")
+
+
+# The lowest priority. Linux may give each session a share of the processor: `nice` counts only inside of one.
+YIELDING = ["sh", "-c", '{ echo 19 >/proc/self/autogroup; } 2>/dev/null; exec nice -n 19 "$@"', "sh"]
 
 
 class Runs:
@@ -25,11 +34,48 @@ class Runs:
 
     def __init__(self) -> None:
         self.failed: list[str] = []
+        self._running: set[subprocess.Popen[str]] = set()
 
     def run(self, *command: str) -> None:
         print("==", " ".join(command), flush=True)
         if subprocess.call(command, cwd=ROOT):
             self.failed.append(" ".join(command))
+
+    def run_lanes(self, first: Sequence[Sequence[str]], yielding: Sequence[Sequence[str]]) -> None:
+        """Runs both lists of commands at once, each in its order. The second list leaves the processor to the first."""
+        lanes = [
+            threading.Thread(target=self._run_lane, args=("ray", first, [])),
+            threading.Thread(target=self._run_lane, args=("   ", yielding, YIELDING)),
+        ]
+        for lane in lanes:
+            lane.start()
+        try:
+            for lane in lanes:
+                lane.join()
+        except KeyboardInterrupt:
+            for process in set(self._running):
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGINT)
+            raise
+
+    def _run_lane(self, name: str, commands: Sequence[Sequence[str]], wrapper: Sequence[str]) -> None:
+        for command in commands:
+            print(f"{name} | ==", " ".join(command), flush=True)
+            process = subprocess.Popen(
+                [*wrapper, *command],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            self._running.add(process)
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(f"{name} | {line}", end="", flush=True)
+            self._running.discard(process)
+            if process.wait():
+                self.failed.append(" ".join(command))
 
 
 def run_all(
@@ -37,11 +83,16 @@ def run_all(
 ) -> None:
     """All checks and all tests but the files that are left out."""
     whole = ["--thorough"] if is_thorough else []
-    runs.run("scripts/check")
-    run_interpreted(runs, options, [file for file in stale if file.startswith(INTERPRETED)])
     ignored = [f"--ignore={file}" for file in left_out]
-    runs.run(*PYTEST, "-m", "not cluster", *SHARED_OUT, "--note-passed", *whole, *options, *ignored)
-    runs.run(*PYTEST, "-m", "cluster", *whole, *options)
+    interpreted = [file for file in stale if file.startswith(INTERPRETED)]
+    runs.run_lanes(
+        [[*PYTEST, "-m", "cluster", *whole, *options, *WITH_RAY]],
+        [
+            ["scripts/check"],
+            [*PYTEST, "-m", "not cluster", *SHARED_OUT, "--note-passed", *whole, *options, *ignored],
+            *([[*PYTEST, *SHARED_OUT, "--note-passed", *options, *interpreted]] if interpreted else []),
+        ],
+    )
 
 
 def run_interpreted(runs: Runs, options: Sequence[str], files: Sequence[str]) -> None:
@@ -82,6 +133,8 @@ def main(arguments: list[str]) -> int:
     is_thorough = "--all" in flags
     left_out = [file for file, why in whys.items() if why is None and not is_thorough]
     print_left_out(whys, left_out)
+    # Tests start hundreds of processes, which must not all compile the same sources.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     runs, to_run = Runs(), [file for file in whys if file not in left_out]
     if "--stale" in flags:
         run_stale(runs, options, to_run)

@@ -199,3 +199,10 @@ def test_no_file_names_a_path_of_somebodys_machine() -> None:
         if PATH_OF_A_MACHINE.search(text) or str(ROOT) in text:
             wrong.append(path)
     assert relative(wrong) == []
+
+
+def test_tests_that_start_ray_are_where_they_are_looked_for() -> None:
+    """`scripts/test` runs those of these folders alone (`WITH_RAY` in `scripts/run_tests.py`)."""
+    mark = "mark." + "cluster"
+    marked = {path.parent.name for path in ROOT.glob("tests/**/*.py") if mark in path.read_text()}
+    assert marked <= {"hostile", "whole", "tests"}  # the last: conftest.py, which knows the mark

@@ -141,7 +141,7 @@ def reports(test: str, call: Outcome, teardown: Outcome = "passed") -> list[pyte
     [
         ([*reports(TESTS[0], "passed"), *reports(TESTS[1], "passed")], True),
         ([*reports(TESTS[0], "passed"), *reports(TESTS[1], "failed")], False),
-        ([*reports(TESTS[0], "passed"), *reports(TESTS[1], "skipped")], False),
+        ([*reports(TESTS[0], "passed"), *reports(TESTS[1], "skipped")], True),  # native: see the test below
         ([*reports(TESTS[0], "passed"), *reports(TESTS[1], "passed", teardown="failed")], False),
         ([*reports(TESTS[0], "passed")], False),  # the run ended too soon
     ],
@@ -159,6 +159,19 @@ def test_only_a_run_in_which_all_passed_is_noted(
         run.pytest_runtest_logreport(report)
     run.pytest_sessionfinish()
     assert (ONE not in to_run(small_checkout)) is is_noted
+
+
+def test_a_skipped_test_of_a_file_that_is_not_native_is_not_noted(tmp_path: Path) -> None:
+    """The record names the processor of native ones alone."""
+    file = "tests/kernels/test_triton_grids.py"
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    run = PassingRuns(tmp_path)
+    run.pytest_xdist_node_collection_finished([f"{file}::test_a"])
+    for report in reports(f"{file}::test_a", "skipped"):
+        run.pytest_runtest_logreport(report)
+    run.pytest_sessionfinish()
+    assert file in to_run(tmp_path)
 
 
 def test_sources_that_change_during_the_run_are_not_noted(small_checkout: Path) -> None:
