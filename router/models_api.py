@@ -62,7 +62,7 @@ class ModelsApi:
 
     @route(
         "GET",
-        "/v1/models/{model:path}",
+        "/v1/models/{model:path}",  # the name of a base may have slashes
         scope="infer",
         summary="Show a model.",
         errors=("model_not_found", "registry_unavailable"),
