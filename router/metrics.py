@@ -39,6 +39,7 @@ class Metrics:
         self.upload_s = Histogram(UPLOAD_BOUNDS_S)  # of uploads that were accepted
         self.num_upload_bytes = 0  # of adapters that were stored
         self.store_free_bytes: int | None = None  # on the disk of the adapters, a while ago
+        self.redis_memory: tuple[int, int] | None = None  # used bytes, and their bound or 0; a while ago
         self.sweep_asked_at: float | None = None  # time.time() when a sweep was made, or found not to be due
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)  # of sequences that got a first token

@@ -62,10 +62,9 @@ class ModelsApi:
 
     @route(
         "GET",
-        "/v1/models/{model:path}",  # the name of a base may have slashes
+        "/v1/models/{model:path}",
         scope="infer",
         summary="Show a model.",
-        answers={200: Model},
         errors=("model_not_found", "registry_unavailable"),
     )
     async def show(self, request: Request, identity: Identity) -> Model:

@@ -112,7 +112,7 @@ class OperationsApi:
         """For Prometheus' HTTP service discovery: where each process of this motet shows its own numbers."""
         return Response(discovery(self._targets()), media_type="application/json")
 
-    @route("GET", "/status", scope="operator", summary="Gangs, their load, and what they are.", answers={200: Status})
+    @route("GET", "/status", scope="operator", summary="Gangs, their load, and what they are.")
     async def status(self, request: Request) -> Status:
         """What `motet status` shows."""
         load = self._dispatcher.load()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_type_hints
 
 import msgspec
 from starlette.types import Receive, Send
@@ -60,17 +60,24 @@ class RouteSpec:
         return self.scope not in ("operator", "public")
 
 
-def route(method: str, path: str, *, scope: NeededScope, **row: Any) -> Callable[[_Handler], _Handler]:
+def route(
+    method: str, path: str, *, scope: NeededScope, status: int = 200, **row: Any
+) -> Callable[[_Handler], _Handler]:
     """Makes a method the handler of a route. `row`: the other fields of `RouteSpec`.
 
-        @route("GET", "/v1/things/{name}", scope="upload", summary="Show a thing.", answers={200: Thing})
-        async def show(self, request: Request, identity: Identity) -> Thing: ...
+        @route("PATCH", "/v1/things/{name}", scope="upload", summary="Change a thing.")
+        async def change(self, request: Request, identity: Identity, body: ThingChanges) -> Thing: ...
 
-    A method with several decorators serves several routes.
+    `body` and `answers` follow from the method's annotations, unless `row` has them: the type of its argument `body`,
+    and the struct that it returns, which is sent with `status`. A method with several decorators serves several routes.
     """
 
     def mark(handler: _Handler) -> _Handler:
-        spec = RouteSpec(method=method, path=path, scope=scope, handler=handler, **row)
+        types = get_type_hints(handler)
+        fields = {"body": types.get("body"), **row}
+        if "answers" not in row and issubclass(types["return"], msgspec.Struct):
+            fields["answers"] = {status: types["return"]}
+        spec = RouteSpec(method=method, path=path, scope=scope, handler=handler, **fields)
         handler.__dict__["routes"] = (spec, *handler.__dict__.get("routes", ()))
         return handler
 

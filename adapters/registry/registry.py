@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -82,6 +82,13 @@ def hash_key(key: str) -> str:
     return sha256(key.encode()).hexdigest()
 
 
+class RedisMemory(NamedTuple):
+    """`max_bytes`: 0 without a bound, or where the server does not report it."""
+
+    used_bytes: int
+    max_bytes: int
+
+
 class Registry:
     """Every method is one round trip, unless it says that it reads pages; a change of a name reads it first.
 
@@ -110,6 +117,12 @@ class Registry:
     async def ping(self) -> None:
         async with self._bounded():
             await self._command("PING")
+
+    async def memory(self) -> RedisMemory:
+        """What Redis reports about its memory."""
+        async with self._bounded():
+            info = await self._client.info("memory")
+        return RedisMemory(int(info["used_memory"]), int(info.get("maxmemory", 0)))
 
     async def register(
         self,

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 
 SWEEP_INTERVAL_S = 3600.0
 SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due
+REDIS_MEMORY_S = 30.0  # how often each router reads how much memory Redis uses
 SWITCH_INTERVAL_S = 0.0005  # after which a thread that renders or tokenizes gives way to the event loop
 
 _log = logging.getLogger(__name__)
@@ -166,6 +167,7 @@ class RouterReplica:
         _keep_pauses_short()
         sweeper = asyncio.create_task(self._sweep_forever(config.store_path))
         parts.callback(sweeper.cancel)
+        parts.callback(asyncio.create_task(self._measure_redis_forever()).cancel)
         await parts.start(LoopWatchdog(self._metrics.loop_held_s))
 
     async def _start_launch_keeper(
@@ -254,6 +256,14 @@ class RouterReplica:
         """Called when a sequence waits for a gang. With `min_gangs` of 1 or more Serve starts gangs anyway."""
         if self._demand is not None:
             self._demand.show()
+
+    async def _measure_redis_forever(self) -> None:
+        while True:
+            try:
+                self._metrics.redis_memory = await self._registry.memory()
+            except RegistryUnavailable:  # or this user of Redis may not ask
+                self._metrics.redis_memory = None
+            await asyncio.sleep(REDIS_MEMORY_S)
 
     async def _sweep_forever(self, store_path: Path) -> None:
         """Frees the disk of adapters that no name points to any more: one router of all, once in an interval."""

@@ -40,7 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, **values: Any) -> Self:
         """From values by the settings' names, without their groups: `Settings.of(max_num_sequences=64)`.
 
-        Other fields of a subclass are accepted as well. Raises ConfigError.
+        Other fields of a subclass are accepted as well. Raises ConfigError, and TypeError for the name of a group.
         """
         by_group, others = _by_group(cls, values)
         kinds = groups_of(cls)
@@ -69,6 +69,8 @@ def _by_group(schema: type[Settings], values: dict[str, Any]) -> tuple[dict[str,
     groups = _groups_by_setting(schema)
     by_group: dict[str, dict[str, Any]] = {}
     others: dict[str, Any] = {}
+    if misplaced := values.keys() & groups_of(schema).keys():
+        raise TypeError(f"{', '.join(sorted(misplaced))}: a group of settings, not a setting")
     for name, value in values.items():
         (by_group.setdefault(groups[name], {}) if name in groups else others)[name] = value
     return by_group, others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from starlette.requests import Request
@@ -30,6 +31,8 @@ _OWN_KEY: Final = f"{OWN_KEYS}/{{key_id}}"
 _ONE: Final = ("key_not_found", "tenant_ending", "registry_unavailable")
 _MAKING: Final = ("too_many_keys", "tenant_not_found", "tenant_ending", "registry_unavailable")
 _ROTATING: Final = ("too_many_keys", *_ONE)
+_operator_route: Final = partial(route, scope="operator", no_store=True, errors=_ONE)
+_own_route: Final = partial(route, scope="admin", no_store=True, errors=_ONE)
 
 
 class KeysApi:
@@ -40,10 +43,9 @@ class KeysApi:
     ) -> None:
         self._keys, self._view, self._clock = administration.keys, view, clock
 
-    @route(
+    @_operator_route(
         "GET",
         _OF_TENANT,
-        scope="operator",
         summary="List a tenant's keys.",
         query=PAGE_QUERY,
         answers={200: ListPage[KeyShown]},
@@ -52,42 +54,16 @@ class KeysApi:
     async def list_of_tenant(self, request: Request) -> Response:
         return await self._list(request, await self._tenant(request))
 
-    @route(
-        "POST",
-        _OF_TENANT,
-        scope="operator",
-        summary="Make a key of a tenant.",
-        body=KeyBody,
-        answers={201: KeyMade},
-        no_store=True,
-        errors=_MAKING,
-    )
+    @_operator_route("POST", _OF_TENANT, summary="Make a key of a tenant.", status=201, errors=_MAKING)
     async def create_for_tenant(self, request: Request, body: KeyBody) -> KeyMade:
         return await self._create(self._wanted(await self._tenant(request), body), operators(request))
 
-    @route(
-        "GET",
-        _KEY,
-        scope="operator",
-        summary="Show a key.",
-        answers={200: KeyShown},
-        no_store=True,
-        errors=_ONE,
-    )
+    @_operator_route("GET", _KEY, summary="Show a key.")
     async def show(self, request: Request) -> KeyShown:
         _, key = await self._key(request)
         return shown_key(key)
 
-    @route(
-        "PATCH",
-        _KEY,
-        scope="operator",
-        summary="Change a key.",
-        body=KeyChanges,
-        answers={200: KeyShown},
-        no_store=True,
-        errors=_ONE,
-    )
+    @_operator_route("PATCH", _KEY, summary="Change a key.")
     async def change(self, request: Request, body: KeyChanges) -> KeyShown:
         fields = given(body)
         if "scopes" in fields:
@@ -100,35 +76,17 @@ class KeysApi:
         await self._view.catch_up()
         return shown_key(changed)
 
-    @route(
-        "DELETE",
-        _KEY,
-        scope="operator",
-        summary="Delete a key.",
-        answers={200: Deleted},
-        no_store=True,
-        errors=_ONE,
-    )
+    @_operator_route("DELETE", _KEY, summary="Delete a key.")
     async def delete(self, request: Request) -> Deleted:
         return await self._delete(*await self._key(request), operators(request))
 
-    @route(
-        "POST",
-        f"{_KEY}/rotate",
-        scope="operator",
-        summary="Replace a key by a new one.",
-        body=RotationBody,
-        answers={201: KeyRotated},
-        no_store=True,
-        errors=_ROTATING,
-    )
+    @_operator_route("POST", f"{_KEY}/rotate", summary="Replace a key by a new one.", status=201, errors=_ROTATING)
     async def rotate(self, request: Request, body: RotationBody) -> KeyRotated:
         return await self._rotate(*await self._key(request), body.overlap_s, operators(request))
 
-    @route(
+    @_own_route(
         "GET",
         OWN_KEYS,
-        scope="admin",
         summary="List the keys of your tenant.",
         query=PAGE_QUERY,
         answers={200: ListPage[KeyShown]},
@@ -137,55 +95,21 @@ class KeysApi:
     async def list_own(self, request: Request, identity: Identity) -> Response:
         return await self._list(request, identity.name)
 
-    @route(
-        "POST",
-        OWN_KEYS,
-        scope="admin",
-        summary="Make a key of your tenant.",
-        body=KeyBody,
-        answers={201: KeyMade},
-        no_store=True,
-        errors=_MAKING,
-    )
+    @_own_route("POST", OWN_KEYS, summary="Make a key of your tenant.", status=201, errors=_MAKING)
     async def create_own(self, request: Request, identity: Identity, body: KeyBody) -> KeyMade:
         wanted = within(self._wanted(identity.name, body), body, identity.key)
         return await self._create(wanted, identity.actor(request))
 
-    @route(
-        "GET",
-        _OWN_KEY,
-        scope="admin",
-        summary="Show a key of your tenant.",
-        answers={200: KeyShown},
-        no_store=True,
-        errors=_ONE,
-    )
+    @_own_route("GET", _OWN_KEY, summary="Show a key of your tenant.")
     async def show_own(self, request: Request, identity: Identity) -> KeyShown:
         _, key = await self._key(request, identity)
         return shown_key(key)
 
-    @route(
-        "DELETE",
-        _OWN_KEY,
-        scope="admin",
-        summary="Delete a key of your tenant.",
-        answers={200: Deleted},
-        no_store=True,
-        errors=_ONE,
-    )
+    @_own_route("DELETE", _OWN_KEY, summary="Delete a key of your tenant.")
     async def delete_own(self, request: Request, identity: Identity) -> Deleted:
         return await self._delete(*await self._key(request, identity), identity.actor(request))
 
-    @route(
-        "POST",
-        f"{_OWN_KEY}/rotate",
-        scope="admin",
-        summary="Replace a key of your tenant.",
-        body=RotationBody,
-        answers={201: KeyRotated},
-        no_store=True,
-        errors=_ROTATING,
-    )
+    @_own_route("POST", f"{_OWN_KEY}/rotate", summary="Replace a key of your tenant.", status=201, errors=_ROTATING)
     async def rotate_own(self, request: Request, identity: Identity, body: RotationBody) -> KeyRotated:
         key_hash, key = await self._key(request, identity)
         check_not_beyond(key, identity.key)

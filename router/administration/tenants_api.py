@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Final
 
 from starlette.requests import Request
@@ -26,6 +27,7 @@ AUDIT: Final = "/v1/admin/audit"
 _MAX_ENTRIES: Final = 1000  # of the log, in one answer
 _ENTRY_ID: Final = re.compile(r"([0-9]{1,20})-([0-9]{1,20})")  # of a Redis stream: two numbers of 64 bits, not both 0
 _ONE: Final = ("tenant_not_found", "tenant_ending", "registry_unavailable")
+_route: Final = partial(route, scope="operator", no_store=True, errors=_ONE)
 
 
 class TenantsApi:
@@ -35,10 +37,9 @@ class TenantsApi:
         self._tenants, self._audit = administration.tenants, administration.audit
         self._view = view
 
-    @route(
+    @_route(
         "GET",
         TENANTS,
-        scope="operator",
         summary="List tenants.",
         query=PAGE_QUERY,
         answers={200: ListPage[TenantShown]},
@@ -51,14 +52,11 @@ class TenantsApi:
         page = names[: wanted.limit]
         return await list_answer(map(self._shown, page), page, len(names) > len(page))
 
-    @route(
+    @_route(
         "POST",
         TENANTS,
-        scope="operator",
         summary="Create a tenant.",
-        body=TenantBody,
-        answers={201: TenantShown},
-        no_store=True,
+        status=201,
         errors=("tenant_exists", "tenant_ending", "registry_unavailable"),
     )
     async def create(self, request: Request, body: TenantBody) -> TenantShown:
@@ -73,28 +71,11 @@ class TenantsApi:
         await self._tenants.create(tenant, operators(request))
         return await self._changed(body.name)
 
-    @route(
-        "GET",
-        _TENANT,
-        scope="operator",
-        summary="Show a tenant.",
-        answers={200: TenantShown},
-        no_store=True,
-        errors=_ONE,
-    )
+    @_route("GET", _TENANT, summary="Show a tenant.")
     async def show(self, request: Request) -> TenantShown:
         return self._shown(await self._found(request))
 
-    @route(
-        "PATCH",
-        _TENANT,
-        scope="operator",
-        summary="Change a tenant.",
-        body=TenantChanges,
-        answers={200: TenantShown},
-        no_store=True,
-        errors=_ONE,
-    )
+    @_route("PATCH", _TENANT, summary="Change a tenant.")
     async def change(self, request: Request, body: TenantChanges) -> TenantShown:
         fields = given(body)
         if "background" in fields:
@@ -103,15 +84,7 @@ class TenantsApi:
         await self._tenants.change(name, fields, operators(request))
         return await self._changed(name)
 
-    @route(
-        "DELETE",
-        _TENANT,
-        scope="operator",
-        summary="Delete a tenant with all that is its.",
-        answers={200: Deleted},
-        no_store=True,
-        errors=_ONE,
-    )
+    @_route("DELETE", _TENANT, summary="Delete a tenant with all that is its.")
     async def delete(self, request: Request) -> Deleted:
         """200 when nothing of the tenant is left. One that was cut off is repeated."""
         name = await self._found(request)
@@ -119,38 +92,21 @@ class TenantsApi:
         await self._view.catch_up()
         return Deleted(id=name, object="tenant", num_adapters=num_adapters)
 
-    @route(
-        "POST",
-        f"{_TENANT}/suspend",
-        scope="operator",
-        summary="Refuse a tenant's requests.",
-        answers={200: TenantShown},
-        no_store=True,
-        errors=_ONE,
-    )
+    @_route("POST", f"{_TENANT}/suspend", summary="Refuse a tenant's requests.")
     async def suspend(self, request: Request) -> TenantShown:
         name = await self._found(request)
         await self._tenants.suspend(name, operators(request))
         return await self._changed(name)
 
-    @route(
-        "POST",
-        f"{_TENANT}/resume",
-        scope="operator",
-        summary="Accept a tenant's requests again.",
-        answers={200: TenantShown},
-        no_store=True,
-        errors=_ONE,
-    )
+    @_route("POST", f"{_TENANT}/resume", summary="Accept a tenant's requests again.")
     async def resume(self, request: Request) -> TenantShown:
         name = await self._found(request)
         await self._tenants.resume(name, operators(request))
         return await self._changed(name)
 
-    @route(
+    @_route(
         "GET",
         AUDIT,
-        scope="operator",
         summary="Show who changed what, the newest change first.",
         query={**PAGE_QUERY, "tenant": str},
         answers={200: ListPage[AuditShown]},

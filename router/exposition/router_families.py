@@ -48,6 +48,11 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
         "adapters that the router keeps."
     )
     yield make.gauge("motet_registry_connected", help_text, float(facts.is_registry_connected))
+    if metrics.redis_memory is not None:
+        used_bytes, max_bytes = metrics.redis_memory
+        yield make.gauge("motet_redis_used_bytes", "Memory that Redis uses, as of the last half minute.", used_bytes)
+        help_text = "`maxmemory` of Redis; 0 if it has none. At this bound uploads are refused."
+        yield make.gauge("motet_redis_max_bytes", help_text, max_bytes)
     help_text = (
         "How late a timer of the router's event loop, set 50 times a second, fired: every stream waited as long. "
         "What held it for 0.1 s or longer is in the log."

@@ -145,7 +145,6 @@ class AdaptersApi:
         "/v1/adapters/{name}",
         scope="upload",
         summary="Show an adapter.",
-        answers={200: Adapter},
         errors=("adapter_not_found", "registry_unavailable"),
     )
     async def show(self, request: Request, identity: Identity) -> Adapter:
@@ -162,7 +161,6 @@ class AdaptersApi:
         "/v1/adapters/{name}",
         scope="upload",
         summary="Delete an adapter.",
-        answers={200: DeletedAdapter},
         errors=("adapter_not_found", "registry_unavailable"),
     )
     async def delete(self, request: Request, identity: Identity) -> DeletedAdapter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final, Literal
 
 import msgspec
@@ -42,44 +43,30 @@ class PinAnswer(msgspec.Struct, frozen=True):
     object: Literal["pin"] = "pin"
 
 
+_route: Final = partial(route, scope="upload", errors=_ERRORS)
+
+
 class PinApi:
     def __init__(self, uploads: UploadService, view: RegistryView, keeper: PinKeeper) -> None:
         self._uploads, self._view, self._keeper = uploads, view, keeper
 
-    @route(
-        "GET",
-        _PATH,
-        scope="upload",
-        summary="An adapter's pin, and how it does.",
-        answers={200: PinAnswer},
-        errors=_ERRORS,
-    )
+    @_route("GET", _PATH, summary="An adapter's pin, and how it does.")
     async def show(self, request: Request, identity: Identity) -> PinAnswer:
         state = await read_name(self._uploads, request, identity)
         if not state.rollout.pinned_gangs:
             raise NoSuchVersion(f"{state.current.name} is not pinned")
         return self._shown(state)
 
-    @route(
+    @_route(
         "PUT",
         _PATH,
-        scope="upload",
         summary="Keep an adapter's current version in the host memory of gangs.",
-        body=PinBody,
-        answers={200: PinAnswer},
         errors=("adapter_not_found", "version_refused", "insufficient_quota", "registry_unavailable"),
     )
     async def pin(self, request: Request, identity: Identity, body: PinBody) -> PinAnswer:
         return self._shown(await self._change(request, identity, "pin.set", body.gangs))
 
-    @route(
-        "DELETE",
-        _PATH,
-        scope="upload",
-        summary="Pin an adapter no more.",
-        answers={200: Deleted},
-        errors=_ERRORS,
-    )
+    @_route("DELETE", _PATH, summary="Pin an adapter no more.")
     async def unpin(self, request: Request, identity: Identity) -> Deleted:
         state = await self._change(request, identity, "pin.delete", 0)
         return Deleted(state.current.name, "pin")

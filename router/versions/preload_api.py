@@ -21,8 +21,7 @@ class PreloadApi:
         f"{NAME}/preload",
         scope="upload",
         summary="Bring a version to gangs before anybody asks for it.",
-        body=PreloadBody,
-        answers={202: PreloadAnswer},
+        status=202,
         errors=("adapter_not_found", "version_not_found", "overloaded", "not_ready", "registry_unavailable"),
     )
     async def preload(self, request: Request, identity: Identity, body: PreloadBody) -> PreloadAnswer:

@@ -67,7 +67,6 @@ class ResidencyApi:
         f"{NAME}/residency",
         scope="metrics",
         summary="Where an adapter's versions are.",
-        answers={200: ResidencyAnswer},
         errors=("adapter_not_found", "registry_unavailable"),
     )
     async def show(self, request: Request, identity: Identity) -> ResidencyAnswer:

@@ -34,6 +34,7 @@ from .versions_api import ERRORS, NAME, change_name, read_name
 T = TypeVar("T")
 _CANARY: Final = f"{NAME}/canary"
 _SHADOW: Final = f"{NAME}/shadow"
+_route: Final = partial(route, scope="upload", errors=ERRORS)
 
 
 class TrialsApi:
@@ -42,26 +43,11 @@ class TrialsApi:
     def __init__(self, uploads: UploadService, counts: CanaryCounts) -> None:
         self._uploads, self._counts = uploads, counts
 
-    @route(
-        "GET",
-        _CANARY,
-        scope="upload",
-        summary="An adapter's canary, or how its last one ended.",
-        answers={200: CanaryAnswer},
-        errors=ERRORS,
-    )
+    @_route("GET", _CANARY, summary="An adapter's canary, or how its last one ended.")
     async def canary(self, request: Request, identity: Identity) -> CanaryAnswer:
         return await self._shown(await read_name(self._uploads, request, identity))
 
-    @route(
-        "PUT",
-        _CANARY,
-        scope="upload",
-        summary="Put a version on trial, or change its share.",
-        body=CanaryBody,
-        answers={200: CanaryAnswer},
-        errors=ERRORS,
-    )
+    @_route("PUT", _CANARY, summary="Put a version on trial, or change its share.")
     async def set_canary(self, request: Request, identity: Identity, body: CanaryBody) -> CanaryAnswer:
         version, canary_id = str(body.version), uuid4().hex
         state = await change_name(
@@ -73,14 +59,7 @@ class TrialsApi:
         )
         return await self._shown(state)
 
-    @route(
-        "DELETE",
-        _CANARY,
-        scope="upload",
-        summary="Stop the canary.",
-        answers={200: Deleted},
-        errors=ERRORS,
-    )
+    @_route("DELETE", _CANARY, summary="Stop the canary.")
     async def stop_canary(self, request: Request, identity: Identity) -> Deleted:
         def stop(state: NameState, now: float) -> NameState:
             _existing(state, state.rollout.canary, "canary")
@@ -89,26 +68,11 @@ class TrialsApi:
         state = await change_name(self._uploads, request, identity, "canary.stop", stop)
         return Deleted(state.current.name, "canary")
 
-    @route(
-        "GET",
-        _SHADOW,
-        scope="upload",
-        summary="An adapter's shadow.",
-        answers={200: ShadowAnswer},
-        errors=ERRORS,
-    )
+    @_route("GET", _SHADOW, summary="An adapter's shadow.")
     async def shadow(self, request: Request, identity: Identity) -> ShadowAnswer:
         return await self._shown_shadow(await read_name(self._uploads, request, identity))
 
-    @route(
-        "PUT",
-        _SHADOW,
-        scope="upload",
-        summary="Send a share of the requests to a version as well.",
-        body=ShadowBody,
-        answers={200: ShadowAnswer},
-        errors=ERRORS,
-    )
+    @_route("PUT", _SHADOW, summary="Send a share of the requests to a version as well.")
     async def set_shadow(self, request: Request, identity: Identity, body: ShadowBody) -> ShadowAnswer:
         version, shadow_id = str(body.version), uuid4().hex
         state = await change_name(
@@ -120,14 +84,7 @@ class TrialsApi:
         )
         return await self._shown_shadow(state)
 
-    @route(
-        "DELETE",
-        _SHADOW,
-        scope="upload",
-        summary="Stop the shadow.",
-        answers={200: Deleted},
-        errors=ERRORS,
-    )
+    @_route("DELETE", _SHADOW, summary="Stop the shadow.")
     async def stop_shadow(self, request: Request, identity: Identity) -> Deleted:
         def stop(state: NameState, now: float) -> NameState:
             _existing(state, state.rollout.shadow, "shadow")
@@ -136,15 +93,7 @@ class TrialsApi:
         state = await change_name(self._uploads, request, identity, "shadow.stop", stop)
         return Deleted(state.current.name, "shadow")
 
-    @route(
-        "POST",
-        "/v1/feedback",
-        scope="infer",
-        summary="Rate an answer.",
-        body=FeedbackBody,
-        answers={200: FeedbackAnswer},
-        errors=ERRORS,
-    )
+    @route("POST", "/v1/feedback", scope="infer", summary="Rate an answer.", errors=ERRORS)
     async def feedback(self, request: Request, identity: Identity, body: FeedbackBody) -> FeedbackAnswer:
         """The answer is the same for an unknown id and for another tenant's id."""
         if (body.score is None) == (body.thumb is None):

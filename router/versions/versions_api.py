@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from starlette.requests import Request
@@ -31,6 +32,7 @@ from .version_schema import (
 NAME: Final = "/v1/adapters/{name}"
 ERRORS: Final = ("invalid_value", "adapter_not_found", "version_not_found", "version_refused", "registry_unavailable")
 _PIN_ERRORS: Final = (*ERRORS, "insufficient_quota")  # a pinned name's current version may grow
+_route: Final = partial(route, scope="upload", errors=ERRORS)
 
 
 class VersionsApi:
@@ -40,40 +42,18 @@ class VersionsApi:
         """`counts`: has the versions that could not be loaded lately; None: that is not known."""
         self._uploads, self._counts = uploads, counts
 
-    @route(
-        "GET",
-        f"{NAME}/versions",
-        scope="upload",
-        summary="All versions of an adapter that are kept.",
-        answers={200: VersionList},
-        errors=ERRORS,
-    )
+    @_route("GET", f"{NAME}/versions", summary="All versions of an adapter that are kept.")
     async def list(self, request: Request, identity: Identity) -> VersionList:
         state = await read_name(self._uploads, request, identity)
         failures = await self._failures(state)
         return VersionList([shown_version(state, one, failures.get(one.version)) for one in versions_of(state.current)])
 
-    @route(
-        "GET",
-        f"{NAME}/versions/{{version}}",
-        scope="upload",
-        summary="A version, by number or alias.",
-        answers={200: VersionAnswer},
-        errors=ERRORS,
-    )
+    @_route("GET", f"{NAME}/versions/{{version}}", summary="A version, by number or alias.")
     async def show(self, request: Request, identity: Identity) -> VersionAnswer:
         state = await read_name(self._uploads, request, identity)
         return await self._shown(state, request.path_params["version"])
 
-    @route(
-        "PATCH",
-        f"{NAME}/versions/{{version}}",
-        scope="upload",
-        summary="Change a version's note.",
-        body=NoteBody,
-        answers={200: VersionAnswer},
-        errors=ERRORS,
-    )
+    @_route("PATCH", f"{NAME}/versions/{{version}}", summary="Change a version's note.")
     async def note(self, request: Request, identity: Identity, body: NoteBody) -> VersionAnswer:
         selector = request.path_params["version"]
         state = await change_name(
@@ -85,15 +65,7 @@ class VersionsApi:
         )
         return await self._shown(state, selector)
 
-    @route(
-        "POST",
-        f"{NAME}/promote",
-        scope="upload",
-        summary="Make a version the current one.",
-        body=PromoteBody,
-        answers={200: VersionAnswer},
-        errors=_PIN_ERRORS,
-    )
+    @_route("POST", f"{NAME}/promote", summary="Make a version the current one.", errors=_PIN_ERRORS)
     async def promote(self, request: Request, identity: Identity, body: PromoteBody) -> VersionAnswer:
         selector = None if body.version is None else str(body.version)
         state = await change_name(
@@ -105,41 +77,18 @@ class VersionsApi:
         )
         return await self._shown(state, str(state.current.version))
 
-    @route(
-        "POST",
-        f"{NAME}/rollback",
-        scope="upload",
-        summary="Go back to the version before.",
-        body=EmptyBody,
-        answers={200: VersionAnswer},
-        errors=_PIN_ERRORS,
-    )
+    @_route("POST", f"{NAME}/rollback", summary="Go back to the version before.", errors=_PIN_ERRORS)
     async def roll_back(self, request: Request, identity: Identity, body: EmptyBody) -> VersionAnswer:
         state = await change_name(self._uploads, request, identity, "adapter.roll_back", name_state.rolled_back)
         return await self._shown(state, str(state.current.version))
 
-    @route(
-        "GET",
-        f"{NAME}/aliases",
-        scope="upload",
-        summary="An adapter's aliases.",
-        answers={200: AliasList},
-        errors=ERRORS,
-    )
+    @_route("GET", f"{NAME}/aliases", summary="An adapter's aliases.")
     async def aliases(self, request: Request, identity: Identity) -> AliasList:
         state = await read_name(self._uploads, request, identity)
         aliases = sorted(state.rollout.aliases.items())
         return AliasList([AliasAnswer(state.current.name, alias, version) for alias, version in aliases])
 
-    @route(
-        "PUT",
-        f"{NAME}/aliases/{{alias}}",
-        scope="upload",
-        summary="Point an alias to a version.",
-        body=AliasBody,
-        answers={200: AliasAnswer},
-        errors=ERRORS,
-    )
+    @_route("PUT", f"{NAME}/aliases/{{alias}}", summary="Point an alias to a version.")
     async def set_alias(self, request: Request, identity: Identity, body: AliasBody) -> AliasAnswer:
         alias = request.path_params["alias"]
         state = await change_name(
@@ -151,14 +100,7 @@ class VersionsApi:
         )
         return AliasAnswer(state.current.name, alias, state.rollout.aliases[alias])
 
-    @route(
-        "DELETE",
-        f"{NAME}/aliases/{{alias}}",
-        scope="upload",
-        summary="Delete an alias.",
-        answers={200: Deleted},
-        errors=ERRORS,
-    )
+    @_route("DELETE", f"{NAME}/aliases/{{alias}}", summary="Delete an alias.")
     async def delete_alias(self, request: Request, identity: Identity) -> Deleted:
         alias = request.path_params["alias"]
         state = await change_name(

@@ -366,3 +366,12 @@ async def test_a_client_that_does_not_decode_is_refused(redis_url: str) -> None:
     with pytest.raises(ValueError, match="decodes"):
         Registry(client)
     await client.aclose()
+
+
+async def test_memory_is_what_redis_reports(registry: Registry, redis_client: Redis) -> None:
+    await redis_client.config_set("maxmemory", "512mb")
+    try:
+        used_bytes, max_bytes = await registry.memory()
+    finally:
+        await redis_client.config_set("maxmemory", "0")
+    assert 100_000 < used_bytes < max_bytes == 512 << 20

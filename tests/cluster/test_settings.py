@@ -109,6 +109,13 @@ def test_every_field_is_a_group_and_no_two_settings_have_one_name() -> None:
     assert len(names) == len(set(names))
 
 
+def test_the_name_of_a_group_is_not_taken_for_a_setting() -> None:
+    with pytest.raises(TypeError, match="placement: a group of settings, not a setting"):
+        Settings.of(placement="spread")
+    with pytest.raises(TypeError, match="batching"):
+        Settings().replaced(batching=3)
+
+
 def test_values_go_to_their_groups_by_name() -> None:
     made = Settings.of(port=9000, max_num_sequences="7")
     assert (made.access.port, made.batching.max_num_sequences, made.value("port")) == (9000, 7, 9000)
