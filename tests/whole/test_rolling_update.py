@@ -21,7 +21,6 @@ from motet.tests.rigs.token_streams import Heard, Job, Meter, stream_all
 pytestmark = pytest.mark.cluster
 
 NUM_TOKENS = 150
-REST_S = 0.3  # of a client between two requests, but for one that does not rest: starts need the processor, too
 JOBS = [
     Job(
         "acme",
@@ -80,16 +79,19 @@ class Load:
         names = [f"client {number}" for number in range(len(running))]
         eventually(lambda: any(one.done() for one in running) or all(self.num_answered[n] > before[n] for n in names))
 
-    def _repeat(self, name: str, ask: Callable[[], None], rest_s: float = REST_S) -> None:
+    def _repeat(self, name: str, ask: Callable[[], None]) -> None:
         while not self._over.is_set():
             ask()
             self.num_answered[name] += 1
-            self._over.wait(rest_s)
 
     def _kept_alive(self, pause_s: float) -> Callable[[str], None]:
         def client(name: str) -> None:
+            def ask() -> None:
+                _complete(http)
+                self._over.wait(pause_s)
+
             with self._motet.http() as http:
-                self._repeat(name, lambda: _complete(http), pause_s)
+                self._repeat(name, ask)
 
         return client
 
