@@ -22,6 +22,7 @@ from motet.tests.rigs.router_rig import text_service
 from motet.tests.rigs.told_apart import Ask, differences, z_of
 
 NUM_PAIRS: Final = 1000  # two tries each
+NUM_DRAWN_ROUTES: Final = 4  # unless thorough
 MOST_Z: Final = 3.0
 ATTEMPTS: Final = 3  # of which all must tell them apart: some other work of the machine may favour one
 FEW: Final = 64  # adapters that a router keeps in memory; it looks the others up
@@ -141,9 +142,13 @@ def tenants_routes(front: RealFront) -> list[RouteSpec]:
     ]
 
 
-async def test_time_does_not_tell_whether_another_has_it(front: RealFront, pairs: list[tuple[str, str]]) -> None:
+async def test_time_does_not_tell_whether_another_has_it(
+    front: RealFront, pairs: list[tuple[str, str]], pytestconfig: pytest.Config
+) -> None:
     routes = tenants_routes(front)
     assert len(routes) >= 5
+    if not pytestconfig.getoption("thorough"):  # each commit draws others
+        routes = random.Random(pytestconfig.getoption("first_seed")).sample(routes, NUM_DRAWN_ROUTES)
     found = {f"{route.method} {route.path}": await told_apart(front, front.app, route, pairs) for route in routes}
     print(found)
     assert {route: zs for route, zs in found.items() if abs(zs[-1]) >= MOST_Z} == {}
