@@ -220,7 +220,7 @@ def test_places_are_never_exceeded_and_none_is_lost(client: redis.Redis, pytestc
         draw = random.Random(f"{limit} {pytestconfig.getoption('first_seed')}")
         world = World(client, Limit("streams", "streams", "tenant", limit), draw)
         play(world, 600, longest_outage_us=LEASE_US / 2.5)  # longer ones end the leases of all
-        assert world.most_in_use >= min(limit, 10)
+        assert world.most_in_use >= max(1, min(limit, 10) // 2), "the routers have too little to do to show anything"
         all_comes_back(world)
 
 

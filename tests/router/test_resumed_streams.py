@@ -184,10 +184,10 @@ async def test_what_no_stream_can_have_told(rig: RouterRig) -> None:
         (sealed(answer[:-1], "1"), "not the id of an event"),
         (sealed(f"x{answer}", "1"), "another request"),
         (sealed(answer, f"{'1.' * 5000}1"), "not the id of an event"),
-        (sealed(answer, "1/1"), "before the first token only"),
+        (sealed(answer, "1/1"), "which is for positions before the first token"),
         (sealed(answer, "1.1"), "it has 2 choices, and the request has 1"),
         (sealed(answer, "8"), "8 tokens of choice 0, which has at most 7"),
-        (sealed(answer, "3/end"), "the answer goes on"),
+        (sealed(answer, "3/end"), "the answer has not ended"),
     ):
         refused = await post(rig, path, body, told.encode())  # type: ignore[arg-type]
         assert refused.status_code == 400, told
