@@ -35,6 +35,7 @@ class Runs:
     def __init__(self) -> None:
         self.failed: list[str] = []
         self._running: set[subprocess.Popen[str]] = set()
+        self._is_interrupted = False
 
     def run(self, *command: str) -> None:
         print("==", " ".join(command), flush=True)
@@ -43,6 +44,8 @@ class Runs:
 
     def run_lanes(self, first: Sequence[Sequence[str]], yielding: Sequence[Sequence[str]]) -> None:
         """Runs both lists of commands at once, each in its order. The second list leaves the processor to the first."""
+        # What runs has sessions of its own, and would go on after this process.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         lanes = [
             threading.Thread(target=self._run_lane, args=("ray", first, [])),
             threading.Thread(target=self._run_lane, args=("   ", yielding, YIELDING)),
@@ -53,29 +56,38 @@ class Runs:
             for lane in lanes:
                 lane.join()
         except KeyboardInterrupt:
+            self._is_interrupted = True
             for process in set(self._running):
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGINT)
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _run_lane(self, name: str, commands: Sequence[Sequence[str]], wrapper: Sequence[str]) -> None:
         for command in commands:
-            print(f"{name} | ==", " ".join(command), flush=True)
+            if self._is_interrupted:
+                return
+            shown = " ".join(command)
+            self.failed.append(shown)  # until it has passed: an error here ends the thread, and must not go unseen
+            print(f"{name} | ==", shown, flush=True)
             process = subprocess.Popen(
                 [*wrapper, *command],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                errors="replace",
                 start_new_session=True,
             )
-            self._running.add(process)
-            assert process.stdout is not None
-            for line in process.stdout:
-                print(f"{name} | {line}", end="", flush=True)
-            self._running.discard(process)
-            if process.wait():
-                self.failed.append(" ".join(command))
+            with process:
+                self._running.add(process)
+                assert process.stdout is not None
+                for line in process.stdout:
+                    print(f"{name} | {line}", end="", flush=True)
+                self._running.discard(process)
+            if process.returncode == 0:
+                self.failed.remove(shown)
 
 
 def run_all(

@@ -205,4 +205,4 @@ def test_tests_that_start_ray_are_where_they_are_looked_for() -> None:
     """`scripts/test` runs those of these folders alone (`WITH_RAY` in `scripts/run_tests.py`)."""
     mark = "mark." + "cluster"
     marked = {path.parent.name for path in ROOT.glob("tests/**/*.py") if mark in path.read_text()}
-    assert marked <= {"hostile", "whole", "tests"}  # the last: conftest.py, which knows the mark
+    assert marked == {"hostile", "whole"}

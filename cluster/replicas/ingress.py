@@ -258,11 +258,16 @@ class RouterReplica:
             self._demand.show()
 
     async def _measure_redis_forever(self) -> None:
+        """Reads Redis' memory for the metrics, which leave it out while Redis is away or does not let this user ask."""
+        is_logged = False
         while True:
             try:
                 self._metrics.redis_memory = await self._registry.memory()
-            except RegistryUnavailable:  # or this user of Redis may not ask
+            except RegistryUnavailable as error:
                 self._metrics.redis_memory = None
+                if not is_logged:
+                    _log.warning("the memory of Redis cannot be read, so its alert is silent: %s", error)
+                    is_logged = True
             await asyncio.sleep(REDIS_MEMORY_S)
 
     async def _sweep_forever(self, store_path: Path) -> None:
