@@ -105,7 +105,11 @@ def options_of_motet() -> frozenset[str]:
 @cache
 def options_of_scripts() -> frozenset[str]:
     """All that look like long options in what a person runs beside it."""
-    files = [*(ROOT / "scripts").iterdir(), *(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests" / "conftest.py"]
+    files = [
+        *filter(Path.is_file, (ROOT / "scripts").iterdir()),
+        *(ROOT / "benchmarks").rglob("*.py"),
+        ROOT / "tests" / "conftest.py",
+    ]
     return frozenset(found for path in files for found in re.findall(r"--[a-z][\w-]+", path.read_text()))
 
 
