@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -13,13 +14,36 @@ import redis
 from redis.asyncio import Redis
 
 from motet.adapters.registry import registry_view
-from motet.adapters.registry.registry import connect
+from motet.adapters.registry.administration.audit_log import AuditLog
+from motet.adapters.registry.administration.ended_keys import EndedKeys
+from motet.adapters.registry.administration.key_registry import KeyRegistry
+from motet.adapters.registry.administration.tenant_registry import TenantRegistry
+from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.launches import Launches
+from motet.adapters.registry.ledger.ledger import Ledger
+from motet.adapters.registry.name_records import NameRecords
+from motet.adapters.registry.preloads import Preloads
+from motet.adapters.registry.registry import Registry, connect
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.answers import generation_response
 from motet.tests.rigs.cost_report import CostReport
 from motet.tests.rigs.moving_seed import commit_seed
 from motet.tests.rigs.passing_runs import PassingRuns
 from motet.tests.rigs.patience import PATIENCE_S
+
+# What asks Redis, and raises an error if it does not answer in time.
+RECORDS: tuple[type, ...] = (
+    AuditLog,
+    CanaryCounts,
+    EndedKeys,
+    KeyRegistry,
+    Launches,
+    Ledger,
+    NameRecords,
+    Preloads,
+    Registry,
+    TenantRegistry,
+)
 
 # How long an example takes says only how busy the machine is.
 hypothesis.settings.register_profile("motet", deadline=None)
@@ -67,9 +91,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+def patient_defaults(function: Callable[..., object]) -> tuple[object, ...]:
+    """Its default arguments, with the tests' patience for `timeout_s`."""
+    given = [one for one in inspect.signature(function).parameters.values() if one.default is not one.empty]
+    assert any(one.name == "timeout_s" for one in given)
+    return tuple(PATIENCE_S if one.name == "timeout_s" else one.default for one in given)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def patient_routers() -> Iterator[None]:
-    """Routers wait as long as a busy machine needs; what they do after a second, a test says that is about it."""
+    """Routers wait as long as a busy machine needs. A test of what they do after a second sets that second itself."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (
             (registry_view, "_LOOKUP_S"),
@@ -77,6 +108,8 @@ def patient_routers() -> Iterator[None]:
             (generation_response, "HEADERS_AFTER_S"),
         ):
             patch.setattr(module, name, PATIENCE_S)
+        for function in (connect, *(records.__init__ for records in RECORDS)):
+            patch.setattr(function, "__defaults__", patient_defaults(function))
         yield
 
 

@@ -19,7 +19,7 @@ from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.lora_files import LAYOUT, lora_files
-from motet.tests.rigs.patience import eventually_in_loop
+from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "backup.md"
 COMMANDS = re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
@@ -36,8 +36,8 @@ async def run(commands: str, data: Path, backup: Path) -> None:
 async def uploading(data: Path) -> AsyncIterator[tuple[UploadService, RedisServer]]:
     """Registry and store of a data folder, as a motet has them."""
     redis = RedisServer(data / "redis")
-    client = connect(await asyncio.to_thread(redis.start))
-    registry = Registry(client)
+    client = connect(await asyncio.to_thread(redis.start), PATIENCE_S)
+    registry = Registry(client, PATIENCE_S)
     view = RegistryView(registry)
     try:
         store = AdapterStore(data / "store")
@@ -89,7 +89,7 @@ async def test_a_backup_under_writes_is_whole(tmp_path: Path) -> None:
     async with uploading(data) as (uploads, redis):
         writers = [asyncio.create_task(write(uploads, writer)) for writer in range(2)]
         await eventually_in_loop(lambda: min(num_written) > 3 or any(writer.done() for writer in writers))
-        client = connect(redis.url)
+        client = connect(redis.url, PATIENCE_S)
         assert await client.bgrewriteaof()
         await run(COMMANDS[0], data, backup)
         await client.aclose()
@@ -102,6 +102,40 @@ async def test_a_backup_under_writes_is_whole(tmp_path: Path) -> None:
     names, broken = await unreadable(restored)
     assert {"moving-0", "moving-1", "a-0-1", "a-1-1"} <= set(names) and "a-0-0" not in names
     assert broken == []
+
+
+CP_DURING_A_REWRITE = """#!/bin/sh
+# The first copy of a folder lists its files; then a rewrite ends, and the manifest that is copied is the new one.
+PATH=$REAL_PATH
+if [ "$1" = -a ] && [ ! -e "$DATA/rewritten" ]; then
+    touch "$DATA/rewritten"
+    mkdir "$3/appendonlydir"
+    cp -a "$2"/*.aof "$3/appendonlydir/"
+    mv "$2/1.aof" "$2/2.aof"
+    echo "file 2.aof seq 2 type b" > "$2/appendonly.aof.manifest"
+    exec cp -a "$2/appendonly.aof.manifest" "$3/appendonlydir/"
+fi
+exec cp "$@"
+"""
+
+
+async def test_a_backup_has_the_files_that_its_manifest_names_when_a_rewrite_ends_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, backup, bin_folder = tmp_path / "data", tmp_path / "backup", tmp_path / "bin"
+    (data / "redis" / "appendonlydir").mkdir(parents=True)
+    (data / "redis" / "appendonlydir" / "1.aof").write_text("")
+    (data / "redis" / "appendonlydir" / "appendonly.aof.manifest").write_text("file 1.aof seq 1 type b\n")
+    (data / "store").mkdir()
+    bin_folder.mkdir()
+    (bin_folder / "cp").write_text(CP_DURING_A_REWRITE)
+    (bin_folder / "cp").chmod(0o755)
+    monkeypatch.setenv("REAL_PATH", os.environ["PATH"])
+    monkeypatch.setenv("PATH", str(bin_folder), prepend=":")
+    await run(COMMANDS[0], data, backup)
+    assert (data / "rewritten").exists()
+    assert {path.name for path in (backup / "appendonlydir").iterdir()} == {"2.aof", "appendonly.aof.manifest"}
+    assert {path.name for path in backup.iterdir()} == {"appendonlydir", "store.tar"}
 
 
 @pytest.mark.parametrize("order", ["redis first", "store first"])

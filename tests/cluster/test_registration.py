@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,23 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from motet.adapters.errors import KeyTaken, OtherBase
 from motet.adapters.format.validation import validate
-from motet.adapters.registry.registry import Registry, connect
+from motet.adapters.registry.registry import Registry
 from motet.adapters.store.store import AdapterStore
-from motet.cluster.application import registration
 from motet.cluster.application.registration import OWNER_FILE, check_objectives, forget_launch_keys, register_launch
 from motet.cluster.config import MotetConfig
 from motet.cluster.settings.config_error import ConfigError
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
-from motet.tests.rigs.patience import PATIENCE_S
 
 DEMO_BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
-
-
-@pytest.fixture(autouse=True)
-def patient_registration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long Redis takes to answer says only how busy the machine is."""
-    monkeypatch.setattr(registration, "connect", partial(connect, timeout_s=PATIENCE_S))
-    monkeypatch.setattr(registration, "Registry", partial(Registry, timeout_s=PATIENCE_S))
 
 
 @pytest.fixture
