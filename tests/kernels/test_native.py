@@ -76,14 +76,18 @@ def test_heads_too_wide_are_the_twins_and_one_line_says_so(
     native: tuple[Kernels, torch.dtype], caplog: pytest.LogCaptureFixture
 ) -> None:
     """For each limit, the largest value that is native and one above it."""
+
+    def warnings() -> list[str]:  # of the kernels: a timer that an earlier test started may log now
+        return [record.getMessage() for record in caplog.records if record.name.startswith("motet.kernels")]
+
     with caplog.at_level(logging.WARNING):
         check_attention(native, [(20, 1), (0, 3)], 512, 2, 1, 16, None, None, seed=0)
         check_attention(native, [(20, 1), (0, 3)], 16, 32, 1, 16, None, None, seed=0)
-        assert not caplog.records
+        assert not warnings()
         check_attention(native, [(20, 1), (0, 3)], 528, 2, 1, 16, None, None, seed=0)
         check_attention(native, [(20, 1), (0, 3)], 16, 33, 1, 16, None, None, seed=0)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "heads of 528 in groups of 2" in caplog.text
+    (warning,) = warnings()
+    assert "heads of 528 in groups of 2" in warning
 
 
 def test_attention_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:

@@ -77,7 +77,8 @@ def test_each_pair_goes_through_its_own_expert(
     wide[:, 4 : 4 + num_in] = torch.randn(len(wide), num_in, generator=generator).to(dtype)
     x = wide[:, 4 : 4 + num_in]
     actual = kernels.linear(x, pack(kernels, weight), groups)
-    expected = PlainExperts().linear(x, weight, groups)
+    # Without NaN beside it: with AMX, oneDNN multiplies what lies beyond a row of an odd length by zero, too.
+    expected = PlainExperts().linear(x.contiguous(), weight, groups)
     assert actual.shape == expected.shape and actual.dtype == dtype
     close(actual, expected)
 
