@@ -32,17 +32,18 @@ from motet.tests.rigs.passing_runs import PassingRuns
 from motet.tests.rigs.patience import PATIENCE_S
 
 # What asks Redis, and raises an error if it does not answer in time.
-RECORDS: tuple[type, ...] = (
-    AuditLog,
-    CanaryCounts,
-    EndedKeys,
-    KeyRegistry,
-    Launches,
-    Ledger,
-    NameRecords,
-    Preloads,
-    Registry,
-    TenantRegistry,
+ASKS_REDIS: tuple[Callable[..., object], ...] = (
+    connect,
+    AuditLog.__init__,
+    CanaryCounts.__init__,
+    EndedKeys.__init__,
+    KeyRegistry.__init__,
+    Launches.__init__,
+    Ledger.__init__,
+    NameRecords.__init__,
+    Preloads.__init__,
+    Registry.__init__,
+    TenantRegistry.__init__,
 )
 
 # How long an example takes says only how busy the machine is.
@@ -108,7 +109,7 @@ def patient_routers() -> Iterator[None]:
             (generation_response, "HEADERS_AFTER_S"),
         ):
             patch.setattr(module, name, PATIENCE_S)
-        for function in (connect, *(records.__init__ for records in RECORDS)):
+        for function in ASKS_REDIS:
             patch.setattr(function, "__defaults__", patient_defaults(function))
         yield
 
