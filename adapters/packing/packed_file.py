@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,12 +29,22 @@ class PackedFileDamaged(Exception):  # noqa: N818
     """The file was changed since it was written, or belongs to another adapter or layout. The message says which."""
 
 
-def write_packed(file: BinaryIO, digest: str, layout: AdapterLayout, pages: Tensor) -> None:
-    """Writes pages `[num_pages, num_layers, slab]` of the adapter `digest`."""
-    header = json.dumps({**_identity(digest, layout), "shape": list(pages.shape)}).encode()
-    body = tensor_bytes(pages)
-    file.write(_MAGIC + len(header).to_bytes(4, "little") + header + _checksum(header, body))
-    file.write(body)
+def write_packed(file: BinaryIO, digest: str, layout: AdapterLayout, num_pages: int, chunks: Iterable[Tensor]) -> None:
+    """Writes the pages of the adapter `digest`: `num_pages` of them in all, in runs `[n, num_layers, slab]`.
+
+    The file is empty, and can be sought in.
+    """
+    shape = [num_pages, layout.shape.num_layers, layout.slab]
+    header = json.dumps({**_identity(digest, layout), "shape": shape}).encode()
+    prefix = _MAGIC + len(header).to_bytes(4, "little") + header
+    file.write(prefix + bytes(_CHECKSUM_BYTES))
+    checksum = zlib.crc32(header)
+    for chunk in chunks:
+        body = tensor_bytes(chunk)
+        checksum = zlib.crc32(body, checksum)
+        file.write(body)
+    file.seek(len(prefix))
+    file.write(checksum.to_bytes(_CHECKSUM_BYTES, "little"))
 
 
 def read_packed(path: Path, digest: str, layout: AdapterLayout) -> Tensor:
