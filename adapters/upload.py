@@ -76,6 +76,7 @@ class UploadService:
         incarnation: int | None = None,
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
+        take_room: Callable[[int], None] = lambda num_bytes: None,
     ) -> tuple[AdapterVersion, bool]:
         """The version with this content, and whether this upload made it: the same content does not.
 
@@ -83,7 +84,7 @@ class UploadService:
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
         removes both afterwards. Once this returns, the adapter is on disk. `incarnation` and `entry`: see
-        `NameRecords.register`. Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without
+        `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise. Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without
         `activate`, QuotaExceeded if more would be stored than `bounds` let, and RegistryUnavailable, after which the
         same upload may be repeated.
         """
@@ -94,6 +95,7 @@ class UploadService:
             content = await asyncio.to_thread(self._validated, config, tensors)
             if any(not bound.is_open for bound in bounds):
                 await self._check_room(tenant, name, content, bounds)  # so that what is refused takes no disk
+            take_room(packed_bytes(self._layouts, content.module_ranks))
             content = await asyncio.to_thread(self._store.put, content, self._layouts)
         adapter, current, created = await self._registry.names.register(
             tenant,

@@ -17,7 +17,7 @@ from .layout import AdapterLayout, ModuleOffsets, ModulePart
 PAGE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
 
 
-CHUNK_BYTES = 16 << 20  # of pages that are packed at once
+CHUNK_BYTES = 4 << 20  # of pages that are packed at once
 
 
 @dataclass(frozen=True)

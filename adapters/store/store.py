@@ -40,7 +40,7 @@ from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
 from ..format.strict_json import parse_object
 from ..format.tensor_file import Tensor, TensorFile, write_tensors
 from ..packing.layout import AdapterLayout
-from ..packing.packed_file import PackedFileDamaged, read_packed, write_packed
+from ..packing.packed_file import PackedFileDamaged, PagesPart, read_packed, read_packed_part, write_packed
 from ..packing.packing import pack, packed_chunks
 from .durable_file import make_folder, replacing, sync_folder
 from .kept_layouts import KeptLayouts, is_old
@@ -116,24 +116,15 @@ class AdapterStore:
         StoreUnavailable if the store cannot be read now, because the disk or the way to it fails.
         """
         path = self._packed_path(digest, layout)
-        problem = ""  # it is missing
         try:
             return read_packed(path, digest, layout)
-        except FileNotFoundError:
-            pass
-        except (PackedFileDamaged, IsADirectoryError, NotADirectoryError) as error:
-            problem = str(error)
-        except OSError as error:
-            if error.errno != errno.EIO:  # a bad sector gives EIO too, and the source lies on others
-                raise _unavailable(error) from error
-            problem = str(error)
-        if problem:
-            _LOG.warning("packing adapter %s again, because of its packed file %s: %s", digest, path.name, problem)
+        except (PackedFileDamaged, OSError) as error:
+            is_missing = self._is_missing(digest, path, error)
         try:
             pages = pack(self.load_content(digest), layout)
         except AdapterInvalid as error:
             raise AdapterCorrupt(f"adapter {digest} does not fit: {error}") from error
-        if not problem:
+        if is_missing:
             self._repacked.add(digest, path.name)
         try:
             with self._lock(fcntl.LOCK_SH), replacing(path, self._temporary) as file:
@@ -141,6 +132,37 @@ class AdapterStore:
         except OSError as error:  # the pages are right all the same
             _LOG.warning("adapter %s could not be written again: %s", digest, error)
         return pages
+
+    def load_part(self, digest: str, layout: AdapterLayout, part: PagesPart) -> Tensor:
+        """Some of the pages, in as little memory. Parts are loaded in order: the first one verifies all pages.
+
+        Packs the adapter again and raises as `load_packed`; if the adapter cannot be written, it raises
+        StoreUnavailable.
+        """
+        path = self._packed_path(digest, layout)
+        try:
+            return read_packed_part(path, digest, layout, part)
+        except (PackedFileDamaged, OSError) as error:
+            is_missing = self._is_missing(digest, path, error)
+        content = self.load_content(digest)
+        try:
+            with self._lock(fcntl.LOCK_SH), replacing(path, self._temporary) as file:
+                num_pages = layout.num_pages(content.module_ranks)
+                write_packed(file, digest, layout, num_pages, packed_chunks(content, layout))
+            if is_missing:
+                self._repacked.add(digest, path.name)
+            return read_packed_part(path, digest, layout, part)
+        except (AdapterInvalid, PackedFileDamaged) as error:
+            raise AdapterCorrupt(f"adapter {digest} does not fit: {error}") from error
+        except OSError as error:
+            raise _unavailable(error) from error
+
+    def packed_bytes(self, digest: str, layout: AdapterLayout) -> int:
+        """About as many as the adapter's pages take; 0: it is not packed, or that cannot be known now."""
+        try:
+            return self._packed_path(digest, layout).stat().st_size
+        except OSError:
+            return 0
 
     def load_content(self, digest: str) -> AdapterContent:
         """The adapter as uploaded, verified by its digest. Raises AdapterCorrupt, or StoreUnavailable as above."""
@@ -252,6 +274,20 @@ class AdapterStore:
         with suppress(FileNotFoundError):
             return [folder / name for name in os.listdir(folder) if name.endswith(_PACKED_SUFFIX)]
         return []
+
+    @staticmethod
+    def _is_missing(digest: str, path: Path, error: PackedFileDamaged | OSError) -> bool:
+        """Why a packed file has to be made again: it is missing, or damaged, which is logged.
+
+        Raises StoreUnavailable for other errors.
+        """
+        if isinstance(error, FileNotFoundError):
+            return True
+        is_damage = isinstance(error, (PackedFileDamaged, IsADirectoryError, NotADirectoryError))
+        if not is_damage and error.errno != errno.EIO:  # a bad sector gives EIO too, and the source lies on others
+            raise _unavailable(error) from error
+        _LOG.warning("packing adapter %s again, because of its packed file %s: %s", digest, path.name, error)
+        return False
 
     @staticmethod
     def _packs_by_expert(folder: Path) -> bool:

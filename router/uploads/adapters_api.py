@@ -124,6 +124,7 @@ class AdaptersApi:
                 incarnation=identity.tenant.incarnation,
                 entry=identity.entry(request, "adapter.upload", form.name),
                 bounds=storage_bounds(identity.tenant, identity.key),
+                take_room=room.pack,
             )
 
     @route(

@@ -311,11 +311,18 @@ async def test_an_adapter_whose_pages_are_too_many_is_refused_before_it_is_read(
     adapter, _ = await uploads.upload("acme", "x", files.config_bytes, files.write(parts.folder))
     assert adapter.packed_bytes == parts.store.load_packed(adapter.digest, LAYOUT).nbytes == num_bytes
     assert (await uploads.stored("acme", ""))[0].stored_bytes == adapter.num_bytes + num_bytes
+
+    def no_room(num_bytes: int) -> None:
+        assert num_bytes == adapter.packed_bytes
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files = replace(files, tensors={name: tensor + 1 for name, tensor in files.tensors.items()})
+    with pytest.raises(OSError, match="No space left"):
+        await uploads.upload("acme", "y", files.config_bytes, files.write(parts.folder), take_room=no_room)
     bounded = UploadService(
         *(parts.store, parts.registry, parts.view, [LAYOUT], replace(limits, max_packed_bytes=num_bytes - 1))
     )
     monkeypatch.setattr("motet.adapters.format.validation.is_finite", None)  # what reads tensors
-    files = replace(files, tensors={name: tensor + 1 for name, tensor in files.tensors.items()})
     with pytest.raises(UploadTooLarge, match=f"takes {num_bytes} bytes .* at most {num_bytes - 1} are accepted"):
         await bounded.upload("acme", "y", files.config_bytes, files.write(parts.folder))
     assert parts.store.digests() == [adapter.digest]
