@@ -84,9 +84,11 @@ class UploadService:
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
         removes both afterwards. Once this returns, the adapter is on disk. `incarnation` and `entry`: see
-        `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise. Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without
-        `activate`, QuotaExceeded if more would be stored than `bounds` let, and RegistryUnavailable, after which the
-        same upload may be repeated.
+        `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise.
+
+        Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without `activate`,
+        QuotaExceeded if more would be stored than `bounds` let, and RegistryUnavailable, after which the same upload
+        may be repeated.
         """
         check_tenant(tenant)
         check_name(name, self._reserved)

@@ -109,7 +109,7 @@ def _read_header(file: RawIOBase, num_bytes: int, digest: str, layout: AdapterLa
 
 def _read(file: RawIOBase, num_bytes: int) -> Tensor:
     body = np.empty(num_bytes, np.uint8)
-    target, filled = memoryview(body), 0
+    target, filled = tensor_bytes(body), 0
     while filled < num_bytes:
         count = file.readinto(target[filled:])
         if not count:

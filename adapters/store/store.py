@@ -283,8 +283,7 @@ class AdapterStore:
         """
         if isinstance(error, FileNotFoundError):
             return True
-        is_damage = isinstance(error, (PackedFileDamaged, IsADirectoryError, NotADirectoryError))
-        if not is_damage and error.errno != errno.EIO:  # a bad sector gives EIO too, and the source lies on others
+        if isinstance(error, OSError) and not _is_damage(error):
             raise _unavailable(error) from error
         _LOG.warning("packing adapter %s again, because of its packed file %s: %s", digest, path.name, error)
         return False
@@ -319,6 +318,11 @@ class AdapterStore:
             yield
         finally:
             os.close(handle)
+
+
+def _is_damage(error: OSError) -> bool:
+    """Whether it is of this file: a bad sector gives EIO, and the source lies on others."""
+    return isinstance(error, (IsADirectoryError, NotADirectoryError)) or error.errno == errno.EIO
 
 
 def _unavailable(error: OSError) -> StoreUnavailable:

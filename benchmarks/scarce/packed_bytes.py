@@ -115,13 +115,11 @@ def _load(name: str, folder: Path) -> dict[str, float]:
     peak = _Peak()
     small = HostAdapterCache(store, layout, SMALL_HOST_BYTES)
     num_pages = layout.num_pages(content.module_ranks)
-    if hasattr(small, "part") and small.part(0, num_pages) is not None:
-        start = 0
-        while start < num_pages:
-            part = small.part(start, num_pages)
-            start += len(small.get_part(part, content.digest))
-    else:
-        small.get(content.digest)
+    start, has_parts = 0, hasattr(small, "part")
+    while start < num_pages:
+        part = small.part(start, num_pages) if has_parts else None
+        pages = small.get(content.digest) if part is None else small.get_part(part, content.digest)
+        start += len(pages)
     grown = peak.grown_bytes()
     cache = HostAdapterCache(store, layout, 4 << 30)
     cache.get(content.digest)

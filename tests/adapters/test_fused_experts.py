@@ -84,7 +84,7 @@ def test_the_header_alone_says_the_ranks(tmp_path: Path) -> None:
     save_file(found, tmp_path / "fused")
     read = validate(json.dumps(fused).encode(), tmp_path / "fused", SHAPE, lambda ranks: told.append(dict(ranks)))
     assert told == [read.module_ranks] == [{"experts.gate_proj": RANK, "experts.up_proj": RANK}]
-    single = {}
+    single: dict[str, torch.Tensor] = {}
     for layer in (0, 1):
         path = f"base_model.model.model.layers.{layer}.mlp.experts.1.up_proj.lora_"
         single |= {f"{path}A.weight": torch.ones(RANK, HIDDEN), f"{path}B.weight": torch.ones(WIDTH, RANK)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 from redis.asyncio import Redis
@@ -11,7 +12,7 @@ from motet.adapters.errors import NoSuchVersion, QuotaExceeded
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_keys import ADAPTERS, NAMES, PINNED, STORED, VERSIONS
 from motet.adapters.registry.tenants.storage_bounds import StorageBound, StorageUse
-from motet.adapters.registry.versions.name_state import VersionNote, with_alias, with_pin
+from motet.adapters.registry.versions.name_state import NameState, VersionNote, with_alias, with_pin
 from motet.adapters.registry.versions.rollout import rollout_of, versions_of
 
 KEYS = ("k1", "k2")
@@ -43,6 +44,10 @@ async def put_old_record(client: Redis, name: str, num_bytes: int) -> None:
     await client.hset(STORED + "acme", "", f"1 {num_bytes}")
 
 
+def pin_of(num_gangs: int, state: NameState, _: float) -> NameState:
+    return with_pin(state, num_gangs)
+
+
 async def expected(registry: Registry) -> tuple[StorageUse, str | None]:
     """What the records say the tenant has stored and pinned."""
     names = num_bytes = pins = pinned = 0
@@ -69,7 +74,7 @@ async def test_counts_are_what_the_records_say_and_nothing_is_left(
                 await put(registry, name, rng.randrange(30), rng.randrange(1, 1 << 20), packed_bytes, rng.choice(KEYS))
             elif pick < 0.8:
                 num_gangs = rng.randrange(3)
-                await registry.names.change("acme", name, lambda state, _, num=num_gangs: with_pin(state, num))
+                await registry.names.change("acme", name, partial(pin_of, num_gangs))
             elif pick < 0.9:
                 await registry.names.change("acme", name, lambda state, _: with_alias(state, "prod", "1"))
             else:
