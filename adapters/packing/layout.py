@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..adapter import BaseShape, family_of_module
 from ..expert_ranks import named_experts
@@ -26,8 +26,7 @@ Dtype = Literal["float32", "bfloat16"]
 ELEMENT_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 
-@dataclass(frozen=True)
-class ModuleOffsets:
+class ModuleOffsets(NamedTuple):
     """Offsets of one module in the virtual array of a layer, in elements."""
 
     rank: int
@@ -102,7 +101,8 @@ class AdapterLayout:
         """Elements of the virtual array of one layer."""
         total = 0
         for entry, rank in module_ranks.items():
-            experts, module = named_experts(entry), family_of_module(entry)
+            experts = named_experts(entry)
+            module = entry if experts is None else family_of_module(entry)
             if module in self.shape.modules:
                 count = self.shape.count(module) if experts is None else len(experts)
                 total += count * rank * sum(self.part(module).widths)
