@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +12,16 @@ from hypothesis import strategies as st
 from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape, family_of_module
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.content import AdapterContent, LoraMatrices
-from motet.adapters.packing.layout import AdapterLayout, Dtype
-from motet.adapters.packing.packing import pack
-from motet.tests.rigs.tensor_twins import as_numpy
+from motet.adapters.packing.layout import AdapterLayout, Dtype, packed_bytes
+from motet.adapters.packing.packed_file import (
+    PackedFileDamaged,
+    PagesPart,
+    read_packed,
+    read_packed_part,
+    write_packed,
+)
+from motet.adapters.packing.packing import pack, packed_chunks
+from motet.tests.rigs.tensor_twins import as_numpy, identical
 from motet.workers.memory.host_adapter_cache import as_torch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -113,3 +123,31 @@ def test_refuses_numbers_that_overflow_once_scaled() -> None:
     pack(content_of(factor=1e38), LAYOUT)
     with pytest.raises(AdapterInvalid, match="overflows bfloat16"):
         pack(content_of(factor=3e38), LAYOUT)
+
+
+@settings(max_examples=30, deadline=None)
+@given(adapters(), st.integers(1, 9), st.integers(0, 1 << 30))
+def test_a_file_has_the_bytes_that_ranks_say_and_gives_them_in_parts(
+    case: tuple[AdapterContent, AdapterLayout], part_pages: int, harm: int
+) -> None:
+    content, layout = case
+    num_pages = layout.num_pages(content.module_ranks)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "packed"
+        with path.open("wb") as file:
+            write_packed(file, "d", layout, num_pages, packed_chunks(content, layout))
+        num_bytes = path.stat().st_size
+        assert 0 < num_bytes - packed_bytes([layout], content.module_ranks) < 2000  # the header
+        whole = read_packed(path, "d", layout)
+        parts = [
+            PagesPart(start, min(start + part_pages, num_pages), num_pages) for start in range(0, num_pages, part_pages)
+        ]
+        assert identical(np.concatenate([read_packed_part(path, "d", layout, part) for part in parts]), whole)
+        assert identical(whole, pack(content, layout))
+        damaged = bytearray(path.read_bytes())
+        damaged[harm % num_bytes] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(PackedFileDamaged):
+            read_packed_part(path, "d", layout, parts[0])
+        with pytest.raises(PackedFileDamaged):
+            read_packed(path, "d", layout)
