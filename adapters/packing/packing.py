@@ -15,8 +15,6 @@ from ..format.tensor_file import BFLOAT16, Tensor, is_finite
 from .layout import AdapterLayout, ModuleOffsets, ModulePart
 
 PAGE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
-
-
 CHUNK_BYTES = 4 << 20  # of pages that are packed at once
 
 

@@ -86,7 +86,7 @@ def test_pages_hold_the_padded_scaled_matrices_and_nothing_else(case: tuple[Adap
         assert not array[end:].any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(adapters())
 def test_an_expert_takes_its_own_rank_and_without_lora_no_room(case: tuple[AdapterContent, AdapterLayout]) -> None:
     content, layout = case
