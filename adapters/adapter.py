@@ -12,11 +12,12 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 MAX_RANK = 256
 _EXPERT = re.compile(r"experts\.(\d+)\.(\w+)")
+_SOME_EXPERTS = re.compile(r"experts\.[0-9,-]+\.(\w+)")
 
 
 def family_of_module(module: str) -> str:
-    """The entry of MODULES or EXPERT_MODULES that a module belongs to."""
-    return _EXPERT.sub(r"experts.\2", module)
+    """The entry of MODULES or EXPERT_MODULES that a module belongs to, or an entry of `module_ranks`."""
+    return _SOME_EXPERTS.sub(r"experts.\1", module)
 
 
 def packing_order(module: str) -> tuple[int, int]:
@@ -73,7 +74,10 @@ class BaseShape:
 
 @dataclass(frozen=True)
 class AdapterVersion:
-    """One immutable upload. `module_ranks` holds, for each target, its largest rank over the layers."""
+    """One immutable upload. `module_ranks` holds, for each target, its largest rank over the layers.
+
+    Of experts it may have entries for some of them: see `expert_ranks.py`.
+    """
 
     tenant: str
     name: str
@@ -82,6 +86,7 @@ class AdapterVersion:
     module_ranks: Mapping[str, int]
     num_bytes: int  # of the uploaded tensors
     created_at: float  # Unix time, seconds
+    packed_bytes: int = 0  # of its pages on all workers of a gang; 0: from before they were recorded
     # Of the record of the name that this was read from. They are no part of what the version is.
     revision: int = field(default=0, compare=False)  # of two records of a name the one with the higher is newer
     rollout: bytes = field(default=b"", compare=False, repr=False)  # JSON of a `Rollout`; empty: one without anything
@@ -97,4 +102,15 @@ class AdapterVersion:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        return tuple(module for module in (*MODULES, *EXPERT_MODULES) if module in self.module_ranks)
+        targets = set(map(family_of_module, self.module_ranks))
+        return tuple(module for module in (*MODULES, *EXPERT_MODULES) if module in targets)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it counts for quotas of storage: on disk lie its tensors and its pages."""
+        return self.num_bytes + self.packed_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What it counts for quotas of pins, for each gang that keeps it."""
+        return self.packed_bytes or self.num_bytes

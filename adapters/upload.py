@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +16,7 @@ from .format.content import AdapterContent
 from .format.peft import CONFIG_FILE, TENSORS_FILE
 from .format.validation import validate
 from .names import check_name, check_tenant
-from .packing.layout import AdapterLayout
+from .packing.layout import AdapterLayout, packed_bytes
 from .registry.events import AdapterSet
 from .registry.registry import Registry
 from .registry.registry_view import RegistryView
@@ -35,6 +35,7 @@ _SWEEP_LEASE_S = 60.0  # of a 256th of a store; then another router takes over f
 class UploadLimits:
     max_tensors_bytes: int  # of adapter_model.safetensors
     max_config_bytes: int = 1 << 20
+    max_packed_bytes: int | None = None  # of its pages on all workers of a gang; None: twice max_tensors_bytes
     max_concurrent: int = 2  # uploads validated and packed at once, each in a thread
 
 
@@ -75,6 +76,7 @@ class UploadService:
         incarnation: int | None = None,
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
+        take_room: Callable[[int], None] = lambda num_bytes: None,
     ) -> tuple[AdapterVersion, bool]:
         """The version with this content, and whether this upload made it: the same content does not.
 
@@ -82,9 +84,11 @@ class UploadService:
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
         removes both afterwards. Once this returns, the adapter is on disk. `incarnation` and `entry`: see
-        `NameRecords.register`. Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without
-        `activate`, QuotaExceeded if more would be stored than `bounds` let, and RegistryUnavailable, after which the
-        same upload may be repeated.
+        `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise.
+
+        Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without `activate`,
+        QuotaExceeded if more would be stored than `bounds` let, and RegistryUnavailable, after which the same upload
+        may be repeated.
         """
         check_tenant(tenant)
         check_name(name, self._reserved)
@@ -93,13 +97,15 @@ class UploadService:
             content = await asyncio.to_thread(self._validated, config, tensors)
             if any(not bound.is_open for bound in bounds):
                 await self._check_room(tenant, name, content, bounds)  # so that what is refused takes no disk
-            await asyncio.to_thread(self._store.put, content, self._layouts)
+            take_room(packed_bytes(self._layouts, content.module_ranks))
+            content = await asyncio.to_thread(self._store.put, content, self._layouts)
         adapter, current, created = await self._registry.names.register(
             tenant,
             name,
             digest=content.digest,
             module_ranks=content.module_ranks,
             num_bytes=content.num_bytes,
+            packed_bytes=packed_bytes(self._layouts, content.module_ranks),
             activate=activate,
             note=note,
             incarnation=incarnation,
@@ -201,8 +207,9 @@ class UploadService:
         versions = [] if current is None else [*versions_of(current)]
         if any(version.digest == content.digest for version in versions):
             return  # perhaps nothing new
-        freed = max(version.num_bytes for version in versions) if len(versions) >= MAX_VERSIONS else 0
-        more = StorageUse(0 if versions else 1, content.num_bytes - freed)
+        freed = max(version.stored_bytes for version in versions) if len(versions) >= MAX_VERSIONS else 0
+        num_bytes = content.num_bytes + packed_bytes(self._layouts, content.module_ranks)
+        more = StorageUse(0 if versions else 1, num_bytes - freed)
         for bound in bounds:
             use = (await self._registry.stored.of(tenant, bound.key_id))[1]
             check_storage(bound, use, more)
@@ -212,7 +219,18 @@ class UploadService:
         _check_size(CONFIG_FILE, config_bytes, self.limits.max_config_bytes)
         _check_size(TENSORS_FILE, tensors.stat().st_size, self.limits.max_tensors_bytes)
         data = config.read_bytes() if isinstance(config, Path) else config
-        return validate(data, tensors, self._layouts[0].shape)
+        return validate(data, tensors, self._layouts[0].shape, self._check_packed)
+
+    def _check_packed(self, module_ranks: Mapping[str, int]) -> None:
+        """Raises UploadTooLarge if an adapter of these ranks takes too many pages."""
+        num_bytes, limit = packed_bytes(self._layouts, module_ranks), self.limits.max_packed_bytes
+        if limit is None:
+            limit = 2 * self.limits.max_tensors_bytes
+        if num_bytes > limit:
+            raise UploadTooLarge(
+                f"this adapter takes {num_bytes} bytes in memory ({self._layouts[0].num_pages(module_ranks)} pages), "
+                f"where each module has its largest rank in all layers: at most {limit} are accepted"
+            )
 
 
 def _check_size(what: str, num_bytes: int, limit: int) -> None:

@@ -53,7 +53,7 @@ def write_store(root: Path, model_path: Path, count: int, block_size: int) -> li
         folder = root / digest[:2] / digest
         folder.mkdir(parents=True)
         with (folder / f"{layout.key}.packed").open("wb") as file:
-            write_packed(file, digest, layout, pages)
+            write_packed(file, digest, layout, len(pages), [pages])
         adapters.append(StoredAdapter(AdapterRef(digest, ranks), len(pages)))
     return adapters
 

@@ -16,6 +16,7 @@ class RouterConfig:
     model_name: str  # the base's name in `model`
     spool_path: Path  # uploads lie here while they arrive; made if absent; the store's file system is the best one
     max_upload_bytes: int  # of adapter_model.safetensors
+    max_adapter_packed_bytes: int | None  # of an adapter's pages; None: twice max_upload_bytes
     max_body_bytes: int | None  # of a JSON request; None: what the context can hold (bodies/body_limits.py)
     max_held_body_bytes: int  # of JSON requests, of all tenants together, until they are decoded
     max_open_uploads: int  # that arrive at once; more wait their turn unread

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
-from ..adapter import family_of_module, packing_order
+from ..adapter import EXPERT_MODULES, family_of_module, packing_order
+from ..expert_ranks import expert_entries
 from .tensor_file import DTYPE_NAMES, Tensor, tensor_bytes
 
 
@@ -23,18 +24,19 @@ class LoraMatrices:
 
 @dataclass(frozen=True, eq=False)
 class AdapterContent:
-    """Everything that decides what an adapter computes. Keys of `matrices` are (layer, module)."""
+    """Everything that decides what an adapter computes. Keys of `matrices` are (layer, module).
+
+    `num_experts`: of each layer of the base. 0: it has none, or the adapter was stored when all experts were packed at
+    one rank, and stays packed so.
+    """
 
     matrices: Mapping[tuple[int, str], LoraMatrices]
+    num_experts: int = 0
 
     @cached_property
     def module_ranks(self) -> dict[str, int]:
-        """Each target's largest rank over layers and experts, in packing order."""
-        ranks: dict[str, int] = {}
-        for (_, module), found in self.matrices.items():
-            entry = family_of_module(module)
-            ranks[entry] = max(ranks.get(entry, 0), found.a.shape[0])
-        return {entry: ranks[entry] for entry in sorted(ranks, key=packing_order)}
+        """Each target's largest rank over the layers, in packing order; experts as in `expert_ranks.py`."""
+        return ranks_over_layers({key: found.a.shape[0] for key, found in self.matrices.items()}, self.num_experts)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -57,3 +59,22 @@ class AdapterContent:
             found = self.matrices[key]
             yield key, "A", found.a, found.scaling
             yield key, "B", found.b, found.scaling
+
+
+def ranks_over_layers(ranks: Mapping[tuple[int, str], int], num_experts: int) -> dict[str, int]:
+    """The `module_ranks` of an adapter with these ranks by (layer, module). `num_experts`: as in `AdapterContent`."""
+    members: dict[str, int] = {}
+    for (_, module), rank in ranks.items():
+        entry = module if num_experts else family_of_module(module)
+        members[entry] = max(members.get(entry, 0), rank)
+    found: dict[str, int] = {}
+    by_expert: dict[str, dict[int, int]] = {}
+    for entry in sorted(members, key=packing_order):
+        family, expert = family_of_module(entry), packing_order(entry)[1]
+        if num_experts and family in EXPERT_MODULES:
+            by_expert.setdefault(family, {})[expert] = members[entry]
+        else:
+            found[entry] = members[entry]
+    for family, of_experts in by_expert.items():
+        found |= expert_entries(family, of_experts, num_experts)
+    return found

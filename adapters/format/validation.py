@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from ..adapter import BaseShape, family_of_module
 from ..errors import AdapterInvalid, listed, shown
-from .content import AdapterContent, LoraMatrices
+from .content import AdapterContent, LoraMatrices, ranks_over_layers
 from .fused_experts import (
     FUSED_PARAMETERS,
     check_fused_shape,
@@ -23,11 +23,17 @@ from .tensor_file import Tensor, TensorFile, is_finite
 _Key = tuple[int, str, str]  # layer, module, letter
 
 
-def validate(config: bytes, tensors: Path, shape: BaseShape) -> AdapterContent:
+def validate(
+    config: bytes,
+    tensors: Path,
+    shape: BaseShape,
+    check_ranks: Callable[[Mapping[str, int]], None] = lambda module_ranks: None,
+) -> AdapterContent:
     """The adapter in the two files; its tensors stay mapped from the file `tensors`.
 
-    Raises AdapterInvalid, which says what is wrong and what is accepted, unless the file has exactly the tensors that
-    the config targets, and these fit the base and are finite.
+    `check_ranks` gets its `module_ranks` before a tensor is read, and may raise. Raises AdapterInvalid, which says what
+    is wrong and what is accepted, unless the file has exactly the tensors that the config targets, and these fit the
+    base and are finite.
     """
     parsed = parse_config(config)
     targets, parameters = resolve_targets(parsed, shape), resolve_parameters(parsed, shape)
@@ -39,6 +45,8 @@ def validate(config: bytes, tensors: Path, shape: BaseShape) -> AdapterContent:
         _check_shape(name, key, file.entries[name].shape, targets, shape)
     for key, name in fused_names.items():
         check_fused_shape(name, key, file.entries[name].shape, parameters[key[:2]], shape)
+    num_experts = 0 if shape.experts is None else shape.experts.num_experts
+    check_ranks(ranks_over_layers(_ranks(targets, parameters, num_experts), num_experts))
     found = {key: _finite(file, name) for key, name in names.items()}
     found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
     matrices = {
@@ -49,7 +57,18 @@ def validate(config: bytes, tensors: Path, shape: BaseShape) -> AdapterContent:
         matrices |= split_experts(
             layer, name, found_fused[layer, name, "A"], found_fused[layer, name, "B"], target, shape
         )
-    return AdapterContent(matrices)
+    return AdapterContent(matrices, num_experts)
+
+
+def _ranks(
+    targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target], num_experts: int
+) -> dict[tuple[int, str], int]:
+    """By (layer, module), for fused experts each one's own."""
+    ranks = {key: target.rank for key, target in targets.items()}
+    for (layer, parameter), target in parameters.items():
+        for name in FUSED_PARAMETERS[parameter]:
+            ranks |= {(layer, f"experts.{expert}.{name}"): target.rank for expert in range(num_experts)}
+    return ranks
 
 
 def _check_disjoint(targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target]) -> None:

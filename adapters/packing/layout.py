@@ -3,8 +3,9 @@
 Per layer an adapter is one virtual array: for each present module, A `[rank, in]` then B transposed `[rank, out]`,
 row after row. The array is cut into slabs of `slab` elements; slab i of every layer lies in the adapter's i-th page, a
 block `[num_layers, slab]`. Therefore one page table and one table of offsets are valid for all layers. A module whose
-rank differs between layers is padded with zero rows to its largest rank. One paged pool for KV and adapters is S-LoRA's
-idea (arXiv 2311.03285, §5.1); because pages are plain bytes, it works with grouped-query attention, too.
+rank differs between layers is padded with zero rows to its largest rank. Each expert has its own offsets and rank, and
+an expert without LoRA takes no room. One paged pool for KV and adapters is S-LoRA's idea (arXiv 2311.03285, §5.1);
+because pages are plain bytes, it works with grouped-query attention, too.
 
 In a gang each worker packs its own part (`sharding.py`). All parts have the same length, so that an adapter has the
 same page ids on all workers.
@@ -12,25 +13,25 @@ same page ids on all workers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from ..adapter import BaseShape
+from ..adapter import BaseShape, family_of_module
+from ..expert_ranks import named_experts
 from .sharding import Sharding
 
 Dtype = Literal["float32", "bfloat16"]
+ELEMENT_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 
-@dataclass(frozen=True)
-class ModuleOffsets:
+class ModuleOffsets(NamedTuple):
     """Offsets of one module in the virtual array of a layer, in elements."""
 
     rank: int
     a: int  # A [rank, in]
     b: int  # B transposed [rank, out]
-    stride: int  # from one expert's matrices to the next one's
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class AdapterLayout:
         experts = "" if self.shape.experts is None else f"-experts{self.shape.experts.num_experts}"
         return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}-{self.dtype}"
 
+    @property
+    def page_bytes(self) -> int:
+        return self.shape.num_layers * self.slab * ELEMENT_BYTES[self.dtype]
+
     def part(self, module: str) -> ModulePart:
         """This worker's part of a module."""
         num_in, num_out = self.shape.modules[module]
@@ -76,23 +81,42 @@ class AdapterLayout:
         return ModulePart(inputs, self.sharding.outputs.get(module, (0, num_out)))
 
     def offsets(self, module_ranks: Mapping[str, int]) -> dict[str, ModuleOffsets]:
-        """Offsets of the present modules, in packing order."""
+        """Offsets of the present modules, of each expert its own, in packing order."""
+        ranks: dict[str, int] = {}
+        for entry, rank in module_ranks.items():
+            experts = named_experts(entry)
+            ranks |= {entry: rank} if experts is None else {_member(entry, expert): rank for expert in experts}
         found: dict[str, ModuleOffsets] = {}
         start = 0
-        for module in self.shape.modules:
-            if module_ranks.get(module, 0) == 0:
-                continue
-            rank, (a_width, b_width) = module_ranks[module], self.part(module).widths
-            stride = rank * (a_width + b_width)
-            found[module] = ModuleOffsets(rank, start, start + rank * a_width, stride)
-            start += stride * self.shape.count(module)
+        for entry in self.shape.modules:
+            a_width, b_width = self.part(entry).widths
+            for module in self.shape.members(entry):
+                rank = ranks.get(module) or ranks.get(entry, 0)
+                if rank:
+                    found[module] = ModuleOffsets(rank, start, start + rank * a_width)
+                    start += rank * (a_width + b_width)
         return found
 
     def num_elements(self, module_ranks: Mapping[str, int]) -> int:
         """Elements of the virtual array of one layer."""
-        places = self.offsets(module_ranks)
-        return sum(at.stride * self.shape.count(module) for module, at in places.items())
+        total = 0
+        for entry, rank in module_ranks.items():
+            experts = named_experts(entry)
+            module = entry if experts is None else family_of_module(entry)
+            if module in self.shape.modules:
+                count = self.shape.count(module) if experts is None else len(experts)
+                total += count * rank * sum(self.part(module).widths)
+        return total
 
     def num_pages(self, module_ranks: Mapping[str, int]) -> int:
         """Pages that an adapter takes, the same on every worker of a gang."""
         return -(-self.num_elements(module_ranks) // self.slab)
+
+
+def packed_bytes(layouts: Sequence[AdapterLayout], module_ranks: Mapping[str, int]) -> int:
+    """Bytes of an adapter's pages on all workers of a gang, whose layouts these are."""
+    return layouts[0].num_pages(module_ranks) * sum(layout.page_bytes for layout in layouts)
+
+
+def _member(entry: str, expert: int) -> str:
+    return family_of_module(entry).replace(".", f".{expert}.")

@@ -2,47 +2,102 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 
 from ..adapter import BaseShape, family_of_module
 from ..errors import AdapterInvalid
-from ..format.content import AdapterContent
+from ..format.content import AdapterContent, LoraMatrices
 from ..format.tensor_file import BFLOAT16, Tensor, is_finite
-from .layout import AdapterLayout
+from .layout import AdapterLayout, ModuleOffsets, ModulePart
 
 PAGE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
+CHUNK_BYTES = 4 << 20  # of pages that are packed at once
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A module of a layer, or of one of its experts, and where it lies."""
+
+    name: str
+    part: ModulePart
+    at: ModuleOffsets
+    end: int  # of its B
 
 
 def pack(content: AdapterContent, layout: AdapterLayout) -> Tensor:
-    """`[num_pages, num_layers, slab]` in the layout's dtype: slab i of layer l is `[i, l]`.
+    """All of the adapter's pages, as `packed_chunks` gives them."""
+    num_pages = layout.num_pages(content.module_ranks)
+    pages = np.empty((num_pages, layout.shape.num_layers, layout.slab), PAGE_DTYPES[layout.dtype])
+    start = 0
+    for chunk in packed_chunks(content, layout):
+        pages[start : start + len(chunk)] = chunk
+        start += len(chunk)
+    return pages
 
-    B is multiplied by the scaling in float32, so that kernels need no scaling. Elements outside all matrices are zero.
-    Raises AdapterInvalid if the adapter does not fit the layout's base, or its numbers do not fit the dtype.
+
+def packed_chunks(content: AdapterContent, layout: AdapterLayout, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Tensor]:
+    """The adapter's pages `[n, num_layers, slab]` in the layout's dtype, one run of them after the other.
+
+    Slab i of layer l is `[i, l]`. B is multiplied by the scaling in float32, so that kernels need no scaling. Elements
+    outside all matrices are zero. A run takes `chunk_bytes`, or one page. Raises AdapterInvalid if the adapter does not
+    fit the layout's base, or its numbers do not fit the dtype.
     """
     _check_fit(content, layout.shape)
-    dtype = PAGE_DTYPES[layout.dtype]
-    offsets = layout.offsets(content.module_ranks)
-    num_pages = layout.num_pages(content.module_ranks)
-    pages = np.zeros((num_pages, layout.shape.num_layers, layout.slab), dtype)
-    for layer in range(layout.shape.num_layers):
-        array = np.zeros(num_pages * layout.slab, dtype)
-        for module, place in offsets.items():
-            part = layout.part(module)
-            for index, member in enumerate(layout.shape.members(module)):
-                found = content.matrices.get((layer, member))
-                if found is None:
-                    continue
-                a_start, b_start = place.a + index * place.stride, place.b + index * place.stride
-                a = found.a[:, slice(*part.inputs)]
-                b = found.b[slice(*part.outputs)].astype(np.float32)
-                with np.errstate(over="ignore"):  # overflows are checked below
-                    array[a_start : a_start + a.size] = a.astype(dtype).reshape(-1)
-                    b *= np.float32(found.scaling)
-                    array[b_start : b_start + b.size] = b.astype(dtype).T.reshape(-1)  # [rank, out]
-        if not is_finite(array):
-            raise AdapterInvalid(f"layer {layer} overflows {layout.dtype} once scaled: its numbers are too large")
-        pages[:, layer] = array.reshape(num_pages, layout.slab)
-    return pages
+    slab, num_pages = layout.slab, layout.num_pages(content.module_ranks)
+    step = max(chunk_bytes // layout.page_bytes, 1)
+    placed = list(_placed(content, layout))
+    for first in range(0, num_pages, step):
+        last = min(first + step, num_pages)
+        low = bisect_right(placed, first * slab, key=lambda each: each.end)
+        high = bisect_left(placed, last * slab, key=lambda each: each.at.a)
+        chunk = np.empty((last - first, layout.shape.num_layers, slab), PAGE_DTYPES[layout.dtype])
+        for layer in range(layout.shape.num_layers):
+            array = np.zeros((last - first) * slab, chunk.dtype)
+            for each in placed[low:high]:
+                found = content.matrices.get((layer, each.name))
+                if found is not None:
+                    _fill(array, first * slab, found, each)
+            if not is_finite(array):
+                raise AdapterInvalid(f"layer {layer} overflows {layout.dtype} once scaled: its numbers are too large")
+            chunk[:, layer] = array.reshape(last - first, slab)
+        yield chunk
+
+
+def _placed(content: AdapterContent, layout: AdapterLayout) -> Iterator[_Placed]:
+    for name, at in layout.offsets(content.module_ranks).items():
+        part = layout.part(family_of_module(name))
+        yield _Placed(name, part, at, at.b + at.rank * part.widths[1])
+
+
+def _fill(array: Tensor, start: int, found: LoraMatrices, placed: _Placed) -> None:
+    """Packs the rows of A and B that lie in `array`, the elements from `start` on of a layer's virtual array."""
+    part, at = placed.part, placed.at
+    rank, (a_width, b_width) = len(found.a), part.widths
+    with np.errstate(over="ignore"):  # overflows are checked afterwards
+        rows = _rows_within(at.a - start, a_width, rank, len(array))
+        a = found.a[rows, slice(*part.inputs)].astype(array.dtype)
+        _copy_within(array, at.a - start + rows.start * a_width, a)
+        rows = _rows_within(at.b - start, b_width, rank, len(array))
+        b = found.b[slice(*part.outputs), rows].astype(np.float32)
+        b *= np.float32(found.scaling)
+        _copy_within(array, at.b - start + rows.start * b_width, b.astype(array.dtype).T)  # [rank, out]
+
+
+def _rows_within(at: int, width: int, num_rows: int, length: int) -> slice:
+    """Which of `num_rows` rows, the first of which begins at `at`, lie at least in part in `0 : length`."""
+    first, last = max(-at // width, 0), min(-((at - length) // width), num_rows)
+    return slice(first, max(first, last))
+
+
+def _copy_within(array: Tensor, at: int, rows: Tensor) -> None:
+    """Copies those elements of `rows` into the array that lie in it, where the first one's place is `at`."""
+    low, high = max(at, 0), min(at + rows.size, len(array))
+    if low < high:
+        array[low:high] = rows.reshape(-1)[low - at : high - at]
 
 
 def _check_fit(content: AdapterContent, shape: BaseShape) -> None:

@@ -77,6 +77,7 @@ class _Facts(msgspec.Struct):
     module_ranks: dict[str, int]
     num_bytes: int
     created_at: float
+    packed_bytes: int = 0  # none in records from before it was counted
     revision: int = 0  # none in records from before versions had a history: those are older than all others
     rollout: msgspec.Raw = msgspec.Raw()
 
@@ -91,6 +92,8 @@ def encode_facts(adapter: AdapterVersion) -> str:
         "num_bytes": adapter.num_bytes,
         "created_at": adapter.created_at,
     }
+    if adapter.packed_bytes:
+        facts["packed_bytes"] = adapter.packed_bytes
     if adapter.rollout:
         facts["rollout"] = msgspec.Raw(adapter.rollout)
     return msgspec.json.encode(facts).decode()[1:]
@@ -109,6 +112,7 @@ def decode_adapter(field: str, record: str) -> AdapterVersion:
         module_ranks=facts.module_ranks,
         num_bytes=facts.num_bytes,
         created_at=facts.created_at,
+        packed_bytes=facts.packed_bytes,
         revision=facts.revision,
         rollout=bytes(facts.rollout),
     )

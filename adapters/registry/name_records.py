@@ -57,6 +57,7 @@ class NameRecords:
         digest: str,
         module_ranks: Mapping[str, int],
         num_bytes: int,
+        packed_bytes: int = 0,
         activate: bool = True,
         note: VersionNote | None = None,
         incarnation: int | None = None,
@@ -82,7 +83,7 @@ class NameRecords:
                 if same is not None:
                     return state, last_version, same
             version = last_version + 1
-            upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now)
+            upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now, packed_bytes)
             return with_upload(state, upload, own, activate=activate, now=now), version, None
 
         state, found, version = await self._change(f"{tenant}/{name}", add, entry, incarnation, bounds)

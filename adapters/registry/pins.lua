@@ -1,4 +1,5 @@
--- What each tenant has pinned: the bytes of a pinned name's current version, once for each gang that keeps it.
+-- What each tenant has pinned: the bytes of the pages of a pinned name's current version, once for each gang that keeps it.
+-- A version from before pages were recorded counts its tensors.
 -- KEYS: pins, pinned
 local function pin_of(record)  -- returns digest, gangs and bytes; nil, 0, 0: it is not pinned
   if not string.find(record, '"pinned_gangs"', 1, true) then return nil, 0, 0 end
@@ -6,7 +7,7 @@ local function pin_of(record)  -- returns digest, gangs and bytes; nil, 0, 0: it
   local facts = cjson.decode(text)
   local gangs = facts.rollout.pinned_gangs
   if not gangs then return nil, 0, 0 end
-  return digest, gangs, gangs * facts.num_bytes
+  return digest, gangs, gangs * (facts.packed_bytes or facts.num_bytes)
 end
 
 local function pin_change(tenant, before, after)  -- returns nil if neither record is pinned

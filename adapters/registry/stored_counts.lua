@@ -1,5 +1,6 @@
 -- What each tenant stores, and what of that was uploaded with each of its keys. A name counts once for its tenant and
--- once for each key that has uploaded one of its versions; each version counts its bytes.
+-- once for each key that has uploaded one of its versions; each version counts the bytes of its tensors and of its pages.
+-- Versions from before pages were recorded have no `packed_bytes`: they count, and give back, their tensors alone.
 -- KEYS: stored_prefix
 local function add_count(counts, key_id, num_adapters, num_bytes)  -- empty key_id: the tenant
   local count = counts[key_id] or {0, 0}
@@ -10,9 +11,9 @@ local function add_name(counts, record, notes, sign)
   if record == '' then return end
   local current, text = string.match(record, '^(%d+) %x+ (.*)$')
   local facts = cjson.decode(text)
-  local versions = {{current, facts.num_bytes}}
+  local versions = {{current, facts.num_bytes + (facts.packed_bytes or 0)}}
   for _, other in ipairs(facts.rollout and facts.rollout.others or {}) do
-    versions[#versions + 1] = {string.format('%d', other[1]), other[3]}
+    versions[#versions + 1] = {string.format('%d', other[1]), other[3] + (other[6] or 0)}
   end
   local version_notes_of = notes ~= '' and cjson.decode(notes).versions or {}
   local has_counted = {}

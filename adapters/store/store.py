@@ -9,7 +9,7 @@ root/
 ├── layouts/                 a file for each layout that adapters are packed for: its time is when it was last used
 └── ab/abcdef…/              first two digits of the digest, then the digest
     ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names
-    ├── manifest.json               scaling of each module of each layer
+    ├── manifest.json               scaling of each module of each layer; how many experts the base has
     ├── <layout key>.packed         pages, ready to be loaded; can be made again from the two above
     └── unreferenced                its time: when the sweep first found that no name points to the adapter
 ```
@@ -28,7 +28,8 @@ import secrets
 import shutil
 import time
 from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
 from ..format.strict_json import parse_object
 from ..format.tensor_file import Tensor, TensorFile, write_tensors
 from ..packing.layout import AdapterLayout
-from ..packing.packed_file import PackedFileDamaged, read_packed, write_packed
-from ..packing.packing import pack
+from ..packing.packed_file import PackedFileDamaged, PagesPart, read_packed, read_packed_part, write_packed
+from ..packing.packing import pack, packed_chunks
 from .durable_file import make_folder, replacing, sync_folder
 from .kept_layouts import KeptLayouts, is_old
 from .repacked import Repacked
@@ -48,6 +49,7 @@ from .repacked import Repacked
 _LOG = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_FILE = "manifest.json"
+_NUM_EXPERTS = "num_experts"  # in a manifest, if each expert is packed at its own rank
 _MARK_FILE = "unreferenced"
 _PACKED_SUFFIX = ".packed"
 _BASE_FILE = "base"
@@ -76,14 +78,20 @@ class AdapterStore:
         with self._lock(fcntl.LOCK_SH), replacing(self._root / _BASE_FILE, self._temporary) as file:
             file.write(f"{base}\n".encode())
 
-    def put(self, content: AdapterContent, layouts: Sequence[AdapterLayout]) -> None:
+    def put(self, content: AdapterContent, layouts: Sequence[AdapterLayout]) -> AdapterContent:
         """Stores an adapter, packed for each layout. When it returns, the adapter survives a crash of the machine.
 
-        Raises AdapterInvalid, and stores nothing, if it cannot be packed.
+        Returns it with the ranks that it is packed at, which are those of an older put of the same digest, since
+        records say how many pages there are. Raises AdapterInvalid, and stores nothing, if it cannot be packed.
         """
-        packed = [(layout, pack(content, layout)) for layout in layouts]
         folder = self._folder(content.digest)
-        with self._lock(fcntl.LOCK_SH):
+        with self._lock(fcntl.LOCK_SH), ExitStack() as packed_files:
+            if content.num_experts and not self._packs_by_expert(folder):
+                content = replace(content, num_experts=0)
+            for layout in layouts:
+                file = packed_files.enter_context(replacing(self._packed_path(content.digest, layout), self._temporary))
+                num_pages = layout.num_pages(content.module_ranks)
+                write_packed(file, content.digest, layout, num_pages, packed_chunks(content, layout))
             make_folder(folder)
             (folder / _MARK_FILE).unlink(missing_ok=True)
             tensors: dict[str, Tensor] = {}
@@ -94,11 +102,12 @@ class AdapterStore:
                 scalings[tensor_name(layer, module, "B")] = found.scaling.hex()
             with replacing(folder / TENSORS_FILE, self._temporary) as file:
                 write_tensors(file, tensors)
+            manifest: dict[str, Any] = {"format": 1, "digest": content.digest, "scalings": scalings}
+            if content.num_experts:
+                manifest[_NUM_EXPERTS] = content.num_experts
             with replacing(folder / _MANIFEST_FILE, self._temporary) as file:
-                file.write(json.dumps({"format": 1, "digest": content.digest, "scalings": scalings}, indent=1).encode())
-            for layout, pages in packed:
-                with replacing(self._packed_path(content.digest, layout), self._temporary) as file:
-                    write_packed(file, content.digest, layout, pages)
+                file.write(json.dumps(manifest, indent=1).encode())
+        return content
 
     def load_packed(self, digest: str, layout: AdapterLayout) -> Tensor:
         """The adapter's pages `[num_pages, num_layers, slab]`, verified.
@@ -107,31 +116,53 @@ class AdapterStore:
         StoreUnavailable if the store cannot be read now, because the disk or the way to it fails.
         """
         path = self._packed_path(digest, layout)
-        problem = ""  # it is missing
         try:
             return read_packed(path, digest, layout)
-        except FileNotFoundError:
-            pass
-        except (PackedFileDamaged, IsADirectoryError, NotADirectoryError) as error:
-            problem = str(error)
-        except OSError as error:
-            if error.errno != errno.EIO:  # a bad sector gives EIO too, and the source lies on others
-                raise _unavailable(error) from error
-            problem = str(error)
-        if problem:
-            _LOG.warning("packing adapter %s again, because of its packed file %s: %s", digest, path.name, problem)
+        except (PackedFileDamaged, OSError) as error:
+            is_missing = self._is_missing(digest, path, error)
         try:
             pages = pack(self.load_content(digest), layout)
         except AdapterInvalid as error:
             raise AdapterCorrupt(f"adapter {digest} does not fit: {error}") from error
-        if not problem:
+        if is_missing:
             self._repacked.add(digest, path.name)
         try:
             with self._lock(fcntl.LOCK_SH), replacing(path, self._temporary) as file:
-                write_packed(file, digest, layout, pages)
+                write_packed(file, digest, layout, len(pages), [pages])
         except OSError as error:  # the pages are right all the same
             _LOG.warning("adapter %s could not be written again: %s", digest, error)
         return pages
+
+    def load_part(self, digest: str, layout: AdapterLayout, part: PagesPart) -> Tensor:
+        """Some of the pages, in as little memory. Parts are loaded in order: the first one verifies all pages.
+
+        Packs the adapter again and raises as `load_packed`; if the adapter cannot be written, it raises
+        StoreUnavailable.
+        """
+        path = self._packed_path(digest, layout)
+        try:
+            return read_packed_part(path, digest, layout, part)
+        except (PackedFileDamaged, OSError) as error:
+            is_missing = self._is_missing(digest, path, error)
+        content = self.load_content(digest)
+        try:
+            with self._lock(fcntl.LOCK_SH), replacing(path, self._temporary) as file:
+                num_pages = layout.num_pages(content.module_ranks)
+                write_packed(file, digest, layout, num_pages, packed_chunks(content, layout))
+            if is_missing:
+                self._repacked.add(digest, path.name)
+            return read_packed_part(path, digest, layout, part)
+        except (AdapterInvalid, PackedFileDamaged) as error:
+            raise AdapterCorrupt(f"adapter {digest} does not fit: {error}") from error
+        except OSError as error:
+            raise _unavailable(error) from error
+
+    def packed_bytes(self, digest: str, layout: AdapterLayout) -> int:
+        """About as many as the adapter's pages take; 0: it is not packed, or that cannot be known now."""
+        try:
+            return self._packed_path(digest, layout).stat().st_size
+        except OSError:
+            return 0
 
     def load_content(self, digest: str) -> AdapterContent:
         """The adapter as uploaded, verified by its digest. Raises AdapterCorrupt, or StoreUnavailable as above."""
@@ -244,6 +275,26 @@ class AdapterStore:
             return [folder / name for name in os.listdir(folder) if name.endswith(_PACKED_SUFFIX)]
         return []
 
+    @staticmethod
+    def _is_missing(digest: str, path: Path, error: PackedFileDamaged | OSError) -> bool:
+        """Why a packed file has to be made again: it is missing, or damaged, which is logged.
+
+        Raises StoreUnavailable for other errors.
+        """
+        if isinstance(error, FileNotFoundError):
+            return True
+        if isinstance(error, OSError) and not _is_damage(error):
+            raise _unavailable(error) from error
+        _LOG.warning("packing adapter %s again, because of its packed file %s: %s", digest, path.name, error)
+        return False
+
+    @staticmethod
+    def _packs_by_expert(folder: Path) -> bool:
+        """False: the adapter in the folder was stored when all experts were packed at one rank."""
+        with suppress(FileNotFoundError, AdapterInvalid):  # there is none, or its manifest is damaged
+            return _NUM_EXPERTS in parse_object((folder / _MANIFEST_FILE).read_bytes(), _MANIFEST_FILE)
+        return True
+
     def _is_there(self) -> bool:
         """Whether this is the store, and not an empty folder where its file system is not mounted now."""
         try:
@@ -269,6 +320,11 @@ class AdapterStore:
             os.close(handle)
 
 
+def _is_damage(error: OSError) -> bool:
+    """Whether it is of this file: a bad sector gives EIO, and the source lies on others."""
+    return isinstance(error, (IsADirectoryError, NotADirectoryError)) or error.errno == errno.EIO
+
+
 def _unavailable(error: OSError) -> StoreUnavailable:
     """Names the problem and no path, since clients may read it."""
     return StoreUnavailable(f"the store of adapters cannot be read: {error.strerror or 'I/O error'}; try again later")
@@ -286,4 +342,4 @@ def _content(file: TensorFile, manifest: dict[str, Any]) -> AdapterContent:
             file.tensor(tensor_name(layer, module, "B")),
             float.fromhex(scaling),
         )
-    return AdapterContent(matrices)
+    return AdapterContent(matrices, int(manifest.get(_NUM_EXPERTS, 0)))

@@ -122,7 +122,10 @@ class RouterReplica:
             view,
             layouts=layouts,
             reserved=[config.serving.name],
-            limits=UploadLimits(max_tensors_bytes=config.requests.max_upload_bytes),
+            limits=UploadLimits(
+                max_tensors_bytes=config.router.max_upload_bytes,
+                max_packed_bytes=config.router.max_adapter_packed_bytes,
+            ),
         )
         text = await asyncio.to_thread(TextService.from_folder, config.model_path)
         parts.callback(text.close)

@@ -32,6 +32,15 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Count, Setting("Sequences that one request may ask for: its prompts times n.", "live", live_in="router")
     ] = 128
     max_upload_bytes: Annotated[Bytes, Setting("Largest adapter_model.safetensors that is accepted.", "live")] = 2 << 30
+    max_adapter_packed_bytes: Annotated[
+        Bytes | None,
+        Setting(
+            "Most that an adapter may take packed, in a gang's memory and on disk: more than its file where ranks "
+            "differ between layers.",
+            "live",
+            unset="twice --max-upload-bytes",
+        ),
+    ] = None
     max_open_uploads: Annotated[
         Count, Setting("Uploads that a router receives at once; more wait their turn unread.", "live")
     ] = 8

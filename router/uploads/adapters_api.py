@@ -43,7 +43,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     digest: str  # SHA-256 of what it computes
     rank: int
     targets: tuple[str, ...]
-    bytes: int
+    bytes: int  # of the tensors as uploaded
+    packed_bytes: int  # that it takes in a gang's memory; 0: from before this was recorded
     created_at: int  # Unix time, seconds
     object: Literal["adapter"] = "adapter"
 
@@ -123,6 +124,7 @@ class AdaptersApi:
                 incarnation=identity.tenant.incarnation,
                 entry=identity.entry(request, "adapter.upload", form.name),
                 bounds=storage_bounds(identity.tenant, identity.key),
+                take_room=room.pack,
             )
 
     @route(
@@ -180,6 +182,7 @@ def _shown(adapter: AdapterVersion) -> Adapter:
         rank=adapter.rank,
         targets=adapter.targets,
         bytes=adapter.num_bytes,
+        packed_bytes=adapter.packed_bytes,
         created_at=int(adapter.created_at),
     )
 

@@ -24,7 +24,7 @@ class UploadSpool:
         """Makes the folder, and removes files that routers left there when they were killed long ago."""
         self._path = path
         self._min_free_bytes = min_free_bytes
-        self._num_promised = 0  # bytes of uploads in progress: what they declared, or what has come
+        self._num_promised = 0  # bytes on the disk of uploads in progress, by what they declared, or what has come
         self._num_written = 0  # of these, to the spool
         path.mkdir(parents=True, exist_ok=True)
         oldest = time.time() - _ABANDONED_S
@@ -40,13 +40,11 @@ class UploadSpool:
             room.grow(num_bytes)
             yield room
         finally:
-            self._num_promised -= room.num_bytes
+            self._num_promised -= room.num_promised
             self._num_written -= room.num_written
 
     def _promise(self, num_bytes: int) -> None:
-        left = (
-            _NUM_COPIES * (self._num_promised + num_bytes) - self._num_written
-        )  # to be written by uploads in progress
+        left = self._num_promised + num_bytes - self._num_written  # to be written by uploads in progress
         if shutil.disk_usage(self._path).free < left + self._min_free_bytes:
             raise OSError(errno.ENOSPC, "the disk has no room for this upload")
         self._num_promised += num_bytes
@@ -64,22 +62,32 @@ class UploadSpool:
 
 
 class UploadRoom:
-    """What the disk must have for one upload: in the spool, and twice in the store, beside `min_free_bytes`.
+    """What the disk must have for one upload: in the spool, in the store, and as pages, beside `min_free_bytes`.
 
     Uploads in progress are counted with what they may still write, so that they do not fill the disk together.
     """
 
     def __init__(self, spool: UploadSpool) -> None:
         self._spool = spool
-        self.num_bytes = 0
+        self._num_bytes = 0  # of the upload
+        self.num_promised = 0  # bytes on the disk
         self.num_written = 0
 
     def grow(self, num_bytes: int) -> None:
         """The upload turns out to have so many bytes. Raises OSError (ENOSPC) where there is no room for them."""
-        more = num_bytes - self.num_bytes
+        if num_bytes > self._num_bytes:
+            self._promise(_NUM_COPIES * num_bytes)
+            self._num_bytes = num_bytes
+
+    def pack(self, num_bytes: int) -> None:
+        """Its pages turn out to take so many bytes. Raises as `grow`."""
+        self._promise((_NUM_COPIES - 1) * self._num_bytes + num_bytes)
+
+    def _promise(self, num_bytes: int) -> None:
+        more = num_bytes - self.num_promised
         if more > 0:
             self._spool._promise(more)
-            self.num_bytes = num_bytes
+            self.num_promised = num_bytes
 
     def wrote(self, num_bytes: int) -> None:
         """So many bytes more are in the spool, and no longer in what the disk has free."""

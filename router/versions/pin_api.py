@@ -101,7 +101,7 @@ class PinApi:
             current.name,
             current.version,
             num_gangs,
-            num_gangs * current.num_bytes,
+            num_gangs * current.pinned_bytes,
             whole,
             next((one.reason for one in gangs if one.reason is not None), None),
             gangs,

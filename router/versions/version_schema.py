@@ -62,6 +62,7 @@ class VersionAnswer(msgspec.Struct, frozen=True):
     rank: int
     targets: tuple[str, ...]
     bytes: int
+    packed_bytes: int  # that it takes in a gang's memory; 0: from before this was recorded
     created_at: int
     note: str
     uploaded_by: str  # id of a key; empty: from before they were kept
@@ -120,6 +121,7 @@ def shown_version(state: NameState, adapter: AdapterVersion, failure: str | None
         rank=adapter.rank,
         targets=adapter.targets,
         bytes=adapter.num_bytes,
+        packed_bytes=adapter.packed_bytes,
         created_at=int(adapter.created_at),
         note=note.note,
         uploaded_by=note.uploaded_by,

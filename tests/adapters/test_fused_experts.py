@@ -75,6 +75,24 @@ def test_products_are_those_of_peft(tmp_path: Path) -> None:
                 torch.testing.assert_close(torch.cat(products), expected[expert], atol=1e-5, rtol=0)
 
 
+def test_the_header_alone_says_the_ranks(tmp_path: Path) -> None:
+    """Those that the content turns out to have, of fused experts and of a single one."""
+    seen: list[dict[str, int]] = []
+    found = {name_of(1, "", letter): tensors()[name_of(1, GATE_UP, letter)] for letter in ("A", "B")}
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 3, "target_modules": ["experts.1.up_proj"]}
+    fused = {**config, "target_modules": None, "target_parameters": ["1.mlp.experts.gate_up_proj"]}
+    save_file(found, tmp_path / "fused")
+    read = validate(json.dumps(fused).encode(), tmp_path / "fused", SHAPE, lambda ranks: seen.append(dict(ranks)))
+    assert seen == [read.module_ranks] == [{"experts.gate_proj": RANK, "experts.up_proj": RANK}]
+    single: dict[str, torch.Tensor] = {}
+    for layer in (0, 1):
+        path = f"base_model.model.model.layers.{layer}.mlp.experts.1.up_proj.lora_"
+        single |= {f"{path}A.weight": torch.ones(RANK, HIDDEN), f"{path}B.weight": torch.ones(WIDTH, RANK)}
+    save_file(single, tmp_path / "single")
+    read = validate(json.dumps(config).encode(), tmp_path / "single", SHAPE, lambda ranks: seen.append(dict(ranks)))
+    assert seen[1] == read.module_ranks == {"experts.1.up_proj": RANK}
+
+
 def test_the_same_matrices_for_each_expert_are_the_same_adapter(tmp_path: Path) -> None:
     taken = content(tmp_path, tensors())
     (tmp_path / "each").mkdir()

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +12,16 @@ from hypothesis import strategies as st
 from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape, family_of_module
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.content import AdapterContent, LoraMatrices
-from motet.adapters.packing.layout import AdapterLayout, Dtype
-from motet.adapters.packing.packing import pack
-from motet.tests.rigs.tensor_twins import as_numpy
+from motet.adapters.packing.layout import AdapterLayout, Dtype, packed_bytes
+from motet.adapters.packing.packed_file import (
+    PackedFileDamaged,
+    PagesPart,
+    read_packed,
+    read_packed_part,
+    write_packed,
+)
+from motet.adapters.packing.packing import pack, packed_chunks
+from motet.tests.rigs.tensor_twins import as_numpy, identical
 from motet.workers.memory.host_adapter_cache import as_torch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -44,7 +54,8 @@ def adapters(draw: st.DrawFn) -> tuple[AdapterContent, AdapterLayout]:
         b = as_numpy(torch.randn(num_out, rank, generator=generator).to(dtype))
         matrices[key] = LoraMatrices(a, b, draw(st.floats(-4, 4)))
     layout_dtype: Dtype = draw(st.sampled_from(["float32", "bfloat16"]))
-    return AdapterContent(matrices), AdapterLayout(shape, draw(st.integers(1, 64)), layout_dtype)
+    num_experts = 0 if experts is None or draw(st.booleans()) else experts.num_experts  # 0: as older ones were packed
+    return AdapterContent(matrices, num_experts), AdapterLayout(shape, draw(st.integers(1, 64)), layout_dtype)
 
 
 @settings(max_examples=100, deadline=None)
@@ -58,22 +69,35 @@ def test_pages_hold_the_padded_scaled_matrices_and_nothing_else(case: tuple[Adap
     for layer in range(layout.shape.num_layers):
         array = pages[:, layer].reshape(-1)
         end = 0
-        for entry, place in layout.offsets(content.module_ranks).items():
-            num_in, num_out = layout.shape.modules[entry]
-            for index, module in enumerate(layout.shape.members(entry)):
-                a_start, b_start = place.a + index * place.stride, place.b + index * place.stride
-                assert a_start == end
-                assert b_start == a_start + place.rank * num_in
-                end = b_start + place.rank * num_out
-                a, b = torch.zeros(place.rank, num_in, dtype=dtype), torch.zeros(place.rank, num_out, dtype=dtype)
-                found = content.matrices.get((layer, module))
-                if found is not None:
-                    rank = found.a.shape[0]
-                    a[:rank] = as_torch(found.a).to(dtype)
-                    b[:rank] = (as_torch(found.b).float() * found.scaling).T.to(dtype)
-                assert torch.equal(array[a_start:b_start].view(place.rank, num_in), a)
-                assert torch.equal(array[b_start:end].view(place.rank, num_out), b)
+        for module, place in layout.offsets(content.module_ranks).items():
+            num_in, num_out = layout.shape.modules[family_of_module(module)]
+            assert place.a == end
+            assert place.b == place.a + place.rank * num_in
+            end = place.b + place.rank * num_out
+            a, b = torch.zeros(place.rank, num_in, dtype=dtype), torch.zeros(place.rank, num_out, dtype=dtype)
+            found = content.matrices.get((layer, module))
+            if found is not None:
+                rank = found.a.shape[0]
+                a[:rank] = as_torch(found.a).to(dtype)
+                b[:rank] = (as_torch(found.b).float() * found.scaling).T.to(dtype)
+            assert torch.equal(array[place.a : place.b].view(place.rank, num_in), a)
+            assert torch.equal(array[place.b : end].view(place.rank, num_out), b)
+        assert end == layout.num_elements(content.module_ranks)
         assert not array[end:].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(adapters())
+def test_an_expert_takes_its_own_rank_and_without_lora_no_room(case: tuple[AdapterContent, AdapterLayout]) -> None:
+    content, layout = case
+    largest: dict[str, int] = {}
+    for (_, module), found in content.matrices.items():
+        largest[module] = max(largest.get(module, 0), found.a.shape[0])
+    taken = {module: place.rank for module, place in layout.offsets(content.module_ranks).items()}
+    if layout.shape.experts is None or content.num_experts:
+        assert taken == largest
+    else:
+        assert all(taken[module] >= rank for module, rank in largest.items())
 
 
 def content_of(layer: int = 0, num_in: int = 4, num_out: int = 6, factor: float = 1.0) -> AdapterContent:
@@ -99,3 +123,31 @@ def test_refuses_numbers_that_overflow_once_scaled() -> None:
     pack(content_of(factor=1e38), LAYOUT)
     with pytest.raises(AdapterInvalid, match="overflows bfloat16"):
         pack(content_of(factor=3e38), LAYOUT)
+
+
+@settings(max_examples=30, deadline=None)
+@given(adapters(), st.integers(1, 9), st.integers(0, 1 << 30))
+def test_a_file_has_the_bytes_that_ranks_say_and_gives_them_in_parts(
+    case: tuple[AdapterContent, AdapterLayout], part_pages: int, harm: int
+) -> None:
+    content, layout = case
+    num_pages = layout.num_pages(content.module_ranks)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "packed"
+        with path.open("wb") as file:
+            write_packed(file, "d", layout, num_pages, packed_chunks(content, layout))
+        num_bytes = path.stat().st_size
+        assert 0 < num_bytes - packed_bytes([layout], content.module_ranks) < 2000  # the header
+        whole = read_packed(path, "d", layout)
+        parts = [
+            PagesPart(start, min(start + part_pages, num_pages), num_pages) for start in range(0, num_pages, part_pages)
+        ]
+        assert identical(np.concatenate([read_packed_part(path, "d", layout, part) for part in parts]), whole)
+        assert identical(whole, pack(content, layout))
+        damaged = bytearray(path.read_bytes())
+        damaged[harm % num_bytes] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(PackedFileDamaged):
+            read_packed_part(path, "d", layout, parts[0])
+        with pytest.raises(PackedFileDamaged):
+            read_packed(path, "d", layout)

@@ -19,7 +19,7 @@ from motet.adapters.format.tensor_file import BFLOAT16, Tensor, is_finite
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.packing.packed_file import write_packed
-from motet.adapters.packing.packing import pack
+from motet.adapters.packing.packing import pack, packed_chunks
 from motet.adapters.packing.sharding import Sharding
 from motet.tests.rigs.tensor_twins import as_numpy, identical
 from motet.workers.memory.host_adapter_cache import as_torch
@@ -86,15 +86,19 @@ def cases(draw: st.DrawFn) -> tuple[AdapterContent, AdapterLayout]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(cases())
-def test_pages_are_those_of_torch(case: tuple[AdapterContent, AdapterLayout]) -> None:
+@given(cases(), st.integers(1, 4000))
+def test_pages_are_those_of_torch(case: tuple[AdapterContent, AdapterLayout], chunk_bytes: int) -> None:
+    """However few are packed at a time."""
     content, layout = case
     expected = pack_by_torch(content, layout)
     if expected is None:
         with pytest.raises(AdapterInvalid, match="overflows"):
-            pack(content, layout)
+            list(packed_chunks(content, layout, chunk_bytes))
     else:
         assert identical(pack(content, layout), as_numpy(expected))
+        chunks = list(packed_chunks(content, layout, chunk_bytes))
+        assert identical(np.concatenate(chunks), as_numpy(expected))
+        assert all(len(chunk) == 1 or chunk.nbytes <= chunk_bytes for chunk in chunks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,5 +138,6 @@ def test_what_is_stored_keeps_its_digest_and_its_bytes(name: str) -> None:
     config = (folder / "adapter_config.json").read_bytes()
     content = validate(config, folder / "adapter_model.safetensors", layout.shape)
     file = io.BytesIO()
-    write_packed(file, content.digest, layout, pack(content, layout))
+    num_pages = layout.num_pages(content.module_ranks)
+    write_packed(file, content.digest, layout, num_pages, packed_chunks(content, layout, chunk_bytes=100_000))
     assert (content.digest, sha256(file.getvalue()).hexdigest()) == DIGESTS[name]

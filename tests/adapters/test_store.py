@@ -9,19 +9,24 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from motet.adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
 from motet.adapters.base_identity import BaseIdentity
 from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, OtherBase, StoreUnavailable
-from motet.adapters.format.content import AdapterContent
+from motet.adapters.format.content import AdapterContent, LoraMatrices
 from motet.adapters.format.validation import validate
-from motet.adapters.packing.packing import pack
+from motet.adapters.packing.layout import AdapterLayout
+from motet.adapters.packing.packing import pack, packed_chunks
 from motet.adapters.store import store as store_module
 from motet.adapters.store.repacked import Repacked
 from motet.adapters.store.store import AdapterStore
@@ -380,3 +385,52 @@ def test_what_was_put_survives_kill_9(tmp_path: Path) -> None:
     for digest in whole:
         assert store.load_content(digest).digest == digest
         store.load_packed(digest, LAYOUT)
+
+
+EXPERTS = 4
+EXPERT_LAYOUT = AdapterLayout(
+    BaseShape(2, dict.fromkeys(EXPERT_MODULES, (16, 16)), ExpertShape(EXPERTS, (0, 1), "mlp", {})), 64, "float32"
+)
+
+
+def one_expert(num_experts: int) -> AdapterContent:
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape, np.float32) for shape in ((3, 16), (16, 3)))
+    return AdapterContent({(1, "experts.2.up_proj"): LoraMatrices(a, b, 2.0)}, num_experts)
+
+
+def test_experts_without_lora_take_no_disk_and_an_older_adapter_stays_as_it_was_packed(tmp_path: Path) -> None:
+    """Records say by the ranks how many pages there are, and those of a digest are to agree."""
+    apart, padded = one_expert(EXPERTS), one_expert(0)
+    assert apart.digest == padded.digest
+    new, old = AdapterStore(tmp_path / "new"), AdapterStore(tmp_path / "old")
+    assert new.put(apart, [EXPERT_LAYOUT]).module_ranks == {"experts.2.up_proj": 3}
+    old.put(padded, [EXPERT_LAYOUT])  # as before experts had ranks of their own
+    assert old.put(apart, [EXPERT_LAYOUT]).module_ranks == {"experts.up_proj": 3}
+    sizes = []
+    for store in (new, old):
+        ranks = store.load_content(apart.digest).module_ranks
+        pages = store.load_packed(apart.digest, EXPERT_LAYOUT)
+        (file,) = (tmp_path / store._root.name).glob("*/*/*.packed")
+        file.unlink()  # so that it is packed again
+        assert identical(store.load_packed(apart.digest, EXPERT_LAYOUT), pages)
+        assert len(pages) == EXPERT_LAYOUT.num_pages(ranks)
+        sizes.append(len(pages))
+    assert sizes == [2, 6]
+
+
+def test_packing_holds_a_few_pages_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, rank, width = np.random.default_rng(0), 256, 1024
+    a, b = (rng.standard_normal(shape, np.float32) for shape in ((rank, width), (width, rank)))
+    content = AdapterContent({(0, "q_proj"): LoraMatrices(a, b, 1.0)})
+    layout = AdapterLayout(BaseShape(16, {"q_proj": (width, width)}), 4096, "float32")
+    num_bytes = layout.num_pages(content.module_ranks) * layout.page_bytes
+    assert num_bytes == 32 << 20
+    assert content.digest
+    chunk_bytes = 1 << 20
+    monkeypatch.setattr(store_module, "packed_chunks", partial(packed_chunks, chunk_bytes=chunk_bytes))
+    tracemalloc.start()
+    AdapterStore(tmp_path).put(content, [layout])
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 4 * chunk_bytes

@@ -296,3 +296,43 @@ async def test_an_upload_over_the_quota_takes_no_disk(parts: Parts) -> None:
     again = await parts.uploads.upload("acme", "x", files.config_bytes, files.write(parts.folder), bounds=full)
     assert not again[1]
     assert (await parts.uploads.stored("acme", ""))[0].adapters == 1
+
+
+async def test_an_adapter_whose_pages_are_too_many_is_refused_before_it_is_read(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank in one layer is that of all layers. Only config and header are looked at."""
+    files = lora_files(
+        modules=("q_proj",), rank=1, ranks={(0, "q_proj"): 60}, rank_pattern={"layers.0.self_attn.q_proj": 60}
+    )
+    num_bytes = LAYOUT.num_pages({"q_proj": 60}) * LAYOUT.page_bytes
+    limits = replace(LIMITS, max_packed_bytes=num_bytes)
+    uploads = UploadService(parts.store, parts.registry, parts.view, [LAYOUT], limits)
+    adapter, _ = await uploads.upload("acme", "x", files.config_bytes, files.write(parts.folder))
+    assert adapter.packed_bytes == parts.store.load_packed(adapter.digest, LAYOUT).nbytes == num_bytes
+    assert (await uploads.stored("acme", ""))[0].stored_bytes == adapter.num_bytes + num_bytes
+
+    def no_room(num_bytes: int) -> None:
+        assert num_bytes == adapter.packed_bytes
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files = replace(files, tensors={name: tensor + 1 for name, tensor in files.tensors.items()})
+    with pytest.raises(OSError, match="No space left"):
+        await uploads.upload("acme", "y", files.config_bytes, files.write(parts.folder), take_room=no_room)
+    bounded = UploadService(
+        *(parts.store, parts.registry, parts.view, [LAYOUT], replace(limits, max_packed_bytes=num_bytes - 1))
+    )
+    monkeypatch.setattr("motet.adapters.format.validation.is_finite", None)  # what reads tensors
+    with pytest.raises(UploadTooLarge, match=f"takes {num_bytes} bytes .* at most {num_bytes - 1} are accepted"):
+        await bounded.upload("acme", "y", files.config_bytes, files.write(parts.folder))
+    assert parts.store.digests() == [adapter.digest]
+
+
+async def test_an_adapter_may_take_twice_the_largest_upload_unless_it_is_said(parts: Parts) -> None:
+    assert LIMITS.max_packed_bytes is None
+    wide = lora_files(
+        modules=("q_proj",), rank=1, ranks={(0, "q_proj"): 110}, rank_pattern={"layers.0.self_attn.q_proj": 110}
+    )
+    assert sum(tensor.nbytes for tensor in wide.tensors.values()) < LIMITS.max_tensors_bytes
+    with pytest.raises(UploadTooLarge, match="at most 40000 are accepted"):
+        await parts.uploads.upload("acme", "x", wide.config_bytes, wide.write(parts.folder))

@@ -21,6 +21,7 @@ OTHERS = {
     "tenant_queue_share": 0.25,
     "scheduling": "fifo",
     "tenant_scaling_share": 0.25,
+    "max_adapter_packed_bytes": 1 << 30,
     "max_body_bytes": 1 << 20,
     "tenant_running_share": 0.25,
     "max_model_len": 100,

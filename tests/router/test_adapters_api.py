@@ -77,6 +77,7 @@ async def test_upload_again_and_anew(rig: RouterRig) -> None:
         "rank": 8,
         "targets": ["q_proj", "v_proj"],
         "bytes": 1234,
+        "packed_bytes": 0,
         "created_at": 1700000000,
         "object": "adapter",
     }

@@ -138,3 +138,21 @@ def test_uploads_in_progress_are_counted_together(tmp_path: Path, monkeypatch: p
     free = 100
     with spool.room(30):
         pass
+
+
+def test_pages_that_take_more_than_the_upload_need_room_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUsage(0, 0, 100))
+    spool = UploadSpool(tmp_path / "spool", min_free_bytes=10)
+    with spool.room(10) as room:
+        room.pack(5)
+        with spool.room(20):
+            pass
+        room.pack(70)  # beside the upload in the spool and in the store
+        with pytest.raises(OSError, match="no room"):
+            room.pack(71)
+        with pytest.raises(OSError, match="no room"), spool.room(1):
+            pass
+    with spool.room(30):
+        pass

@@ -57,8 +57,10 @@ RECIPES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "down_of_one_layer": ((DOWN,), {"r": 2, "lora_alpha": 8, "layers_to_transform": [1]}),
     "ranks_differ": ((GATE, DOWN), {"r": 4, "lora_alpha": 4, "use_rslora": True}),
     "attention_only": (("q_proj",), {"r": 5, "lora_alpha": 10}),
+    "one_expert": ((GATE, UP, DOWN), {"r": 5, "lora_alpha": 10}),
 }
 ODD_EXPERT, ODD_RANK = 1, 7  # of "ranks_differ"
+ONE_EXPERT = 2  # of "one_expert"
 ADAPTERS = (None, *RECIPES, "all", None, "all")
 
 
@@ -66,6 +68,8 @@ def write_adapter(recipe: str, naming: Naming, num_query: int, folder: Path) -> 
     """An upload as transformers 4 and PEFT wrote it: one pair of matrices for each expert."""
     modules, options = RECIPES[recipe]
     called = [naming.names.get(module, module) for module in modules]
+    if recipe == "one_expert":
+        called = [f"experts.{ONE_EXPERT}.{name}" for name in called]
     config = {"peft_type": "LORA", "target_modules": called, **options}
     if recipe == "ranks_differ":
         config["rank_pattern"] = {f"experts.{ODD_EXPERT}.{naming.names[GATE]}": ODD_RANK}
@@ -75,6 +79,8 @@ def write_adapter(recipe: str, naming: Naming, num_query: int, folder: Path) -> 
         for module in modules:
             num_in, num_out = SIDES[module][0], SIDES[module][1] or num_query
             for expert in range(naming.num_experts) if module != "q_proj" else (None,):
+                if recipe == "one_expert" and expert != ONE_EXPERT:
+                    continue
                 odd = recipe == "ranks_differ" and (module, expert) == (GATE, ODD_EXPERT)
                 rank = ODD_RANK if odd else options["r"]
                 path = (
@@ -172,7 +178,13 @@ def test_merged_weights_are_what_peft_computes(case: Case) -> None:
 
 
 def test_the_adapters_differ(case: Case) -> None:
-    assert case.refs["ranks_differ"].module_ranks == {"experts.gate_proj": ODD_RANK, "experts.down_proj": 4}
+    last = len(case.models["all"].model.layers[0].mlp.experts.down_proj) - 1
+    assert case.refs["ranks_differ"].module_ranks == {
+        f"experts.0,2-{last}.gate_proj": 4,
+        f"experts.{ODD_EXPERT}.gate_proj": ODD_RANK,
+        "experts.down_proj": 4,
+    }
+    assert case.refs["one_expert"].module_ranks == {f"experts.{ONE_EXPERT}.{name}": 5 for name in (GATE, UP, DOWN)}
     token_ids = torch.arange(9).unsqueeze(0)
     with torch.inference_mode():
         rows = torch.stack([model(input_ids=token_ids).logits[0, -1] for model in case.models.values()])

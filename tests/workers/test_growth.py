@@ -60,7 +60,8 @@ def version_of(stock: Stock, name: str, number: int) -> AdapterRef:
     path = store._packed_path(digest, stock.layout)
     make_folder(path.parent)
     with path.open("wb") as file:
-        write_packed(file, digest, stock.layout, store.load_packed(ref.digest, stock.layout))
+        pages = store.load_packed(ref.digest, stock.layout)
+        write_packed(file, digest, stock.layout, len(pages), [pages])
     return AdapterRef(digest, ref.module_ranks)
 
 

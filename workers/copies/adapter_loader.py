@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from ...adapters.errors import AdapterError, StoreUnavailable
+from ...adapters.packing.packed_file import PagesPart
 from ...kernels.backend import Kernels
 from ..memory.host_adapter_cache import HostAdapterCache
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats
@@ -25,7 +26,8 @@ class AdapterLoader:
     """One thread that copies. No step uses the pages of a load until it has ended.
 
     An adapter in host memory never waits for the store. One that is read after its load was given up stays in host
-    memory and is not copied, since its pages may have another owner by then. On a GPU copies have their own stream.
+    memory and is not copied, since its pages may have another owner by then. One that is larger than host memory for
+    adapters is read and copied part by part. On a GPU copies have their own stream.
     """
 
     def __init__(self, cache: HostAdapterCache, pool: torch.Tensor, kernels: Kernels, store_deadline_s: float) -> None:
@@ -44,7 +46,7 @@ class AdapterLoader:
         if packed is not None:
             self._copy_later(load, mark, packed)
         else:
-            self._readers.begin(digest, partial(self._copy_later, load, mark))
+            self._read(load, mark, 0)
 
     def forget(self, digest: str) -> None:
         """Drops the adapter from host memory, unless it is pinned."""
@@ -79,22 +81,39 @@ class AdapterLoader:
         self._readers.close()
         self._thread.shutdown(cancel_futures=True)
 
-    def _copy_later(self, load: AdapterLoad, mark: Mark, packed: torch.Tensor | Exception) -> None:
+    def _read(self, load: AdapterLoad, mark: Mark, start: int) -> None:
+        """Reads the adapter, or a part of it from page `start` on, and then copies it."""
+        digest, part = load.residence.digest, self._cache.part(start, len(load.residence.pages))
+        if part is None:
+            self._readers.begin(digest, partial(self._copy_later, load, mark))
+        else:
+            read = partial(self._cache.get_part, part)
+            self._readers.begin(digest, partial(self._copy_later, load, mark, part=part), read=read)
+
+    def _copy_later(
+        self, load: AdapterLoad, mark: Mark, packed: torch.Tensor | Exception, part: PagesPart | None = None
+    ) -> None:
         try:
-            self._thread.submit(self._copy, load, mark, packed)
+            self._thread.submit(self._copy, load, mark, packed, part)
         except RuntimeError:
             pass  # the loader was closed while the store was read
 
-    def _copy(self, load: AdapterLoad, mark: Mark, packed: torch.Tensor | Exception) -> None:
-        """Ends a load. `packed`: the adapter, or why it could not be read."""
+    def _copy(
+        self, load: AdapterLoad, mark: Mark, packed: torch.Tensor | Exception, part: PagesPart | None = None
+    ) -> None:
+        """Ends a load, or goes on with its next part. `packed`: the adapter or part, or why it could not be read."""
         residence = load.residence
+        start, stop = (0, len(residence.pages)) if part is None else (part.start, part.stop)
         try:
             if isinstance(packed, Exception):
                 raise packed
-            if len(packed) != len(residence.pages):
-                raise ValueError(f"{len(packed)} pages are packed, and {len(residence.pages)} follow from its ranks")
+            if len(packed) != stop - start:
+                raise ValueError(f"{len(packed)} pages are packed, and {stop - start} follow from its ranks")
             with self._beside.after(mark):
-                self._kernels.write_pages(self._pool, residence.pages, packed)
+                self._kernels.write_pages(self._pool, residence.pages[start:stop], packed)
+            if stop < len(residence.pages):
+                self._read(load, mark, stop)
+                return
             self._ended.put(residence.digest)
         except AdapterError as error:
             is_unavailable = isinstance(error, StoreUnavailable)

@@ -40,7 +40,8 @@ class PinReader:
             digest = self._cache.next_to_pin()
             self._is_reading = digest is not None
         if digest is not None:
-            self._readers.begin(digest, partial(self._ended, digest), after_s=after_s, yields=True)
+            end, read = partial(self._ended, digest), self._cache.get_pinned
+            self._readers.begin(digest, end, read=read, after_s=after_s, yields=True)
 
     def _ended(self, digest: str, packed: torch.Tensor | Exception) -> None:
         is_away = isinstance(packed, StoreUnavailable)

@@ -29,6 +29,7 @@ class _Read(Generic[Content]):
     deadline: float
     on_end: Callable[[Content | Exception], None]
     due_at: float
+    read: Callable[[str], Content]
     yields: bool = False
     num_tries: int = 0
     is_over: bool = False  # its end was reported, or it was given up
@@ -57,19 +58,20 @@ class StoreReaders(Generic[Content]):
         digest: str,
         on_end: Callable[[Content | Exception], None],
         *,
+        read: Callable[[str], Content] | None = None,
         after_s: float = 0.0,
         yields: bool = False,
     ) -> None:
         """Reads in another thread. `on_end` gets what was read, or StoreUnavailable, or what else `read` raised.
 
-        It is called once, from one of these threads or this one. `after_s`: a delay. `yields`: reads without it go
-        first.
+        It is called once, from one of these threads or this one. `read`: in place of the readers' own. `after_s`: a
+        delay. `yields`: reads without it go first.
         """
         now = time.monotonic() + after_s
         with self._changed:
             has_reader = self._add_reader()
             if has_reader:
-                self._waiting.append(_Read(digest, now + self._deadline_s, on_end, now, yields))
+                self._waiting.append(_Read(digest, now + self._deadline_s, on_end, now, read or self._read, yields))
                 self._changed.notify_all()
         if not has_reader:
             on_end(StoreUnavailable(f"the adapter store hangs in {self.num_hung} reads; try again later"))
@@ -107,7 +109,7 @@ class StoreReaders(Generic[Content]):
         while (read := self._take()) is not None:
             end: Content | Exception
             try:
-                end = self._read(read.digest)
+                end = read.read(read.digest)
             except Exception as error:
                 end = error
             if self._is_end(read, end):

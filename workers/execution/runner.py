@@ -256,17 +256,12 @@ class Runner:
             return known[1]
         offsets, shape = self._layout.offsets(residence.module_ranks), self._layout.shape
 
-        def slices(modules: Iterable[str], expert: int) -> tuple[ModuleSlice, ...]:
+        def slices(modules: Iterable[str]) -> tuple[ModuleSlice, ...]:
             found = (offsets.get(module) for module in modules)
-            return tuple(
-                ModuleSlice(at.rank, at.rank, at.a + expert * at.stride, at.b + expert * at.stride) if at else ABSENT
-                for at in found
-            )
+            return tuple(ModuleSlice(at.rank, at.rank, at.a, at.b) if at else ABSENT for at in found)
 
         experts: tuple[PagedAdapter, ...] = ()
-        if shape.experts is not None and any(module in offsets for module in EXPERT_MODULES):
-            experts = tuple(
-                PagedAdapter(residence.pages, slices(EXPERT_MODULES, expert))
-                for expert in range(shape.experts.num_experts)
-            )
-        return PagedAdapter(residence.pages, slices(MODULES, 0), experts)
+        if any(module not in MODULES for module in offsets):
+            of_experts = zip(*(shape.members(module) for module in EXPERT_MODULES), strict=True)
+            experts = tuple(PagedAdapter(residence.pages, slices(modules)) for modules in of_experts)
+        return PagedAdapter(residence.pages, slices(MODULES), experts)

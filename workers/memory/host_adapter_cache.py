@@ -9,18 +9,23 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from ...adapters.errors import AdapterError
 from ...adapters.format.tensor_file import Tensor
 from ...adapters.packing.layout import AdapterLayout
+from ...adapters.packing.packed_file import PagesPart
 from ...adapters.store.store import AdapterStore
 from ...kernels.pages import write_pages
-from .host_pins import HostPins
+from .host_pins import FULL, HostPins
 from .pinned_memory import PinnedArena
+
+PART_BYTES = 16 << 20  # of an adapter that is read in parts; smaller ones are read whole
 
 
 class HostAdapterCache:
     """Keeps at most `max_bytes`; evicts the least recently used first. For several threads.
 
-    Pinned adapters are never evicted, but take at most half of it.
+    Pinned adapters are never evicted, but take at most half of it. An adapter larger than `max_bytes` is never here as
+    a whole: its pages are read in parts.
     """
 
     def __init__(
@@ -44,6 +49,29 @@ class HostAdapterCache:
                 return self._pins.find(digest)
             self._packed.move_to_end(digest)
             return packed
+
+    def part(self, start: int, num_pages: int) -> PagesPart | None:
+        """What to read of an adapter of `num_pages` from page `start` on; None: it is small enough to be read whole."""
+        page_bytes = self._layout.page_bytes
+        if num_pages * page_bytes <= max(self._max_bytes, PART_BYTES):
+            return None
+        return PagesPart(start, min(start + max(PART_BYTES // page_bytes, 1), num_pages), num_pages)
+
+    def get_part(self, part: PagesPart, digest: str) -> torch.Tensor:
+        """Some pages of an adapter, read from the store. Parts are read in order. Raises as `get`."""
+        if part.start == 0:
+            with self._lock:
+                self.num_reads += 1
+        return as_torch(self._store.load_part(digest, self._layout, part))
+
+    def get_pinned(self, digest: str) -> torch.Tensor:
+        """As `get`, but an adapter without room among the pins is not read. Raises AdapterError then."""
+        num_bytes = self._store.packed_bytes(digest, self._layout)
+        if num_bytes > max(self._max_bytes // 2, PART_BYTES):
+            with self._lock:
+                self._pins.lack_room(digest, num_bytes)
+            raise AdapterError(FULL)
+        return self.get(digest)
 
     def get(self, digest: str) -> torch.Tensor:
         """As `find`, or read from the store. Raises AdapterCorrupt if the copy there is bad, or StoreUnavailable."""

@@ -73,14 +73,19 @@ class HostPins:
         """Keeps a pinned adapter. False: there is no room for it among the pins."""
         self._lacking.pop(digest, None)
         if not kept_pins(self._max_bytes - self.num_bytes, {digest: packed.nbytes}):
-            self._without_room[digest] = packed.nbytes
-            self._note_failed(digest, FULL)
+            self.lack_room(digest, packed.nbytes)
             return False
         self._without_room.pop(digest, None)
         self._kept[digest] = packed
         self.num_bytes += packed.nbytes
         self._note_recovered(digest)
         return True
+
+    def lack_room(self, digest: str, num_bytes: int) -> None:
+        """There is no room for a pinned adapter of `num_bytes`, which is to be read once there may be."""
+        if digest in self._wanted:
+            self._without_room[digest] = num_bytes
+            self._note_failed(digest, FULL)
 
     def fail(self, digest: str, reason: str, *, again: bool) -> None:
         """A pinned adapter could not be read. `again`: retry after all others; else when a sequence loads it."""

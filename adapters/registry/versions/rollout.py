@@ -30,6 +30,7 @@ class VersionFacts(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     created_at: float
     module_ranks: Mapping[str, int]
+    packed_bytes: int = 0
 
 
 class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -90,7 +91,14 @@ def rollout_of(current: AdapterVersion) -> Rollout:
 
 
 def facts_of(adapter: AdapterVersion) -> VersionFacts:
-    return VersionFacts(adapter.version, adapter.digest, adapter.num_bytes, adapter.created_at, adapter.module_ranks)
+    return VersionFacts(
+        adapter.version,
+        adapter.digest,
+        adapter.num_bytes,
+        adapter.created_at,
+        adapter.module_ranks,
+        adapter.packed_bytes,
+    )
 
 
 def version_of(current: AdapterVersion, version: int) -> AdapterVersion | None:
@@ -124,5 +132,6 @@ def _adapter(current: AdapterVersion, facts: VersionFacts) -> AdapterVersion:
         module_ranks=facts.module_ranks,
         num_bytes=facts.num_bytes,
         created_at=facts.created_at,
+        packed_bytes=facts.packed_bytes,
         revision=current.revision,
     )
