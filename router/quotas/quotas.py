@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
@@ -103,7 +104,8 @@ class Quotas:
         self._num_routers, self._wait_s = num_routers, wait_s
         self._router = uuid4().hex[:12]
         self._holders: dict[tuple[str, str], _Holder] = {}  # by tenant's id and key
-        self._grants: dict[str, Grant] = {}  # by key in Redis
+        # By key in Redis: there is one of each limit, for as long as a holder, an account or a request has it.
+        self._grants: WeakValueDictionary[str, Grant] = WeakValueDictionary()
         self._accounts: dict[str, QuotaAccount] = {}  # of answers under way, by response
         self._due: deque[tuple[float, Grant]] = deque()  # when grants give back what is idle
         self._unsent: dict[Grant, None] = {}  # with a message for Redis, in this order
@@ -117,7 +119,7 @@ class Quotas:
     async def stop(self) -> None:
         """Gives back what this router holds, if Redis is there."""
         await end_tasks(self._keeper)
-        for grant in self._grants.values():
+        for grant in list(self._grants.values()):
             if not grant.is_idle:
                 self._send(grant)
         if self._sender is not None:
@@ -376,14 +378,12 @@ class Quotas:
 
     def _renew(self) -> None:
         now_us = _now_us()
-        for key, grant in list(self._grants.items()):
+        for name, holder in list(self._holders.items()):
+            if all(grant.is_idle and not grant.level(now_us).backlog_us for grant in holder.grants):
+                del self._holders[name]
+        for grant in list(self._grants.values()):
             if grant.in_use:
                 self._send(grant)
-            elif grant.is_idle and not grant.level(now_us).backlog_us:
-                del self._grants[key]
-        for name, holder in list(self._holders.items()):
-            if all(self._grants.get(grant.key) is not grant for grant in holder.grants):
-                del self._holders[name]
         for account in list(self._accounts.values()):
             if any(taken.units < account.num_tokens for _, taken in account.reserved):
                 self._charge(account, account.request.progress())

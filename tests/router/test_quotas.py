@@ -225,6 +225,22 @@ async def test_streams_of_a_killed_router_end_and_those_of_a_living_one_do_not(
         kept.settle(ending())
 
 
+async def test_a_place_is_renewed_although_the_tenant_had_no_stream_for_a_while(
+    redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of one of its quotas is still of interest then, and of another one not."""
+    monkeypatch.setattr(grants, "LEASE_US", 1_000_000)
+    monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.1)
+    who = identity(Quota(requests_per_minute=4, concurrent_streams=1))
+    async with routers(redis_url, 2) as (here, there):
+        (await here.open(asked(who))).settle(ending())
+        await until(partial(is_left, there, who, {"streams": 1}))
+        await asyncio.sleep(1.0)
+        await here.open(asked(who))
+        await asyncio.sleep(2.0)  # longer than a lease
+        assert isinstance(await try_open(there, asked(who)), ApiError)
+
+
 async def test_a_resumed_stream_is_admitted_and_charged_for_what_it_uses(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(requests_per_minute=2, tokens_per_minute=1000, concurrent_streams=1))
     async with routers(redis_url, 2) as (lost, other):

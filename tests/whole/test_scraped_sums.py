@@ -22,8 +22,8 @@ pytestmark = pytest.mark.cluster
 
 NUM_STREAMS = 16
 NUM_TOKENS = 300
-# Gangs are far ahead of what clients read. With two streams at a time each has most of its streams still waiting when the
-# first token arrives at a client, however fast it is.
+# Gangs are far ahead of what clients read. With two streams at a time each has most of its streams still waiting when
+# the first token arrives at a client, however fast it is.
 MAX_NUM_SEQUENCES = 2
 MADE = "motet_engine_generated_tokens_total"
 CONFIG = """
