@@ -263,6 +263,8 @@ class Quotas:
             del self._accounts[account.request.response_id]
         progress, now_us = ending.progress, _now_us()
         used = progress.num_prompt_tokens + progress.num_completion_tokens
+        if ending.error == "taken_over" and account.request.num_sequences == 1:
+            used = 0  # the connection that took the stream over is charged for all of it
         for grant, taken in account.reserved:
             grant.settle(taken, used)
         # A client whose stream broke may have resumed it at another router, which then has its place.

@@ -258,6 +258,19 @@ async def test_a_resumed_stream_is_admitted_and_charged_for_what_it_uses(redis_c
         assert now["streams"] == 1
 
 
+@pytest.mark.parametrize("place", [0, 1])
+async def test_a_stream_that_was_taken_over_is_charged_once(redis_client: Redis, redis_url: str, place: int) -> None:
+    """The gang goes on with it, and reports what it has computed for both connections to the later one."""
+    who = identity(Quota(tokens_per_minute=1000))
+    async with routers(redis_url, 2) as pair:
+        first = await pair[0].open(asked(who, prompt=300, new=200, response_id="cmpl-1"))
+        again = await pair[place].open(asked(who, prompt=300, new=200, response_id="cmpl-1", is_resumed=True))
+        first.settle(ending(prompt=300, completion=100, error="taken_over"))
+        again.settle(ending(prompt=300, completion=200))
+        async with asyncio.timeout(10):  # if it was charged twice that much is left after 24 s
+            await until(partial(is_left, pair[1], who, {"tokens": 500}))
+
+
 async def test_all_streams_of_a_dead_router_may_be_resumed_at_once(redis_client: Redis, redis_url: str) -> None:
     who, names = identity(Quota(concurrent_streams=8)), [f"cmpl-{number}" for number in range(8)]
     async with routers(redis_url, 2) as (lost, other):
