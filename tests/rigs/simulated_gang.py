@@ -83,7 +83,7 @@ class SimulatedEngine:
         self.computed: dict[int, set[int]] = {}  # positions, by the seed of their sequence
         self.generated: dict[int, set[int]] = {}  # tokens' indices, by the seed of their sequence
         self.num_computed = 0  # positions, each time that one is computed
-        self.parts: list[tuple[SequenceRequest, SequencePlan]] = []  # all that was computed
+        self.parts: list[tuple[SequenceRequest, SequencePlan, bool]] = []  # all that was computed; True: it overflowed
         self.reports: list[tuple[float, SequenceRequest, SequenceUsage]] = []  # and when each was made
         self._times = StepTimes(loop.time)
         self._inbox: list[EngineMessage] = []
@@ -106,11 +106,11 @@ class SimulatedEngine:
         seed = request.sampling.seed or 0
         self.num_computed += len(part.token_ids)
         self.computed.setdefault(seed, set()).update(range(part.start, part.start + len(part.token_ids)))
-        self.parts.append((request, part))
         if self.breaks:
             self._executor.broken.add(part.sequence_id)
         elif part.sample is not None:
             self.generated.setdefault(seed, set()).add(part.sample.index)
+        self.parts.append((request, part, part.sequence_id in self._executor.broken))
 
     def stop(self) -> None:
         self.alive = False

@@ -29,7 +29,7 @@ from motet.tests.rigs.simulated_time import run_simulated
 from motet.tests.rigs.usage_reconciliation import ledger_entries, sums_of
 
 TEXT = text_service()
-NUM_SEEDS = 6
+NUM_SEEDS = 12
 QUOTAS = (
     Quota(),
     Quota(concurrent_streams=4),
@@ -103,5 +103,5 @@ def test_with_clients_alone_it_is_charged_to_the_token(
     client: redis.Redis, redis_url: str, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
     first = pytestconfig.getoption("first_seed")
-    for seed in range(first, first + 3):
+    for seed in range(first, first + 6):
         play(seed, client, redis_url, tmp_path, is_quiet=True)
