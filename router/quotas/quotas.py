@@ -26,7 +26,7 @@ from ...adapters.registry.tenants.records import Quota
 from ..accounts.account import Account, AnswerRequest, Ending, Progress
 from ..openai_api.errors import unavailable
 from ..tenants.identity import Identity
-from .grants import EXCHANGE, SAY_US, Grant, Message, Taken, Waiter
+from .grants import EXCHANGE, REPORT_INTERVAL_US, Grant, Message, Taken, Waiter
 from .limits import PERIOD_US, Level, Limit, limits_of
 from .refusals import Headers, headers_of, refusal, zero_refusal
 
@@ -51,7 +51,7 @@ class RedisAway(Exception):  # noqa: N818
 
 @dataclass(slots=True)
 class _Holder:
-    """What requests of one key of a tenant need, while these are their quotas. `grants`: of limits above 0."""
+    """The limits of one key's requests, by these quotas of its tenant and its own. `grants`: of limits above 0."""
 
     quotas: tuple[Quota, Quota]
     limits: tuple[Limit, ...]
@@ -77,7 +77,6 @@ class QuotaAccount:
         self.reserved: list[tuple[Grant, Taken]] = []
         self.has_own_places = True  # False: Redis does not know of them as this router's
         self.num_takeovers = 0  # of its places, by connections that resumed its stream
-        self.num_tokens = request.num_prompt_tokens + request.num_new_tokens  # at most
         self._on_end = on_end
 
     def settle(self, ending: Ending) -> None:
@@ -149,24 +148,24 @@ class Quotas:
         return account
 
     def precheck(self, identity: Identity, is_resuming: bool = False) -> Headers:
-        """Headers of what is known to be left, before a request is read.
+        """Headers of what is left as far as this router knows, before a request is read.
 
-        Raises the 429 that it would get anyway for the requests that were made before it. `is_resuming`: for the rest
-        of a stream, which is not charged again; so `open` decides.
+        Raises the 429 of a request that `open` would certainly refuse. `is_resuming`: it resumes a stream, which takes
+        nothing of the quota of requests.
         """
         holder, now_us = self._holder(identity), _now_us()
         levels = holder.levels(now_us)
         if not is_resuming:
             holder.check_zero()
             for grant in holder.grants:
-                # No request is given back, and other routers only take more of them.
+                # Requests are never given back, so no more are left than this router knows of.
                 known = grant.level(now_us, with_held=False)
                 if known.limit.kind == "requests" and not grant.has(1, now_us) and known.wait_s(1):
                     raise refusal([(known, 1)], levels)
         return headers_of(levels)
 
     async def look(self, identity: Identity) -> tuple[Sequence[Level], bool]:
-        """How full each limit is, and whether Redis says so: False is what this router knew last. Takes nothing."""
+        """How full each limit is, and whether that is as of now: False if Redis is away. Takes nothing."""
         holder, is_fleet_wide = self._holder(identity), True
         try:
             await self._ask([(grant, 0) for grant in holder.grants])
@@ -201,7 +200,7 @@ class Quotas:
             if not lacking:
                 lacking = _lacking(costs)
             elif may_wait and all(grant.level(now_us, with_held=False).left >= cost for grant, cost in lacking):
-                may_wait = False  # other routers hold enough that they may not need
+                may_wait = False  # other routers hold enough, and may return it
                 await asyncio.sleep(_RETURNED_S)
             else:
                 raise refusal([(grant.level(now_us), cost) for grant, cost in lacking], holder.levels(now_us))
@@ -267,7 +266,7 @@ class Quotas:
             used = 0  # the connection that took the stream over is charged for all of it
         for grant, taken in account.reserved:
             grant.settle(taken, used)
-        # A client whose stream broke may have resumed it at another router, which then has its place.
+        # A client whose stream broke may have resumed it at another router, which has taken over its place.
         is_reusable = account.has_own_places and not ending.error and not ending.is_cancelled
         for grant in account.places:
             grant.release(now_us, is_reusable=is_reusable)
@@ -278,13 +277,13 @@ class Quotas:
                 self._queue(grant)
 
     def _queue(self, grant: Grant) -> None:
-        """Has the grant say its news in a moment."""
-        if not grant.is_queued and grant.has_news:
+        """Has the grant reported to Redis within REPORT_INTERVAL_US, if there is anything to report."""
+        if not grant.is_queued and grant.needs_report:
             grant.is_queued = True
-            self._due.append((_now_us() + SAY_US, grant))
+            self._due.append((_now_us() + REPORT_INTERVAL_US, grant))
 
     def _send(self, grant: Grant) -> None:
-        """Has the grant say its news now, or when its message under way is answered."""
+        """Has the grant reported to Redis now, or when its message under way is answered."""
         if asyncio.get_running_loop().time() < self._away_until_s:
             self._queue(grant)
             return
@@ -375,7 +374,7 @@ class Quotas:
         while self._due and self._due[0][0] <= now_us and not is_away:
             grant = self._due.popleft()[1]
             grant.is_queued = False
-            if grant.has_news:
+            if grant.needs_report:
                 self._send(grant)
 
     def _renew(self) -> None:
@@ -387,7 +386,7 @@ class Quotas:
             if grant.in_use:
                 self._send(grant)
         for account in list(self._accounts.values()):
-            if any(taken.units < account.num_tokens for _, taken in account.reserved):
+            if account.reserved:
                 self._charge(account, account.request.progress())
 
 

@@ -188,6 +188,21 @@ async def test_what_is_larger_than_a_minutes_quota_gets_the_whole_of_it_and_is_c
         assert 100 < await backlog_s() <= 120  # two minutes' worth was used, and no more is charged in the end
 
 
+async def test_what_is_computed_beyond_the_reservation_is_charged_as_it_goes(
+    redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of beams, whose rounds compute their newest tokens as prompts."""
+    monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.05)
+    who = identity(Quota(tokens_per_minute=1000))
+    async with routers(redis_url, 1) as (quotas,):
+        await quotas.open(asked(who, prompt=100, new=100, by_now=lambda: progress(500, 400)))
+
+        async def is_charged() -> bool:
+            return (await left(quotas, who))["tokens"] < 500
+
+        await until(is_charged)
+
+
 async def test_answers_at_once_are_counted_over_routers_and_let_go_at_their_end(
     redis_client: Redis, redis_url: str
 ) -> None:
