@@ -48,7 +48,7 @@ class UsageApi:
         errors=_ERRORS,
     )
     async def show(self, request: Request, identity: Identity) -> Answer:
-        """A tenant hears of itself alone."""
+        """Only the tenant's own usage."""
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=False)
         return await self._answer(identity.tenant.tenant_id, query, lambda: _one(identity.tenant))
 

@@ -63,7 +63,7 @@ class TrialsApi:
     async def stop_canary(self, request: Request, identity: Identity) -> Deleted:
         def stop(state: NameState, now: float) -> NameState:
             _existing(state, state.rollout.canary, "canary")
-            return name_state.without_canary(state, "stopped", "somebody stopped it", now)
+            return name_state.without_canary(state, "stopped", "it was stopped by a request", now)
 
         state = await change_name(self._uploads, request, identity, "canary.stop", stop)
         return Deleted(state.current.name, "canary")
