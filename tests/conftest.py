@@ -108,7 +108,7 @@ def patient_routers() -> Iterator[None]:
             (generation_response, "HEADERS_AFTER_S"),
         ):
             patch.setattr(module, name, PATIENCE_S)
-        for function in (connect, *(records.__init__ for records in RECORDS)):
+        for function in (connect, *(vars(records)["__init__"] for records in RECORDS)):
             patch.setattr(function, "__defaults__", patient_defaults(function))
         yield
 
