@@ -24,6 +24,7 @@ from redis.exceptions import NoScriptError, RedisError
 from ...adapters.ended_tasks import end_tasks
 from ...adapters.registry.tenants.records import Quota
 from ..accounts.account import Account, AnswerRequest, Ending, Progress
+from ..loop_share import LoopShare
 from ..openai_api.errors import unavailable
 from ..tenants.identity import Identity
 from .grants import EXCHANGE, REPORT_INTERVAL_US, Grant, Message, Taken, Waiter
@@ -365,7 +366,7 @@ class Quotas:
                 self._send_due()
                 if _now_us() >= renew_at_us:
                     renew_at_us = _now_us() + RENEW_S * 1e6
-                    self._renew()
+                    await self._renew()
             except Exception:  # else all answers under way would lose their places
                 _log.exception("quotas: answers under way could not be renewed or charged")
 
@@ -377,17 +378,18 @@ class Quotas:
             if grant.needs_report:
                 self._send(grant)
 
-    def _renew(self) -> None:
-        now_us = _now_us()
+    async def _renew(self) -> None:
+        now_us, share = _now_us(), LoopShare()
         for name, holder in list(self._holders.items()):
             if all(grant.is_idle and not grant.level(now_us).backlog_us for grant in holder.grants):
                 del self._holders[name]
         for grant in list(self._grants.values()):
             if grant.in_use:
                 self._send(grant)
-        for account in list(self._accounts.values()):
-            if account.reserved:
+        for response_id, account in list(self._accounts.items()):
+            if account.reserved and self._accounts.get(response_id) is account:  # it has not ended
                 self._charge(account, account.request.progress())
+                await share.pause()
 
 
 def redis_key(tenant_id: str, limit: Limit) -> str:
