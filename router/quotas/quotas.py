@@ -78,9 +78,12 @@ class QuotaAccount:
         self.reserved: list[tuple[Grant, Taken]] = []
         self.has_own_places = True  # False: Redis does not know of them as this router's
         self.num_takeovers = 0  # of its places, by connections that resumed its stream
+        self.before: QuotaAccount | None = None  # while it is opened: the connection whose places it took over
+        self.has_ended = False
         self._on_end = on_end
 
     def settle(self, ending: Ending) -> None:
+        self.has_ended = True
         self._on_end(self, ending)
 
 
@@ -144,6 +147,9 @@ class Quotas:
             if not request.is_resumed:
                 message = "The tenant's quotas cannot be read now, and this router has used up its part of them."
                 raise unavailable(message, "registry_unavailable") from error
+        except BaseException:
+            self._give_back_places(account)
+            raise
         self._open_account(account, costs)
         account.headers = headers_of(holder.levels(_now_us()))
         return account
@@ -233,7 +239,18 @@ class Quotas:
             return False
         account.places, before.places = before.places, []
         account.has_own_places, account.num_takeovers = before.has_own_places, before.num_takeovers + 1
+        account.before = before
         return True
+
+    def _give_back_places(self, account: QuotaAccount) -> None:
+        """The account, which is not opened, took over the places of the connection before, if it has any."""
+        before = account.before
+        if before is not None and not before.has_ended:
+            before.places = account.places
+            return
+        for grant in account.places:
+            grant.release(_now_us(), is_reusable=False)
+            self._queue(grant)
 
     def _open_account(self, account: QuotaAccount, costs: Costs) -> None:
         now_us = _now_us()
@@ -247,6 +264,7 @@ class Quotas:
                     account.has_own_places = False
                     grant.add_place()
             self._queue(grant)
+        account.before = None
         if account.places or account.reserved:
             self._accounts[account.request.response_id] = account
 

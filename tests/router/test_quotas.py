@@ -332,6 +332,41 @@ async def test_who_comes_back_again_and_again_pays_for_what_is_computed(redis_cl
         assert 50 < int(headers(again)["Retry-After"]) <= 180
 
 
+@pytest.mark.parametrize("ends_meanwhile", [False, True])
+async def test_a_resumed_stream_that_is_not_admitted_takes_no_place_with_it(
+    redis_client: Redis, redis_url: str, ends_meanwhile: bool
+) -> None:
+    who = identity(Quota(concurrent_streams=1))
+    async with routers(redis_url, 2) as (quotas, other):
+        first = await quotas.open(asked(who, response_id="cmpl-1"))
+        resuming = asyncio.create_task(quotas.open(asked(who, response_id="cmpl-1", is_resumed=True)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it asks Redis, and its client leaves
+        if ends_meanwhile:
+            first.settle(ending())
+        resuming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await resuming
+        if not ends_meanwhile:
+            assert (await left(other, who))["streams"] == 0
+            first.settle(ending())
+        await until(partial(is_left, other, who, {"streams": 1}))
+
+
+async def test_a_stream_that_may_not_be_resumed_for_its_tenants_debt_takes_no_place_with_it(
+    redis_client: Redis, redis_url: str
+) -> None:
+    who = identity(Quota(tokens_per_minute=1000, concurrent_streams=2))
+    async with routers(redis_url, 1) as (quotas,):
+        first = await quotas.open(asked(who, prompt=100, new=100, response_id="cmpl-1"))
+        second = await quotas.open(asked(who, prompt=100, new=100))
+        second.settle(ending(prompt=100, completion=4000))  # four minutes' worth
+        refused = await try_open(quotas, asked(who, prompt=100, new=100, response_id="cmpl-1", is_resumed=True))
+        assert isinstance(refused, ApiError) and refused.detail.code == "rate_limit_exceeded"
+        first.settle(ending(prompt=100, completion=100))
+        await until(partial(is_left, quotas, who, {"streams": 2}))
+
+
 async def test_who_comes_back_again_and_again_takes_places(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(concurrent_streams=2))
     async with routers(redis_url, 1) as (quotas,):
