@@ -44,7 +44,7 @@ class KeySet:
 
 @dataclass(frozen=True)
 class TenantSet:
-    """What is known of a tenant has changed."""
+    """The record of a tenant has changed."""
 
     tenant: TenantRecord
 

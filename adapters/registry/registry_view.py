@@ -235,7 +235,7 @@ class RegistryView:
                 return
 
     async def _load_kept(self, filling: bool) -> KeptAdapters:
-        """Those that are kept now, as they are in the registry now."""
+        """The names that are kept now, with their versions read anew from the registry."""
         names = KeptAdapters(self._names.capacity, filling=filling)
         kept = self._names.names()
         for start in range(0, len(kept), PAGE_SIZE // 4):

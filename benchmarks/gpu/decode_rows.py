@@ -76,7 +76,7 @@ def time_layers(machine: Machine, kernels: Kernels | None) -> Iterator[Record]:
     """Two layers against 32: what a page of all layers costs a kernel that reads one, and what a step costs besides.
 
     One layer's part of a page of 32 layers is a 32nd of it, so that a kernel's reads are spread over 32 times the
-    address space: more than the TLB reaches, perhaps. The same reads from pages of two layers tell.
+    address space: more than the TLB reaches, perhaps. The same reads from pages of two layers show whether that costs.
     """
     chosen = kernels or choose_kernels(machine.device, machine.dtype, 1)
     count, context = (2, 20) if machine.is_dry else (64, 1024)

@@ -81,15 +81,15 @@ def compared(pairs: Sequence[tuple[Answer, Answer]], tolerance: float) -> tuple[
     for ours, theirs in pairs:
         if ours.error is not None or theirs.error is not None or len(ours.token_ids) != len(theirs.token_ids):
             return float("nan"), f"a sequence failed: {ours.error or theirs.error or 'tokens are missing'}"
-        for token, other, said, heard in zip(
+        for token, other, own, reference in zip(
             ours.token_ids, theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True
         ):
             if token != other:
                 if ours.is_greedy:
-                    known = dict(zip(heard.top_ids, heard.top_logprobs, strict=True))
-                    error = max(error, heard.chosen - known.get(token, float("-inf")))
+                    known = dict(zip(reference.top_ids, reference.top_logprobs, strict=True))
+                    error = max(error, reference.chosen - known.get(token, float("-inf")))
                 break
-            error = max(error, abs(said.chosen - heard.chosen))
+            error = max(error, abs(own.chosen - reference.chosen))
         else:
             num_equal += 1
     return error, f"{num_equal} of {len(pairs)} alike in all tokens"

@@ -223,7 +223,7 @@ class Bench:
         """
         size, modules = self._size, dict.fromkeys(self._layout.shape.modules, RANK)
         generator = torch.Generator().manual_seed(num_adapters)
-        told: dict[int, list[SequenceUpdate]] = {}
+        received: dict[int, list[SequenceUpdate]] = {}
         self._num_rounds += 1
         tenant = f"round-{self._num_rounds}"  # shares no KV with other rounds, whatever they ask
         for index, context in enumerate(size.contexts):
@@ -233,7 +233,7 @@ class Bench:
                 max_tokens=size.num_steps + 1, temperature=0.0, ignore_eos=True, num_logprobs=size.num_logprobs
             )
             self._next_id += 1
-            told[self._next_id] = []
+            received[self._next_id] = []
             self.engine.receive(
                 Submit(
                     SequenceRequest(
@@ -253,17 +253,17 @@ class Bench:
             for update in updates:
                 if update.error is not None:
                     raise RuntimeError(update.error.message)
-                told[update.sequence_id].append(update)
-            if len(updates) == size.num_sequences and all(len(heard) > 1 for heard in told.values()):
+                received[update.sequence_id].append(update)
+            if len(updates) == size.num_sequences and all(len(own) > 1 for own in received.values()):
                 times.append(took)
                 on_decode(len(times))
             if self.engine.waits:
                 time.sleep(0.001)
         self.engine.check_integrity()
-        token_ids = [[token for update in heard for token in update.token_ids] for heard in told.values()]
+        token_ids = [[token for update in own for token in update.token_ids] for own in received.values()]
         if {len(tokens) for tokens in token_ids} != {size.num_steps + 1}:
             raise RuntimeError(f"a sequence ended with other than {size.num_steps + 1} tokens")
-        logprobs = [said.chosen for heard in told.values() for update in heard for said in update.logprobs or ()]
+        logprobs = [one.chosen for own in received.values() for update in own for one in update.logprobs or ()]
         return Served(tuple(times), token_ids, torch.tensor(logprobs))
 
 

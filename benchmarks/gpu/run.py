@@ -69,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             for row in section():
                 report.add(row)
-        except Exception as error:  # the others still tell something
+        except Exception as error:  # the others are still of use
             traceback.print_exc()
             report.failed(name, error)
         if not arguments.dry:

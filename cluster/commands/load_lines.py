@@ -11,7 +11,7 @@ from ..byte_size import format_byte_size
 def load_lines(load: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> Iterator[str]:
     """Lines for an `EngineLoad` of `/status`.
 
-    `before`: the same `seconds` earlier, for what happens in a second; None: what has happened since the start.
+    `before`: the load `seconds` earlier, for rates; None: the lines have counts since the start.
     """
     load = {field: value or 0 for field, value in load.items()}
 
@@ -36,8 +36,8 @@ def load_lines(load: Mapping[str, Any], before: Mapping[str, Any] | None, second
         f"kept KV {count('num_prefix_pages'):,.0f} ({count('num_idle_prefix_pages'):,.0f} idle); "
         f"adapters {count('num_adapter_pages'):,.0f} ({count('num_idle_adapter_pages'):,.0f} idle)"
     )
-    behind = f"{count('num_host_pages'):,.0f} in host memory, {count('num_disk_pages'):,.0f} on disk"
-    yield f"pages of KV behind them: {behind}"
+    tiers = f"{count('num_host_pages'):,.0f} in host memory, {count('num_disk_pages'):,.0f} on disk"
+    yield f"pages of KV behind them: {tiers}"
     packed = format_byte_size(int(count("host_adapter_bytes")))
     there = f"{count('num_resident_adapters'):,.0f} there, {count('num_coming_adapters'):,.0f} coming"
     yield f"adapters: {there}; {packed} packed in host memory"

@@ -17,7 +17,7 @@ OF_PODS = "env of the containers of headGroupSpec and of every workerGroupSpecs 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeServeFacts:
-    """What a node's environment says."""
+    """What a node's environment sets for Ray Serve."""
 
     variables: Mapping[str, str] = field(default_factory=dict)  # those of SERVE_FLAGS and LASTING_STREAMS that are set
     program: str = ""  # for HAProxy
@@ -52,7 +52,7 @@ def gather_serve() -> NodeServeFacts:
 
 
 def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
-    """Of a node whose environment was set by hand; otherwise motet sets all of it when it starts Serve."""
+    """Findings of a node whose environment was set by hand; else motet sets all of it when it starts Serve."""
     findings = []
     if facts.limits_problem:
         findings.append(
@@ -64,7 +64,10 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
             )
         )
     if not facts.variables and not facts.program:
-        return [*findings, ok(CHECK, "nothing is said for Ray Serve here: motet serve says it when it starts Serve")]
+        return [
+            *findings,
+            ok(CHECK, "the environment sets nothing for Serve: motet serve sets it when it starts Serve"),
+        ]
     if missing := [f"{name}={value}" for name, value in SERVE_FLAGS.items() if facts.variables.get(name) != value]:
         findings.append(
             error(
@@ -98,7 +101,7 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
 
 
 def check_running_serve(running: RunningServe | None) -> list[Finding]:
-    """`running`: None: no Serve runs."""
+    """Findings of the Serve that runs; None: none does."""
     if running is None:
         return [ok(CHECK, "no Serve runs on the cluster yet")]
     findings = []

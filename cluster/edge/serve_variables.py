@@ -1,8 +1,8 @@
 """What Ray and Serve must find in the environment of each of their processes, on every node that serves motet.
 
-They read it when they start. A motet on one machine adds what makes its Ray private (`launch/local_serve.py`), one on a
-running cluster sends its part with the job (`launch/joined_cluster.py`), and images bring it along: tests hold
-`deploy/` and `motet doctor` to this list.
+They read it when they start. On one machine motet sets it for its own Ray (`launch/local_serve.py`), on a running
+cluster it sends its part with the job (`launch/joined_cluster.py`), and images contain it. Tests compare `deploy/` and
+`motet doctor` with this list.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ SERVE_FLAGS = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED
 LONGEST_STREAM_S = 24 * 3600
 DEREGISTRATION_S = 5  # until HAProxy, on a busy machine too, has removed a router that stops
 PORT_REST_S = 150  # before another router gets the port of one that is gone
-# Variables of Serve on which streams depend that outlast changes of routers.
+# Variables of Serve that let streams survive changes of routers.
 LASTING_STREAMS = {
-    # Whenever routers come or go, another HAProxy takes over; the one before ends with its last stream, and must not be
-    # ended sooner. Serve would do so after two minutes.
+    # Whenever routers start or stop, another HAProxy takes over. The one before must run until its last stream has
+    # ended; by default Serve ends it after two minutes.
     "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(LONGEST_STREAM_S),
     "RAY_SERVE_PORT_QUARANTINE_S": str(PORT_REST_S),
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(DEREGISTRATION_S),
 }
 # How long Ray and Serve wait for parts of themselves to start. A busy machine needs longer than their defaults, after
-# which they give up, or start a part again that was about to be there.
+# which they give up, or start the part a second time.
 PATIENT_STARTS = {
     "RAY_gcs_server_port_wait_time_s": "120",
     "RAY_gcs_server_request_timeout_seconds": "120",
@@ -34,10 +34,10 @@ PATIENT_STARTS = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
 }
-# Makes the C library ask for huge pages, from which weights that are read once a step come faster. Native linears ask
-# by themselves; this is for other weights: experts', and those that oneDNN packs.
+# Makes the C library allocate huge pages, which speeds up reading weights. Native linears allocate them by themselves;
+# this is for other weights: experts', and those that oneDNN packs.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-# Of nodes that have nothing to do but motet, as pods have.
+# For nodes that run nothing but motet, as pods do.
 OWN_NODES = {
     "RAY_SERVE_DEFAULT_HTTP_HOST": "0.0.0.0",  # KubeRay's Serve would listen where its Service cannot reach it
     "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # the routers count requests themselves
@@ -47,6 +47,6 @@ OWN_NODES = {
 
 
 def image_variables(edge_program: str) -> Mapping[str, str]:
-    """What an image says for all of its containers. `edge_program`: where `motet edge-program` has written it there."""
+    """The environment that an image sets. `edge_program`: where `motet edge-program` has written it in the image."""
     binary = {BINARY_VARIABLE: edge_program}
     return SERVE_FLAGS | binary | LASTING_STREAMS | PATIENT_STARTS | HUGE_PAGES | OWN_NODES

@@ -247,7 +247,7 @@ def _make_path(kind: type, value: Any) -> Any:
     try:
         path = Path(value).expanduser()
     except RuntimeError as error:
-        raise msgspec.ValidationError(str(error)) from error  # ~nobody: there is no such user
+        raise msgspec.ValidationError(str(error)) from error  # ~name, and there is no such user
     return path if path.is_absolute() else path.resolve()
 
 

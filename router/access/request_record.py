@@ -44,11 +44,11 @@ class RequestRecord:
 
     @property
     def header(self) -> tuple[bytes, bytes]:
-        """Of the answer."""
+        """The answer's header with the request's id."""
         return _RAW_HEADER, self.request_id.encode("ascii")
 
     def headers_besides(self, own: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Those that an answer with its own ones lacks."""
+        """The request's id and those of `headers` that are not among an answer's own."""
         names = {name for name, _ in own} if self.headers else set()
         return [self.header, *(header for header in self.headers if header[0] not in names)]
 

@@ -107,7 +107,7 @@ class GenerationResponse:
             self._generation.cancel()
             is_cancelled = not answer.done()
             self._settle(is_cancelled=True)  # no-op unless the client has left before the end
-            self._tell(record_of(scope), is_cancelled=is_cancelled)
+            self._fill_record(record_of(scope), is_cancelled=is_cancelled)
             gone.cancel()
             answer.cancel()  # a no-op when it is done
             await asyncio.gather(answer, gone, return_exceptions=True)
@@ -277,8 +277,8 @@ class GenerationResponse:
         finally:
             self._account.settle(replace(ending, progress=self._generation.progress()))
 
-    def _tell(self, record: RequestRecord, *, is_cancelled: bool) -> None:
-        """What the access log says of the generation. `is_cancelled`: the client has left before its end."""
+    def _fill_record(self, record: RequestRecord, *, is_cancelled: bool) -> None:
+        """Adds what the access log has of the generation. `is_cancelled`: the client has left before its end."""
         generation = self._generation
         usage = generation.usage()
         record.is_stream, record.is_cancelled = self._stream is not None, is_cancelled

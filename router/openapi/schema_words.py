@@ -40,7 +40,7 @@ def name_of(reference: Schema) -> str:
 
 
 def shown_name(component: str) -> str:
-    """That of a generic type as Python writes it: JSON's references take no brackets."""
+    """A component's name as Python writes it: JSON's references take no brackets, so `List_Key_` is `List[Key]`."""
     return re.sub(r"^(\w+?)_(\w+)_$", r"\1[\2]", component)
 
 

@@ -1,6 +1,6 @@
 """What one router holds of a limit: units that were deducted from the tenant's budget in Redis before they are needed.
 
-A message to Redis says what was used, what is given back and what is wanted. The next one is made when it was answered.
+A message to Redis has what was used, what is given back and what is wanted. The next one is made when it was answered.
 A message that may have been lost is sent again under its number, and Redis counts it once.
 Times are this router's microseconds.
 """
@@ -19,8 +19,8 @@ from ...adapters.registry.lua_script import LuaScript
 from .limits import Level, Limit
 
 EXCHANGE: Final = LuaScript(Path(__file__).with_name("exchange.lua"), allow_oom=True)  # a tenant's grants stay small
-SAY_US: Final = 250_000.0  # between messages of a grant for which no request waits
-IDLE_US: Final = SAY_US / 2  # units that were not needed for so long go back with the next message
+REPORT_INTERVAL_US: Final = 250_000.0  # between messages of a grant for which no request waits
+IDLE_US: Final = REPORT_INTERVAL_US / 2  # units that were not needed for so long go back with the next message
 LEASE_US: Final = 20_000_000  # after which a router that did not renew its grant has lost it
 _RECENT_US: Final = 1_000_000.0  # time constant of what was taken recently
 
@@ -81,8 +81,8 @@ class Grant:
         self._used_us = self._charged_us = 0.0  # of the grant, and beyond it, which is in no message yet
         self._refunds: list[Taken] = []
         self._recent, self._last_units, self._taken_at_us = 0.0, 0, -math.inf
-        self._is_changed = False  # something must be said although none of the numbers above shows it
-        # As Redis has last answered. What is not known is taken for unused.
+        self._is_changed = False  # something must be reported although none of the numbers above shows it
+        # As of Redis's last reply. Before the first one nothing counts as used.
         self._epoch, self._tail_us, self._backlog_us, self._known_at_us = 0, 0.0, 0.0, 0.0
         self.held_elsewhere = self._in_use_elsewhere = 0
         self._restart()
@@ -114,7 +114,7 @@ class Grant:
             self._used_us += units * self.limit.unit_us
         else:
             self.in_use += units
-        return Taken(units, self.limit.unit_us, self._epoch, self._tail_us + self._unheard_us)
+        return Taken(units, self.limit.unit_us, self._epoch, self._tail_us + self._unreported_us)
 
     def add_place(self) -> None:
         """Uses a place that was not granted: for a resumed stream, which had one elsewhere."""
@@ -128,7 +128,7 @@ class Grant:
         self.spare = max(self.spare, -self.in_use)
 
     def settle(self, taken: Taken, used: int) -> Taken:
-        """Charges what was used beyond what was taken, or gives back what was not. Returns what is charged by now."""
+        """Charges what was used beyond what was taken, or gives back the rest. Returns what is charged by now."""
         if used > taken.units:
             self._charged_us += (used - taken.units) * self.limit.unit_us
         elif used < taken.units and taken.epoch == self._epoch:
@@ -137,21 +137,21 @@ class Grant:
         return taken._replace(units=used)
 
     @property
-    def has_news(self) -> bool:
+    def needs_report(self) -> bool:
         """Whether something should be reported to Redis soon."""
-        return bool(self.waiters or self.pending or self.spare > 0 or self._unheard_us or self._is_changed)
+        return bool(self.waiters or self.pending or self.spare > 0 or self._unreported_us or self._is_changed)
 
     @property
     def is_idle(self) -> bool:
-        return not self.has_news and not self.in_use
+        return not self.needs_report and not self.in_use
 
     def level(self, now_us: float, *, with_held: bool = True) -> Level:
-        """As far as this router knows. `with_held`: units that other routers hold are not left."""
+        """How full the limit is, as this router knows it. `with_held`: units that other routers hold count as used."""
         held = self.held_elsewhere if with_held else 0
         if not self.limit.is_rate:
             return Level(self.limit, in_use=self.in_use + self._in_use_elsewhere + held)
         drained_us = max(0.0, self._backlog_us - max(0.0, now_us - self._known_at_us))
-        return Level(self.limit, drained_us + self._unheard_us + held * self.limit.unit_us)
+        return Level(self.limit, drained_us + self._unreported_us + held * self.limit.unit_us)
 
     def message(self, now_us: float, num_routers: int) -> Message:
         """The message that is to be sent now: the pending one again, if there is one."""
@@ -194,7 +194,7 @@ class Grant:
         return message
 
     def apply(self, message: Message, reply: Sequence[Any], sent_at_us: float) -> None:
-        """Takes in what Redis has answered to the pending message when it was sent at that moment."""
+        """Takes in Redis's reply to the pending message, which was sent at that moment."""
         assert message is self.pending
         is_known, epoch, held, tail_us, backlog_us, self.held_elsewhere, self._in_use_elsewhere = reply
         if epoch != self._epoch:
@@ -220,7 +220,7 @@ class Grant:
                 waiter.is_short.set_result(bool(is_known) and granted < message.parameters["wanted"])
 
     def fail(self, error: Exception) -> None:
-        """Redis has not answered: requests do not wait any longer, and the pending message is sent again later."""
+        """Redis has not answered: requests stop waiting, and the pending message is sent again later."""
         waiting = [*self.waiters, *(self.pending.waiters if self.pending else ())]
         self.waiters = []
         for waiter in waiting:
@@ -228,7 +228,7 @@ class Grant:
                 waiter.is_short.set_exception(error)
 
     @property
-    def _unheard_us(self) -> float:
-        """What was used, and Redis may not know of."""
+    def _unreported_us(self) -> float:
+        """What was used and Redis has not confirmed."""
         pending = self.pending
         return self._used_us + self._charged_us + (pending.used_us + pending.charged_us if pending else 0.0)

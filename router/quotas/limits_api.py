@@ -16,18 +16,18 @@ from .limits import Kind, Level, Owner
 from .quotas import Quotas
 
 
-class Limit(msgspec.Struct, frozen=True, kw_only=True):
+class LimitStatus(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None  # None: there is none
     remaining: int | None
     reset_s: float | None = None  # until all of it is left again, if nothing is asked for; None: it is no rate
 
 
 class OwnersLimits(msgspec.Struct, frozen=True, kw_only=True):
-    requests_per_minute: Limit
-    tokens_per_minute: Limit
-    concurrent_streams: Limit
-    adapters: Limit
-    stored_bytes: Limit
+    requests_per_minute: LimitStatus
+    tokens_per_minute: LimitStatus
+    concurrent_streams: LimitStatus
+    adapters: LimitStatus
+    stored_bytes: LimitStatus
     pinned_bytes: int | None  # the most there may be; None: no quota
 
 
@@ -38,7 +38,7 @@ class LimitsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     is_fleet_wide: bool  # False: Redis is away, and this is what the router that answers knew last
 
 
-_NO_LIMIT = Limit(limit=None, remaining=None)
+_NO_LIMIT = LimitStatus(limit=None, remaining=None)
 
 
 class LimitsApi:
@@ -67,11 +67,11 @@ def _of(owner: Owner, identity: Identity, levels: Sequence[Level], stored: Stora
     bound = storage_bounds(identity.tenant, identity.key)[owner == "key"]
     quota = identity.tenant.quota if owner == "tenant" else identity.key.quota
 
-    def limit_of(kind: Kind) -> Limit:
+    def limit_of(kind: Kind) -> LimitStatus:
         for level in levels:
             if (level.limit.kind, level.limit.owner) == (kind, owner):
                 reset_s = round(level.full_in_s, 3) if level.limit.is_rate else None
-                return Limit(limit=level.limit.limit, remaining=level.left, reset_s=reset_s)
+                return LimitStatus(limit=level.limit.limit, remaining=level.left, reset_s=reset_s)
         return _NO_LIMIT
 
     return OwnersLimits(
@@ -84,5 +84,5 @@ def _of(owner: Owner, identity: Identity, levels: Sequence[Level], stored: Stora
     )
 
 
-def _counted(limit: int | None, count: int) -> Limit:
-    return _NO_LIMIT if limit is None else Limit(limit=limit, remaining=max(0, limit - count))
+def _counted(limit: int | None, count: int) -> LimitStatus:
+    return _NO_LIMIT if limit is None else LimitStatus(limit=limit, remaining=max(0, limit - count))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
+from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
@@ -23,9 +24,10 @@ from redis.exceptions import NoScriptError, RedisError
 from ...adapters.ended_tasks import end_tasks
 from ...adapters.registry.tenants.records import Quota
 from ..accounts.account import Account, AnswerRequest, Ending, Progress
+from ..loop_share import LoopShare
 from ..openai_api.errors import unavailable
 from ..tenants.identity import Identity
-from .grants import EXCHANGE, SAY_US, Grant, Message, Taken, Waiter
+from .grants import EXCHANGE, REPORT_INTERVAL_US, Grant, Message, Taken, Waiter
 from .limits import PERIOD_US, Level, Limit, limits_of
 from .refusals import Headers, headers_of, refusal, zero_refusal
 
@@ -50,7 +52,7 @@ class RedisAway(Exception):  # noqa: N818
 
 @dataclass(slots=True)
 class _Holder:
-    """What requests of one key of a tenant need, while these are their quotas. `grants`: of limits above 0."""
+    """The limits of one key's requests, by these quotas of its tenant and its own. `grants`: of limits above 0."""
 
     quotas: tuple[Quota, Quota]
     limits: tuple[Limit, ...]
@@ -76,10 +78,12 @@ class QuotaAccount:
         self.reserved: list[tuple[Grant, Taken]] = []
         self.has_own_places = True  # False: Redis does not know of them as this router's
         self.num_takeovers = 0  # of its places, by connections that resumed its stream
-        self.num_tokens = request.num_prompt_tokens + request.num_new_tokens  # at most
+        self.before: QuotaAccount | None = None  # while it is opened: the connection whose places it took over
+        self.has_ended = False
         self._on_end = on_end
 
     def settle(self, ending: Ending) -> None:
+        self.has_ended = True
         self._on_end(self, ending)
 
 
@@ -103,7 +107,8 @@ class Quotas:
         self._num_routers, self._wait_s = num_routers, wait_s
         self._router = uuid4().hex[:12]
         self._holders: dict[tuple[str, str], _Holder] = {}  # by tenant's id and key
-        self._grants: dict[str, Grant] = {}  # by key in Redis
+        # By key in Redis: there is one of each limit, for as long as a holder, an account or a request has it.
+        self._grants: WeakValueDictionary[str, Grant] = WeakValueDictionary()
         self._accounts: dict[str, QuotaAccount] = {}  # of answers under way, by response
         self._due: deque[tuple[float, Grant]] = deque()  # when grants give back what is idle
         self._unsent: dict[Grant, None] = {}  # with a message for Redis, in this order
@@ -117,7 +122,7 @@ class Quotas:
     async def stop(self) -> None:
         """Gives back what this router holds, if Redis is there."""
         await end_tasks(self._keeper)
-        for grant in self._grants.values():
+        for grant in list(self._grants.values()):
             if not grant.is_idle:
                 self._send(grant)
         if self._sender is not None:
@@ -142,29 +147,32 @@ class Quotas:
             if not request.is_resumed:
                 message = "The tenant's quotas cannot be read now, and this router has used up its part of them."
                 raise unavailable(message, "registry_unavailable") from error
+        except BaseException:
+            self._give_back_places(account)
+            raise
         self._open_account(account, costs)
         account.headers = headers_of(holder.levels(_now_us()))
         return account
 
     def precheck(self, identity: Identity, is_resuming: bool = False) -> Headers:
-        """Headers of what is known to be left, before a request is read.
+        """Headers of what is left as far as this router knows, before a request is read.
 
-        Raises the 429 that it would get anyway for the requests that were made before it. `is_resuming`: for the rest
-        of a stream, which is not charged again; so `open` decides.
+        Raises the 429 of a request that `open` would certainly refuse. `is_resuming`: it resumes a stream, which takes
+        nothing of the quota of requests.
         """
         holder, now_us = self._holder(identity), _now_us()
         levels = holder.levels(now_us)
         if not is_resuming:
             holder.check_zero()
             for grant in holder.grants:
-                # No request is given back, and other routers only take more of them.
+                # Requests are never given back, so no more are left than this router knows of.
                 known = grant.level(now_us, with_held=False)
                 if known.limit.kind == "requests" and not grant.has(1, now_us) and known.wait_s(1):
                     raise refusal([(known, 1)], levels)
         return headers_of(levels)
 
     async def look(self, identity: Identity) -> tuple[Sequence[Level], bool]:
-        """How full each limit is, and whether Redis says so: False is what this router knew last. Takes nothing."""
+        """How full each limit is, and whether that is as of now: False if Redis is away. Takes nothing."""
         holder, is_fleet_wide = self._holder(identity), True
         try:
             await self._ask([(grant, 0) for grant in holder.grants])
@@ -199,7 +207,7 @@ class Quotas:
             if not lacking:
                 lacking = _lacking(costs)
             elif may_wait and all(grant.level(now_us, with_held=False).left >= cost for grant, cost in lacking):
-                may_wait = False  # other routers hold enough that they may not need
+                may_wait = False  # other routers hold enough, and may return it
                 await asyncio.sleep(_RETURNED_S)
             else:
                 raise refusal([(grant.level(now_us), cost) for grant, cost in lacking], holder.levels(now_us))
@@ -231,7 +239,18 @@ class Quotas:
             return False
         account.places, before.places = before.places, []
         account.has_own_places, account.num_takeovers = before.has_own_places, before.num_takeovers + 1
+        account.before = before
         return True
+
+    def _give_back_places(self, account: QuotaAccount) -> None:
+        """The account, which is not opened, took over the places of the connection before, if it has any."""
+        before = account.before
+        if before is not None and not before.has_ended:
+            before.places = account.places
+            return
+        for grant in account.places:
+            grant.release(_now_us(), is_reusable=False)
+            self._queue(grant)
 
     def _open_account(self, account: QuotaAccount, costs: Costs) -> None:
         now_us = _now_us()
@@ -245,6 +264,7 @@ class Quotas:
                     account.has_own_places = False
                     grant.add_place()
             self._queue(grant)
+        account.before = None
         if account.places or account.reserved:
             self._accounts[account.request.response_id] = account
 
@@ -261,9 +281,11 @@ class Quotas:
             del self._accounts[account.request.response_id]
         progress, now_us = ending.progress, _now_us()
         used = progress.num_prompt_tokens + progress.num_completion_tokens
+        if ending.error == "taken_over" and account.request.num_sequences == 1:
+            used = 0  # the connection that took the stream over is charged for all of it
         for grant, taken in account.reserved:
             grant.settle(taken, used)
-        # A client whose stream broke may have resumed it at another router, which then has its place.
+        # A client whose stream broke may have resumed it at another router, which has taken over its place.
         is_reusable = account.has_own_places and not ending.error and not ending.is_cancelled
         for grant in account.places:
             grant.release(now_us, is_reusable=is_reusable)
@@ -274,13 +296,13 @@ class Quotas:
                 self._queue(grant)
 
     def _queue(self, grant: Grant) -> None:
-        """Has the grant say its news in a moment."""
-        if not grant.is_queued and grant.has_news:
+        """Has the grant reported to Redis within REPORT_INTERVAL_US, if there is anything to report."""
+        if not grant.is_queued and grant.needs_report:
             grant.is_queued = True
-            self._due.append((_now_us() + SAY_US, grant))
+            self._due.append((_now_us() + REPORT_INTERVAL_US, grant))
 
     def _send(self, grant: Grant) -> None:
-        """Has the grant say its news now, or when its message under way is answered."""
+        """Has the grant reported to Redis now, or when its message under way is answered."""
         if asyncio.get_running_loop().time() < self._away_until_s:
             self._queue(grant)
             return
@@ -362,7 +384,7 @@ class Quotas:
                 self._send_due()
                 if _now_us() >= renew_at_us:
                     renew_at_us = _now_us() + RENEW_S * 1e6
-                    self._renew()
+                    await self._renew()
             except Exception:  # else all answers under way would lose their places
                 _log.exception("quotas: answers under way could not be renewed or charged")
 
@@ -371,22 +393,21 @@ class Quotas:
         while self._due and self._due[0][0] <= now_us and not is_away:
             grant = self._due.popleft()[1]
             grant.is_queued = False
-            if grant.has_news:
+            if grant.needs_report:
                 self._send(grant)
 
-    def _renew(self) -> None:
-        now_us = _now_us()
-        for key, grant in list(self._grants.items()):
+    async def _renew(self) -> None:
+        now_us, share = _now_us(), LoopShare()
+        for name, holder in list(self._holders.items()):
+            if all(grant.is_idle and not grant.level(now_us).backlog_us for grant in holder.grants):
+                del self._holders[name]
+        for grant in list(self._grants.values()):
             if grant.in_use:
                 self._send(grant)
-            elif grant.is_idle and not grant.level(now_us).backlog_us:
-                del self._grants[key]
-        for name, holder in list(self._holders.items()):
-            if all(self._grants.get(grant.key) is not grant for grant in holder.grants):
-                del self._holders[name]
-        for account in list(self._accounts.values()):
-            if any(taken.units < account.num_tokens for _, taken in account.reserved):
+        for response_id, account in list(self._accounts.items()):
+            if account.reserved and self._accounts.get(response_id) is account:  # it has not ended
                 self._charge(account, account.request.progress())
+                await share.pause()
 
 
 def redis_key(tenant_id: str, limit: Limit) -> str:

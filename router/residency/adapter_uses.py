@@ -65,7 +65,7 @@ class AdapterUses:
             use.has_left_pool = True
 
     def used(self, short_digests: Iterable[int]) -> list[str]:
-        """Those of these adapters that were used."""
+        """Digests of those of these adapters that were used."""
         return [self._digests[short] for short in short_digests if short in self._digests]
 
     def forget(self, digest: str) -> None:

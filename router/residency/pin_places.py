@@ -37,7 +37,7 @@ class PinPlaces:
         return self._at.keys()
 
     def pin(self, digest: str, num_gangs: int) -> None:
-        """0: the adapter is not pinned any more."""
+        """Pins the adapter at so many gangs; 0: it is not pinned any more."""
         if num_gangs:
             self._nums[digest] = num_gangs
             self._place(digest, _heaviest(digest, self._at, num_gangs))
@@ -46,7 +46,7 @@ class PinPlaces:
             del self._places[digest]
 
     def set_gangs(self, gangs: Collection[str]) -> None:
-        """These are all gangs."""
+        """Makes these all the gangs that there are, and places what the missing ones kept."""
         gone, new = self._at.keys() - set(gangs), sorted(set(gangs) - self._at.keys())
         moved = {digest for gang in gone for digest in self._at[gang]}
         for gang in gone:

@@ -68,7 +68,7 @@ class TextService:
 
     @classmethod
     def from_folder(cls, path: Path) -> TextService:
-        """That of a model folder in Hugging Face format. Blocking; raises ValueError, see `load_tokenizer`."""
+        """The service of a model folder in Hugging Face format. Blocking; raises ValueError, see `load_tokenizer`."""
         return cls(load_tokenizer(path))
 
     def close(self) -> None:

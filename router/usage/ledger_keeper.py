@@ -1,4 +1,4 @@
-"""Keeps the ledger going beside a router's answers: sends lines, adopts what the dead left, has days archived."""
+"""A router's background work for the ledger: sends lines, adopts spools of dead routers, has days archived."""
 
 from __future__ import annotations
 
@@ -147,5 +147,5 @@ async def _forever(work: Callable[[], Awaitable[object]], interval_s: Callable[[
                 _log.warning("the ledger waits: %s", error)
             is_failing = True
         except Exception:
-            _log.exception("the ledger's books could not be kept going")
+            _log.exception("the ledger's background work failed")
         await asyncio.sleep(interval_s())

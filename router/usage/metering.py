@@ -1,4 +1,4 @@
-"""Counts what each answer has cost: an accountant whose books are on disk before the last of an answer goes out."""
+"""Counts what each answer has cost: an accountant that writes it to disk before the end of the answer is sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Metering:
         self._open: dict[_MeteredAnswer, None] = {}  # in the order in which they were opened
 
     async def open(self, asked: AnswerRequest) -> Account:
-        """Raises a 503 when no room is left to write down what the answer will have cost."""
+        """Raises a 503 if the spool has no room for the answer's cost."""
         key = asked.identity.key.key_id
         num_bytes = _FIXED_BYTES + len(asked.response_id) + 6 * (len(asked.model) + len(key))  # JSON may escape names
         if not self._spool.reserve(num_bytes):
@@ -41,7 +41,7 @@ class Metering:
         del self._open[answer]
 
     async def write_progress(self) -> int:
-        """Writes down how far answers under way have come. Returns the first segment that one of them still needs."""
+        """Writes the cost of answers under way so far. Returns the first segment that one of them still needs."""
         share = LoopShare()
         first = self._spool.current_number
         for answer in [*self._open]:
@@ -56,8 +56,8 @@ class Metering:
 
 
 class _MeteredAnswer:
-    def __init__(self, books: Metering, spool: Spool, asked: AnswerRequest, num_bytes: int) -> None:
-        self._books, self._spool, self._asked, self._num_bytes = books, spool, asked, num_bytes
+    def __init__(self, metering: Metering, spool: Spool, asked: AnswerRequest, num_bytes: int) -> None:
+        self._metering, self._spool, self._asked, self._num_bytes = metering, spool, asked, num_bytes
         self._written: tuple[Progress, int] | None = None  # and the segment that has it
 
     @property
@@ -70,7 +70,7 @@ class _MeteredAnswer:
             stage = Stage.COMPLETE if is_complete else Stage.CUT_OFF
             self._spool.append(FINAL, _encode(self._entry(ending.progress, stage, ending.error)))
         self._spool.release(self._num_bytes)
-        self._books.forget(self)
+        self._metering.forget(self)
 
     def write_progress(self) -> int:
         """Writes a line if there is news. Returns the segment of its newest line, or the current one."""

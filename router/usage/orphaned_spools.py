@@ -66,7 +66,9 @@ def entries_in(files: list[Path]) -> Iterator[Entry]:
                 before = under_way.get(entry.id)
                 under_way[entry.id] = entry if before is None else merged(before, entry)
             else:
-                under_way.pop(entry.id, None)
+                before = under_way.get(entry.id)
+                if before is not None and merged(entry, before) == entry:  # else a resumed connection goes on
+                    del under_way[entry.id]
                 if not is_acknowledged:
                     yield entry
     if num_damaged:

@@ -76,7 +76,7 @@ class Spool:
 
     @property
     def num_segments(self) -> int:
-        """That hold lines."""
+        """Segments that hold lines."""
         return len(self._segments)
 
     def reserve(self, num_bytes: int) -> bool:

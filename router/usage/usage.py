@@ -1,4 +1,4 @@
-"""All of a router's part in the ledger: counts answers, sends the counts to Redis, and exposes metrics of it."""
+"""A router's part in the ledger, put together: counts answers, sends the counts to Redis, answers `/v1/usage`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .prices import Prices
 from .spool import Spool
 from .usage_api import UsageApi
 
-LEDGERS_PART = 4  # of the disk that uploads leave free the ledger leaves so much less: uploads alone never stop answers
+LEDGERS_PART = 4  # the ledger leaves a quarter of what uploads leave free, so uploads alone never stop answers
 
 
 class Usage:
@@ -35,7 +35,7 @@ class Usage:
         min_free_bytes: int,
         prices: Prices | None,
     ) -> None:
-        """`spool_path`: of all routers. `spool_bytes`: on disk, at most; `min_free_bytes` are left there."""
+        """`spool_path`: the folder of all routers' spools. `spool_bytes`: at most, and `min_free_bytes` stay free."""
         self.ledger = Ledger(client, kept_days)
         self.archive = LedgerArchive(self.ledger, archive_path)
         self._prices = prices
@@ -44,7 +44,7 @@ class Usage:
         self.keeper = LedgerKeeper(self._spool, self.metering, self.ledger, self.archive, spool_path)
 
     async def start(self) -> None:
-        """Raises OSError where the disk has no room for what it counts."""
+        """Raises OSError if the disk has no room for a spool."""
         await self._spool.start()
         self.keeper.start()
 
@@ -59,5 +59,5 @@ class Usage:
         return routes_of(UsageApi(view, self.ledger, self._prices))
 
     def behind(self) -> tuple[int, float]:
-        """What Redis does not have yet: bytes of lines, and for how long there have been some, seconds."""
+        """What Redis does not have yet: bytes of lines, and the seconds since there have been any."""
         return self.keeper.num_waiting_bytes, self.keeper.behind_s

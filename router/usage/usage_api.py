@@ -48,7 +48,7 @@ class UsageApi:
         errors=_ERRORS,
     )
     async def show(self, request: Request, identity: Identity) -> Answer:
-        """A tenant hears of itself alone."""
+        """Only the tenant's own usage."""
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=False)
         return await self._answer(identity.tenant.tenant_id, query, lambda: _one(identity.tenant))
 
@@ -77,10 +77,10 @@ class UsageApi:
                 yield tenant
 
     async def _answer(
-        self, asker: str, query: UsageQuery, tenants: Callable[[], AsyncIterator[TenantRecord]]
+        self, caller: str, query: UsageQuery, tenants: Callable[[], AsyncIterator[TenantRecord]]
     ) -> Answer:
         async with AsyncExitStack() as turn:
-            await turn.enter_async_context(self._turns.turn(asker))
+            await turn.enter_async_context(self._turns.turn(caller))
             hold = turn.enter_context(self._held.answer(is_csv=query.is_csv))
             found, share = UsageSums(query, self._prices), LoopShare()
             async for tenant in tenants():

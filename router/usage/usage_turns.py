@@ -1,6 +1,6 @@
-"""Whose question for usage is answered now: each asker's one after the other, and few of them at once.
+"""Which queries for usage run now: those of one caller one after the other, and few of all callers at once.
 
-A question may read a great many sums, and holds its answer in memory until its client has it.
+A query may read a great many sums, and holds its answer in memory until its client has it.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from typing import Final
 
 from ..openai_api.errors import RETRY_AFTER_S, ApiError
 
-MAX_ASKED: Final = 8  # of one asker, that which is answered included: a page with several charts asks for all at once
-MAX_ANSWERED: Final = 4  # of all, that read at once
+MAX_OF_CALLER: Final = 8  # that run or wait; a page with several charts sends one for each
+MAX_READING: Final = 4  # of all callers, that read at once
 
 
 class UsageTurns:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._num_asked: Counter[str] = Counter()
+        self._num_queries: Counter[str] = Counter()
         self._own: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._reading = asyncio.Semaphore(MAX_ANSWERED)
+        self._reading = asyncio.Semaphore(MAX_READING)
 
     @asynccontextmanager
-    async def turn(self, asker: str) -> AsyncIterator[None]:
-        """Waits until no other question of the asker is being answered. Raises a 429 if too many wait already."""
-        if self._num_asked[asker] >= MAX_ASKED:
-            message = f"{MAX_ASKED} questions of yours for usage wait for their answers: ask again when one has come."
+    async def turn(self, caller: str) -> AsyncIterator[None]:
+        """Waits until no other query of the caller runs. Raises a 429 if too many wait already."""
+        if self._num_queries[caller] >= MAX_OF_CALLER:
+            message = f"{MAX_OF_CALLER} of your queries for usage are under way: try again when one has been answered."
             raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": str(RETRY_AFTER_S)})
-        self._num_asked[asker] += 1
+        self._num_queries[caller] += 1
         try:
-            async with self._own[asker]:
+            async with self._own[caller]:
                 yield
         finally:
-            self._num_asked[asker] -= 1
-            if not self._num_asked[asker]:
-                del self._num_asked[asker], self._own[asker]
+            self._num_queries[caller] -= 1
+            if not self._num_queries[caller]:
+                del self._num_queries[caller], self._own[caller]
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Waits until few others read. For a month or a day of a tenant at most: a long question lets others in."""
+        """Waits until few others read. For one month or day of a tenant, so that long queries do not block others."""
         async with self._reading:
             yield

@@ -17,7 +17,7 @@ from ..residency.pin_keeper import PinKeeper
 from ..route import route
 from ..tenants.identity import Identity
 from .residency_api import State, opaque_gang
-from .version_schema import Deleted, PinBody
+from .version_schema import PartDeleted, PinBody
 from .versions_api import NAME, change_name, read_name
 
 _PATH: Final = f"{NAME}/pin"
@@ -67,9 +67,9 @@ class PinApi:
         return self._shown(await self._change(request, identity, "pin.set", body.gangs))
 
     @_route("DELETE", _PATH, summary="Pin an adapter no more.")
-    async def unpin(self, request: Request, identity: Identity) -> Deleted:
+    async def unpin(self, request: Request, identity: Identity) -> PartDeleted:
         state = await self._change(request, identity, "pin.delete", 0)
-        return Deleted(state.current.name, "pin")
+        return PartDeleted(state.current.name, "pin")
 
     async def _change(self, request: Request, identity: Identity, action: str, num_gangs: int) -> NameState:
         return await change_name(

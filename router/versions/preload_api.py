@@ -1,4 +1,4 @@
-"""/v1/adapters/{name}/preload: an adapter is brought to gangs before anybody asks for it."""
+"""/v1/adapters/{name}/preload: an adapter is brought to gangs before its first request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PreloadApi:
         "POST",
         f"{NAME}/preload",
         scope="upload",
-        summary="Bring a version to gangs before anybody asks for it.",
+        summary="Bring a version to gangs before its first request.",
         status=202,
         errors=("adapter_not_found", "version_not_found", "overloaded", "not_ready", "registry_unavailable"),
     )

@@ -1,4 +1,4 @@
-"""Brings versions to gangs before anybody asks for them."""
+"""Brings versions to gangs before their first requests."""
 
 from __future__ import annotations
 

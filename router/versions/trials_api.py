@@ -22,9 +22,9 @@ from .canary_book import FLUSH_S
 from .version_schema import (
     CanaryAnswer,
     CanaryBody,
-    Deleted,
     FeedbackAnswer,
     FeedbackBody,
+    PartDeleted,
     ShadowAnswer,
     ShadowBody,
     shown_arm,
@@ -60,13 +60,13 @@ class TrialsApi:
         return await self._shown(state)
 
     @_route("DELETE", _CANARY, summary="Stop the canary.")
-    async def stop_canary(self, request: Request, identity: Identity) -> Deleted:
+    async def stop_canary(self, request: Request, identity: Identity) -> PartDeleted:
         def stop(state: NameState, now: float) -> NameState:
             _existing(state, state.rollout.canary, "canary")
-            return name_state.without_canary(state, "stopped", "somebody stopped it", now)
+            return name_state.without_canary(state, "stopped", "it was stopped by a request", now)
 
         state = await change_name(self._uploads, request, identity, "canary.stop", stop)
-        return Deleted(state.current.name, "canary")
+        return PartDeleted(state.current.name, "canary")
 
     @_route("GET", _SHADOW, summary="An adapter's shadow.")
     async def shadow(self, request: Request, identity: Identity) -> ShadowAnswer:
@@ -85,13 +85,13 @@ class TrialsApi:
         return await self._shown_shadow(state)
 
     @_route("DELETE", _SHADOW, summary="Stop the shadow.")
-    async def stop_shadow(self, request: Request, identity: Identity) -> Deleted:
+    async def stop_shadow(self, request: Request, identity: Identity) -> PartDeleted:
         def stop(state: NameState, now: float) -> NameState:
             _existing(state, state.rollout.shadow, "shadow")
             return name_state.with_shadow(state, None, 0.0)
 
         state = await change_name(self._uploads, request, identity, "shadow.stop", stop)
-        return Deleted(state.current.name, "shadow")
+        return PartDeleted(state.current.name, "shadow")
 
     @route("POST", "/v1/feedback", scope="infer", summary="Rate an answer.", errors=ERRORS)
     async def feedback(self, request: Request, identity: Identity, body: FeedbackBody) -> FeedbackAnswer:

@@ -104,7 +104,9 @@ class AliasList(msgspec.Struct, frozen=True):
     object: Literal["list"] = "list"
 
 
-class Deleted(msgspec.Struct, frozen=True):
+class PartDeleted(msgspec.Struct, frozen=True):
+    """What belonged to a name is deleted; the name and its versions stay."""
+
     name: str
     object: Literal["alias", "canary", "shadow", "pin"]
     deleted: bool = True

@@ -20,9 +20,9 @@ from .version_schema import (
     AliasAnswer,
     AliasBody,
     AliasList,
-    Deleted,
     EmptyBody,
     NoteBody,
+    PartDeleted,
     PromoteBody,
     VersionAnswer,
     VersionList,
@@ -101,12 +101,12 @@ class VersionsApi:
         return AliasAnswer(state.current.name, alias, state.rollout.aliases[alias])
 
     @_route("DELETE", f"{NAME}/aliases/{{alias}}", summary="Delete an alias.")
-    async def delete_alias(self, request: Request, identity: Identity) -> Deleted:
+    async def delete_alias(self, request: Request, identity: Identity) -> PartDeleted:
         alias = request.path_params["alias"]
         state = await change_name(
             self._uploads, request, identity, "alias.delete", lambda state, _: name_state.with_alias(state, alias, None)
         )
-        return Deleted(f"{state.current.name}@{alias}", "alias")
+        return PartDeleted(f"{state.current.name}@{alias}", "alias")
 
     async def _failures(self, state: NameState) -> dict[int, str]:
         if self._counts is None:

@@ -256,7 +256,7 @@ NODE = NodeServeFacts(
     ("facts", "level", "says"),
     [
         (NODE, "ok", "flags and edge are set"),
-        (NodeServeFacts(), "ok", "nothing is said"),
+        (NodeServeFacts(), "ok", "sets nothing"),
         (replace(NODE, variables=LASTING_STREAMS), "error", "lacks RAY_SERVE_ENABLE_HA_PROXY=1 and"),
         (replace(NODE, variables={**NODE.variables, "RAY_SERVE_THROUGHPUT_OPTIMIZED": "0"}), "error", "THROUGHPUT"),
         (replace(NODE, program_is_edge=False), "error", "is not motet's edge"),

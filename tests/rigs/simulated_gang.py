@@ -22,6 +22,7 @@ from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.step_times import StepTimes
 from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, Submit, TokenLogprobs
+from motet.workers.wire.sequence_usage import SequenceUsage
 
 TOKEN = "a secret"
 VOCAB_SIZE = 1000
@@ -82,6 +83,8 @@ class SimulatedEngine:
         self.computed: dict[int, set[int]] = {}  # positions, by the seed of their sequence
         self.generated: dict[int, set[int]] = {}  # tokens' indices, by the seed of their sequence
         self.num_computed = 0  # positions, each time that one is computed
+        self.parts: list[tuple[SequenceRequest, SequencePlan, bool]] = []  # all that was computed; True: it overflowed
+        self.reports: list[tuple[float, SequenceRequest, SequenceUsage]] = []  # and when each was made
         self._times = StepTimes(loop.time)
         self._inbox: list[EngineMessage] = []
         self._on_step: OnStep = lambda report: None
@@ -107,6 +110,7 @@ class SimulatedEngine:
             self._executor.broken.add(part.sequence_id)
         elif part.sample is not None:
             self.generated.setdefault(seed, set()).add(part.sample.index)
+        self.parts.append((request, part, part.sequence_id in self._executor.broken))
 
     def stop(self) -> None:
         self.alive = False
@@ -147,6 +151,9 @@ class SimulatedEngine:
             self._engine.receive(message)
         updates = self._engine.step()
         for update in updates:
+            if update.usage is not None:
+                now = asyncio.get_running_loop().time()
+                self.reports.append((now, self.requests[update.sequence_id], update.usage))
             if update.finish_reason is not None or update.error is not None:
                 self.requests.pop(update.sequence_id, None)
         load = self._times.end_step(self._engine.load())

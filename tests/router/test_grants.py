@@ -179,7 +179,7 @@ def play(world: World, num_steps: int, *, longest_outage_us: float = 60e6) -> No
         else:
             world.now_us += draw.choice([1e3, 1e5, 3e5, 2e6])
         for one in world.grants:
-            due_us = 250_000.0 if one.has_news else RENEW_US
+            due_us = 250_000.0 if one.needs_report else RENEW_US
             if world.now_us - said_at_us[one] >= due_us:
                 world.say(one)
                 said_at_us[one] = world.now_us

@@ -128,6 +128,12 @@ def test_each_operation_tells_scope_errors_and_bodies(routes: tuple[RouteSpec, .
     assert chat["text/event-stream"]["x-event-schema"] == {"$ref": "#/components/schemas/ChatChunk"}
 
 
+def test_names_of_schemas_are_names_of_one_class_each(routes: tuple[RouteSpec, ...]) -> None:
+    """Of classes with the same name the module would be shown, too."""
+    names = openapi_document(routes)["components"]["schemas"]
+    assert not [name for name in names if "." in name]
+
+
 async def test_an_upload_is_a_form_with_files(routes: tuple[RouteSpec, ...]) -> None:
     document = openapi_document(routes)
     content = document["paths"]["/v1/adapters"]["post"]["requestBody"]["content"]

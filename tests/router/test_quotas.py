@@ -188,6 +188,21 @@ async def test_what_is_larger_than_a_minutes_quota_gets_the_whole_of_it_and_is_c
         assert 100 < await backlog_s() <= 120  # two minutes' worth was used, and no more is charged in the end
 
 
+async def test_what_is_computed_beyond_the_reservation_is_charged_as_it_goes(
+    redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of beams, whose rounds compute their newest tokens as prompts."""
+    monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.05)
+    who = identity(Quota(tokens_per_minute=1000))
+    async with routers(redis_url, 1) as (quotas,):
+        await quotas.open(asked(who, prompt=100, new=100, by_now=lambda: progress(500, 400)))
+
+        async def is_charged() -> bool:
+            return (await left(quotas, who))["tokens"] < 500
+
+        await until(is_charged)
+
+
 async def test_answers_at_once_are_counted_over_routers_and_let_go_at_their_end(
     redis_client: Redis, redis_url: str
 ) -> None:
@@ -225,6 +240,22 @@ async def test_streams_of_a_killed_router_end_and_those_of_a_living_one_do_not(
         kept.settle(ending())
 
 
+async def test_a_place_is_renewed_although_the_tenant_had_no_stream_for_a_while(
+    redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of one of its quotas is still of interest then, and of another one not."""
+    monkeypatch.setattr(grants, "LEASE_US", 1_000_000)
+    monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.1)
+    who = identity(Quota(requests_per_minute=4, concurrent_streams=1))
+    async with routers(redis_url, 2) as (here, there):
+        (await here.open(asked(who))).settle(ending())
+        await until(partial(is_left, there, who, {"streams": 1}))
+        await asyncio.sleep(1.0)
+        await here.open(asked(who))
+        await asyncio.sleep(2.0)  # longer than a lease
+        assert isinstance(await try_open(there, asked(who)), ApiError)
+
+
 async def test_a_resumed_stream_is_admitted_and_charged_for_what_it_uses(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(requests_per_minute=2, tokens_per_minute=1000, concurrent_streams=1))
     async with routers(redis_url, 2) as (lost, other):
@@ -240,6 +271,19 @@ async def test_a_resumed_stream_is_admitted_and_charged_for_what_it_uses(redis_c
         assert now["requests"] == 1
         assert now["tokens"] <= 20  # 900 were reserved by the lost router, and 100 used since
         assert now["streams"] == 1
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_a_stream_that_was_taken_over_is_charged_once(redis_client: Redis, redis_url: str, place: int) -> None:
+    """The gang goes on with it, and reports what it has computed for both connections to the later one."""
+    who = identity(Quota(tokens_per_minute=1000))
+    async with routers(redis_url, 2) as pair:
+        first = await pair[0].open(asked(who, prompt=300, new=200, response_id="cmpl-1"))
+        again = await pair[place].open(asked(who, prompt=300, new=200, response_id="cmpl-1", is_resumed=True))
+        first.settle(ending(prompt=300, completion=100, error="taken_over"))
+        again.settle(ending(prompt=300, completion=200))
+        async with asyncio.timeout(10):  # if it was charged twice that much is left after 24 s
+            await until(partial(is_left, pair[1], who, {"tokens": 500}))
 
 
 async def test_all_streams_of_a_dead_router_may_be_resumed_at_once(redis_client: Redis, redis_url: str) -> None:
@@ -286,6 +330,41 @@ async def test_who_comes_back_again_and_again_pays_for_what_is_computed(redis_cl
         assert 2 <= num_returns <= 5  # until it owes more than another whole minute
         assert again.detail.code == "rate_limit_exceeded"
         assert 50 < int(headers(again)["Retry-After"]) <= 180
+
+
+@pytest.mark.parametrize("ends_meanwhile", [False, True])
+async def test_a_resumed_stream_that_is_not_admitted_takes_no_place_with_it(
+    redis_client: Redis, redis_url: str, ends_meanwhile: bool
+) -> None:
+    who = identity(Quota(concurrent_streams=1))
+    async with routers(redis_url, 2) as (quotas, other):
+        first = await quotas.open(asked(who, response_id="cmpl-1"))
+        resuming = asyncio.create_task(quotas.open(asked(who, response_id="cmpl-1", is_resumed=True)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it asks Redis, and its client leaves
+        if ends_meanwhile:
+            first.settle(ending())
+        resuming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await resuming
+        if not ends_meanwhile:
+            assert (await left(other, who))["streams"] == 0
+            first.settle(ending())
+        await until(partial(is_left, other, who, {"streams": 1}))
+
+
+async def test_a_stream_that_may_not_be_resumed_for_its_tenants_debt_takes_no_place_with_it(
+    redis_client: Redis, redis_url: str
+) -> None:
+    who = identity(Quota(tokens_per_minute=1000, concurrent_streams=2))
+    async with routers(redis_url, 1) as (quotas,):
+        first = await quotas.open(asked(who, prompt=100, new=100, response_id="cmpl-1"))
+        second = await quotas.open(asked(who, prompt=100, new=100))
+        second.settle(ending(prompt=100, completion=4000))  # four minutes' worth
+        refused = await try_open(quotas, asked(who, prompt=100, new=100, response_id="cmpl-1", is_resumed=True))
+        assert isinstance(refused, ApiError) and refused.detail.code == "rate_limit_exceeded"
+        first.settle(ending(prompt=100, completion=100))
+        await until(partial(is_left, quotas, who, {"streams": 2}))
 
 
 async def test_who_comes_back_again_and_again_takes_places(redis_client: Redis, redis_url: str) -> None:

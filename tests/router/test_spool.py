@@ -119,6 +119,24 @@ async def test_what_was_written_outlives_kill_9_and_is_taken_over_once(tmp_path:
         await own.close()
 
 
+async def test_the_end_of_one_connection_does_not_hide_what_the_next_one_cost(tmp_path: Path) -> None:
+    """A stream is resumed while its first connection still waits for its gang's report."""
+    dead, own = spool_in(tmp_path), spool_in(tmp_path)
+    await dead.start()
+    await own.start()
+    assert dead.append_if_room(PARTIAL, payload(1, stage=Stage.UNDER_WAY, output_tokens=5))
+    assert dead.append_if_room(PARTIAL, payload(1, stage=Stage.UNDER_WAY, output_tokens=9))
+    assert dead.append_if_room(FINAL, payload(1, stage=Stage.CUT_OFF, output_tokens=6))
+    assert dead.append_if_room(PARTIAL, payload(2, stage=Stage.UNDER_WAY, output_tokens=5))
+    assert dead.append_if_room(FINAL, payload(2, stage=Stage.CUT_OFF, output_tokens=6))
+    await dead.close()
+    with orphaned_spool(tmp_path, own.lock_path) as files:
+        assert files is not None
+        found = [(one.id, one.stage, one.output_tokens) for one in entries_in(files)]
+    assert found == [("cmpl-1", Stage.CUT_OFF, 6), ("cmpl-2", Stage.CUT_OFF, 6), ("cmpl-1", Stage.UNDER_WAY, 9)]
+    await own.close()
+
+
 async def test_what_could_not_be_taken_over_is_there_for_the_next(tmp_path: Path) -> None:
     dead, own = spool_in(tmp_path), spool_in(tmp_path)
     await dead.start()

@@ -108,7 +108,7 @@ async def test_an_answer_that_would_take_too_much_memory_is_refused(
 async def test_a_tenants_questions_are_answered_one_after_the_other(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage_turns, "MAX_ASKED", 3)
+    monkeypatch.setattr(usage_turns, "MAX_OF_CALLER", 3)
     num_reading = most_reading = 0
     rows = usage_rows.UsageSums.rows
 

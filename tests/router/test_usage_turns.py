@@ -31,7 +31,7 @@ class MonthlyLedger:
 
 
 async def test_a_long_question_lets_others_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage_turns, "MAX_ANSWERED", 1)
+    monkeypatch.setattr(usage_turns, "MAX_READING", 1)
     ledger: Any = MonthlyLedger()
     view: Any = None
     api = UsageApi(view, ledger, None)

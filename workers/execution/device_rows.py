@@ -1,7 +1,7 @@
-"""A plan's tensors on a GPU: tables of pages stay there, and so do the tokens that the step before has chosen.
+"""A plan's tensors on a GPU: page tables stay there, and so do the tokens that the step before has chosen.
 
-What a step copies there are four numbers for each row, and the pages that are new. All else follows from these where
-they are, within a recorded pass too.
+A step copies four numbers for each row, and its new pages, to the GPU. All other inputs are computed from these there,
+in recorded passes too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .begun_step import BegunStep
 from .inputs import segments_of
 from .page_tables import PageTables
 
-_POSITION, _TABLE, _SOURCE, _TOKEN = range(4)  # of each row; its source is a row of the step before, or _GIVEN
-_GIVEN = -1  # the row's token is there
+_POSITION, _TABLE, _SOURCE, _TOKEN = range(4)  # of each row; _SOURCE is a row of the step before, or _GIVEN
+_GIVEN = -1  # the row's token is in _TOKEN
 _PADDING = (-1, 0, _GIVEN, 0)
 MOST_ROWS = 512  # of a recorded step with prompts; beyond, the device takes longer than the host's launches
 
@@ -40,7 +40,7 @@ class DeviceRows:
     def inputs(self, plan: StepPlan, adapters: Mapping[str, PagedAdapter], before: BegunStep) -> DeviceInputs:
         """The inputs of a plan with at least one sequence; neighbours share an adapter where they can.
 
-        `before`: the step before, with which rows may have to be fed: `feed` comes before they are used.
+        `before`: the step before. Rows may need its tokens, so `feed` must be called before these inputs are used.
         """
         sequences = sorted(plan.sequences, key=lambda sequence: sequence.adapter or "")
         starts, places, pages = self.tables.update(sequences)
@@ -76,18 +76,18 @@ class DeviceRows:
         )
 
     def feed(self, before: BegunStep) -> None:
-        """Brings the tokens of the step before, which do not change any more, to where rows look for them."""
+        """Copies the tokens of the step before, which are final, to where `token_ids` reads them."""
         self._chosen[: len(before.token_ids)].copy_(before.token_ids)
 
     def fill(self, rows: torch.Tensor, size: int) -> None:
-        """Puts a step's rows where `fixed` has them, and padding after them."""
+        """Copies a step's rows, and padding after them, to where `fixed` reads them."""
         num_rows = rows.shape[1]
         self._fixed[:, :num_rows].copy_(rows)
         if num_rows < size:
             self._fixed[:, num_rows:size].copy_(self._padding)
 
     def fixed(self, size: int) -> tuple[torch.Tensor, AttentionBatch]:
-        """Tokens and batch of so many rows, from what `fill` put there, as if all were decodes.
+        """Tokens and batch of the first `size` rows that `fill` has copied, as if all were decodes.
 
         Padding has position -1.
         """
@@ -96,7 +96,7 @@ class DeviceRows:
         return self.token_ids(rows), batch
 
     def token_ids(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[num_rows]`. Where no token could be chosen, any will do: what is computed from it is thrown away."""
+        """`[num_rows]`. A row whose token could not be chosen gets token 0: what is computed from it is dropped."""
         fed = self._chosen[rows[_SOURCE].clamp(min=0)].clamp(min=0)
         return torch.where(rows[_SOURCE] == _GIVEN, rows[_TOKEN], fed)
 
@@ -119,7 +119,7 @@ class DeviceRows:
 
 @dataclass(frozen=True)
 class DeviceInputs:
-    """What `inputs.StepInputs` is, of which tokens and batch are made only for a pass that was not recorded."""
+    """As `inputs.StepInputs`; tokens and batch are made only for a pass that was not recorded."""
 
     _of: DeviceRows
     rows: torch.Tensor  # [4, num_rows] int64

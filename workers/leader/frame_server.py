@@ -102,7 +102,7 @@ class FrameServer:
 
     @property
     def num_routers(self) -> int:
-        """That are connected."""
+        """Routers that are connected."""
         return len(self._streams)
 
     @property

@@ -1,4 +1,4 @@
-"""How many sequences of one tenant an engine has at once; the others wait before it."""
+"""A bound on the sequences that an engine has of one tenant at once; further ones wait in front of the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..wire.messages import SequenceRequest
 
 
 class TenantPlaces:
-    """Owner of the sequences that wait because their tenant has its share of the engine, by the engine's ids."""
+    """Holds the sequences beyond their tenants' places in the engine, by the engine's ids."""
 
     def __init__(self, num_places: int | None) -> None:
         """`num_places`: of each tenant; None: there is no bound."""
@@ -32,7 +32,7 @@ class TenantPlaces:
         return engine_id in self._held
 
     def enter(self, request: SequenceRequest) -> bool:
-        """Whether the sequence may go to the engine now. Else it waits here until `leave` gives it out."""
+        """Whether the sequence may go to the engine now. Else it is held until `leave` or `change` returns it."""
         if self._has_place(request.tenant):
             self._take_place(request)
             return True
@@ -42,7 +42,7 @@ class TenantPlaces:
         return False
 
     def leave(self, engine_id: int) -> SequenceRequest | None:
-        """The sequence has ended, here or in the engine. The one that takes its place and is to go to the engine now.
+        """The sequence has ended, here or in the engine. Returns the one that gets its place and must go to the engine.
 
         Unknown ids are ignored.
         """
@@ -61,9 +61,9 @@ class TenantPlaces:
         return following
 
     def change(self, num_places: int | None) -> list[SequenceRequest]:
-        """Each tenant has so many places from now on. The sequences that are to go to the engine now, the oldest first.
+        """Sets the number of each tenant's places. Returns the sequences that must go to the engine, the oldest first.
 
-        Where a tenant has more sequences in the engine, they stay, and none follows until there are fewer.
+        If a tenant has more sequences in the engine, they stay there, and none follows until they are fewer.
         """
         assert num_places is None or num_places > 0
         self._num_places = num_places

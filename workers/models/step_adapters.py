@@ -23,10 +23,10 @@ class StepAdapters:
 
 
 class AdapterTables:
-    """Makes the tables of steps on one worker's device, and room for those that graphs read."""
+    """Makes the adapter tables of steps on one worker's device, and reserves those that graphs read."""
 
     def __init__(self, kernels: Kernels, layout: AdapterLayout, num_pages: int, device: torch.device) -> None:
-        """`num_pages`: that adapters of a recorded step may lie in."""
+        """`num_pages`: of adapters in a recorded step, at most."""
         self._kernels, self._device, self._num_pages = kernels, device, num_pages
         widths = {module: layout.part(module).widths for module in layout.shape.modules}
 
@@ -39,7 +39,7 @@ class AdapterTables:
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether graphs can hold steps with adapters of this base."""
+        """Whether graphs can record steps with adapters of this base."""
         kernels = self._kernels
         has_experts = self._expert_geometry is not None
         return kernels.capturable_lora is not None and not (has_experts and kernels.capturable_expert_lora is None)
@@ -54,7 +54,7 @@ class AdapterTables:
         return StepAdapters(self._kernels.lora.prepare(segments, self._geometry, self._device), experts)
 
     def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None:
-        """Room for the adapters of so many rows and segments; None: graphs cannot hold adapters of this base."""
+        """Tables for the adapters of so many rows and segments; None: graphs cannot have adapters of this base."""
         lora, expert_lora = self._kernels.capturable_lora, self._kernels.capturable_expert_lora
         assert lora is not None, "only what can be recorded"
         dense = lora.reserve(num_rows, num_segments, self._num_pages, MAX_RANK, self._geometry, self._device)
@@ -83,7 +83,7 @@ class AdapterTables:
         return StepAdapters(dense, experts)
 
     def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool:
-        """Copies a step's adapters into `reserved`. False: they do not fit, and `reserved` holds nothing of use."""
+        """Copies a step's adapters into `reserved`. False: they do not fit, and `reserved` is undefined."""
         lora, expert_lora = self._kernels.capturable_lora, self._kernels.capturable_expert_lora
         assert lora is not None, "only what can be recorded"
         if expert_lora is None or reserved.experts is None:

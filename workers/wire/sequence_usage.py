@@ -12,16 +12,16 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     kv_page_s: float = 0.0  # pages of KV times seconds; a page that several sequences hold counts for each
-    adapter_page_s: float = 0.0  # its part: an adapter's pages count once, shared by the sequences that run with it
+    adapter_page_s: float = 0.0  # its share: an adapter's pages are divided among the sequences that run with it
     num_kv_pages: int = 0  # that it holds now; 0: it does not run
-    num_adapter_pages: float = 0.0  # its part of them now
+    num_adapter_pages: float = 0.0  # its share of its adapter's pages now
     num_computed_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0  # found in the prefix cache instead
     num_generated_tokens: int = 0
     num_recomputed_tokens: int = 0  # positions computed again after a preemption, a move or a lost gang
 
     def after(self, seconds: float) -> SequenceUsage:
-        """The usage so much later, if the sequence has held the same pages all the time."""
+        """The usage `seconds` later, if the sequence has held the same pages all the time."""
         return msgspec.structs.replace(
             self,
             kv_page_s=self.kv_page_s + self.num_kv_pages * seconds,
@@ -29,7 +29,7 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
     def with_generated(self, num_tokens: int) -> SequenceUsage:
-        """With at least so many generated tokens: more may have arrived since the last report."""
+        """With at least `num_tokens` generated ones: more may have arrived since the last report."""
         if num_tokens <= self.num_generated_tokens:
             return self
         return msgspec.structs.replace(self, num_generated_tokens=num_tokens)

@@ -119,7 +119,7 @@ class Ledger:
             yield [Sum(start + timedelta(days=place - 1), group, numbers) for place, group, numbers in page]
 
     async def tenant_ids(self) -> list[str]:
-        """Those of tenants that may have a ledger, sorted."""
+        """Ids of tenants that may have a ledger, sorted."""
         async with answered_within(self._timeout_s):
             return sorted(await self._client.smembers(TENANT_IDS))
 
@@ -208,7 +208,7 @@ class Ledger:
 
 
 def _arguments(entries: Sequence[Entry]) -> list[str | int]:
-    """Those of take.lua."""
+    """The entries as take.lua takes them, ten arguments each."""
     arguments: list[str | int] = []
     for entry in entries:
         began = datetime.fromtimestamp(entry.began_at, UTC)

@@ -1,4 +1,4 @@
-"""Which adapters are pinned, which means kept in the host memory of a number of gangs, as a router knows it."""
+"""The pinned adapters that a router knows: each is kept in the host memory of a number of gangs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MARK: Final = b'"pinned_gangs"'
 
 
 def pin_of(current: AdapterVersion) -> Pin | None:
-    """What the record that a current version was read from says."""
-    if _MARK not in current.rollout:  # as of nearly all
+    """The pin in the record of a name's current version; None: it is not pinned."""
+    if _MARK not in current.rollout:  # nearly all records: not worth decoding
         return None
     num_gangs = rollout_of(current).pinned_gangs
     return (current.digest, num_gangs) if num_gangs else None
@@ -29,7 +29,7 @@ def read_pin(field: str, text: str) -> tuple[Name, Pin]:
 
 
 class KnownPins:
-    """All pins. Several names may pin the same content: the one that asks for most gangs decides."""
+    """All pins. If several names pin the same content, the largest number of gangs counts."""
 
     def __init__(self) -> None:
         self._pins: dict[Name, Pin] = {}
@@ -37,6 +37,7 @@ class KnownPins:
         self._changed: set[str] = set()
 
     def change(self, name: Name, pin: Pin | None) -> None:
+        """`pin`: the name's from now on; None: it has none."""
         before = self._pins.get(name)
         if before == pin:
             return
@@ -53,14 +54,14 @@ class KnownPins:
             self._changed.add(pin[0])
 
     def replace(self, pins: Mapping[Name, Pin]) -> None:
-        """These are all."""
+        """Makes these all the pins that there are."""
         for name in [name for name in self._pins if name not in pins]:
             self.change(name, None)
         for name, pin in pins.items():
             self.change(name, pin)
 
     def num_gangs(self, digest: str) -> int:
-        """That are to keep the adapter; 0: it is not pinned."""
+        """How many gangs are to keep the adapter; 0: it is not pinned."""
         return max((self._pins[name][1] for name in self._names.get(digest, ())), default=0)
 
     def take_changed(self) -> set[str]:

@@ -59,17 +59,17 @@ class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     pinned_gangs: int = 0  # that keep the current version in host memory; 0: it is not pinned
 
     def pointed_to(self) -> set[int]:
-        """The versions, beside the current one, that must not go."""
+        """Numbers of the versions beside the current one that must be kept."""
         trials = (self.canary, self.shadow)
         return {*self.aliases.values(), *(trial.version for trial in trials if trial is not None)}
 
     def digests_in_use(self) -> set[str]:
-        """Those, beside the current one's, that requests are likely to ask for."""
+        """Digests of versions beside the current one that aliases, a canary or a shadow use."""
         used = self.pointed_to()
         return {facts.digest for facts in self.others if facts.version in used}
 
     def json(self) -> bytes:
-        """Empty for one that says nothing."""
+        """As JSON; empty for `NOTHING`."""
         return b"" if self == NOTHING else _encode(self)
 
 
