@@ -63,7 +63,7 @@ class Prefetcher:
                 self._on_load(sequence, self._pages_of_adapter(ref))
                 yield load
             if pages_may_come:
-                self._prefixes.find(sequence, wanted)
+                self._prefixes.look_ahead(sequence, wanted, held_by_others)
 
     def is_absent(self, sequence: GrowingSequence) -> bool:
         """The sequence's adapter is neither in the pool nor being loaded."""

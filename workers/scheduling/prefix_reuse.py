@@ -106,12 +106,14 @@ class PrefixReuse:
         return self._enabled and self._tiers.can_bring()
 
     def may_come_ahead(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> bool:
-        """Whether `find` could start more copies for a sequence that cannot start yet.
+        """Whether `look_ahead` could start more copies for a sequence that cannot start yet.
 
         The prefix is looked up once, and again whenever the pages that were copied for it have arrived with all before
         them; more copies may follow meanwhile. So no page is copied twice while the sequence waits, even if it is
         evicted: `find` copies it again when the sequence can start.
         """
+        if sequence.awaits_page is not None:  # the event that it is there leads to the next look-up
+            return self._lacks_copies(sequence)
         if not sequence.was_looked_up:
             return self.can_come_ahead
         key, num_found = sequence.awaited_key, sequence.num_found // self._block_size
@@ -121,6 +123,17 @@ class PrefixReuse:
             return False
         held = self.num_held_by_others(sequence, held_by_others)
         return held > num_found or len(self._cache.find(sequence.page_keys[held : num_found + 1])) > num_found - held
+
+    def look_ahead(self, sequence: GrowingSequence, keep: AbstractSet[Item], held_by_others: HeldByOthers) -> None:
+        """Starts copies for a sequence that cannot start yet, as `find` does.
+
+        A sequence whose next pages are being computed awaits the last of them, and is not looked up before.
+        """
+        key = self.last_coming(sequence, held_by_others) if sequence.awaits_page is None else None
+        if key is None or self.is_being_copied(key):
+            self.find(sequence, keep)
+        else:
+            self._waiting.await_page(sequence, key, 0)
 
     def here(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> list[int]:
         """Idle pages of its prefix in the pool, if it was looked up since it began to wait."""

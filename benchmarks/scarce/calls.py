@@ -1,0 +1,221 @@
+"""What single calls of a gang's leader cost when memory is full: CPU time of its thread, on the real scheduler.
+
+It uses only the scheduler's constructor and public calls, so it also runs on earlier versions.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+from motet.workers.plan import MoveEnd, SampledToken, StepPlan, StepResult
+from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.wire.messages import SamplingParams, SequenceRequest
+
+BLOCK_SIZE = 16
+VOCAB_SIZE = 1 << 18
+LONG = 120_000  # tokens
+REPEATS = 5
+
+
+class Leader:
+    """A scheduler whose plans are computed at once. `longest_s`: CPU seconds of the longest turn so far."""
+
+    def __init__(self, num_pages: int, num_sequences: int, max_tokens: int = 8192, host_pages: int = 0) -> None:
+        limits = GangLimits(1 << 18, VOCAB_SIZE, BLOCK_SIZE, num_pages, max_tokens, num_sequences)
+        self.scheduler = Scheduler(limits, frozenset(), lambda _: 4, tiers=TierSizes(host_pages))
+        self.moves_end = True
+        self.longest_s = 0.0
+        self.num_ids = 0
+
+    def add(self, prompt_token_ids: list[int], max_tokens: int | None = None) -> int:
+        self.num_ids += 1
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens)
+        request = SequenceRequest(
+            sequence_id=self.num_ids, prompt_token_ids=prompt_token_ids, sampling=sampling, tenant="scarce"
+        )
+        assert self.scheduler.add(request, 0) is None
+        return self.num_ids
+
+    def turn(self, receive: Callable[[], object] = lambda: None) -> float:
+        """What the leader does between two steps, and its CPU seconds: `receive`, then a step."""
+        scheduler = self.scheduler
+        began_s = time.thread_time()
+        receive()
+        plan = scheduler.schedule()
+        planned_s = time.thread_time()
+        result = _result(plan, self.moves_end)
+        computed_s = time.thread_time()
+        scheduler.observe(plan, 1.0)  # computing takes long, so that it is worth while to bring KV back
+        scheduler.commit(plan, result)
+        scheduler.load()
+        scheduler.take_residency_changes()
+        seconds = time.thread_time() - began_s - (computed_s - planned_s)
+        self.longest_s = max(self.longest_s, seconds)
+        return seconds
+
+    def finish(self) -> None:
+        while self.scheduler.has_work():
+            self.turn()
+
+    def turn_until_running(self, number: int) -> None:
+        while self.scheduler.load().gauges.num_running < number or self.scheduler.load().gauges.num_queued_tokens > (
+            number
+        ):
+            self.turn()
+
+
+def own_prompt(number: int, num_tokens: int) -> list[int]:
+    """A prompt that begins like no other."""
+    return [number % VOCAB_SIZE, number // VOCAB_SIZE, *[2 + (number + i) % 50_000 for i in range(num_tokens)]][
+        :num_tokens
+    ]
+
+
+def waiting_for_a_document_ms(num_tokens: int, host_tier: bool, is_full: bool = False) -> float:
+    """The median turn while 126 sequences wait for a document whose last third is being computed for another.
+
+    `is_full`: the gang has no seat for them.
+    """
+    num_pages = num_tokens // BLOCK_SIZE + 4096
+    leader = Leader(num_pages, 1 if is_full else 128, 2048, 4 * num_pages if host_tier else 0)
+    leader.add(own_prompt(1, 40 * BLOCK_SIZE), max_tokens=1)
+    leader.finish()  # the tier holds something, so looking there is worth while
+    document = own_prompt(0, num_tokens)
+    for number in range(127):
+        leader.add([*document, *own_prompt(number, 8)], max_tokens=4)
+    times = [leader.turn() for _ in range(num_tokens // 2048)]
+    assert leader.scheduler.load().gauges.num_waiting == 126
+    last = sorted(times[-len(times) // 3 :])
+    return last[len(last) // 2] * 1e3
+
+
+def bringing_a_document_ms(num_tokens: int) -> float:
+    """The longest turn while a document comes from the host tier for 127 sequences."""
+    num_pages = num_tokens // BLOCK_SIZE + 4096
+    leader = Leader(num_pages, 128, 8192, 4 * num_pages)
+    document = own_prompt(0, num_tokens)
+    leader.add([*document, 5], max_tokens=1)
+    leader.finish()
+    leader.add(own_prompt(1, num_pages * BLOCK_SIZE - 64), max_tokens=1)  # takes the whole pool
+    leader.finish()
+    leader.longest_s = 0.0
+    for number in range(127):
+        leader.add([*document, *own_prompt(number, 8)], max_tokens=4)
+    leader.finish()
+    return leader.longest_s * 1e3
+
+
+def start_and_end_of_a_long_one_ms() -> dict[str, float]:
+    """Turns in which a sequence of 120k tokens arrives, starts in a pool full of kept pages, and ends."""
+    long_pages = LONG // BLOCK_SIZE + 8
+    leader = Leader(long_pages + 512, 16)
+    for number in range(1, 9):  # full of pages that are kept for nobody
+        leader.add(own_prompt(number, (long_pages + 512) * BLOCK_SIZE // 8 - 64), max_tokens=1)
+        leader.finish()
+    prompt = own_prompt(0, LONG)
+    long = 0
+
+    def arrive() -> None:
+        nonlocal long
+        began_s = time.thread_time()
+        long = leader.add(prompt, max_tokens=1000)
+        figures["arrival"] = (time.thread_time() - began_s) * 1e3
+
+    figures: dict[str, float] = {}
+    leader.longest_s = 0.0
+    leader.turn(arrive)
+    for _ in range(LONG // 8192 + 8):
+        leader.turn()
+    figures["start"] = leader.longest_s * 1e3
+    leader.longest_s = 0.0
+    leader.turn(lambda: leader.scheduler.cancel(long))
+    for _ in range(40):
+        leader.turn()
+    figures["end"] = leader.longest_s * 1e3
+    leader.scheduler.check_integrity()
+    return figures
+
+
+def cancels_ms() -> float:
+    """The longest turn when 128 running sequences of 8k are cancelled at once."""
+    leader = Leader(128 * 520 + 1024, 128)
+    ids = [leader.add(own_prompt(number, 8 * 1024), max_tokens=1000) for number in range(128)]
+    leader.turn_until_running(128)
+    leader.longest_s = 0.0
+    leader.turn(lambda: [leader.scheduler.cancel(one) for one in ids])
+    for _ in range(40):
+        leader.turn()
+    leader.scheduler.check_integrity()
+    return leader.longest_s * 1e3
+
+
+def arrivals_of_adopted_ms() -> float:
+    """The longest turn when another sequence of the same 120k tokens arrives while the first one runs."""
+    leader = Leader(2 * LONG // BLOCK_SIZE, 16)
+    prompt = own_prompt(0, LONG)
+    leader.add(prompt, max_tokens=1000)
+    leader.turn_until_running(1)
+    leader.longest_s = 0.0
+    leader.turn(lambda: leader.add([*prompt, 7], max_tokens=10))
+    for _ in range(4):
+        leader.turn()
+    return leader.longest_s * 1e3
+
+
+def step_ms(num_running: int = 256) -> float:
+    """A turn with this many decodes: the mean over a page's worth of steps."""
+    leader = Leader(num_running * 32, num_running)
+    for number in range(num_running):
+        leader.add(own_prompt(number, 256), max_tokens=4000)
+    leader.turn_until_running(num_running)
+    return sum(leader.turn() for _ in range(BLOCK_SIZE)) / BLOCK_SIZE * 1e3
+
+
+def measure() -> dict[str, float]:
+    """All figures in milliseconds, each the least of several repeats; `longest_call_ms`: the worst of the calls."""
+    figures: dict[str, float] = {}
+
+    def least(name: str, one: Callable[[], float], repeats: int = REPEATS) -> None:
+        figures[name] = round(min(_quiet(one) for _ in range(repeats)), 3)
+
+    for length in (32_000, LONG):
+        for tier in (False, True):
+            name = f"document_of_{length // 1000}k_tier_{'on' if tier else 'off'}_ms"
+            least(name, lambda length=length, tier=tier: waiting_for_a_document_ms(length, tier), 2)
+    least("document_of_120k_full_gang_ms", lambda: waiting_for_a_document_ms(LONG, True, is_full=True), 2)
+    least("document_of_32k_comes_ms", lambda: bringing_a_document_ms(32_000), 2)
+    parts = [_quiet(start_and_end_of_a_long_one_ms) for _ in range(REPEATS)]
+    for name in parts[0]:
+        figures[f"{name}_of_120k_ms"] = round(min(part[name] for part in parts), 3)
+    least("arrival_of_known_120k_ms", arrivals_of_adopted_ms, 2)
+    least("cancels_of_128_ms", cancels_ms, 3)
+    least("step_of_256_ms", step_ms, 3)
+    calls = ("arrival_of_120k_ms", "start_of_120k_ms", "end_of_120k_ms", "cancels_of_128_ms")
+    return figures | {"longest_call_ms": max(figures[name] for name in calls)}
+
+
+def _quiet(one: Callable[[], float]) -> float:
+    """Garbage is not collected meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        return one()
+    finally:
+        gc.enable()
+
+
+def _result(plan: StepPlan, moves_end: bool) -> StepResult:
+    chosen = SampledToken(7, None)
+    tokens = {part.sequence_id: chosen for part in plan.sequences if part.sample is not None}
+    loaded = tuple(load.residence.digest for load in plan.loads)
+    moved = tuple(MoveEnd(move.number, 0.001, None) for move in plan.moves) if moves_end else ()
+    return StepResult(plan.step, tokens, loaded, (), moved)
+
+
+if __name__ == "__main__":
+    for name, figure in measure().items():
+        print(f"{name:40} {figure:10.3f}")
