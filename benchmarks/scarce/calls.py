@@ -6,6 +6,7 @@ It uses only the scheduler's constructor and public calls, so it also runs on ea
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ BLOCK_SIZE = 16
 VOCAB_SIZE = 1 << 18
 LONG = 120_000  # tokens
 REPEATS = 5
+TOKEN_INTERVAL_S = 0.05
 
 
 class Leader:
@@ -175,8 +177,55 @@ def step_ms(num_running: int = 256) -> float:
     return sum(leader.turn() for _ in range(BLOCK_SIZE)) / BLOCK_SIZE * 1e3
 
 
+def worst_step_over_interval(max_tokens: int, seed: int = 1, num_steps: int = 1500) -> float:
+    """In virtual time: the longest step with decodes over the token interval's target, after as many steps of warm-up.
+
+    A prompt token's time grows with its context. Prompts are short ones, questions about documents that are kept, and
+    long ones that are new, beside sequences that decode.
+    """
+    rng, token_s = random.Random(seed), 0.025 / max_tokens
+    limits = GangLimits(1 << 18, VOCAB_SIZE, BLOCK_SIZE, 60_000, max_tokens, 64)
+    scheduler = Scheduler(limits, frozenset(), lambda _: 4, token_interval_s=TOKEN_INTERVAL_S)
+    documents = [own_prompt(number, 30_000 * (number + 1)) for number in range(4)]
+    longest_s, num_ids = 0.0, 0
+
+    def add(prompt_token_ids: list[int], num_new: int) -> None:
+        nonlocal num_ids
+        num_ids += 1
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_new)
+        request = SequenceRequest(
+            sequence_id=num_ids, prompt_token_ids=prompt_token_ids, sampling=sampling, tenant="scarce"
+        )
+        assert scheduler.add(request, 0) is None
+
+    for step in range(2 * num_steps):
+        if step % 400 == 0:
+            for _ in range(8):
+                add(own_prompt(1000 + num_ids, 64), 600)
+        if step % 1500 == 100:
+            add(own_prompt(1000 + num_ids, 60_000), 8)
+        if rng.random() < 0.15:
+            add(own_prompt(1000 + num_ids, rng.randrange(200, 3000)), 20)
+        if rng.random() < 0.02 or step in (10, 20, 30, 40):
+            add([*documents[rng.randrange(4)], *own_prompt(1000 + num_ids, rng.randrange(200, 3000))], 20)
+        plan = scheduler.schedule()
+        seconds, num_decodes = 0.005, 0
+        for part in plan.sequences:
+            number = len(part.token_ids)
+            if number == 1:
+                num_decodes += 1
+            else:
+                seconds += number * token_s * (1 + (part.start + number / 2) / 16_000)
+        seconds = (seconds + 1e-4 * num_decodes) * rng.uniform(0.97, 1.03)
+        scheduler.observe(plan, seconds)
+        scheduler.commit(plan, _result(plan, True))
+        if step >= num_steps and num_decodes:
+            longest_s = max(longest_s, seconds)
+    return longest_s / TOKEN_INTERVAL_S
+
+
 def measure() -> dict[str, float]:
-    """All figures in milliseconds, each the least of several repeats; `longest_call_ms`: the worst of the calls."""
+    """Milliseconds are the least of several repeats; `longest_call_ms`: the worst of the calls."""
     figures: dict[str, float] = {}
 
     def least(name: str, one: Callable[[], float], repeats: int = REPEATS) -> None:
@@ -194,6 +243,8 @@ def measure() -> dict[str, float]:
     least("arrival_of_known_120k_ms", arrivals_of_adopted_ms, 2)
     least("cancels_of_128_ms", cancels_ms, 3)
     least("step_of_256_ms", step_ms, 3)
+    for max_tokens in (512, 2048):
+        figures[f"worst_step_of_{max_tokens}_over_interval"] = round(worst_step_over_interval(max_tokens), 3)
     calls = ("arrival_of_120k_ms", "start_of_120k_ms", "end_of_120k_ms", "cancels_of_128_ms")
     return figures | {"longest_call_ms": max(figures[name] for name in calls)}
 

@@ -9,7 +9,7 @@ from itertools import islice, tee
 from ..fairness.page_times import PageTimes
 from ..fairness.preemption import should_preempt
 from ..fairness.prices import OUTPUT_TOKEN, prompt_price
-from ..fairness.prompt_budget import divide_prompt_tokens
+from ..fairness.prompt_budget import PromptBudget, divide_prompt_tokens
 from ..fairness.tenant_counters import TenantCounter, TenantCounters
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
@@ -60,34 +60,36 @@ class PromptPlanner:
         self._waiting, self._running, self._limits = waiting, running, limits
         self._pages_of_adapter, self._clock = pages_of_adapter, clock
 
-    def plan_prompts(self, budget: int, may_admit: bool) -> list[PlannedChunk]:
+    def plan_prompts(self, budget: PromptBudget, may_admit: bool) -> list[PlannedChunk]:
         """Plans chunks of running prompts, and of waiting sequences, which start now if `may_admit`.
 
-        `budget`: tokens in all. In latency mode throttled tenants together get at most `throttled_budget` of them.
+        In latency mode throttled tenants together get at most `throttled_budget` tokens.
         """
-        throttled_budget = budget
+        throttled_budget = budget.num_tokens
         if self._latency_mode.is_on:
             throttled_budget = max(1, int(_THROTTLED_PART * self._limits.max_tokens_per_step))
         num_tokens: dict[GrowingSequence, int] = {}
         prompts, started, is_first = self._running.prompts[:], list[GrowingSequence](), True
-        while budget > 0 and (started or is_first):
+        while budget.num_tokens > 0 and (started or is_first):
             candidates = self.candidates() if may_admit else []
             left = {s: s.num_unplanned for s in prompts} | {s: s.num_uncomputed - s.num_found for s in candidates}
-            granted = self._divide(left, budget, throttled_budget)
+            granted = self._divide_in_time(left, budget, throttled_budget)
             started = list(self.start(s for s in candidates if granted[s]))
             for sequence in (*prompts, *started):
                 num_tokens[sequence] = min(sequence.num_unplanned, granted[sequence])
-                budget -= num_tokens[sequence]
+                budget.take(sequence.next_position, num_tokens[sequence])
                 throttled_budget -= num_tokens[sequence] if self._latency_mode.throttles(sequence.counter) else 0
             prompts, is_first = [], False
         for sequence in self._running.prompts:  # tokens left over by prompts with cached prefixes
             is_throttled = self._latency_mode.throttles(sequence.counter)
             # A starting sequence is charged for cached tokens, which can make its tenant throttled and
             # `throttled_budget` negative.
-            most = max(0, min(budget, throttled_budget)) if is_throttled else budget
-            more = min(sequence.num_unplanned - num_tokens.get(sequence, 0), most)
-            num_tokens[sequence] = num_tokens.get(sequence, 0) + more
-            budget -= more
+            most = max(0, throttled_budget) if is_throttled else budget.num_tokens
+            num_granted = num_tokens.get(sequence, 0)
+            start = sequence.next_position + num_granted
+            more = budget.tokens_that_fit(start, min(sequence.num_unplanned - num_granted, most))
+            num_tokens[sequence] = num_granted + more
+            budget.take(start, more)
             throttled_budget -= more if is_throttled else 0
         chunks = [plan_chunk(sequence, number) for sequence, number in num_tokens.items() if number]
         for chunk in chunks:
@@ -169,6 +171,17 @@ class PromptPlanner:
             if len(found) == _MAX_PREEMPTED:
                 break
         return [*found.values()]
+
+    def _divide_in_time(
+        self, left: dict[GrowingSequence, int], budget: PromptBudget, throttled_budget: int
+    ) -> dict[GrowingSequence, int]:
+        """As `_divide`, with as many tokens in all as take no longer than `budget` allows."""
+        most: int | None = budget.num_tokens
+        while most is not None:
+            granted = self._divide(left, most, throttled_budget)
+            chunks = [(s.next_position or s.num_found, number) for s, number in granted.items() if number]
+            most = budget.total_that_fits(chunks)
+        return granted
 
     def _divide(
         self, left: dict[GrowingSequence, int], budget: int, throttled_budget: int

@@ -16,7 +16,7 @@ import msgspec
 
 from ..fairness.page_times import PageTimes
 from ..fairness.prices import load_price
-from ..fairness.prompt_budget import tokens_in_time
+from ..fairness.prompt_budget import PromptBudget, prompt_seconds
 from ..fairness.tenant_counters import Scheduling, TenantCounters
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
@@ -275,15 +275,13 @@ class Scheduler:
     def _charge_load(self, sequence: GrowingSequence, num_pages: int) -> None:
         self.counters.charge(sequence.counter, load_price(num_pages, self._limits.block_size))
 
-    def _prompt_budget(self, num_decodes: int) -> int:
-        """Prompt tokens that a plan with `num_decodes` decodes may compute."""
+    def _prompt_budget(self, num_decodes: int) -> PromptBudget:
+        """What prompts may take of a plan with `num_decodes` decodes."""
         most = self._limits.max_tokens_per_step - num_decodes
         if not num_decodes or not self.token_interval_s:
-            return most  # no sequence waits for its next token
-        oldest = self._running.prompts[0] if self._running.prompts else None
-        context = 0 if oldest is None else oldest.num_computed + oldest.num_planned
-        decode_s, token_s = self._step_costs.decode_s(num_decodes), self._step_costs.prompt_token_s(context)
-        return min(most, tokens_in_time(self.token_interval_s, decode_s, token_s, self._limits.block_size))
+            return PromptBudget(most)  # no sequence waits for its next token
+        seconds = prompt_seconds(self.token_interval_s, self._step_costs.decode_s(num_decodes))
+        return PromptBudget(most, seconds, self._step_costs.prompt_token_s, self._limits.block_size)
 
     def _preempt(self, victim: GrowingSequence) -> None:
         """Puts a running sequence back into the queue. It is recomputed later as far as its pages are gone."""
