@@ -10,11 +10,11 @@ import random
 import time
 from collections.abc import Callable
 
-from motet.workers.plan import MoveEnd, SampledToken, StepPlan, StepResult
+from motet.workers.plan import HostAdapterStats, MoveEnd, SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.wire.messages import SamplingParams, SequenceRequest
+from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 1 << 18
@@ -224,6 +224,31 @@ def worst_step_over_interval(max_tokens: int, seed: int = 1, num_steps: int = 15
     return longest_s / TOKEN_INTERVAL_S
 
 
+def host_loads_beside_hanging_reads() -> int:
+    """How many of 4 adapters in host memory begin to load within 8 steps while 8 reads of the store hang."""
+    limits = GangLimits(1 << 18, VOCAB_SIZE, BLOCK_SIZE, 4096, 512, 64)
+    scheduler = Scheduler(limits, frozenset(), lambda _: 4)
+    hosted = tuple(f"hosted-{number}" for number in range(4))
+    plan = scheduler.schedule()
+    scheduler.commit(plan, StepResult(plan.step, {}, (), (), (), HostAdapterStats(came=hosted)))
+    for number, digest in enumerate((*(f"hanging-{number}" for number in range(8)), *hosted)):
+        sampling = SamplingParams(max_tokens=4)
+        request = SequenceRequest(
+            sequence_id=number,
+            prompt_token_ids=[5, 6],
+            sampling=sampling,
+            tenant="scarce",
+            adapter=AdapterRef(digest, {"q_proj": 8}),
+        )
+        assert scheduler.add(request, 0) is None
+    num_begun = 0
+    for _ in range(8):
+        plan = scheduler.schedule()
+        num_begun += sum(load.residence.digest in hosted for load in plan.loads)
+        scheduler.commit(plan, StepResult(plan.step, {}, (), ()))
+    return num_begun
+
+
 def measure() -> dict[str, float]:
     """Milliseconds are the least of several repeats; `longest_call_ms`: the worst of the calls."""
     figures: dict[str, float] = {}
@@ -243,6 +268,7 @@ def measure() -> dict[str, float]:
     least("arrival_of_known_120k_ms", arrivals_of_adopted_ms, 2)
     least("cancels_of_128_ms", cancels_ms, 3)
     least("step_of_256_ms", step_ms, 3)
+    figures["host_loads_beside_hanging_reads"] = host_loads_beside_hanging_reads()
     for max_tokens in (512, 2048):
         figures[f"worst_step_of_{max_tokens}_over_interval"] = round(worst_step_over_interval(max_tokens), 3)
     calls = ("arrival_of_120k_ms", "start_of_120k_ms", "end_of_120k_ms", "cancels_of_128_ms")

@@ -35,7 +35,8 @@ class PagedMemory:
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
         self._adapter_went = adapter_evicted
-        self._hosted: dict[str, bool] = {}  # digests added to host memory (True) or removed, since the last report
+        self._hosted: set[str] = set()  # digests of adapters in host memory, as the workers have reported
+        self._host_changes: dict[str, bool] = {}  # digests added there (True) or removed, since the last report
         self._pin_news: dict[str, str] = {}  # by digest, since the last report
 
     @property
@@ -83,7 +84,11 @@ class PagedMemory:
         """Takes pages for an absent adapter, evicting as `make_room` does; None if that is not enough."""
         if not self.make_room(num_pages, keep):
             return None
-        return self.adapters.begin_load(ref, num_pages)
+        return self.adapters.begin_load(ref, num_pages, not self.is_hosted(ref.digest))
+
+    def is_hosted(self, digest: str) -> bool:
+        """The adapter is in the workers' host memory, as far as they have reported."""
+        return digest in self._hosted
 
     @property
     def num_idle_prefix_pages(self) -> int:
@@ -94,7 +99,7 @@ class PagedMemory:
         """What was added to the pool and to host memory, and what was removed, since the last call."""
         came, went = self.adapters.take_changes()
         pages_came, pages_went = self.prefixes.take_changes()
-        hosted, self._hosted = self._hosted, {}
+        hosted, self._host_changes = self._host_changes, {}
         pin_news, self._pin_news = self._pin_news, {}
         return ResidencyChange(
             came,
@@ -109,7 +114,9 @@ class PagedMemory:
     def note_hosted(self, came: Iterable[str], went: Iterable[str], pin_news: Mapping[str, str]) -> None:
         """Records what the workers reported of their host memory: adapters added and removed, and failed pins."""
         self._pin_news |= pin_news
-        self._hosted |= {**dict.fromkeys(came, True), **dict.fromkeys(went, False)}
+        self._hosted.update(came)
+        self._hosted.difference_update(went)
+        self._host_changes |= {**dict.fromkeys(came, True), **dict.fromkeys(went, False)}
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError if a page leaked or its holders are miscounted. `held`: the pages of each sequence."""

@@ -10,7 +10,7 @@ from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterLoad
 from ..wire.messages import AdapterRef
 from .growing_sequence import GrowingSequence
-from .prefetch_policy import MAX_LOADS_UNDER_WAY, WaitingNeeds, choose_prefetch
+from .prefetch_policy import FreeLoads, WaitingNeeds, choose_prefetch, free_loads
 from .prefix_reuse import HeldByOthers, PrefixReuse
 from .request_limits import pages_for
 
@@ -37,14 +37,14 @@ class Prefetcher:
         The caller puts the loads into its plan. `num_lacking`: sequences that lack their adapter, these or others. Each
         of `num_running` running sequences may need another page meanwhile.
         """
-        num_loads = MAX_LOADS_UNDER_WAY - self._memory.adapters.num_loading if num_lacking else 0
-        if num_loads <= 0 and not self._prefixes.can_come_ahead:
+        loads = self.free_loads if num_lacking else FreeLoads(0, 0)
+        if max(loads.from_host, loads.from_store) <= 0 and not self._prefixes.can_come_ahead:
             return
         held_by_others: HeldByOthers = {}  # valid since no page is released in this method
-        while waiting and not self._lacks(waiting[-1], num_loads, held_by_others):
+        while waiting and not self._lacks(waiting[-1], loads, held_by_others):
             waiting.pop()
         needs = (self._needs(sequence, held_by_others) for sequence in waiting)
-        chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, num_loads)
+        chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, loads)
         wanted: set[Item] = set()  # adapters and pages of older sequences: not to be evicted for a newer sequence
         older: list[GrowingSequence] = []  # sequences whose pages are not in `wanted` yet
         for number, sequence in enumerate(waiting[: chosen.num_with_room + 1]):
@@ -65,6 +65,16 @@ class Prefetcher:
             if pages_may_come:
                 self._prefixes.look_ahead(sequence, wanted, held_by_others)
 
+    @property
+    def free_loads(self) -> FreeLoads:
+        """Loads that may begin now."""
+        adapters = self._memory.adapters
+        return free_loads(adapters.num_loading, adapters.num_loading_from_store)
+
+    def may_load(self, sequence: GrowingSequence) -> bool:
+        """A load of the sequence's adapter, which is absent, may begin now."""
+        return self.free_loads.may_begin(self._is_hosted(sequence))
+
     def is_absent(self, sequence: GrowingSequence) -> bool:
         """The sequence's adapter is neither in the pool nor being loaded."""
         digest = sequence.adapter_digest
@@ -78,9 +88,13 @@ class Prefetcher:
         num_pages = pages_for(sequence.num_uncomputed, self._block_size)
         return num_pages - self._prefixes.num_held_by_others(sequence, {} if held_by_others is None else held_by_others)
 
-    def _lacks(self, sequence: GrowingSequence, num_loads: int, held_by_others: HeldByOthers) -> bool:
-        """A load or a copy could start for the sequence, if `num_loads` loads may start."""
-        return (num_loads > 0 and self.is_absent(sequence)) or self._prefixes.may_come_ahead(sequence, held_by_others)
+    def _is_hosted(self, sequence: GrowingSequence) -> bool:
+        return sequence.adapter_digest is not None and self._memory.is_hosted(sequence.adapter_digest)
+
+    def _lacks(self, sequence: GrowingSequence, loads: FreeLoads, held_by_others: HeldByOthers) -> bool:
+        """A load or a copy could start for the sequence, if these loads may start."""
+        may_load = self.is_absent(sequence) and loads.may_begin(self._is_hosted(sequence))
+        return may_load or self._prefixes.may_come_ahead(sequence, held_by_others)
 
     def _needs(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> WaitingNeeds:
         ref, is_absent, num_adapter_pages = sequence.request.adapter, self.is_absent(sequence), 0
@@ -88,4 +102,5 @@ class Prefetcher:
             idle_pages_of = self._memory.adapters.num_idle_pages_of
             num_adapter_pages = self._pages_of_adapter(ref) if is_absent else idle_pages_of(ref.digest)
         num_kv_pages = self.num_kv_pages_to_take(sequence, held_by_others)
-        return WaitingNeeds(sequence.adapter_digest, is_absent, num_adapter_pages, num_kv_pages)
+        is_hosted = is_absent and self._is_hosted(sequence)
+        return WaitingNeeds(sequence.adapter_digest, is_absent, num_adapter_pages, num_kv_pages, is_hosted)

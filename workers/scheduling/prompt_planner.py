@@ -18,7 +18,6 @@ from ..wire.page_keys import PageKey
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence, by_arrival
 from .planned_step import PlannedChunk, plan_chunk
-from .prefetch_policy import MAX_LOADS_UNDER_WAY
 from .prefetcher import Prefetcher
 from .prefix_reuse import HeldByOthers, PrefixReuse
 from .request_limits import GangLimits, pages_for
@@ -220,9 +219,10 @@ class PromptPlanner:
         `equipped`: all sequences that have their adapter, in the same order.
         """
         older = OlderSequences(equipped, self._waiting.has_one_tenant)
-        adapters, lacking = self._memory.adapters, None
-        if adapters.num_loading < MAX_LOADS_UNDER_WAY:
-            lacking = self._waiting.oldest_lacking(lambda digest: adapters.state(digest) is AdapterState.ABSENT)
+        adapters = self._memory.adapters
+        lacking = self._waiting.oldest_lacking(lambda digest: adapters.state(digest) is AdapterState.ABSENT)
+        if lacking is not None and not self._prefetcher.may_load(lacking):
+            lacking = None
         for sequence in sequences:
             if sequence.awaits_page is not None or not self._has_adapter(sequence):
                 continue
