@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+
+import msgspec
 
 Item = str | int  # an adapter's digest, or a page of the prefix cache
 
 
-@dataclass(frozen=True)
-class _Idle:
+class _Idle(msgspec.Struct, frozen=True, gc=False):
     worth: float
     depth: int
     number: int  # of the entry: the latest of an item is the one that counts

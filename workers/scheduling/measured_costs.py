@@ -37,6 +37,11 @@ class MeasuredCosts:
         """The costs of a page that this tier holds."""
         return PageCosts(self._compute.value, self._copies[tier].value, self._step.value)
 
+    def return_s(self, is_in_tier: bool) -> float:
+        """Time to restore an evicted page, which a tier behind the pool may hold."""
+        compute_s = self._compute.value
+        return min(self._copies["host"].value, compute_s) if is_in_tier else compute_s
+
     def observe_step(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
         if num_tokens == 0:
             return
@@ -89,15 +94,12 @@ def is_worth_bringing(num_pages: int, costs: PageCosts) -> bool:
 
 class _FadingMean:
     def __init__(self, prior: float) -> None:
-        self._sum, self._weight = prior, 1.0
-
-    @property
-    def value(self) -> float:
-        return self._sum / self._weight
+        self._sum, self._weight, self.value = prior, 1.0, prior
 
     def add(self, amount: float, weight: float) -> None:
         amount = min(amount, _MAX_TIMES_MEAN * self.value * weight)
         self._sum, self._weight = _FADE * self._sum + amount, _FADE * self._weight + weight
+        self.value = self._sum / self._weight
 
 
 class _FadingLine:

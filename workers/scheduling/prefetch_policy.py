@@ -15,9 +15,6 @@ class FreeLoads:
     from_host: int
     from_store: int
 
-    def may_begin(self, is_hosted: bool) -> bool:
-        return (self.from_host if is_hosted else self.from_store) > 0
-
 
 def free_loads(num_loading: int, num_loading_from_store: int) -> FreeLoads:
     """`num_loading`: loads under way, those from the store included."""

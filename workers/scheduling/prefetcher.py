@@ -73,7 +73,8 @@ class Prefetcher:
 
     def may_load(self, sequence: GrowingSequence) -> bool:
         """A load of the sequence's adapter, which is absent, may begin now."""
-        return self.free_loads.may_begin(self._is_hosted(sequence))
+        loads = self.free_loads
+        return (loads.from_host if sequence.adapter_digest in self._memory.hosted else loads.from_store) > 0
 
     def is_absent(self, sequence: GrowingSequence) -> bool:
         """The sequence's adapter is neither in the pool nor being loaded."""
@@ -88,13 +89,10 @@ class Prefetcher:
         num_pages = pages_for(sequence.num_uncomputed, self._block_size)
         return num_pages - self._prefixes.num_held_by_others(sequence, {} if held_by_others is None else held_by_others)
 
-    def _is_hosted(self, sequence: GrowingSequence) -> bool:
-        return sequence.adapter_digest is not None and self._memory.is_hosted(sequence.adapter_digest)
-
     def _lacks(self, sequence: GrowingSequence, loads: FreeLoads, held_by_others: HeldByOthers) -> bool:
         """A load or a copy could start for the sequence, if these loads may start."""
-        may_load = self.is_absent(sequence) and loads.may_begin(self._is_hosted(sequence))
-        return may_load or self._prefixes.may_come_ahead(sequence, held_by_others)
+        num_loads = loads.from_host if sequence.adapter_digest in self._memory.hosted else loads.from_store
+        return (num_loads > 0 and self.is_absent(sequence)) or self._prefixes.may_come_ahead(sequence, held_by_others)
 
     def _needs(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> WaitingNeeds:
         ref, is_absent, num_adapter_pages = sequence.request.adapter, self.is_absent(sequence), 0
@@ -102,5 +100,5 @@ class Prefetcher:
             idle_pages_of = self._memory.adapters.num_idle_pages_of
             num_adapter_pages = self._pages_of_adapter(ref) if is_absent else idle_pages_of(ref.digest)
         num_kv_pages = self.num_kv_pages_to_take(sequence, held_by_others)
-        is_hosted = is_absent and self._is_hosted(sequence)
+        is_hosted = is_absent and sequence.adapter_digest in self._memory.hosted
         return WaitingNeeds(sequence.adapter_digest, is_absent, num_adapter_pages, num_kv_pages, is_hosted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice, takewhile
@@ -15,6 +16,7 @@ from .growing_sequence import GrowingSequence
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
+MOST_KEYS = 1024  # made for sequences that arrive and wait, in a step while others run
 # Memo of `num_held_by_others`: by the key of the first page, the number of pages that the last sequence with this page
 # found held, and the key of the last of them. Another sequence with the same key there need not check these again.
 HeldByOthers = dict[PageKey, tuple[int, PageKey]]
@@ -40,6 +42,7 @@ class PrefixReuse:
         self._coming: dict[PageKey, GrowingSequence | None] = {}
         self._copies: list[PageCopy] = []  # for the next plan
         self._copied_from: list[int] = []  # pages that must not change until the plan has ended
+        self._num_keys_left = MOST_KEYS  # that may be made in this step
         self.num_cached_tokens = 0  # tokens that were found and not computed, since the start
 
     def prepare(self, sequence: GrowingSequence) -> None:
@@ -53,8 +56,23 @@ class PrefixReuse:
             most = min(num_keys, len(alike.page_keys))
             num_common = _num_common_pages(sequence.token_ids, alike.token_ids, most, self._block_size)
             sequence.page_keys = alike.page_keys[:num_common]
-        self._make_keys(sequence, num_keys)
         self._alike[first] = sequence
+        self.make_keys(sequence)
+
+    def begin_step(self, is_bounded: bool) -> None:
+        """`is_bounded`: at most MOST_KEYS are made until the next call, since the keys of a long prompt take long."""
+        self._num_keys_left = MOST_KEYS if is_bounded else sys.maxsize
+
+    def make_keys(self, sequence: GrowingSequence) -> bool:
+        """Makes keys that the sequence lacks, as many as may be made in this step. True: it has all."""
+        if not self._enabled:
+            return True
+        num_keys, num_made = len(sequence.token_ids) // self._block_size, len(sequence.page_keys)
+        num_more = min(num_keys - num_made, self._num_keys_left)
+        if num_more > 0:
+            self._make_keys(sequence, num_made + num_more)
+            self._num_keys_left -= num_more
+        return len(sequence.page_keys) >= num_keys
 
     def find(self, sequence: GrowingSequence, keep: AbstractSet[Item]) -> list[int] | None:
         """Pages of the sequence's prefix in the pool; None: it should wait for the next ones, which are coming.
@@ -115,7 +133,7 @@ class PrefixReuse:
         if sequence.awaits_page is not None:  # the event that it is there leads to the next look-up
             return self._lacks_copies(sequence)
         if not sequence.was_looked_up:
-            return self.can_come_ahead
+            return self.can_come_ahead and self.make_keys(sequence)
         key, num_found = sequence.awaited_key, sequence.num_found // self._block_size
         if key in self._coming:  # shared by all sequences that wait for this prefix but the first
             return self._lacks_copies(sequence)
@@ -147,10 +165,9 @@ class PrefixReuse:
         `held_by_others`: a memo, valid as long as no page is released.
         """
         most = self._num_usable(sequence) if self._enabled else 0
-        if not most:
-            return 0
-        self._make_keys(sequence, most)
         keys = sequence.page_keys
+        if not most or (len(keys) < most and not self.make_keys(sequence)):
+            return 0
         num_held, last = held_by_others.get(keys[0], (0, b""))
         if num_held > most or keys[num_held - 1] != last:
             num_held = 0
@@ -221,10 +238,10 @@ class PrefixReuse:
         sequence.num_kept_pages = num_full
 
     def leave(self, sequence: GrowingSequence) -> None:
-        """The sequence stops running: releases its pages."""
+        """The sequence stops running: its pages are released, if they are many in later steps."""
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
-        self._cache.release(sequence.pages)
+        self._cache.release_later(sequence.pages)
         sequence.hold(())
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
         sequence.was_looked_up = sequence.tokens_sent = False

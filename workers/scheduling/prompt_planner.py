@@ -103,7 +103,7 @@ class PromptPlanner:
         Only if there is no room for these, and at most _MAX_PREEMPTED in a step.
         """
         running, waiting, counters = self._running, self._waiting, self._running.by_tenant
-        if waiting.is_of(counters) or not waiting.num_ready:
+        if waiting.is_of(counters) or not waiting.num_ready or self._memory.prefixes.num_leaving:
             return 0
         if len(running) < self._limits.max_num_sequences and not self._lacked_room:
             return 0
@@ -138,7 +138,7 @@ class PromptPlanner:
         held_by_others: HeldByOthers = {}  # valid since no page is released in this method
         turns, again = tee(self._waiting.equipped_in_turn())
         for sequence, older in islice(self._in_turn(turns, again), _MAX_LOOKED_AT):
-            if sequence in self._preempted:
+            if sequence in self._preempted or not self._prefixes.make_keys(sequence):
                 continue
             if not self._prefixes.is_known(sequence) and not self._look_up(sequence, older, held_by_others):
                 continue
@@ -261,6 +261,8 @@ class PromptPlanner:
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - len(found)
         if not self._memory.has_room(num_pages + older.num_reserved_pages, older.wanted, found):
             return False
+        if self._running and not self._memory.make_room_in_part(num_pages, {*older.wanted, *found}):
+            return False  # the rest of the room is made in the next steps, as running sequences wait for this one
         self._memory.prefixes.acquire(found)  # first, so that they are not evicted for the new ones
         self._memory.make_room(num_pages, older.wanted)
         self._waiting.remove(sequence)

@@ -158,12 +158,20 @@ class Scheduler:
         return [tenant_share(counter, self._waiting, self._running) for counter in changed]
 
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
+        has_sequences = bool(self._running or self._waiting)
+        return has_sequences or self.is_clearing or bool(self._adapters.num_loading or self._tiers.has_work())
+
+    @property
+    def is_clearing(self) -> bool:
+        """Pages of ended sequences are still to be released, in further steps: these must not be put off."""
+        return self.memory.prefixes.num_leaving > 0
 
     def schedule(self) -> StepPlan:
         """The next step's plan. Takes the pages that the plan needs; preempts and evicts where they run out."""
         self._counts.num_steps += 1
         step = self._counts.num_steps
+        self.memory.prefixes.begin_step()
+        self._prefixes.begin_step(is_bounded=bool(self._running))
         digests = (sequence.adapter_digest for sequence in self._next_batch())
         self.memory.want_soon(dict.fromkeys(digest for digest in digests if digest is not None))
         self._counts.num_fair_preemptions += self._admission.preempt_for_waiting(self._preempt)
@@ -402,5 +410,4 @@ class Scheduler:
             yield SequenceUpdate(sequence.sequence_id, error=error, usage=self._usage(sequence))
 
     def _prefix_page_s(self, key: PageKey) -> float:
-        costs = self._costs.costs("host")
-        return min(costs.copy_s, costs.compute_s) if self._tiers.holds(key) else costs.compute_s
+        return self._costs.return_s(self._tiers.holds(key))
