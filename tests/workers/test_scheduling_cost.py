@@ -222,7 +222,7 @@ def test_a_long_prompt_arrives_and_starts_in_a_full_pool_little_by_little() -> N
         assert num_calls(lambda: s.commit(plan := s.schedule(), quick_result(plan))) < 20_000
         s.check_integrity()
         num_steps += 1
-    assert num_steps > 5000 // paged_memory.MOST_EVICTED
+    assert num_steps >= 5000 // prefix_reuse.MOST_KEYS
     assert s.load().counters.num_preemptions == 0
 
 

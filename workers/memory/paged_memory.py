@@ -92,11 +92,16 @@ class PagedMemory:
                 self.prefixes.evict(item)
         return True
 
-    def make_room_in_part(self, num_pages: int, keep: AbstractSet[Item]) -> bool:
-        """Evicts as `make_room` does, which would succeed, but at most MOST_EVICTED pages. False: call again."""
+    def make_room_in_part(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int]) -> bool:
+        """Whether `make_room` would evict no more than MOST_EVICTED pages. False: evicts as many, and none of `found`.
+
+        `has_room` must hold.
+        """
         short = num_pages - self.allocator.num_free
-        self.make_room(num_pages - max(0, short - MOST_EVICTED), keep)
-        return short <= MOST_EVICTED
+        if short <= MOST_EVICTED:
+            return True
+        self.make_room(num_pages - short + MOST_EVICTED, {*keep, *found})
+        return False
 
     def begin_load(self, ref: AdapterRef, num_pages: int, keep: AbstractSet[Item]) -> AdapterLoad | None:
         """Takes pages for an absent adapter, evicting as `make_room` does; None if that is not enough."""

@@ -38,7 +38,8 @@ class PrefixCache:
         self._entries: dict[int, _Entry] = {}  # by page
         self._of_adapters: dict[str, set[int]] = {}  # pages by digest
         self._partial_pages = PartialPageIndex()
-        self._leaving: deque[Sequence[int]] = deque()  # pages of ended sequences that are not released yet
+        # Pages that are not released yet, of ended sequences, and the sequences.
+        self._leaving: deque[tuple[Sequence[int], object]] = deque()
         self._moved: dict[PageKey, None] = {}  # keys added or removed since the last take_changes()
         self.num_evictions = 0
         self.num_leaving = 0  # pages of ended sequences that are not released yet
@@ -113,10 +114,13 @@ class PrefixCache:
             if page in self._entries:
                 self._rest(page)
 
-    def release_later(self, pages: Sequence[int]) -> None:
-        """As `release`, at once or in later steps, so that the end of long sequences does not make a step long."""
+    def release_later(self, pages: Sequence[int], owner: object) -> None:
+        """As `release`, at once or in later steps, so that the end of long sequences does not make a step long.
+
+        `owner`: the sequence, which is kept as long as its pages, since freeing thousands of tokens takes long too.
+        """
         if pages:
-            self._leaving.append(pages)
+            self._leaving.append((pages, owner))
             self.num_leaving += len(pages)
             self.give_back(self.num_may_give_back)
 
@@ -128,9 +132,9 @@ class PrefixCache:
     def give_back(self, most: int) -> None:
         """Releases at most this many pages of ended sequences, those of the first ones first."""
         while self._leaving and most > 0:
-            pages = self._leaving.popleft()
+            pages, owner = self._leaving.popleft()
             if len(pages) > most:
-                self._leaving.appendleft(pages[most:])
+                self._leaving.appendleft((pages[most:], owner))
                 pages = pages[:most]
             most -= len(pages)
             self.num_leaving -= len(pages)
@@ -166,7 +170,7 @@ class PrefixCache:
 
     def ended_holders(self) -> Iterator[Sequence[int]]:
         """Pages of ended sequences that are not released yet, for integrity checks."""
-        return iter(self._leaving)
+        return (pages for pages, _ in self._leaving)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if keys and pages do not match, or an idle page is not known as idle."""
@@ -175,7 +179,9 @@ class PrefixCache:
         of_adapters = {(entry.adapter, page) for page, entry in self._entries.items() if entry.adapter is not None}
         found = {(adapter, page) for adapter, pages in self._of_adapters.items() for page in pages}
         assert found == of_adapters, "an adapter's pages are not known as such"
-        assert self.num_leaving == sum(map(len, self._leaving)), "pages of ended sequences are miscounted"
+        assert self.num_leaving == sum(len(pages) for pages, _ in self._leaving), (
+            "pages of ended sequences are miscounted"
+        )
         for page in self._entries:
             assert (page in self._idle) == (self._allocator.num_holders(page) == 1), f"page {page}: idle or not?"
 

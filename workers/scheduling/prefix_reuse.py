@@ -16,7 +16,7 @@ from .growing_sequence import GrowingSequence
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
-MOST_KEYS = 1024  # made for sequences that arrive and wait, in a step while others run
+MOST_KEYS = 1024  # made in a step for sequences that arrive and wait, while others run
 # Memo of `num_held_by_others`: by the key of the first page, the number of pages that the last sequence with this page
 # found held, and the key of the last of them. Another sequence with the same key there need not check these again.
 HeldByOthers = dict[PageKey, tuple[int, PageKey]]
@@ -59,8 +59,11 @@ class PrefixReuse:
         self._alike[first] = sequence
         self.make_keys(sequence)
 
-    def begin_step(self, is_bounded: bool) -> None:
-        """`is_bounded`: at most MOST_KEYS are made until the next call, since the keys of a long prompt take long."""
+    def bound_keys(self, is_bounded: bool) -> None:
+        """From now on as many keys are made as needed, or if `is_bounded` MOST_KEYS until the next call.
+
+        The keys of a long prompt take long, and others may wait for their next tokens.
+        """
         self._num_keys_left = MOST_KEYS if is_bounded else sys.maxsize
 
     def make_keys(self, sequence: GrowingSequence) -> bool:
@@ -241,7 +244,7 @@ class PrefixReuse:
         """The sequence stops running: its pages are released, if they are many in later steps."""
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
-        self._cache.release_later(sequence.pages)
+        self._cache.release_later(sequence.pages, sequence)
         sequence.hold(())
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
         sequence.was_looked_up = sequence.tokens_sent = False

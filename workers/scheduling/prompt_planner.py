@@ -261,7 +261,7 @@ class PromptPlanner:
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - len(found)
         if not self._memory.has_room(num_pages + older.num_reserved_pages, older.wanted, found):
             return False
-        if self._running and not self._memory.make_room_in_part(num_pages, {*older.wanted, *found}):
+        if self._running and not self._memory.make_room_in_part(num_pages, older.wanted, found):
             return False  # the rest of the room is made in the next steps, as running sequences wait for this one
         self._memory.prefixes.acquire(found)  # first, so that they are not evicted for the new ones
         self._memory.make_room(num_pages, older.wanted)

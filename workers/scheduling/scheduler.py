@@ -171,7 +171,8 @@ class Scheduler:
         self._counts.num_steps += 1
         step = self._counts.num_steps
         self.memory.prefixes.begin_step()
-        self._prefixes.begin_step(is_bounded=bool(self._running))
+        if not self._running:
+            self._prefixes.bound_keys(False)  # no sequence waits for its next token
         digests = (sequence.adapter_digest for sequence in self._next_batch())
         self.memory.want_soon(dict.fromkeys(digest for digest in digests if digest is not None))
         self._counts.num_fair_preemptions += self._admission.preempt_for_waiting(self._preempt)
@@ -189,6 +190,7 @@ class Scheduler:
         used = dict.fromkeys([sequence.adapter_digest for sequence in decodes])
         used |= dict.fromkeys([chunk.part.adapter for chunk in chunks])
         residences = tuple([self._adapters.residence(digest) for digest in used if digest is not None])
+        self._prefixes.bound_keys(True)
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
         outdated, pins = self.host_updates.take(computes=bool(decodes or chunks))
         return StepPlan(step, parts, residences, loads, moves, copies, outdated, tuple(self._running.penalised), pins)
