@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -57,10 +57,17 @@ class PrefixCache:
     def page_of(self, key: PageKey) -> int | None:
         return self._pages.get(key)
 
-    def is_held(self, key: PageKey) -> bool:
-        """The page is here, and a sequence holds it."""
-        page = self._pages.get(key)
-        return page is not None and page not in self._idle
+    def num_held(self, keys: Sequence[PageKey], start: int, stop: int, coming: Container[PageKey]) -> int:
+        """The first index from `start` on, at most `stop`, whose page no sequence holds and whose key is not `coming`.
+
+        Little work for each key, since there may be thousands.
+        """
+        pages, idle = self._pages, self._idle.items
+        for index in range(start, stop):
+            key = keys[index]
+            if key not in coming and ((page := pages.get(key)) is None or page in idle):
+                return index
+        return stop
 
     def acquire(self, pages: Sequence[int]) -> None:
         """One more sequence holds these pages, which are here or are being copied here, until `release`."""
@@ -71,11 +78,12 @@ class PrefixCache:
 
     def count_uses(self, pages: Iterable[int]) -> None:
         """Counts a use of these pages, as a sequence starts with them as its prefix."""
-        entries = self._entries
+        entries, num_rounds = self._entries, self._idle.num_rounds
         for page in pages:
             entry = entries[page]
-            entry.uses.add(self._idle.num_rounds)
-            entry.is_outdated = False
+            entry.uses.add(num_rounds)
+            if entry.is_outdated:
+                entry.is_outdated = False
 
     def outdate(self, adapter: str) -> None:
         """The adapter has no name any more: its idle pages are evicted first, until a sequence uses them again."""

@@ -174,8 +174,7 @@ class PrefixReuse:
         num_held, last = held_by_others.get(keys[0], (0, b""))
         if num_held > most or keys[num_held - 1] != last:
             num_held = 0
-        while num_held < most and (keys[num_held] in self._coming or self._cache.is_held(keys[num_held])):
-            num_held += 1
+        num_held = self._cache.num_held(keys, num_held, most, self._coming)
         if num_held:
             held_by_others[keys[0]] = (num_held, keys[num_held - 1])
         return num_held
