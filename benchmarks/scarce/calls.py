@@ -9,6 +9,8 @@ import gc
 import random
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from motet.cluster.replicas.garbage_collection import make_garbage_collection_rare
 from motet.workers.plan import HostAdapterStats, MoveEnd, SampledToken, StepPlan, StepResult
@@ -21,6 +23,7 @@ BLOCK_SIZE = 16
 VOCAB_SIZE = 1 << 18
 LONG = 120_000  # tokens
 REPEATS = 5
+Figures = TypeVar("Figures")
 TOKEN_INTERVAL_S = 0.05
 
 
@@ -292,7 +295,7 @@ def measure() -> dict[str, float]:
     for length in (32_000, LONG):
         for tier in (False, True):
             name = f"document_of_{length // 1000}k_tier_{'on' if tier else 'off'}_ms"
-            least(name, lambda length=length, tier=tier: waiting_for_a_document_ms(length, tier), 2)
+            least(name, partial(waiting_for_a_document_ms, length, tier), 2)
     least("document_of_120k_full_gang_ms", lambda: waiting_for_a_document_ms(LONG, True, is_full=True), 2)
     least("document_of_32k_comes_ms", lambda: bringing_a_document_ms(32_000), 2)
     parts = [_quiet(start_and_end_of_a_long_one_ms) for _ in range(REPEATS)]
@@ -309,7 +312,7 @@ def measure() -> dict[str, float]:
     return figures | {"longest_call_ms": max(figures[name] for name in calls)}
 
 
-def _quiet(one: Callable[[], float]) -> float:
+def _quiet(one: Callable[[], Figures]) -> Figures:
     """Garbage is not collected meanwhile."""
     gc.collect()
     gc.disable()
@@ -321,7 +324,9 @@ def _quiet(one: Callable[[], float]) -> float:
 
 def _result(plan: StepPlan, moves_end: bool) -> StepResult:
     chosen = SampledToken(7, None)
-    tokens = {part.sequence_id: chosen for part in plan.sequences if part.sample is not None}
+    tokens: dict[int, SampledToken | None] = {
+        part.sequence_id: chosen for part in plan.sequences if part.sample is not None
+    }
     loaded = tuple(load.residence.digest for load in plan.loads)
     moved = tuple(MoveEnd(move.number, 0.001, None) for move in plan.moves) if moves_end else ()
     return StepResult(plan.step, tokens, loaded, (), moved)

@@ -104,7 +104,7 @@ def test_the_mover_copies_and_says_what_failed(tmp_path: Path) -> None:
 class HangingDisk:
     """Disk pages whose reads wait until `goes_on` is set."""
 
-    def __init__(self, pages: DiskPages) -> None:
+    def __init__(self, pages: PageArray) -> None:
         self._pages, self.goes_on, self.num_reads = pages, threading.Event(), 0
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
@@ -120,12 +120,16 @@ def test_moves_of_a_disk_that_hangs_are_given_up_and_write_nothing_later(tmp_pat
     tiers = arrays(tmp_path)
     tiers["disk"].write([0], content(1))
     before = tiers["device"].read([1, 2]).clone()
-    hanging = HangingDisk(tiers["disk"])  # type: ignore[arg-type]
-    mover = PageMover({**tiers, "disk": hanging}, torch.device("cpu"), disk_deadline_s=0.1)  # type: ignore[arg-type]
+    tiers["disk"] = hanging = HangingDisk(tiers["disk"])
+    mover = PageMover(tiers, torch.device("cpu"), disk_deadline_s=0.1)  # type: ignore[arg-type]
     ends: list[MoveEnd] = []
 
     def problems(count: int) -> list[str | None]:
-        eventually(lambda: ends.extend(mover.take_ended()) or len(ends) == count)
+        def have_come() -> bool:
+            ends.extend(mover.take_ended())
+            return len(ends) == count
+
+        eventually(have_come)
         return [end.problem for end in ends]
 
     mover.begin(PageMove(1, "disk", (0,), "device", (1,)))
@@ -147,8 +151,8 @@ def test_moves_of_a_disk_that_hangs_are_given_up_and_write_nothing_later(tmp_pat
 
 def test_a_mover_is_closed_although_its_disk_hangs(tmp_path: Path) -> None:
     tiers = arrays(tmp_path)
-    hanging = HangingDisk(tiers["disk"])  # type: ignore[arg-type]
-    mover = PageMover({**tiers, "disk": hanging}, torch.device("cpu"))  # type: ignore[arg-type]
+    tiers["disk"] = hanging = HangingDisk(tiers["disk"])
+    mover = PageMover(tiers, torch.device("cpu"))  # type: ignore[arg-type]
     mover.begin(PageMove(1, "disk", (0,), "device", (1,)))
     eventually(lambda: hanging.num_reads)
     mover.close()

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.benchmarks.rigs.leader_steps import LeaderSteps, own_prompt
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, quick_result, scheduler
 from motet.workers.memory import paged_memory, prefix_cache
 from motet.workers.plan import StepPlan
@@ -21,6 +22,7 @@ from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire import page_keys
+from motet.workers.wire.messages import Cancel
 from motet.workers.wire.page_keys import PageKey
 
 _DOCUMENT = [2 + i * 7 % 900 for i in range(8192)]
@@ -224,6 +226,20 @@ def test_a_long_prompt_arrives_and_starts_in_a_full_pool_little_by_little() -> N
         num_steps += 1
     assert num_steps >= 5000 // prefix_reuse.MOST_KEYS
     assert s.load().counters.num_preemptions == 0
+
+
+def test_an_engine_does_not_sleep_while_pages_are_to_be_released() -> None:
+    steps = LeaderSteps(3000, 4)
+    steps.submit(own_prompt(1, 16 * 2000))
+    steps.step_until(lambda: steps.engine.load().gauges.num_queued_tokens == 1)
+    steps.engine.receive(Cancel(1))
+    num_steps = 0
+    while steps.engine.has_work():
+        steps.step()
+        assert not (steps.engine.waits and steps.engine.has_work()), "it would sleep until something arrives"
+        num_steps += 1
+    assert num_steps >= 2000 // prefix_cache.MOST_GIVEN_BACK
+    steps.engine.check_integrity()
 
 
 @settings(deadline=None, max_examples=40)
