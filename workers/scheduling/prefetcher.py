@@ -38,7 +38,8 @@ class Prefetcher:
         of `num_running` running sequences may need another page meanwhile.
         """
         loads = self.free_loads if num_lacking else FreeLoads(0, 0)
-        if max(loads.from_host, loads.from_store) <= 0 and not self._prefixes.can_come_ahead:
+        may_load = loads.from_store > 0 or (loads.from_host > 0 and self._memory.hosted)
+        if not may_load and not self._prefixes.can_come_ahead:
             return
         held_by_others: HeldByOthers = {}  # valid since no page is released in this method
         while waiting and not self._lacks(waiting[-1], loads, held_by_others):
