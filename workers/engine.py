@@ -115,7 +115,7 @@ class Engine:
             self._begin(following)
         # A plan made ahead could not use what the step before it freed: another plan may find more to do.
         found_something = bool(plan.sequences or result.loaded or result.failed or result.moved)
-        self.waits = plan_made_ahead is None and not found_something
+        self.waits = plan_made_ahead is None and not found_something and not self._scheduler.is_clearing
         return ended + self._scheduler.commit(plan, result)
 
     def _begin(self, plan: StepPlan) -> StepPlan:

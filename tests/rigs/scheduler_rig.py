@@ -258,9 +258,10 @@ class FeedingExecutor(WorkerExecutor):
 
 
 def quick_result(plan: StepPlan) -> StepResult:
-    """The result of a plan whose sequences all choose token 7, for tests of thousands."""
+    """The result of a plan whose sequences all choose token 7 and whose moves end, for tests of thousands."""
     chosen = SampledToken(7, None)
-    return StepResult(plan.step, {s.sequence_id: chosen for s in plan.sequences if s.sample is not None}, (), ())
+    tokens: dict[int, SampledToken | None] = {s.sequence_id: chosen for s in plan.sequences if s.sample is not None}
+    return StepResult(plan.step, tokens, (), (), tuple(MoveEnd(move.number, 0.0, None) for move in plan.moves))
 
 
 def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpdate]:

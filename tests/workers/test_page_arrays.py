@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from motet.kernels.pages import read_pages, write_pages
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.workers.copies.page_mover import PageMover
 from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray, PageLostError
 from motet.workers.memory.pool import PoolGeometry, make_pool
@@ -96,3 +99,62 @@ def test_the_mover_copies_and_says_what_failed(tmp_path: Path) -> None:
     assert "2 pages from disk to device: page 6" in str(ends[2].problem)
     assert all(end.seconds > 0 for end in ends)
     torch.testing.assert_close(tiers["device"].read([9])[0], first[1], rtol=0, atol=0)
+
+
+class HangingDisk:
+    """Disk pages whose reads wait until `goes_on` is set."""
+
+    def __init__(self, pages: PageArray) -> None:
+        self._pages, self.goes_on, self.num_reads = pages, threading.Event(), 0
+
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        self.num_reads += 1
+        assert self.goes_on.wait(PATIENCE_S)
+        return self._pages.read(pages)
+
+    def write(self, pages: Sequence[int], content: torch.Tensor) -> None:
+        self._pages.write(pages, content)
+
+
+def test_moves_of_a_disk_that_hangs_are_given_up_and_write_nothing_later(tmp_path: Path) -> None:
+    tiers = arrays(tmp_path)
+    tiers["disk"].write([0], content(1))
+    before = tiers["device"].read([1, 2]).clone()
+    tiers["disk"] = hanging = HangingDisk(tiers["disk"])
+    mover = PageMover(tiers, torch.device("cpu"), disk_deadline_s=0.1)  # type: ignore[arg-type]
+    ends: list[MoveEnd] = []
+
+    def problems(count: int) -> list[str | None]:
+        def have_come() -> bool:
+            ends.extend(mover.take_ended())
+            return len(ends) == count
+
+        eventually(have_come)
+        return [end.problem for end in ends]
+
+    mover.begin(PageMove(1, "disk", (0,), "device", (1,)))
+    mover.begin(PageMove(2, "disk", (0,), "device", (2,)))
+    assert all("the disk did nothing for 0.1 s" in str(problem) for problem in problems(2))
+    mover.begin(PageMove(3, "disk", (0,), "device", (1,)))
+    assert "the disk hangs" in str(problems(3)[2])
+    mover.begin(PageMove(4, "device", (3,), "host", (0,)))  # copies in memory go on
+    assert problems(4)[3] is None
+    mover._disk_deadline_s = PATIENCE_S
+    hanging.goes_on.set()
+    eventually(lambda: not mover._hangs)
+    mover.begin(PageMove(5, "disk", (0,), "device", (4,)))  # in the same thread, so the others are over
+    assert problems(5)[4] is None
+    assert hanging.num_reads == 2
+    assert torch.equal(tiers["device"].read([1, 2]), before)
+    mover.close()
+
+
+def test_a_mover_is_closed_although_its_disk_hangs(tmp_path: Path) -> None:
+    tiers = arrays(tmp_path)
+    tiers["disk"] = hanging = HangingDisk(tiers["disk"])
+    mover = PageMover(tiers, torch.device("cpu"))  # type: ignore[arg-type]
+    mover.begin(PageMove(1, "disk", (0,), "device", (1,)))
+    eventually(lambda: hanging.num_reads)
+    mover.close()
+    assert not hanging.goes_on.is_set()
+    hanging.goes_on.set()

@@ -14,21 +14,23 @@ from motet.workers.engine import Engine
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import StepPlan
 from motet.workers.scheduling.growing_sequence import GrowingSequence
-from motet.workers.scheduling.prefetch_policy import MAX_LOADS_UNDER_WAY, WaitingNeeds, choose_prefetch
+from motet.workers.scheduling.prefetch_policy import MAX_LOADS_UNDER_WAY, FreeLoads, WaitingNeeds, choose_prefetch
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import SequenceUpdate, Submit
 
 # Where an adapter is and its size follow from its digest, as they do when a scheduler asks.
 _ADAPTERS = {"a": (True, 5), "b": (True, 2), "c": (True, 1), "d": (False, 3), "e": (False, 0)}
+_HOSTED = {"b", "c"}
 _WAITING = st.lists(
     st.builds(
-        lambda adapter, num_kv: WaitingNeeds(adapter, *_ADAPTERS.get(adapter, (False, 0)), num_kv),
+        lambda adapter, num_kv: WaitingNeeds(adapter, *_ADAPTERS.get(adapter, (False, 0)), num_kv, adapter in _HOSTED),
         st.sampled_from([None, *_ADAPTERS]),
         st.integers(0, 6),
     ),
     max_size=12,
 )
+_LOADS = st.builds(FreeLoads, st.integers(0, 4), st.integers(0, 4))
 
 
 def claims(waiting: list[WaitingNeeds]) -> int:
@@ -37,11 +39,11 @@ def claims(waiting: list[WaitingNeeds]) -> int:
     return sum(adapters.values()) + sum(needs.num_kv_pages for needs in waiting)
 
 
-@given(_WAITING, st.integers(-3, 40), st.integers(0, 4))
+@given(_WAITING, st.integers(-3, 40), _LOADS)
 def test_what_comes_is_the_oldest_that_there_is_room_for(
-    waiting: list[WaitingNeeds], num_pages: int, num_loads: int
+    waiting: list[WaitingNeeds], num_pages: int, loads: FreeLoads
 ) -> None:
-    chosen = choose_prefetch(waiting, num_pages, num_loads)
+    chosen = choose_prefetch(waiting, num_pages, loads)
     fit = [n for n in range(1, len(waiting) + 1) if claims(waiting[:n]) <= num_pages]
     assert chosen.num_with_room == max(fit, default=0)
     reached = waiting[: chosen.num_with_room]
@@ -50,22 +52,24 @@ def test_what_comes_is_the_oldest_that_there_is_room_for(
         if claims([*reached, WaitingNeeds(following.adapter, True, following.num_adapter_pages, 0)]) <= num_pages:
             reached = [*reached, following]
     absent = dict.fromkeys(needs.adapter for needs in reached if needs.is_absent)
-    assert chosen.adapters == tuple(absent)[:num_loads]
+    hosted = [digest for digest in absent if digest in _HOSTED][: loads.from_host]
+    others = [digest for digest in absent if digest not in _HOSTED][: loads.from_store]
+    assert chosen.adapters == tuple(digest for digest in absent if digest in {*hosted, *others})
 
 
-@given(_WAITING, _WAITING, st.integers(0, 40), st.integers(0, 4))
+@given(_WAITING, _WAITING, st.integers(0, 40), _LOADS)
 def test_newer_ones_change_nothing_for_older_ones(
-    waiting: list[WaitingNeeds], newer: list[WaitingNeeds], num_pages: int, num_loads: int
+    waiting: list[WaitingNeeds], newer: list[WaitingNeeds], num_pages: int, loads: FreeLoads
 ) -> None:
-    alone = choose_prefetch(waiting, num_pages, num_loads)
-    together = choose_prefetch([*waiting, *newer], num_pages, num_loads)
+    alone = choose_prefetch(waiting, num_pages, loads)
+    together = choose_prefetch([*waiting, *newer], num_pages, loads)
     assert together.adapters[: len(alone.adapters)] == alone.adapters
     assert together.num_with_room >= alone.num_with_room
 
 
-@given(_WAITING, st.integers(0, 40), st.integers(0, 4))
-def test_more_room_never_brings_less(waiting: list[WaitingNeeds], num_pages: int, num_loads: int) -> None:
-    less, more = (choose_prefetch(waiting, n, num_loads) for n in (num_pages, num_pages + 1))
+@given(_WAITING, st.integers(0, 40), _LOADS)
+def test_more_room_never_brings_less(waiting: list[WaitingNeeds], num_pages: int, loads: FreeLoads) -> None:
+    less, more = (choose_prefetch(waiting, n, loads) for n in (num_pages, num_pages + 1))
     assert more.adapters[: len(less.adapters)] == less.adapters
     assert more.num_with_room >= less.num_with_room
 
@@ -132,6 +136,20 @@ def test_older_ones_come_first_and_no_more_than_may_be_under_way() -> None:
     worker.slow_loads = None
     assert loads_of(step(s, worker)[0]) == []  # with its result the others have come
     assert loads_of(step(s, worker)[0]) == digests[MAX_LOADS_UNDER_WAY:]
+
+
+def test_reads_of_a_store_that_hangs_do_not_stop_loads_from_host_memory() -> None:
+    s, worker = full(num_pages=200, num_sequences=30)
+    hosted = [f"{chr(110 + i)}2" for i in range(MAX_LOADS_UNDER_WAY + 1)]
+    s.memory.note_hosted(hosted, (), {})
+    hanging = [f"{chr(97 + i)}2" for i in range(MAX_LOADS_UNDER_WAY + 1)]
+    for i, digest in enumerate([*hanging, *hosted]):
+        s.add(request(30 + i, adapter=digest), 0)
+    assert loads_of(step(s, worker)[0]) == [*hanging[:-1], *hosted[:-1]]
+    worker.coming = [digest for digest in worker.coming if digest not in hanging]  # they never end
+    worker.slow_loads = None
+    step(s, worker)
+    assert loads_of(step(s, worker)[0]) == hosted[-1:]
 
 
 def test_nobody_looks_further_ahead_than_a_batch() -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from motet.benchmarks.scarce.calls import worst_step_over_interval
 from motet.tests.rigs.scheduler_rig import asking, quick_result
-from motet.workers.fairness.prompt_budget import divide_prompt_tokens, tokens_in_time
+from motet.workers.fairness.prompt_budget import PromptBudget, divide_prompt_tokens, prompt_seconds
 from motet.workers.scheduling.measured_costs import StepCosts
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
@@ -58,16 +60,55 @@ def test_nobody_takes_more_than_twice_the_steps_of_its_turn(num_left: list[int],
                 assert steps <= sum(-(-left // half) for left in num_left[: number + 1])
 
 
-@given(*[st.floats(0, 10)] * 2, st.floats(1e-6, 1), st.integers(1, 64))
-def test_tokens_take_the_time_that_decodes_leave_and_never_none(
-    interval_s: float, decode_s: float, token_s: float, least: int
+_COSTS = st.tuples(st.floats(1e-6, 1e-2), st.floats(0, 1e-3))  # seconds of the first token, and a token's growth
+
+
+def token_s(costs: tuple[float, float]) -> Callable[[int], float]:
+    return lambda position: costs[0] * (1 + costs[1] * position)
+
+
+@given(*[st.floats(0, 10)] * 2)
+def test_prompts_have_the_time_that_decodes_leave_and_never_none(interval_s: float, decode_s: float) -> None:
+    seconds = prompt_seconds(interval_s, decode_s)
+    assert seconds == max(interval_s - decode_s, decode_s / 4)
+    assert prompt_seconds(interval_s + 1, decode_s) >= seconds
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 120_000), st.integers(1, 5000)), min_size=1, max_size=12),
+    st.integers(1, 4096),
+    st.floats(0, 1),
+    _COSTS,
+    st.integers(1, 64),
+)
+def test_chunks_are_made_smaller_until_they_fit_and_no_smaller_than_that(
+    prompts: list[tuple[int, int]], most: int, seconds: float, costs: tuple[float, float], least: int
 ) -> None:
-    number = tokens_in_time(interval_s, decode_s, token_s, least)
-    assert number >= least
-    if number > least:
-        assert number * token_s <= max(interval_s - decode_s, decode_s / 4) * (1 + 1e-9)
-        assert (number + 1) * token_s >= interval_s - decode_s - 1e-9
-    assert tokens_in_time(interval_s + 1, decode_s, token_s, least) >= number
+    """`prompts`: first position and length of what is left of each."""
+    budget = PromptBudget(most, seconds, token_s(costs), least)
+
+    def divided(num_tokens: int) -> list[tuple[int, int]]:
+        granted = divide_prompt_tokens([left for _, left in prompts], num_tokens)
+        return [(start, number) for (start, _), number in zip(prompts, granted, strict=True) if number]
+
+    def time_of(chunks: list[tuple[int, int]]) -> float:
+        return sum(budget.chunk_s(*chunk) for chunk in chunks)
+
+    chunks, num_tries = divided(most), 1
+    whole_s = time_of(chunks)
+    while (fewer := budget.total_that_fits(chunks)) is not None:
+        assert least <= fewer < sum(number for _, number in chunks)
+        chunks, num_tries = divided(fewer), num_tries + 1
+    num_tokens = sum(number for _, number in chunks)
+    assert time_of(chunks) <= 1.05 * seconds or num_tokens <= least
+    assert num_tokens >= min(least, most, sum(left for _, left in prompts))
+    assert num_tries == 1 or whole_s > seconds
+    assert num_tries < 200
+    for start, number in chunks:
+        budget.take(start, number)
+    more = budget.tokens_that_fit(prompts[0][0], 10_000)
+    assert 0 <= more <= max(most - num_tokens, 0)
+    assert not more or budget.chunk_s(prompts[0][0], more) <= budget.seconds * 2 or num_tokens + more <= least
 
 
 def first_tokens(s: Scheduler, num_steps: int) -> dict[int, int]:
@@ -169,6 +210,12 @@ def test_who_decodes_has_tokens_in_time_while_prompts_burst_in(token_s: float) -
     assert p99_s <= 1.2 * 0.1
     assert p99_without_s > 2 * 0.1, "the burst is too small to show anything"
     assert seconds_without / seconds >= 0.8  # each step has a cost of its own here, whatever it computes
+
+
+@pytest.mark.parametrize("max_tokens", [512, 2048])
+def test_no_step_takes_much_longer_than_the_interval_wherever_its_tokens_look_back(max_tokens: int) -> None:
+    """Questions about kept documents beside new prompts: a token costs up to nine times the first one."""
+    assert worst_step_over_interval(max_tokens, seed=1, num_steps=250) <= 1.3
 
 
 def test_nobody_decodes_so_the_whole_budget_is_used() -> None:

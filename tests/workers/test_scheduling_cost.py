@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -9,14 +10,20 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from motet.tests.rigs.scheduler_rig import asking, quick_result
+from motet.benchmarks.rigs.leader_steps import LeaderSteps, own_prompt
+from motet.tests.rigs.scheduler_rig import Worker, asking, limits, quick_result, scheduler
+from motet.workers.memory import paged_memory, prefix_cache
 from motet.workers.plan import StepPlan
 from motet.workers.scheduling import prefix_reuse
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire import page_keys
+from motet.workers.wire.messages import Cancel
+from motet.workers.wire.page_keys import PageKey
 
 _DOCUMENT = [2 + i * 7 % 900 for i in range(8192)]
 
@@ -80,6 +87,13 @@ def num_calls(action: Callable[[], object]) -> int:
     return number
 
 
+class PagesWithCalls(dict[PageKey, int]):
+    """Pages by key, where each look-up is a call that `num_calls` counts."""
+
+    def get(self, key: PageKey, default: int | None = None) -> int | None:  # type: ignore[override]
+        return super().get(key, default)
+
+
 def test_a_step_grows_linearly_with_the_sequences_that_decode() -> None:
     few_s, many_s = least_s([decoding(512), decoding(4096)], rounds=20)
     assert many_s <= 8 * 1.5 * few_s  # and as much again where each sequence sums up all before it
@@ -93,17 +107,24 @@ def test_who_waits_for_an_adapter_costs_a_step_nothing(num_places: int) -> None:
     assert beside_s <= 2 * alone_s
 
 
-@pytest.mark.parametrize("tiers", [None, TierSizes(host=1000)])
-def test_who_shares_a_document_that_is_being_computed_costs_a_step_nothing(tiers: TierSizes | None) -> None:
-    s, plans = gang(128, tiers=tiers, budget=512), list[StepPlan]()
+@pytest.mark.parametrize("num_places", [128, 2])
+@pytest.mark.parametrize("tiers", [None, TierSizes(host=10_000)])
+def test_who_shares_a_document_that_is_being_computed_costs_a_step_nothing(
+    tiers: TierSizes | None, num_places: int
+) -> None:
+    """Its pages are copied to the tier as they are filled; with 2 places the gang is full."""
+    s, plans = gang(num_places, tiers=tiers, budget=512), list[StepPlan]()
+    s.memory.prefixes._pages = PagesWithCalls()
+    s.add(asking(200, [5] * 20, max_tokens=100), 0)
     for i in range(127):
         assert s.add(asking(i, [*_DOCUMENT, *[i] * 20], max_tokens=100), 0) is None
-    for _ in range(2):  # the first begins to compute, and the others are told that they have to wait
+    for _ in range(4):  # the first begins to compute, and the others find that they have to wait
         s.commit(plan := s.schedule(), quick_result(plan))
     for _ in range(8):
         plans.clear()
-        assert num_calls(lambda: plans.append(s.schedule())) < 700  # one of them computes, 126 wait
-        assert [part.sequence_id for part in plans[0].sequences] == [0]
+        assert num_calls(lambda: plans.append(s.schedule())) < 1800  # one of them computes, 126 wait
+        assert sorted(part.sequence_id for part in plans[0].sequences) == [0, 200]
+        s.observe(plans[0], 0.1)
         s.commit(plans[0], quick_result(plans[0]))
         s.check_integrity()
     assert s.load().gauges.num_waiting == 126
@@ -159,3 +180,94 @@ def test_growing_beside_many_that_wait_costs_nothing_while_pages_are_free() -> N
         s.commit(plan := s.schedule(), quick_result(plan))
     most = max(num_calls(lambda: s.commit(plan := s.schedule(), quick_result(plan))) for _ in range(17))
     assert most < 300 * 60
+
+
+def long_prompt(first: int, num_pages: int) -> list[int]:
+    return [first, *_DOCUMENT, *_DOCUMENT, *_DOCUMENT, *_DOCUMENT][: 16 * num_pages]
+
+
+def test_the_end_of_long_sequences_is_spread_over_steps_and_pages_serve_at_once() -> None:
+    s = gang(64, num_pages=16_500, budget=40_000)
+    s.add(asking(0, [5] * 20, max_tokens=1000), 0)
+    for i in range(1, 9):
+        s.add(asking(i, long_prompt(i, 2000), max_tokens=1000), 0)
+    while s.load().gauges.num_queued_tokens > 9 or s.load().gauges.num_waiting:
+        s.commit(plan := s.schedule(), quick_result(plan))
+    s.memory.prefixes._pages = PagesWithCalls(s.memory.prefixes._pages)
+    assert num_calls(lambda: [s.cancel(i) for i in range(1, 9)]) < 20 * prefix_cache.MOST_GIVEN_BACK
+    s.check_integrity()
+    assert s.memory.num_pages_to_take < 8000  # of 16,000
+    s.add(asking(20, long_prompt(20, 6000), max_tokens=4), 0)  # it needs some of them, and has them after a few steps
+    num_steps = 0
+    while s.load().gauges.num_running < 2:
+        assert num_calls(lambda: s.commit(plan := s.schedule(), quick_result(plan))) < 40_000
+        s.check_integrity()
+        num_steps += 1
+    assert 3 < num_steps < 50
+    assert s.load().counters.num_preemptions == 0
+    while s.is_clearing:
+        s.commit(plan := s.schedule(), quick_result(plan))
+    s.check_integrity()
+
+
+def test_a_long_prompt_arrives_and_starts_in_a_full_pool_little_by_little() -> None:
+    s = gang(64, num_pages=6000, budget=512)
+    for i in range(10):  # pages that are kept for no sequence
+        s.add(asking(i, long_prompt(i, 590), max_tokens=1), 0)
+        while s.has_work():
+            s.commit(plan := s.schedule(), quick_result(plan))
+    s.add(asking(20, [5] * 20, max_tokens=1000), 0)
+    s.commit(plan := s.schedule(), quick_result(plan))
+    assert num_calls(lambda: s.add(asking(21, long_prompt(21, 5000), max_tokens=4), 0)) < 5 * prefix_reuse.MOST_KEYS
+    num_steps = 0
+    while s.load().gauges.num_running < 2:
+        assert num_calls(lambda: s.commit(plan := s.schedule(), quick_result(plan))) < 20_000
+        s.check_integrity()
+        num_steps += 1
+    assert num_steps >= 5000 // prefix_reuse.MOST_KEYS
+    assert s.load().counters.num_preemptions == 0
+
+
+def test_an_engine_does_not_sleep_while_pages_are_to_be_released() -> None:
+    steps = LeaderSteps(3000, 4)
+    steps.submit(own_prompt(1, 16 * 2000))
+    steps.step_until(lambda: steps.engine.load().gauges.num_queued_tokens == 1)
+    steps.engine.receive(Cancel(1))
+    num_steps = 0
+    while steps.engine.has_work():
+        steps.step()
+        assert not (steps.engine.waits and steps.engine.has_work()), "it would sleep until something arrives"
+        num_steps += 1
+    assert num_steps >= 2000 // prefix_cache.MOST_GIVEN_BACK
+    steps.engine.check_integrity()
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32), bound=st.integers(1, 3), has_tier=st.booleans())
+def test_work_that_is_spread_over_steps_leaks_nothing_and_ends(seed: int, bound: int, has_tier: bool) -> None:
+    """Random sequences of several tenants, cancelled at times, with so small bounds that all is spread."""
+    rng, of = random.Random(seed), limits(rig_pages := 30, 16, 4)
+    s, worker = scheduler(of, TierSizes(host=rig_pages) if has_tier else None), Worker(of)
+    worker.sequence_of = s._running.by_id.__getitem__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_cache, "MOST_GIVEN_BACK", bound)
+        patch.setattr(paged_memory, "MOST_EVICTED", bound)
+        patch.setattr(prefix_reuse, "MOST_KEYS", bound)
+        ended: set[int] = set()
+        asked: set[int] = set()
+        for i in range(600):
+            if i < 60 and rng.random() < 0.6:
+                prompt = [rng.randrange(2)] * rng.randint(1, 50)
+                adapter, tenant = rng.choice([None, "a1", "b3"]), rng.choice("tu")
+                if s.add(asking(i, prompt, rng.randint(1, 12), adapter, tenant), 0) is None:
+                    asked.add(i)
+            if asked and rng.random() < 0.1 and s.cancel(chosen := rng.choice([*asked])) is not None:
+                ended.add(chosen)
+            if i >= 60 and not s.has_work():
+                break
+            plan = s.schedule()
+            s.check_integrity()
+            ended |= {update.sequence_id for update in s.commit(plan, worker.execute(plan)) if update.finish_reason}
+            s.check_integrity()
+        assert ended == asked
+        assert not s.is_clearing

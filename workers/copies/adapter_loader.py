@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -15,6 +14,7 @@ from ...adapters.packing.packed_file import PagesPart
 from ...kernels.backend import Kernels
 from ..memory.host_adapter_cache import HostAdapterCache
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats
+from .copy_thread import CopyThread
 from .pin_reader import PinReader
 from .side_stream import Mark, SideStream
 from .store_readers import StoreReaders
@@ -34,7 +34,7 @@ class AdapterLoader:
         """`store_deadline_s`: a load whose read of the store takes longer fails."""
         self._cache, self._pool, self._kernels = cache, pool, kernels
         self._beside = SideStream(pool.device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
+        self._thread = CopyThread("adapter-loader")
         self._readers: StoreReaders[torch.Tensor] = StoreReaders(cache.get, store_deadline_s)
         self._pin_reader = PinReader(cache, self._readers, lambda: self.on_end())
         self._ended: SimpleQueue[str | AdapterFailure] = SimpleQueue()
@@ -78,8 +78,9 @@ class AdapterLoader:
         return HostAdapterStats(cache.num_bytes, cache.num_reads, failed, hung, came, went, cache.take_pin_news())
 
     def close(self) -> None:
+        """Returns although a read or a copy hangs."""
         self._readers.close()
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.close()
 
     def _read(self, load: AdapterLoad, mark: Mark, start: int) -> None:
         """Reads the adapter, or a part of it from page `start` on, and then copies it."""
@@ -93,10 +94,7 @@ class AdapterLoader:
     def _copy_later(
         self, load: AdapterLoad, mark: Mark, packed: torch.Tensor | Exception, part: PagesPart | None = None
     ) -> None:
-        try:
-            self._thread.submit(self._copy, load, mark, packed, part)
-        except RuntimeError:
-            pass  # the loader was closed while the store was read
+        self._thread.submit(partial(self._copy, load, mark, packed, part))
 
     def _copy(
         self, load: AdapterLoad, mark: Mark, packed: torch.Tensor | Exception, part: PagesPart | None = None

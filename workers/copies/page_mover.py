@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
 
 from ..memory.page_arrays import MOST_AT_ONCE, PageArray
 from ..plan import MoveEnd, PageMove, Tier
+from .copy_thread import CopyThread
 from .side_stream import Mark, SideStream
 
 _log = logging.getLogger(__name__)
-
-
-class _CopyThread:
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.pool, self.beside = ThreadPoolExecutor(1, thread_name_prefix=name), SideStream(device)
+DISK_DEADLINE_S = 10.0  # for a disk to read or write MOST_AT_ONCE pages
 
 
 def _runs(pages: Sequence[int]) -> Iterator[slice]:
@@ -31,22 +30,55 @@ def _runs(pages: Sequence[int]) -> Iterator[slice]:
             start = end
 
 
+@dataclass(eq=False)
+class _Move:
+    plan: PageMove
+    mark: Mark
+    is_over: bool = False  # its end was reported, so its pages may have another owner
+
+
 class PageMover:
     """Two threads that copy: one from and to disk, one for the rest, so that copies in memory never wait for a disk.
 
     Nothing else reads or writes the pages that a move writes until it has ended, so the order of moves does not matter.
+    A disk that makes no progress until a deadline hangs: its moves fail at once, as later ones do until it goes on.
     """
 
-    def __init__(self, arrays: Mapping[Tier, PageArray], device: torch.device) -> None:
+    def __init__(
+        self, arrays: Mapping[Tier, PageArray], device: torch.device, disk_deadline_s: float = DISK_DEADLINE_S
+    ) -> None:
         """`arrays`: one of each tier that is used. `device`: of the pool."""
-        self._arrays = arrays
-        self._disk, self._memory = _CopyThread("disk-mover", device), _CopyThread("page-mover", device)
+        self._arrays, self._disk_deadline_s = arrays, disk_deadline_s
+        self._beside, self._beside_disk = SideStream(device), SideStream(device)
+        self._memory_thread = CopyThread("page-mover")
+        self._disk_thread: CopyThread | None = None  # the first move from or to disk starts it
+        self._changed = threading.Condition()  # guards what follows
+        self._at_disk: list[_Move] = []  # moves from and to disk that have not ended, oldest first
+        self._progress_at = 0.0  # when the disk last ended a piece, or began after a pause
+        self._hangs = self._closed = False
         self._ended: SimpleQueue[MoveEnd] = SimpleQueue()
-        self.on_end: Callable[[], None] = lambda: None  # called from the mover's thread after each move
+        self.on_end: Callable[[], None] = lambda: None  # called from a thread of the mover's after each move
 
     def begin(self, move: PageMove) -> None:
-        thread = self._disk if "disk" in (move.source, move.target) else self._memory
-        thread.pool.submit(self._move, move, thread.beside, thread.beside.mark())
+        if "disk" not in (move.source, move.target):
+            begun = _Move(move, self._beside.mark())
+            self._memory_thread.submit(partial(self._move, begun, self._beside))
+            return
+        begun = _Move(move, self._beside_disk.mark())
+        if self._disk_thread is None:
+            self._disk_thread = CopyThread("disk-mover")
+            threading.Thread(target=self._watch, name="disk-watch", daemon=True).start()
+        with self._changed:
+            hangs = self._hangs
+            if not hangs:
+                if not self._at_disk:
+                    self._progress_at = time.monotonic()
+                self._at_disk.append(begun)
+                self._changed.notify_all()
+        if hangs:
+            self._end(begun, 0.0, "the disk hangs")
+        else:
+            self._disk_thread.submit(partial(self._move, begun, self._beside_disk))
 
     def take_ended(self) -> tuple[MoveEnd, ...]:
         """Moves that ended since the last call."""
@@ -58,21 +90,72 @@ class PageMover:
             return tuple(ended)
 
     def close(self) -> None:
-        for thread in (self._disk, self._memory):
-            thread.pool.shutdown(cancel_futures=True)
+        """Returns although a disk hangs."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in (self._disk_thread, self._memory_thread):
+            if thread is not None:
+                thread.close()
 
-    def _move(self, move: PageMove, beside: SideStream, mark: Mark) -> None:
+    def _move(self, move: _Move, beside: SideStream) -> None:
         began_at = time.perf_counter()
         problem = None
         try:
-            with beside.after(mark):
-                for piece in _runs(move.source_pages):
-                    content = self._arrays[move.source].read(move.source_pages[piece])
-                    self._arrays[move.target].write(move.target_pages[piece], content)
-                    if move.source == "disk":
-                        beside.finish()  # the next piece uses the same memory
+            with beside.after(move.mark):
+                for piece in _runs(move.plan.source_pages):
+                    self._copy(move, piece, beside)
         except Exception as error:  # the pages will be computed again
-            problem = f"{len(move.source_pages)} pages from {move.source} to {move.target}: {error}"
+            problem = str(error)
+        self._end(move, time.perf_counter() - began_at, problem)
+
+    def _copy(self, move: _Move, piece: slice, beside: SideStream) -> None:
+        """Copies a part of a move, unless the move was given up."""
+        if move.is_over:
+            return
+        source, target = self._arrays[move.plan.source], self._arrays[move.plan.target]
+        source_pages, target_pages = move.plan.source_pages[piece], move.plan.target_pages[piece]
+        is_at_disk = "disk" in (move.plan.source, move.plan.target)
+        try:
+            content = source.read(source_pages)
+            if move.plan.source != "disk":
+                target.write(target_pages, content)
+                return
+            with self._changed:  # it is not given up while its target is written
+                if not move.is_over:
+                    target.write(target_pages, content)
+                    beside.finish()  # the next piece uses the same memory
+        finally:
+            if is_at_disk:
+                with self._changed:
+                    self._progress_at, self._hangs = time.monotonic(), False
+
+    def _end(self, move: _Move, seconds: float, problem: str | None) -> None:
+        """Reports the end of a move once."""
+        plan = move.plan
+        with self._changed:
+            if move in self._at_disk:
+                self._at_disk.remove(move)
+            was_over, move.is_over = move.is_over, True
+        if was_over:
+            return
+        if problem is not None:
+            problem = f"{len(plan.source_pages)} pages from {plan.source} to {plan.target}: {problem}"
             _log.warning("a copy between tiers failed: %s", problem)
-        self._ended.put(MoveEnd(move.number, time.perf_counter() - began_at, problem))
+        self._ended.put(MoveEnd(plan.number, seconds, problem))
         self.on_end()
+
+    def _watch(self) -> None:
+        """Gives up the moves of a disk that makes no progress."""
+        while True:
+            with self._changed:
+                while not self._closed and (not self._at_disk or self._left_s() > 0):
+                    self._changed.wait(self._left_s() if self._at_disk else None)
+                if self._closed:
+                    return
+                self._hangs, late = True, self._at_disk[:]
+            for move in late:
+                self._end(move, self._disk_deadline_s, f"the disk did nothing for {self._disk_deadline_s:g} s")
+
+    def _left_s(self) -> float:
+        return self._progress_at + self._disk_deadline_s - time.monotonic()

@@ -1,11 +1,14 @@
-"""How many tokens of prompts a step computes, and how prompts share them: pure policies."""
+"""How much of a step prompts take, in tokens and in time, and how they share it: pure policies."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 _LEAST_PART = 0.25  # prompts get at least this part of the time of a step's decodes
+_NEAR_ENOUGH = 1.05  # times the seconds that prompts may take
 
 _CPU_INTERVAL_S, _GPU_INTERVAL_S = 0.1, 0.05  # faster than most people read
 
@@ -17,15 +20,56 @@ def token_interval_of(interval_s: float | Literal["auto"], device: str) -> float
     return _CPU_INTERVAL_S if device == "cpu" else _GPU_INTERVAL_S
 
 
-def tokens_in_time(interval_s: float, decode_s: float, token_s: float, least: int) -> int:
-    """How many prompt tokens a step may compute, so that decoding sequences get their next tokens in time.
+def prompt_seconds(interval_s: float, decode_s: float) -> float:
+    """Time of a step that prompts may take, so that decoding sequences get their next tokens in time.
 
-    `interval_s`: target time of the step. `decode_s`: expected time of its decodes, `token_s`: of a prompt token. Where
-    decodes leave hardly any time, prompts get a part of the decodes' time in addition, and at least `least` tokens, so
-    that new sequences can start. Sarathi-Serve (arXiv 2403.02310) bounds chunks for the same reason.
+    `interval_s`: target time of the step. `decode_s`: expected time of its decodes. Where decodes leave hardly any
+    time, prompts get a part of the decodes' time in addition. Sarathi-Serve (arXiv 2403.02310) bounds chunks for the
+    same reason.
     """
-    seconds = max(interval_s - decode_s, _LEAST_PART * decode_s)
-    return max(least, int(seconds / max(token_s, 1e-9)))
+    return max(interval_s - decode_s, _LEAST_PART * decode_s)
+
+
+@dataclass
+class PromptBudget:
+    """Tokens and seconds that the prompts of a step may still take; chunks take from both.
+
+    The first `least` tokens are granted however long they take, so that prompts always advance.
+    """
+
+    num_tokens: int
+    seconds: float = math.inf
+    token_s: Callable[[int], float] = lambda position: 0.0  # expected time of a token at this position
+    least: int = 1
+
+    def chunk_s(self, start: int, num_tokens: int) -> float:
+        """Expected time of a chunk that begins at this position."""
+        return num_tokens * self.token_s(start + num_tokens // 2)
+
+    def total_that_fits(self, chunks: Collection[tuple[int, int]]) -> int | None:
+        """Tokens in all to divide instead, as these chunks take too long; None: they fit.
+
+        `chunks`: first position and number of tokens of each. The tokens that are fewer may be divided otherwise, so
+        ask again. The result is at least `least`, and less than the sum of the chunks.
+        """
+        num_tokens = sum([number for _, number in chunks])
+        seconds = 0.0 if self.seconds == math.inf else sum([self.chunk_s(*chunk) for chunk in chunks])
+        if num_tokens <= self.least or seconds <= self.seconds * _NEAR_ENOUGH:
+            return None
+        return max(self.least, min(int(num_tokens * max(self.seconds, 0.0) / seconds), num_tokens - 1))
+
+    def tokens_that_fit(self, start: int, most: int) -> int:
+        """How many tokens a chunk at this position may have, at most `most`."""
+        most = max(0, min(most, self.num_tokens))
+        if not most or self.chunk_s(start, most) <= self.seconds:
+            return most
+        return min(most, max(self.least, int(self.seconds / self.token_s(start + most // 2))))
+
+    def take(self, start: int, num_tokens: int) -> None:
+        """A chunk is planned."""
+        self.num_tokens -= num_tokens
+        self.seconds -= self.chunk_s(start, num_tokens)
+        self.least = max(0, self.least - num_tokens)
 
 
 def divide_prompt_tokens(num_left: Sequence[int], budget: int) -> list[int]:

@@ -23,6 +23,7 @@ class AdapterState(Enum):
 class _Entry:
     residence: Residence
     state: AdapterState
+    is_from_store: bool = False  # its load reads the store
     num_users: int = 0  # running sequences
     uses: UseCount = field(default_factory=UseCount)  # by sequences that started with it
     is_outdated: bool = False  # it has no name any more: evicted first, unless a sequence uses it again
@@ -39,6 +40,7 @@ class AdapterCache:
         self.num_pages = 0  # of all adapters
         self.num_idle_pages = 0  # that eviction could free
         self.num_loading = 0  # adapters that are being loaded
+        self.num_loading_from_store = 0  # of these, those whose load reads the store
         self.num_loads = 0
         self.num_loaded_pages = 0
         self.num_evictions = 0
@@ -50,29 +52,30 @@ class AdapterCache:
     def residence(self, digest: str) -> Residence:
         return self._entries[digest].residence
 
-    def begin_load(self, ref: AdapterRef, num_pages: int) -> AdapterLoad:
-        """Takes pages for an absent adapter; enough must be free."""
+    def begin_load(self, ref: AdapterRef, num_pages: int, is_from_store: bool = True) -> AdapterLoad:
+        """Takes pages for an absent adapter; enough must be free. `is_from_store`: it is not in host memory."""
         pages = self._allocator.allocate(num_pages)
         assert pages is not None
         residence = Residence(ref.digest, ref.module_ranks, pages)
-        self._entries[ref.digest] = _Entry(residence, AdapterState.LOADING)
+        self._entries[ref.digest] = _Entry(residence, AdapterState.LOADING, is_from_store)
         self._moved[ref.digest] = None
         self.num_pages += num_pages
         self.num_loading += 1
+        self.num_loading_from_store += is_from_store
         self.num_loads += 1
         return AdapterLoad(residence)
 
     def finish_load(self, digest: str) -> None:
         entry = self._entries[digest]
         entry.state = AdapterState.RESIDENT
-        self.num_loading -= 1
+        self._stop_loading(entry)
         self.num_loaded_pages += len(entry.residence.pages)
         self._rest(digest)
 
     def fail_load(self, digest: str) -> None:
         """Drops an adapter whose copy failed, and frees its pages."""
+        self._stop_loading(self._entries[digest])
         self._drop(digest)
-        self.num_loading -= 1
 
     def acquire(self, digest: str) -> None:
         """Counts one more running sequence that uses the adapter, which is not evicted until `release`."""
@@ -136,8 +139,15 @@ class AdapterCache:
     def check_integrity(self) -> None:
         """Raises AssertionError if pages are miscounted."""
         assert self.num_pages == sum(len(entry.residence.pages) for entry in self._entries.values())
+        loading = [entry for entry in self._entries.values() if entry.state is AdapterState.LOADING]
+        assert self.num_loading == len(loading), "loads are miscounted"
+        assert self.num_loading_from_store == sum(entry.is_from_store for entry in loading), "loads are miscounted"
         idle = [entry for digest, entry in self._entries.items() if digest in self._idle]
         assert self.num_idle_pages == sum(len(entry.residence.pages) for entry in idle), "idle pages are miscounted"
+
+    def _stop_loading(self, entry: _Entry) -> None:
+        self.num_loading -= 1
+        self.num_loading_from_store -= entry.is_from_store
 
     def _rest(self, digest: str) -> None:
         entry = self._entries[digest]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+
+import msgspec
 
 Item = str | int  # an adapter's digest, or a page of the prefix cache
 
 
-@dataclass(frozen=True)
-class _Idle:
+class _Idle(msgspec.Struct, frozen=True, gc=False):
     worth: float
     depth: int
     number: int  # of the entry: the latest of an item is the one that counts
@@ -44,6 +44,11 @@ class IdleOrder:
 
     def __contains__(self, item: Item) -> bool:
         return item in self._idle
+
+    @property
+    def items(self) -> Container[Item]:
+        """All idle items; faster than this object where thousands are looked up."""
+        return self._idle
 
     def num_pages_of(self, items: AbstractSet[Item]) -> int:
         """Pages of those among the items that are idle."""

@@ -22,9 +22,13 @@ class PageAllocator:
         """That many pages, each with one holder, or None (and nothing taken) if fewer are free."""
         if num_pages > len(self._free):
             return None
-        pages = tuple(self._free.pop() for _ in range(num_pages))
+        if not num_pages:
+            return ()
+        pages = tuple(self._free[: -num_pages - 1 : -1])
+        del self._free[-num_pages:]
+        num_holders = self._num_holders
         for page in pages:
-            self._num_holders[page] = 1
+            num_holders[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
@@ -36,11 +40,12 @@ class PageAllocator:
 
     def release(self, pages: Iterable[int]) -> None:
         """Removes a holder; pages without a holder are free."""
+        num_holders, free = self._num_holders, self._free
         for page in pages:
-            assert self._num_holders[page], f"page {page} is released, and was not held"
-            self._num_holders[page] -= 1
-            if not self._num_holders[page]:
-                self._free.append(page)
+            assert num_holders[page], f"page {page} is released, and was not held"
+            num_holders[page] -= 1
+            if not num_holders[page]:
+                free.append(page)
 
     def held_once(self, pages: Iterable[int]) -> list[int]:
         """Those of the pages that have one holder."""

@@ -14,6 +14,9 @@ from .idle_order import IdleOrder, Item
 from .page_allocator import PageAllocator
 from .prefix_cache import PrefixCache
 
+MOST_EVICTED = 512  # pages in a step, for one sequence that starts while others run
+_LEAST_GIVEN_BACK = 64  # pages of ended sequences that are released at once where room is short
+
 
 class PagedMemory:
     """One allocator, one count of holders and one order of eviction for all of them."""
@@ -35,7 +38,8 @@ class PagedMemory:
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
         self._adapter_went = adapter_evicted
-        self._hosted: dict[str, bool] = {}  # digests added to host memory (True) or removed, since the last report
+        self.hosted: set[str] = set()  # digests of adapters in host memory, as the workers have reported
+        self._host_changes: dict[str, bool] = {}  # digests added there (True) or removed, since the last report
         self._pin_news: dict[str, str] = {}  # by digest, since the last report
 
     @property
@@ -53,7 +57,12 @@ class PagedMemory:
         self.prefixes.outdate(digest)
 
     def has_room(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int] = ()) -> bool:
-        """Whether `make_room` would succeed if `found` were held: pages of a kept prefix, of which some are idle."""
+        """Whether `make_room` would succeed if `found` were held: pages of a kept prefix, of which some are idle.
+
+        False too if there will be room as soon as pages of ended sequences are released, in the next steps.
+        """
+        if num_pages > self.num_pages_to_take:
+            self.prefixes.give_back(self.prefixes.num_may_give_back)
         num_kept = self._idle.num_pages_of(keep)
         once = self.allocator.held_once(found)  # by the prefix cache, and idle, or by a copy that is under way
         num_kept += sum([page in self._idle and page not in keep for page in once])
@@ -69,6 +78,10 @@ class PagedMemory:
         if short <= 0:
             return True
         going = self._idle.take(short, keep)
+        while going is None and self.prefixes.num_leaving:
+            self.prefixes.give_back(max(short, _LEAST_GIVEN_BACK))
+            short = num_pages - self.allocator.num_free
+            going = self._idle.take(short, keep)
         if going is None:
             return False
         for item in going:
@@ -79,11 +92,22 @@ class PagedMemory:
                 self.prefixes.evict(item)
         return True
 
+    def make_room_in_part(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int]) -> bool:
+        """Whether `make_room` would evict no more than MOST_EVICTED pages. False: evicts as many, and none of `found`.
+
+        `has_room` must hold.
+        """
+        short = num_pages - self.allocator.num_free
+        if short <= MOST_EVICTED:
+            return True
+        self.make_room(num_pages - short + MOST_EVICTED, {*keep, *found})
+        return False
+
     def begin_load(self, ref: AdapterRef, num_pages: int, keep: AbstractSet[Item]) -> AdapterLoad | None:
         """Takes pages for an absent adapter, evicting as `make_room` does; None if that is not enough."""
         if not self.make_room(num_pages, keep):
             return None
-        return self.adapters.begin_load(ref, num_pages)
+        return self.adapters.begin_load(ref, num_pages, ref.digest not in self.hosted)
 
     @property
     def num_idle_prefix_pages(self) -> int:
@@ -94,7 +118,7 @@ class PagedMemory:
         """What was added to the pool and to host memory, and what was removed, since the last call."""
         came, went = self.adapters.take_changes()
         pages_came, pages_went = self.prefixes.take_changes()
-        hosted, self._hosted = self._hosted, {}
+        hosted, self._host_changes = self._host_changes, {}
         pin_news, self._pin_news = self._pin_news, {}
         return ResidencyChange(
             came,
@@ -109,11 +133,15 @@ class PagedMemory:
     def note_hosted(self, came: Iterable[str], went: Iterable[str], pin_news: Mapping[str, str]) -> None:
         """Records what the workers reported of their host memory: adapters added and removed, and failed pins."""
         self._pin_news |= pin_news
-        self._hosted |= {**dict.fromkeys(came, True), **dict.fromkeys(went, False)}
+        self.hosted.update(came)
+        self.hosted.difference_update(went)
+        self._host_changes |= {**dict.fromkeys(came, True), **dict.fromkeys(went, False)}
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError if a page leaked or its holders are miscounted. `held`: the pages of each sequence."""
-        self.allocator.check_integrity([*held, *self.adapters.holders(), *self.prefixes.holders()])
+        self.allocator.check_integrity(
+            [*held, *self.adapters.holders(), *self.prefixes.holders(), *self.prefixes.ended_holders()]
+        )
         self.adapters.check_integrity()
         self.prefixes.check_integrity()
         self._idle.check_integrity()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+
+import msgspec
 
 from ..wire.page_keys import PageKey
 from .idle_order import IdleOrder
@@ -11,13 +13,14 @@ from .page_allocator import PageAllocator
 from .partial_page_index import PartialPageIndex
 from .use_count import UseCount
 
+MOST_GIVEN_BACK = 512  # pages of ended sequences that are released in a step
 
-@dataclass(slots=True)
-class _Entry:
+
+class _Entry(msgspec.Struct, gc=False):
     key: PageKey
     depth: int  # pages before it
     adapter: str | None  # digest, if known
-    uses: UseCount = field(default_factory=UseCount)
+    uses: UseCount = msgspec.field(default_factory=UseCount)
     is_outdated: bool = False  # its adapter has no name any more: evicted first, unless a sequence uses the page again
 
 
@@ -35,8 +38,12 @@ class PrefixCache:
         self._entries: dict[int, _Entry] = {}  # by page
         self._of_adapters: dict[str, set[int]] = {}  # pages by digest
         self._partial_pages = PartialPageIndex()
+        # Pages that are not released yet, of ended sequences, and the sequences.
+        self._leaving: deque[tuple[Sequence[int], object]] = deque()
         self._moved: dict[PageKey, None] = {}  # keys added or removed since the last take_changes()
         self.num_evictions = 0
+        self.num_leaving = 0  # pages of ended sequences that are not released yet
+        self.num_may_give_back = MOST_GIVEN_BACK  # in this step
 
     def find(self, keys: Iterable[PageKey]) -> list[int]:
         """Pages of the first keys, up to the first one that is not here."""
@@ -50,10 +57,17 @@ class PrefixCache:
     def page_of(self, key: PageKey) -> int | None:
         return self._pages.get(key)
 
-    def is_held(self, key: PageKey) -> bool:
-        """The page is here, and a sequence holds it."""
-        page = self._pages.get(key)
-        return page is not None and page not in self._idle
+    def num_held(self, keys: Sequence[PageKey], start: int, stop: int, coming: Container[PageKey]) -> int:
+        """The first index from `start` on, at most `stop`, whose page no sequence holds and whose key is not `coming`.
+
+        Little work for each key, since there may be thousands.
+        """
+        pages, idle = self._pages, self._idle.items
+        for index in range(start, stop):
+            key = keys[index]
+            if key not in coming and ((page := pages.get(key)) is None or page in idle):
+                return index
+        return stop
 
     def acquire(self, pages: Sequence[int]) -> None:
         """One more sequence holds these pages, which are here or are being copied here, until `release`."""
@@ -64,11 +78,12 @@ class PrefixCache:
 
     def count_uses(self, pages: Iterable[int]) -> None:
         """Counts a use of these pages, as a sequence starts with them as its prefix."""
-        entries = self._entries
+        entries, num_rounds = self._entries, self._idle.num_rounds
         for page in pages:
             entry = entries[page]
-            entry.uses.add(self._idle.num_rounds)
-            entry.is_outdated = False
+            entry.uses.add(num_rounds)
+            if entry.is_outdated:
+                entry.is_outdated = False
 
     def outdate(self, adapter: str) -> None:
         """The adapter has no name any more: its idle pages are evicted first, until a sequence uses them again."""
@@ -107,6 +122,33 @@ class PrefixCache:
             if page in self._entries:
                 self._rest(page)
 
+    def release_later(self, pages: Sequence[int], owner: object) -> None:
+        """As `release`, at once or in later steps, so that the end of long sequences does not make a step long.
+
+        `owner`: the sequence, which is kept as long as its pages, since freeing thousands of tokens takes long too.
+        """
+        if pages:
+            self._leaving.append((pages, owner))
+            self.num_leaving += len(pages)
+            self.give_back(self.num_may_give_back)
+
+    def begin_step(self) -> None:
+        """Releases pages of ended sequences: at most MOST_GIVEN_BACK until the next call, unless room is short."""
+        self.num_may_give_back = MOST_GIVEN_BACK
+        self.give_back(MOST_GIVEN_BACK)
+
+    def give_back(self, most: int) -> None:
+        """Releases at most this many pages of ended sequences, those of the first ones first."""
+        while self._leaving and most > 0:
+            pages, owner = self._leaving.popleft()
+            if len(pages) > most:
+                self._leaving.appendleft((pages[most:], owner))
+                pages = pages[:most]
+            most -= len(pages)
+            self.num_leaving -= len(pages)
+            self.num_may_give_back -= len(pages)
+            self.release(pages)
+
     def forget(self, keys: Iterable[PageKey]) -> None:
         """Drops pages whose numbers are not finite, so no other sequence finds them. Their holders keep them."""
         for key in keys:
@@ -134,6 +176,10 @@ class PrefixCache:
         """All pages, for integrity checks."""
         yield tuple(self._entries)
 
+    def ended_holders(self) -> Iterator[Sequence[int]]:
+        """Pages of ended sequences that are not released yet, for integrity checks."""
+        return (pages for pages, _ in self._leaving)
+
     def check_integrity(self) -> None:
         """Raises AssertionError if keys and pages do not match, or an idle page is not known as idle."""
         assert self._pages == {entry.key: page for page, entry in self._entries.items()}, "keys and pages differ"
@@ -141,6 +187,9 @@ class PrefixCache:
         of_adapters = {(entry.adapter, page) for page, entry in self._entries.items() if entry.adapter is not None}
         found = {(adapter, page) for adapter, pages in self._of_adapters.items() for page in pages}
         assert found == of_adapters, "an adapter's pages are not known as such"
+        assert self.num_leaving == sum(len(pages) for pages, _ in self._leaving), (
+            "pages of ended sequences are miscounted"
+        )
         for page in self._entries:
             assert (page in self._idle) == (self._allocator.num_holders(page) == 1), f"page {page}: idle or not?"
 

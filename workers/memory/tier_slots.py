@@ -68,9 +68,10 @@ class TierSlots:
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Counts a use of those of the pages that are here."""
+        slots, move_to_end = self._slots, self._slots.move_to_end
         for key in keys:
-            if key in self._slots:
-                self._slots.move_to_end(key)
+            if key in slots:
+                move_to_end(key)
 
     def end_read(self, keys: Iterable[PageKey]) -> None:
         for key in keys:

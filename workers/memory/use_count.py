@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 HALF_LIFE = 32.0  # in rounds of the idle order
 MOST = 32.0  # so an unused item is evicted after this many rounds at the latest
 
 
-@dataclass(slots=True)
-class UseCount:
+class UseCount(msgspec.Struct, gc=False):
     """Ageing after Robinson and Devarakonda (SIGMETRICS 1990): without it, once popular items would stay."""
 
     _sum: float = 0.0

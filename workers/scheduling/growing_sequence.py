@@ -97,6 +97,11 @@ class GrowingSequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def next_position(self) -> int:
+        """Of the first token that the next plan could compute."""
+        return self.num_computed + self.num_planned
+
+    @property
     def num_unplanned(self) -> int:
         """Tokens that the next plan could compute; the last of them may not be known yet."""
         return len(self.token_ids) + self.num_coming - self.num_computed - self.num_planned

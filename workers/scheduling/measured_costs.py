@@ -37,6 +37,11 @@ class MeasuredCosts:
         """The costs of a page that this tier holds."""
         return PageCosts(self._compute.value, self._copies[tier].value, self._step.value)
 
+    def return_s(self, is_in_tier: bool) -> float:
+        """Time to restore an evicted page, which a tier behind the pool may hold."""
+        compute_s = self._compute.value
+        return min(self._copies["host"].value, compute_s) if is_in_tier else compute_s
+
     def observe_step(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
         if num_tokens == 0:
             return
@@ -68,7 +73,7 @@ class StepCosts:
 
     def step_s(self, num_decodes: int, chunks: Sequence[tuple[int, int]]) -> float:
         """Time of a step; `chunks` as in `observe`."""
-        decode_s = self.decode_s(num_decodes) if num_decodes else 0.0
+        decode_s = self.decode_s(num_decodes) if num_decodes or chunks else 0.0
         return decode_s + sum(number * self.prompt_token_s(start + number // 2) for start, number in chunks)
 
     def observe(self, num_decodes: int, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
@@ -76,7 +81,7 @@ class StepCosts:
         num_tokens = sum(number for _, number in chunks)
         if num_tokens:
             context = sum(number * (start + number / 2) for start, number in chunks) / num_tokens
-            decode_s = self._decodes.at(num_decodes) if num_decodes else 0.0
+            decode_s = self._decodes.at(num_decodes)  # without decodes too: what a step costs, whatever it computes
             self._tokens.add(context, max(seconds - decode_s, 0.05 * seconds) / num_tokens)
         elif num_decodes:
             self._decodes.add(num_decodes, seconds)
@@ -89,39 +94,52 @@ def is_worth_bringing(num_pages: int, costs: PageCosts) -> bool:
 
 class _FadingMean:
     def __init__(self, prior: float) -> None:
-        self._sum, self._weight = prior, 1.0
-
-    @property
-    def value(self) -> float:
-        return self._sum / self._weight
+        self._sum, self._weight, self.value = prior, 1.0, prior
 
     def add(self, amount: float, weight: float) -> None:
         amount = min(amount, _MAX_TIMES_MEAN * self.value * weight)
         self._sum, self._weight = _FADE * self._sum + amount, _FADE * self._weight + weight
+        self.value = self._sum / self._weight
 
 
 class _FadingLine:
     """A value that grows linearly with x: weighted regression with a prior, which the first value replaces.
 
-    Outliers, such as a stall, are cut. Where nearly all values were seen at one x, the slope is taken to be small.
+    Values fade only as others of about the same x come, within a factor of two, so that it is still known what large
+    ones take after many steps with small ones. Outliers, such as a stall, are cut. Where nearly all values were seen at
+    one x, the slope is taken to be small.
     """
 
     def __init__(self, prior: float) -> None:
-        self._prior, self._num_values = prior, 0
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._mean_y, self._mean_x, self._slope, self._num_values = prior, 0.0, 0.0, 0
+        self._near: dict[int, _FadingSums] = {}  # by the number of bits of x
 
     def at(self, x: float) -> float:
-        if not self._num_values:
-            return self._prior
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - mean_x**2 + 0.01 * mean_x**2 + 1e-9
-        slope = max(self._xy / self._weight - mean_x * mean_y, 0.0) / spread
-        return max(mean_y + slope * (x - mean_x), 0.05 * mean_y)
+        return max(self._mean_y + self._slope * (x - self._mean_x), 0.05 * self._mean_y)
 
     def add(self, x: float, y: float) -> None:
         if self._num_values >= _NUM_TRUSTED:
             y = min(y, _MAX_TIMES_EXPECTED * self.at(x))
         self._num_values += 1
-        self._weight = _FADE * self._weight + 1
-        self._x, self._y = _FADE * self._x + x, _FADE * self._y + y
-        self._xx, self._xy = _FADE * self._xx + x * x, _FADE * self._xy + x * y
+        self._near.setdefault(int(x).bit_length(), _FadingSums()).add(x, y)
+        self._fit()
+
+    def _fit(self) -> None:
+        near = self._near.values()
+        weight = sum([sums.weight for sums in near])
+        mean_x, mean_y = sum([sums.x for sums in near]) / weight, sum([sums.y for sums in near]) / weight
+        spread = sum([sums.xx for sums in near]) / weight - mean_x**2 + 0.01 * mean_x**2 + 1e-9
+        covariance = sum([sums.xy for sums in near]) / weight - mean_x * mean_y
+        self._mean_x, self._mean_y, self._slope = mean_x, mean_y, max(covariance, 0.0) / spread
+
+
+class _FadingSums:
+    """Of values and their products, as regression needs them."""
+
+    def __init__(self) -> None:
+        self.weight = self.x = self.y = self.xx = self.xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        self.weight = _FADE * self.weight + 1
+        self.x, self.y = _FADE * self.x + x, _FADE * self.y + y
+        self.xx, self.xy = _FADE * self.xx + x * x, _FADE * self.xy + x * y

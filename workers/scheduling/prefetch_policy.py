@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MAX_LOADS_UNDER_WAY = 8  # adapters that are loaded into the pool at once
+MAX_LOADS_UNDER_WAY = 8  # adapters that are loaded into the pool at once, from host memory and from the store each
+
+
+@dataclass(frozen=True)
+class FreeLoads:
+    """Loads that may begin, by where the adapter is: reads of a store that hangs must not stop the others."""
+
+    from_host: int
+    from_store: int
+
+
+def free_loads(num_loading: int, num_loading_from_store: int) -> FreeLoads:
+    """`num_loading`: loads under way, those from the store included."""
+    num_from_host = num_loading - num_loading_from_store
+    return FreeLoads(MAX_LOADS_UNDER_WAY - num_from_host, MAX_LOADS_UNDER_WAY - num_loading_from_store)
 
 
 @dataclass(frozen=True)
@@ -16,6 +30,7 @@ class WaitingNeeds:
     is_absent: bool  # the adapter is neither in the pool nor being loaded
     num_adapter_pages: int  # of an absent or idle adapter; 0: it is in use or being loaded
     num_kv_pages: int  # without those of its prefix that other sequences hold or that are coming
+    is_hosted: bool = False  # an absent adapter is in host memory
 
 
 @dataclass(frozen=True)
@@ -24,13 +39,12 @@ class PrefetchChoice:
     num_with_room: int  # number of the oldest sequences that have room for their KV too
 
 
-def choose_prefetch(waiting: Iterable[WaitingNeeds], num_pages: int, num_loads: int) -> PrefetchChoice:
+def choose_prefetch(waiting: Iterable[WaitingNeeds], num_pages: int, loads: FreeLoads) -> PrefetchChoice:
     """What to load now, even for sequences that the next step cannot start.
 
     `waiting`: the oldest sequences, oldest first, as many as a batch can take. A sequence further back does not run
     before a whole batch has ended, so what is idle in the pool may well be used sooner than what it needs.
-    `num_pages`: free or idle ones, less those that running sequences will take meanwhile. `num_loads`: the most loads
-    that may start.
+    `num_pages`: free or idle ones, less those that running sequences will take meanwhile.
 
     Each sequence claims the pages that it will need, adapter and KV, before anything is loaded for a newer one. So
 
@@ -40,6 +54,7 @@ def choose_prefetch(waiting: Iterable[WaitingNeeds], num_pages: int, num_loads: 
     """
     adapters: list[str] = []
     claimed: set[str] = set()
+    num_begun = {True: 0, False: 0}  # by whether the adapter is in host memory
     num_with_room = 0
     for needs in waiting:
         if needs.adapter is not None and needs.adapter not in claimed:
@@ -47,7 +62,9 @@ def choose_prefetch(waiting: Iterable[WaitingNeeds], num_pages: int, num_loads: 
                 break
             num_pages -= needs.num_adapter_pages
             claimed.add(needs.adapter)
-            if needs.is_absent and len(adapters) < num_loads:
+            most = loads.from_host if needs.is_hosted else loads.from_store
+            if needs.is_absent and num_begun[needs.is_hosted] < most:
+                num_begun[needs.is_hosted] += 1
                 adapters.append(needs.adapter)
         if needs.num_kv_pages > num_pages:
             break

@@ -10,7 +10,7 @@ from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterLoad
 from ..wire.messages import AdapterRef
 from .growing_sequence import GrowingSequence
-from .prefetch_policy import MAX_LOADS_UNDER_WAY, WaitingNeeds, choose_prefetch
+from .prefetch_policy import FreeLoads, WaitingNeeds, choose_prefetch, free_loads
 from .prefix_reuse import HeldByOthers, PrefixReuse
 from .request_limits import pages_for
 
@@ -37,14 +37,15 @@ class Prefetcher:
         The caller puts the loads into its plan. `num_lacking`: sequences that lack their adapter, these or others. Each
         of `num_running` running sequences may need another page meanwhile.
         """
-        num_loads = MAX_LOADS_UNDER_WAY - self._memory.adapters.num_loading if num_lacking else 0
-        if num_loads <= 0 and not self._prefixes.can_come_ahead:
+        loads = self.free_loads if num_lacking else FreeLoads(0, 0)
+        may_load = loads.from_store > 0 or (loads.from_host > 0 and self._memory.hosted)
+        if not may_load and not self._prefixes.can_come_ahead:
             return
         held_by_others: HeldByOthers = {}  # valid since no page is released in this method
-        while waiting and not self._lacks(waiting[-1], num_loads, held_by_others):
+        while waiting and not self._lacks(waiting[-1], loads, held_by_others):
             waiting.pop()
         needs = (self._needs(sequence, held_by_others) for sequence in waiting)
-        chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, num_loads)
+        chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, loads)
         wanted: set[Item] = set()  # adapters and pages of older sequences: not to be evicted for a newer sequence
         older: list[GrowingSequence] = []  # sequences whose pages are not in `wanted` yet
         for number, sequence in enumerate(waiting[: chosen.num_with_room + 1]):
@@ -63,7 +64,18 @@ class Prefetcher:
                 self._on_load(sequence, self._pages_of_adapter(ref))
                 yield load
             if pages_may_come:
-                self._prefixes.find(sequence, wanted)
+                self._prefixes.look_ahead(sequence, wanted, held_by_others)
+
+    @property
+    def free_loads(self) -> FreeLoads:
+        """Loads that may begin now."""
+        adapters = self._memory.adapters
+        return free_loads(adapters.num_loading, adapters.num_loading_from_store)
+
+    def may_load(self, sequence: GrowingSequence) -> bool:
+        """A load of the sequence's adapter, which is absent, may begin now."""
+        loads = self.free_loads
+        return (loads.from_host if sequence.adapter_digest in self._memory.hosted else loads.from_store) > 0
 
     def is_absent(self, sequence: GrowingSequence) -> bool:
         """The sequence's adapter is neither in the pool nor being loaded."""
@@ -78,8 +90,9 @@ class Prefetcher:
         num_pages = pages_for(sequence.num_uncomputed, self._block_size)
         return num_pages - self._prefixes.num_held_by_others(sequence, {} if held_by_others is None else held_by_others)
 
-    def _lacks(self, sequence: GrowingSequence, num_loads: int, held_by_others: HeldByOthers) -> bool:
-        """A load or a copy could start for the sequence, if `num_loads` loads may start."""
+    def _lacks(self, sequence: GrowingSequence, loads: FreeLoads, held_by_others: HeldByOthers) -> bool:
+        """A load or a copy could start for the sequence, if these loads may start."""
+        num_loads = loads.from_host if sequence.adapter_digest in self._memory.hosted else loads.from_store
         return (num_loads > 0 and self.is_absent(sequence)) or self._prefixes.may_come_ahead(sequence, held_by_others)
 
     def _needs(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> WaitingNeeds:
@@ -88,4 +101,5 @@ class Prefetcher:
             idle_pages_of = self._memory.adapters.num_idle_pages_of
             num_adapter_pages = self._pages_of_adapter(ref) if is_absent else idle_pages_of(ref.digest)
         num_kv_pages = self.num_kv_pages_to_take(sequence, held_by_others)
-        return WaitingNeeds(sequence.adapter_digest, is_absent, num_adapter_pages, num_kv_pages)
+        is_hosted = is_absent and sequence.adapter_digest in self._memory.hosted
+        return WaitingNeeds(sequence.adapter_digest, is_absent, num_adapter_pages, num_kv_pages, is_hosted)

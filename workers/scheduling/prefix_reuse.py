@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice, takewhile
@@ -15,6 +16,7 @@ from .growing_sequence import GrowingSequence
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
+MOST_KEYS = 1024  # made in a step for sequences that arrive and wait, while others run
 # Memo of `num_held_by_others`: by the key of the first page, the number of pages that the last sequence with this page
 # found held, and the key of the last of them. Another sequence with the same key there need not check these again.
 HeldByOthers = dict[PageKey, tuple[int, PageKey]]
@@ -40,6 +42,7 @@ class PrefixReuse:
         self._coming: dict[PageKey, GrowingSequence | None] = {}
         self._copies: list[PageCopy] = []  # for the next plan
         self._copied_from: list[int] = []  # pages that must not change until the plan has ended
+        self._num_keys_left = MOST_KEYS  # that may be made in this step
         self.num_cached_tokens = 0  # tokens that were found and not computed, since the start
 
     def prepare(self, sequence: GrowingSequence) -> None:
@@ -53,8 +56,26 @@ class PrefixReuse:
             most = min(num_keys, len(alike.page_keys))
             num_common = _num_common_pages(sequence.token_ids, alike.token_ids, most, self._block_size)
             sequence.page_keys = alike.page_keys[:num_common]
-        self._make_keys(sequence, num_keys)
         self._alike[first] = sequence
+        self.make_keys(sequence)
+
+    def bound_keys(self, is_bounded: bool) -> None:
+        """From now on as many keys are made as needed, or if `is_bounded` MOST_KEYS until the next call.
+
+        The keys of a long prompt take long, and others may wait for their next tokens.
+        """
+        self._num_keys_left = MOST_KEYS if is_bounded else sys.maxsize
+
+    def make_keys(self, sequence: GrowingSequence) -> bool:
+        """Makes keys that the sequence lacks, as many as may be made in this step. True: it has all."""
+        if not self._enabled:
+            return True
+        num_keys, num_made = len(sequence.token_ids) // self._block_size, len(sequence.page_keys)
+        num_more = min(num_keys - num_made, self._num_keys_left)
+        if num_more > 0:
+            self._make_keys(sequence, num_made + num_more)
+            self._num_keys_left -= num_more
+        return len(sequence.page_keys) >= num_keys
 
     def find(self, sequence: GrowingSequence, keep: AbstractSet[Item]) -> list[int] | None:
         """Pages of the sequence's prefix in the pool; None: it should wait for the next ones, which are coming.
@@ -106,14 +127,16 @@ class PrefixReuse:
         return self._enabled and self._tiers.can_bring()
 
     def may_come_ahead(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> bool:
-        """Whether `find` could start more copies for a sequence that cannot start yet.
+        """Whether `look_ahead` could start more copies for a sequence that cannot start yet.
 
         The prefix is looked up once, and again whenever the pages that were copied for it have arrived with all before
         them; more copies may follow meanwhile. So no page is copied twice while the sequence waits, even if it is
         evicted: `find` copies it again when the sequence can start.
         """
+        if sequence.awaits_page is not None:  # the event that it is there leads to the next look-up
+            return self._lacks_copies(sequence)
         if not sequence.was_looked_up:
-            return self.can_come_ahead
+            return self.can_come_ahead and self.make_keys(sequence)
         key, num_found = sequence.awaited_key, sequence.num_found // self._block_size
         if key in self._coming:  # shared by all sequences that wait for this prefix but the first
             return self._lacks_copies(sequence)
@@ -121,6 +144,17 @@ class PrefixReuse:
             return False
         held = self.num_held_by_others(sequence, held_by_others)
         return held > num_found or len(self._cache.find(sequence.page_keys[held : num_found + 1])) > num_found - held
+
+    def look_ahead(self, sequence: GrowingSequence, keep: AbstractSet[Item], held_by_others: HeldByOthers) -> None:
+        """Starts copies for a sequence that cannot start yet, as `find` does.
+
+        A sequence whose next pages are being computed awaits the last of them, and is not looked up before.
+        """
+        key = self.last_coming(sequence, held_by_others) if sequence.awaits_page is None else None
+        if key is None or self.is_being_copied(key):
+            self.find(sequence, keep)
+        else:
+            self._waiting.await_page(sequence, key, 0)
 
     def here(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> list[int]:
         """Idle pages of its prefix in the pool, if it was looked up since it began to wait."""
@@ -134,15 +168,13 @@ class PrefixReuse:
         `held_by_others`: a memo, valid as long as no page is released.
         """
         most = self._num_usable(sequence) if self._enabled else 0
-        if not most:
-            return 0
-        self._make_keys(sequence, most)
         keys = sequence.page_keys
+        if not most or (len(keys) < most and not self.make_keys(sequence)):
+            return 0
         num_held, last = held_by_others.get(keys[0], (0, b""))
         if num_held > most or keys[num_held - 1] != last:
             num_held = 0
-        while num_held < most and (keys[num_held] in self._coming or self._cache.is_held(keys[num_held])):
-            num_held += 1
+        num_held = self._cache.num_held(keys, num_held, most, self._coming)
         if num_held:
             held_by_others[keys[0]] = (num_held, keys[num_held - 1])
         return num_held
@@ -208,10 +240,10 @@ class PrefixReuse:
         sequence.num_kept_pages = num_full
 
     def leave(self, sequence: GrowingSequence) -> None:
-        """The sequence stops running: releases its pages."""
+        """The sequence stops running: its pages are released, if they are many in later steps."""
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
-        self._cache.release(sequence.pages)
+        self._cache.release_later(sequence.pages, sequence)
         sequence.hold(())
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
         sequence.was_looked_up = sequence.tokens_sent = False

@@ -9,7 +9,7 @@ from itertools import islice, tee
 from ..fairness.page_times import PageTimes
 from ..fairness.preemption import should_preempt
 from ..fairness.prices import OUTPUT_TOKEN, prompt_price
-from ..fairness.prompt_budget import divide_prompt_tokens
+from ..fairness.prompt_budget import PromptBudget, divide_prompt_tokens
 from ..fairness.tenant_counters import TenantCounter, TenantCounters
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
@@ -18,7 +18,6 @@ from ..wire.page_keys import PageKey
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence, by_arrival
 from .planned_step import PlannedChunk, plan_chunk
-from .prefetch_policy import MAX_LOADS_UNDER_WAY
 from .prefetcher import Prefetcher
 from .prefix_reuse import HeldByOthers, PrefixReuse
 from .request_limits import GangLimits, pages_for
@@ -60,34 +59,36 @@ class PromptPlanner:
         self._waiting, self._running, self._limits = waiting, running, limits
         self._pages_of_adapter, self._clock = pages_of_adapter, clock
 
-    def plan_prompts(self, budget: int, may_admit: bool) -> list[PlannedChunk]:
+    def plan_prompts(self, budget: PromptBudget, may_admit: bool) -> list[PlannedChunk]:
         """Plans chunks of running prompts, and of waiting sequences, which start now if `may_admit`.
 
-        `budget`: tokens in all. In latency mode throttled tenants together get at most `throttled_budget` of them.
+        In latency mode throttled tenants together get at most `throttled_budget` tokens.
         """
-        throttled_budget = budget
+        throttled_budget = budget.num_tokens
         if self._latency_mode.is_on:
             throttled_budget = max(1, int(_THROTTLED_PART * self._limits.max_tokens_per_step))
         num_tokens: dict[GrowingSequence, int] = {}
         prompts, started, is_first = self._running.prompts[:], list[GrowingSequence](), True
-        while budget > 0 and (started or is_first):
+        while budget.num_tokens > 0 and (started or is_first):
             candidates = self.candidates() if may_admit else []
             left = {s: s.num_unplanned for s in prompts} | {s: s.num_uncomputed - s.num_found for s in candidates}
-            granted = self._divide(left, budget, throttled_budget)
+            granted = self._divide_in_time(left, budget, throttled_budget)
             started = list(self.start(s for s in candidates if granted[s]))
             for sequence in (*prompts, *started):
                 num_tokens[sequence] = min(sequence.num_unplanned, granted[sequence])
-                budget -= num_tokens[sequence]
+                budget.take(sequence.next_position, num_tokens[sequence])
                 throttled_budget -= num_tokens[sequence] if self._latency_mode.throttles(sequence.counter) else 0
             prompts, is_first = [], False
         for sequence in self._running.prompts:  # tokens left over by prompts with cached prefixes
             is_throttled = self._latency_mode.throttles(sequence.counter)
             # A starting sequence is charged for cached tokens, which can make its tenant throttled and
             # `throttled_budget` negative.
-            most = max(0, min(budget, throttled_budget)) if is_throttled else budget
-            more = min(sequence.num_unplanned - num_tokens.get(sequence, 0), most)
-            num_tokens[sequence] = num_tokens.get(sequence, 0) + more
-            budget -= more
+            most = max(0, throttled_budget) if is_throttled else budget.num_tokens
+            num_granted = num_tokens.get(sequence, 0)
+            start = sequence.next_position + num_granted
+            more = budget.tokens_that_fit(start, min(sequence.num_unplanned - num_granted, most))
+            num_tokens[sequence] = num_granted + more
+            budget.take(start, more)
             throttled_budget -= more if is_throttled else 0
         chunks = [plan_chunk(sequence, number) for sequence, number in num_tokens.items() if number]
         for chunk in chunks:
@@ -102,7 +103,7 @@ class PromptPlanner:
         Only if there is no room for these, and at most _MAX_PREEMPTED in a step.
         """
         running, waiting, counters = self._running, self._waiting, self._running.by_tenant
-        if waiting.is_of(counters) or not waiting.num_ready:
+        if waiting.is_of(counters) or not waiting.num_ready or self._memory.prefixes.num_leaving:
             return 0
         if len(running) < self._limits.max_num_sequences and not self._lacked_room:
             return 0
@@ -137,7 +138,7 @@ class PromptPlanner:
         held_by_others: HeldByOthers = {}  # valid since no page is released in this method
         turns, again = tee(self._waiting.equipped_in_turn())
         for sequence, older in islice(self._in_turn(turns, again), _MAX_LOOKED_AT):
-            if sequence in self._preempted:
+            if sequence in self._preempted or not self._prefixes.make_keys(sequence):
                 continue
             if not self._prefixes.is_known(sequence) and not self._look_up(sequence, older, held_by_others):
                 continue
@@ -169,6 +170,17 @@ class PromptPlanner:
             if len(found) == _MAX_PREEMPTED:
                 break
         return [*found.values()]
+
+    def _divide_in_time(
+        self, left: dict[GrowingSequence, int], budget: PromptBudget, throttled_budget: int
+    ) -> dict[GrowingSequence, int]:
+        """As `_divide`, with as many tokens in all as take no longer than `budget` allows."""
+        most: int | None = budget.num_tokens
+        while most is not None:
+            granted = self._divide(left, most, throttled_budget)
+            chunks = [(s.next_position or s.num_found, number) for s, number in granted.items() if number]
+            most = budget.total_that_fits(chunks)
+        return granted
 
     def _divide(
         self, left: dict[GrowingSequence, int], budget: int, throttled_budget: int
@@ -207,9 +219,10 @@ class PromptPlanner:
         `equipped`: all sequences that have their adapter, in the same order.
         """
         older = OlderSequences(equipped, self._waiting.has_one_tenant)
-        adapters, lacking = self._memory.adapters, None
-        if adapters.num_loading < MAX_LOADS_UNDER_WAY:
-            lacking = self._waiting.oldest_lacking(lambda digest: adapters.state(digest) is AdapterState.ABSENT)
+        adapters = self._memory.adapters
+        lacking = self._waiting.oldest_lacking(lambda digest: adapters.state(digest) is AdapterState.ABSENT)
+        if lacking is not None and not self._prefetcher.may_load(lacking):
+            lacking = None
         for sequence in sequences:
             if sequence.awaits_page is not None or not self._has_adapter(sequence):
                 continue
@@ -248,6 +261,8 @@ class PromptPlanner:
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - len(found)
         if not self._memory.has_room(num_pages + older.num_reserved_pages, older.wanted, found):
             return False
+        if self._running and not self._memory.make_room_in_part(num_pages, older.wanted, found):
+            return False  # the rest of the room is made in the next steps, as running sequences wait for this one
         self._memory.prefixes.acquire(found)  # first, so that they are not evicted for the new ones
         self._memory.make_room(num_pages, older.wanted)
         self._waiting.remove(sequence)

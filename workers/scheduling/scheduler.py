@@ -16,7 +16,7 @@ import msgspec
 
 from ..fairness.page_times import PageTimes
 from ..fairness.prices import load_price
-from ..fairness.prompt_budget import tokens_in_time
+from ..fairness.prompt_budget import PromptBudget, prompt_seconds
 from ..fairness.tenant_counters import Scheduling, TenantCounters
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
@@ -158,12 +158,21 @@ class Scheduler:
         return [tenant_share(counter, self._waiting, self._running) for counter in changed]
 
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._adapters.num_loading or self._tiers.has_work())
+        has_sequences = bool(self._running or self._waiting)
+        return has_sequences or self.is_clearing or bool(self._adapters.num_loading or self._tiers.has_work())
+
+    @property
+    def is_clearing(self) -> bool:
+        """Pages of ended sequences are still to be released, in further steps: these must not be put off."""
+        return self.memory.prefixes.num_leaving > 0
 
     def schedule(self) -> StepPlan:
         """The next step's plan. Takes the pages that the plan needs; preempts and evicts where they run out."""
         self._counts.num_steps += 1
         step = self._counts.num_steps
+        self.memory.prefixes.begin_step()
+        if not self._running:
+            self._prefixes.bound_keys(False)  # no sequence waits for its next token
         digests = (sequence.adapter_digest for sequence in self._next_batch())
         self.memory.want_soon(dict.fromkeys(digest for digest in digests if digest is not None))
         self._counts.num_fair_preemptions += self._admission.preempt_for_waiting(self._preempt)
@@ -181,6 +190,7 @@ class Scheduler:
         used = dict.fromkeys([sequence.adapter_digest for sequence in decodes])
         used |= dict.fromkeys([chunk.part.adapter for chunk in chunks])
         residences = tuple([self._adapters.residence(digest) for digest in used if digest is not None])
+        self._prefixes.bound_keys(True)
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
         outdated, pins = self.host_updates.take(computes=bool(decodes or chunks))
         return StepPlan(step, parts, residences, loads, moves, copies, outdated, tuple(self._running.penalised), pins)
@@ -275,15 +285,13 @@ class Scheduler:
     def _charge_load(self, sequence: GrowingSequence, num_pages: int) -> None:
         self.counters.charge(sequence.counter, load_price(num_pages, self._limits.block_size))
 
-    def _prompt_budget(self, num_decodes: int) -> int:
-        """Prompt tokens that a plan with `num_decodes` decodes may compute."""
+    def _prompt_budget(self, num_decodes: int) -> PromptBudget:
+        """What prompts may take of a plan with `num_decodes` decodes."""
         most = self._limits.max_tokens_per_step - num_decodes
         if not num_decodes or not self.token_interval_s:
-            return most  # no sequence waits for its next token
-        oldest = self._running.prompts[0] if self._running.prompts else None
-        context = 0 if oldest is None else oldest.num_computed + oldest.num_planned
-        decode_s, token_s = self._step_costs.decode_s(num_decodes), self._step_costs.prompt_token_s(context)
-        return min(most, tokens_in_time(self.token_interval_s, decode_s, token_s, self._limits.block_size))
+            return PromptBudget(most)  # no sequence waits for its next token
+        seconds = prompt_seconds(self.token_interval_s, self._step_costs.decode_s(num_decodes))
+        return PromptBudget(most, seconds, self._step_costs.prompt_token_s, self._limits.block_size)
 
     def _preempt(self, victim: GrowingSequence) -> None:
         """Puts a running sequence back into the queue. It is recomputed later as far as its pages are gone."""
@@ -404,5 +412,4 @@ class Scheduler:
             yield SequenceUpdate(sequence.sequence_id, error=error, usage=self._usage(sequence))
 
     def _prefix_page_s(self, key: PageKey) -> float:
-        costs = self._costs.costs("host")
-        return min(costs.copy_s, costs.compute_s) if self._tiers.holds(key) else costs.compute_s
+        return self._costs.return_s(self._tiers.holds(key))

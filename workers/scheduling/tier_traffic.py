@@ -83,7 +83,7 @@ class TierTraffic:
 
     def holds(self, key: PageKey) -> bool:
         """The page is in a tier behind the pool."""
-        return any(key in tier for tier in self._working())
+        return bool(self._tiers) and any(key in tier for tier in self._working())
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         """Counts a use of these pages in the tiers too, as a sequence uses them in the pool."""
