@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from bisect import insort
-from operator import attrgetter
 
+from ..fairness.preemption import Rank, may_grow_over
+from ..fairness.prices import prompt_price
 from ..fairness.tenant_counters import TenantCounter
 from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
-
-_rank = attrgetter("rank")
 
 
 class RunningSequences:
@@ -29,7 +28,22 @@ class RunningSequences:
     @property
     def last(self) -> GrowingSequence | None:
         """The first to be preempted: the newest of the tenant that is furthest ahead; None: none runs."""
-        return max([sequences[-1] for sequences in self.by_tenant.values()], key=_rank, default=None)
+        return max([sequences[-1] for sequences in self.by_tenant.values()], key=self.rank, default=None)
+
+    def rank(self, sequence: GrowingSequence) -> Rank:
+        """Order of preemption: of running sequences, the least is preempted last.
+
+        What a tenant would lose with its newest sequence is not service yet: it counts neither for the tenant nor
+        against it. So a prompt is not thrown away because computing it has put its tenant ahead.
+        """
+        counter, own = sequence.counter, self.by_tenant.get(sequence.counter)
+        loss = prompt_price(own[-1].num_to_lose) if own else 0.0
+        return (counter.is_background, counter.value - loss / counter.weight, sequence.arrival)
+
+    def victim_for(self, needy: GrowingSequence) -> GrowingSequence | None:
+        """The sequence to preempt for a running one that needs pages; None: that one has to wait."""
+        last = self.last
+        return last if last is not None and may_grow_over(self.rank(last), self.rank(needy)) else None
 
     def add(self, sequence: GrowingSequence) -> None:
         """A sequence that nothing is planned for yet."""
@@ -66,7 +80,7 @@ class RunningSequences:
             arrivals = [sequence.arrival for sequence in sequences]
             assert arrivals == sorted(set(arrivals)), "running sequences are out of order"
         assert {s.sequence_id: s for s in (*self.decoding, *self.prompts)} == self.by_id, "ids and lists differ"
-        assert self.last is max(self.by_id.values(), key=_rank, default=None)
+        assert self.last is max(self.by_id.values(), key=self.rank, default=None)
         assert all(each.counter is of for of, sequences in self.by_tenant.items() for each in sequences)
         assert sum(map(len, self.by_tenant.values())) == len(self.by_id) and all(self.by_tenant.values())
         assert self.penalised.keys() == {i for i, s in self.by_id.items() if s.has_penalty}
