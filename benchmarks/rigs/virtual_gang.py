@@ -73,7 +73,9 @@ class VirtualExecutor:
         loaded = tuple([digest for ends_s, digest in self._loads if ends_s <= self.now_s])
         self._loads = self._loads[len(loaded) :]
         chosen = SampledToken(_TOKEN, None)
-        tokens = {part.sequence_id: chosen for part in plan.sequences if part.sample is not None}
+        tokens: dict[int, SampledToken | None] = {
+            part.sequence_id: chosen for part in plan.sequences if part.sample is not None
+        }
         moved = tuple([MoveEnd(move.number, 0.0, None) for move in plan.moves])
         return StepResult(plan.step, tokens, loaded, (), moved)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Whether it is background work, how far its tenant is ahead, its position in its tenant's order. The least goes first.
+# Whether it is background work, its tenant's counter, its position in its tenant's order. The least goes first.
 Rank = tuple[bool, float, int]
 
 
@@ -15,12 +15,12 @@ def may_grow_over(last: Rank, needy: Rank) -> bool:
     return last > needy
 
 
-def should_preempt(last: Rank, waiting: Rank, slack: float) -> bool:
-    """Whether the last running sequence by rank is preempted for one that waits.
+def should_preempt(running: Rank, waiting: Rank, slack: float) -> bool:
+    """Whether a running sequence is preempted for one that waits.
 
     Only if the waiting one's tenant is behind by more than `slack`, or the running one is background work: otherwise
     the waiting one, of the same or an about equal tenant, waits until another sequence ends. `slack` is what several
     steps of the waiting tenant's own work add to its counter, so two tenants change places rarely, whatever their
     weights.
     """
-    return (last[0], last[1] - slack) > waiting[:2]
+    return (running[0], running[1] - slack) > waiting[:2]

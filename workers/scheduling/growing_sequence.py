@@ -45,6 +45,7 @@ class GrowingSequence:
         0,
     )  # order among waiting sequences, as last computed; the least goes first. Compared with running ones' ranks
     num_at_start: int = 0  # tokens that were cached when its run began
+    counter_at_start: float = 0.0  # its tenant's counter when its run began
     prepaid: range = range(0)  # positions that it computes again at the cost of the tenant that it was preempted for
     num_counted: int = 0  # its first tokens, which its usage has counted: they are recomputed if they come again
     num_computed_prompt_tokens: int = 0  # for its usage, like the next two; all gangs included

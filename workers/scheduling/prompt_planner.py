@@ -123,12 +123,8 @@ class PromptPlanner:
             while num_free_seats < 0 or not self._memory.has_room(num_pages, keep):
                 num_tokens = max(0, num_pages - self._memory.num_pages_to_take) * self._limits.block_size
                 slack = counter.slack + prompt_price(num_tokens) / counter.weight
-                last = running.last
-                if (
-                    last is None
-                    or len(self._preempted) == _MAX_PREEMPTED
-                    or not should_preempt(running.rank(last), (is_background, turn, arrival), slack)
-                ):
+                last = running.last_ahead_of((is_background, turn, arrival), slack)
+                if last is None or len(self._preempted) == _MAX_PREEMPTED:
                     return len(self._preempted)
                 if last.counter.is_background == is_background:
                     loss = prompt_price(last.prepay())
@@ -320,6 +316,7 @@ class PromptPlanner:
             return False
         self._memory.prefixes.acquire(found)  # first, so that they are not evicted for the new ones
         self._memory.make_room(num_pages, keep)
+        sequence.counter_at_start = sequence.counter.value
         if self._waiting.remove(sequence):
             self.charge_load(sequence)
         if sequence.began_at is None:
@@ -354,9 +351,8 @@ class LatencyMode:
 
     def observe(self, sequence: GrowingSequence) -> None:
         """The sequence has arrived, and has joined its tenant's counter."""
-        counter, running = sequence.counter, self._running
-        last = running.last if counter.num_sequences == 1 else None
-        if last is not None and should_preempt(running.rank(last), _order(counter), counter.slack):
+        counter = sequence.counter
+        if counter.num_sequences == 1 and self._running.last_ahead_of(_order(counter), counter.slack) is not None:
             self._since_step, self._newcomer = self._counts.num_steps, counter
 
     @property

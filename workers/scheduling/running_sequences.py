@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 
-from ..fairness.preemption import Rank, may_grow_over
+from ..fairness.preemption import Rank, may_grow_over, should_preempt
 from ..fairness.prices import prompt_price
 from ..fairness.tenant_counters import TenantCounter
 from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
@@ -33,12 +33,22 @@ class RunningSequences:
     def rank(self, sequence: GrowingSequence) -> Rank:
         """Order of preemption: of running sequences, the least is preempted last.
 
-        What a tenant would lose with its newest sequence is not service yet: it counts neither for the tenant nor
-        against it. So a prompt is not thrown away because computing it has put its tenant ahead.
+        A tenant's counter as of the start of its newest run decides: of tenants that are about equal the one that
+        started last loses least. It does not change during the run, so the first in this order ends its run.
         """
         counter, own = sequence.counter, self.by_tenant.get(sequence.counter)
-        loss = prompt_price(own[-1].num_to_lose) if own else 0.0
-        return (counter.is_background, counter.value - loss / counter.weight, sequence.arrival)
+        return (counter.is_background, own[-1].counter_at_start if own else counter.value, sequence.arrival)
+
+    def last_ahead_of(self, waiting: Rank, slack: float) -> GrowingSequence | None:
+        """The sequence to preempt for a waiting one, which is behind if its counter is less by more than `slack`.
+
+        What a tenant would lose with a sequence is not service yet, and puts it ahead of no other. So a prompt is not
+        thrown away because computing it has put its tenant ahead.
+        """
+        newest = [sequences[-1] for sequences in self.by_tenant.values()]
+        return max(
+            [each for each in newest if should_preempt(_served(each), waiting, slack)], key=self.rank, default=None
+        )
 
     def victim_for(self, needy: GrowingSequence) -> GrowingSequence | None:
         """The sequence to preempt for a running one that needs pages; None: that one has to wait."""
@@ -88,3 +98,9 @@ class RunningSequences:
         assert self.num_uncomputed == sum(s.num_uncomputed for s in self.by_id.values()), "tokens are miscounted"
         assert all(s.num_unplanned == 1 for s in self.decoding), "a sequence decodes, and has other tokens to compute"
         assert all(s.num_unplanned > 1 for s in self.prompts), "a prompt has no tokens left"
+
+
+def _served(sequence: GrowingSequence) -> Rank:
+    """What its tenant was served without what the sequence would lose, as a rank."""
+    counter = sequence.counter
+    return counter.is_background, counter.value - prompt_price(sequence.num_to_lose) / counter.weight, sequence.arrival
