@@ -76,7 +76,9 @@ class PromptPlanner:
         while budget > 0 and (started or is_first):
             candidates = self.candidates() if may_admit else []
             left = {s: s.num_unplanned for s in prompts} | {s: s.num_uncomputed - s.num_found for s in candidates}
-            credit = self._counters.burst - self._counters.slack if prompts and self._lack_room(candidates) else 0.0
+            credit = self._counters.slack
+            if prompts and self._lack_room(candidates):
+                credit = self._counters.burst - self._counters.slack  # clearly less than a newcomer's head start
             granted = self._divide(left, budget, throttled_budget, credit)
             started = list(self.start(s for s in candidates if granted[s]))
             for sequence in (*prompts, *started):
@@ -184,7 +186,9 @@ class PromptPlanner:
                 return
 
     def _lack_room(self, candidates: list[GrowingSequence]) -> bool:
-        """The first one has to wait for pages that running sequences hold."""
+        """Ready sequences wait for places, or the first one for pages, that running sequences hold."""
+        if len(self._running) == self._limits.max_num_sequences:
+            return self._waiting.num_ready > 0
         return bool(candidates) and not self._memory.has_room(
             self._prefetcher.num_kv_pages_to_take(candidates[0]), frozenset()
         )
@@ -226,8 +230,8 @@ class PromptPlanner:
         """How many tokens of each prompt the step computes; tenants that were served less go first.
 
         `left`: tokens that each prompt has left. `throttled_budget`: prompt tokens for all throttled tenants together,
-        so steps stay short for new arrivals. `credit`: so much of what a tenant has computed of a prompt does not count
-        yet, while others wait for its pages: prompts that end one after the other release them sooner than prompts that
+        so steps stay short for new arrivals. `credit`: so much of what a tenant has computed of a prompt does not put
+        others before it. Prompts that end one after the other release their places and pages sooner than prompts that
         end together.
         """
         by_tenant: dict[TenantCounter, list[GrowingSequence]] = {}
@@ -236,7 +240,7 @@ class PromptPlanner:
         granted: dict[GrowingSequence, int] = {}
 
         def order(counter: TenantCounter) -> tuple[bool, float]:
-            num_begun = max([sequence.num_to_lose for sequence in by_tenant[counter]]) if credit else 0
+            num_begun = max([sequence.num_to_lose for sequence in by_tenant[counter]])
             return counter.is_background, counter.value - min(prompt_price(num_begun), credit) / counter.weight
 
         for counter in sorted(by_tenant, key=order):
