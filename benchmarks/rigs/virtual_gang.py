@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ class Work:
     adapters: tuple[str, ...] = ()  # it uses these in turns
     depth: int = 4  # requests that it has waiting or running at any time
     weight: float = 1.0
+    num_documents: int = 0  # its prompts begin with one of so many documents, chosen by chance; 0: they share nothing
+    document_tokens: int = 0  # of each document; the rest of a prompt is its own
 
 
 class VirtualGang:
@@ -118,10 +121,13 @@ class VirtualGang:
         self._engine = Engine(self.scheduler, self.executor, _INFO, clock=lambda: self.executor.now_s)
         self._work: dict[int, Work] = {}  # by sequence
         self._num_asked: Counter[str] = Counter()
+        self._chance = random.Random(0)
         self.num_answers: Counter[str] = Counter()  # by tenant
         self.num_tokens: Counter[str] = Counter()  # generated, by tenant
         self.num_prompt_tokens: Counter[str] = Counter()  # of prompts whose first token has come, by tenant
         self._begun: set[int] = set()
+        self._asked_at_s: dict[int, float] = {}
+        self.waits_s: list[float] = []  # of each answer, from its request to its end
         for number in range(max(each.depth for each in work)):
             for each in work:
                 if number < each.depth:
@@ -141,6 +147,7 @@ class VirtualGang:
                 assert update.error is None, update.error
                 if update.finish_reason is not None:
                     self.num_answers[work.tenant] += 1
+                    self.waits_s.append(self.executor.now_s - self._asked_at_s[update.sequence_id])
                     self._ask(work)
             num_idle = num_idle + 1 if self.executor.now_s == before_s else 0
             self._engine.take_residency_changes()
@@ -156,15 +163,20 @@ class VirtualGang:
 
     def _ask(self, work: Work) -> None:
         number = len(self._work)
-        self._work[number] = work
+        self._work[number], self._asked_at_s[number] = work, self.executor.now_s
         turn = self._num_asked[work.tenant]
         self._num_asked[work.tenant] += 1
+        document = list[int]()
+        if work.num_documents:
+            chosen = self._chance.randrange(work.num_documents)
+            document = [VOCAB_SIZE - 1 - chosen, *range(3, work.document_tokens + 2)]
+        own = [number % VOCAB_SIZE, *range(2, work.num_prompt + 1)]
         adapter = work.adapters[turn % len(work.adapters)] if work.adapters else None
         self._engine.receive(
             Submit(
                 SequenceRequest(
                     sequence_id=number,
-                    prompt_token_ids=[number % VOCAB_SIZE, *range(2, work.num_prompt + 1)],
+                    prompt_token_ids=[*document, *own][: work.num_prompt],
                     sampling=SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=work.num_output),
                     tenant=work.tenant,
                     weight=work.weight,
