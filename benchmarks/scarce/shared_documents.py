@@ -1,4 +1,4 @@
-"""Prompts that begin with documents of which the pool holds a few: how much of them is found, and who waits how long."""
+"""Prompts that begin with documents of which the pool holds a few: how much is found, and how long they wait."""
 
 from __future__ import annotations
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from motet.benchmarks.scarce.fair_adapters import AdapterMix, fair_adapters
 from motet.benchmarks.scarce.long_prompts import long_prompts, shares_of_long_and_short
-from motet.tests.rigs.scheduler_rig import asking, limits
+from motet.tests.rigs.scheduler_rig import Worker, asking, limits, scheduler
 from motet.tests.workers.test_fair_scheduling import Gang
 from motet.workers.fairness.prices import CACHED_TOKEN, OUTPUT_TOKEN, load_price
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.planned_step import PlannedChunk
+from motet.workers.scheduling.tier_traffic import TierSizes
 
 BLOCK_SIZE = 4
 _MOST_IDLE = 40  # steps: each load ends with a chance of 0.4 a step
@@ -70,6 +71,30 @@ def test_a_loaded_adapter_stays_until_its_sequence_has_started(
         gang.step()
         assert gang.num_steps < most_steps, "no end"
     assert gang.ended == gang.requests.keys()
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32), tiers=st.sampled_from([TierSizes(), TierSizes(60)]))
+def test_all_end_whatever_they_share_and_lack(seed: int, tiers: TierSizes) -> None:
+    """Tenants, weights, priorities, background work, adapters and prefixes at random, on few pages."""
+    rng = random.Random(seed)
+    of = limits(rng.randint(12, 40), rng.choice([4, 16, 64]), rng.randint(1, 6))
+    s, worker = scheduler(of, tiers), Worker(of, slow_loads=rng)
+    worker.sequence_of = s._running.by_id.__getitem__
+    for step in range(2000):
+        if step < 60 and rng.random() < 0.7:
+            tenant = rng.choice("abcdef")
+            adapter = rng.choice([None, *(f"{letter}{rng.choice([1, 1, 4])}" for letter in "abcdefghijkl")])
+            asked = asking(step, [rng.randrange(3)] * rng.randint(1, 20), rng.randint(1, 20), adapter, tenant)
+            more = {"is_background": rng.random() < 0.2, "priority": rng.choice([0, 0, 3])}
+            s.add(msgspec.structs.replace(asked, weight=10.0 ** (ord(tenant) % 3 - 1), **more), 0)
+        if step >= 60 and not s.has_work():
+            break
+        plan = s.schedule()
+        s.commit(plan, worker.execute(plan))
+        if step % 20 == 0:
+            s.check_integrity()
+    assert not s.has_work(), "no end"
 
 
 @pytest.mark.parametrize("mix", [AdapterMix(8, 4.7, seconds=4), AdapterMix(24, 5.3, num_adapters=2, seconds=4)])

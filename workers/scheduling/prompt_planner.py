@@ -86,9 +86,12 @@ class PromptPlanner:
                 budget -= num_tokens[sequence]
                 throttled_budget -= num_tokens[sequence] if self._latency_mode.throttles(sequence.counter) else 0
             prompts, is_first = [], False
-        if self._is_blocked and may_admit and budget > 0:
-            self._start_loaded()
-        for sequence in self._running.prompts:  # tokens left over, or of sequences that have started just now
+        for sequence in self._start_loaded() if self._is_blocked and may_admit and budget > 0 else ():
+            num_tokens[sequence] = min(sequence.num_unplanned, budget)
+            budget -= num_tokens[sequence]
+            if not budget:
+                break
+        for sequence in self._running.prompts:  # tokens left over by prompts with cached prefixes
             is_throttled = self._latency_mode.throttles(sequence.counter)
             # A starting sequence is charged for cached tokens, which can make its tenant throttled and
             # `throttled_budget` negative.
@@ -193,8 +196,8 @@ class PromptPlanner:
             self._prefetcher.num_kv_pages_to_take(candidates[0]), frozenset()
         )
 
-    def _start_loaded(self) -> None:
-        """Starts sequences whose adapters were loaded for them, though an older one finds no room.
+    def _start_loaded(self) -> Iterator[GrowingSequence]:
+        """Starts sequences whose adapters were loaded for them, though an older one finds no room. Yields them.
 
         Otherwise adapters that stay for waiting sequences could fill the pool, and none would start.
         """
@@ -209,7 +212,9 @@ class PromptPlanner:
             found = self._prefixes.find(sequence, older.wanted)
             if found is None:
                 self._await_page(sequence, self._prefixes.key_to_await(sequence))
-            elif not self._enter(sequence, found, older):
+            elif self._enter(sequence, found, older):
+                yield sequence
+            else:
                 break
         if not self._running and not self._memory.adapters.num_loading:
             self._waiting.stop_keeping()
