@@ -22,7 +22,6 @@ from motet.tests.rigs.scheduler_rig import (
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
 from motet.workers.engine_messages import GiveUpWaiting
-from motet.workers.fairness.preemption import choose_victim
 from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.request_limits import GangLimits, refusal
@@ -403,6 +402,6 @@ def test_nobody_older_ever_gives_way(arrivals: list[int], needy_arrival: int) ->
             GrowingSequence(request(number), arrival, 0, [1] * (1 + arrival % 2))
         )  # every other one is a prompt
     running.check_integrity()
-    victim = choose_victim(running.last, made(needy_arrival))
+    victim = running.victim_for(made(needy_arrival))
     newer = [arrival for arrival in arrivals if arrival > needy_arrival]
     assert (None if victim is None else victim.arrival) == max(newer, default=None)

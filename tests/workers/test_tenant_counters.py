@@ -73,11 +73,20 @@ def test_who_is_new_and_finds_nobody_does_not_go_before_who_was_here_just_now() 
 
 def test_a_weight_slows_the_counter_and_a_price_without_lift_is_what_was_served() -> None:
     counters = TenantCounters(10)
-    heavy = counters.join("heavy", weight=4.0)
-    counters.charge(heavy, 100.0)
-    assert (heavy.value, heavy.served) == (25.0, 25.0)
-    assert [counter.tenant for counter in counters.take_changed(9)] == ["heavy"]
+    light, heavy = counters.join("light", weight=2.0), counters.join("heavy", weight=8.0)
+    before = heavy.value
+    for counter in (light, heavy):
+        counters.charge(counter, 100.0)
+    assert (light.value, heavy.value - before) == (100.0, 25.0)  # in units of the first tenant's weight
+    assert (light.served, heavy.served) == (50.0, 12.5)  # as other gangs count it
+    assert [counter.tenant for counter in counters.take_changed(9)] == ["light", "heavy"]
     assert counters.take_changed(9) == []
+
+
+def test_tenants_that_come_together_come_back_alike() -> None:
+    counters = TenantCounters(10)
+    counters.charge(counters.join("busy"), 1000.0)
+    assert {counters.join(f"t{number}").value for number in range(9)} == {1000.0 - counters.burst}
 
 
 def test_what_others_served_is_charged_once_whoever_tells_it() -> None:

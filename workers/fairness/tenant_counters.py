@@ -10,8 +10,8 @@ from .min_queue import Key, MinQueue
 
 Scheduling = Literal["fair", "fifo"]
 
-_SLACK_STEPS = 4  # difference of counters that still counts as equal, in full steps of prompts
-_BURST_STEPS = 16  # how far a tenant that comes back may be behind the others, in full steps of prompts
+_SLACK_STEPS = 4  # how far a tenant may be behind without being clearly behind, in full steps of its prompts
+_BURST_STEPS = 16  # how far a tenant that comes back may be behind the others, in full steps of its prompts
 _MAX_REPORTS = 4  # cap on one correction: this many times the service last reported by other gangs
 _MAX_IDLE = 16_384  # remembered tenants without sequences here; some 200 bytes each
 
@@ -22,21 +22,12 @@ class TenantCounter:
 
     tenant: str = ""
     is_background: bool = False
-    slack: float = float("inf")  # counters that differ by less may count as equal
-    weight: float = 1.0
-    value: float = 0.0  # service in tokens' worth, divided by the weight; raised when the tenant comes back
-    served: float = 0.0  # the part of `value` that this gang has served
+    slack: float = float("inf")  # the tenant is clearly behind another whose `value` is larger by more than this
+    weight: float = 1.0  # in units of the gang's first tenant's, so that only ratios of weights matter
+    given_weight: float = 1.0
+    value: float = 0.0  # service in tokens' worth, divided by `weight`; raised when the tenant comes back
+    served: float = 0.0  # what this gang has served in tokens' worth, divided by `given_weight`
     num_sequences: int = 0  # of the tenant that wait or run
-
-    @property
-    def band(self) -> int:
-        """A tenant in a lower band is clearly behind; a sequence is preempted only for a tenant in a lower band.
-
-        Otherwise, of two nearly equal tenants one would be preempted for the other with every token. A tenant reaches
-        its next band after `slack`, so two tenants swap their order rarely. All bands form one order, and the first in
-        it is never preempted, so the gang always makes progress.
-        """
-        return int(self.value // self.slack)
 
 
 class TenantCounters:
@@ -56,7 +47,10 @@ class TenantCounters:
         self.slack, self.burst = float(_SLACK_STEPS * max_tokens_per_step), float(_BURST_STEPS * max_tokens_per_step)
         self._known: dict[tuple[str, bool], TenantCounter] = {}
         self._here = {is_background: MinQueue(_key_here) for is_background in (False, True)}
-        self._last_left = {False: 0.0, True: 0.0}  # by class: counter of the tenant whose last sequence ended last
+        # By class: the smallest counter of active tenants when it was last looked at, or that of the tenant that left
+        # last. It never shrinks, so tenants that come back together are not put back behind one another.
+        self._level = {False: 0.0, True: 0.0}
+        self._unit: float | None = None  # weight of the first tenant
         self._num_here = 0
         self._shared = TenantCounter()
         self._elsewhere: dict[str, float] = {}  # service by other gangs that is charged already, by tenant
@@ -71,7 +65,10 @@ class TenantCounters:
         if not self.is_fair:
             return self._shared
         counter = self._counter(tenant, is_background)
-        counter.weight = weight
+        self._unit = self._unit or weight
+        # Rounded, so that a common factor of all weights changes no bit of a counter.
+        counter.given_weight, counter.weight = weight, float(f"{weight / self._unit:.9g}")
+        counter.slack = self.slack / counter.weight
         if not counter.num_sequences:
             counter.value = max(counter.value, self._floor(counter))
             self._num_here += 1
@@ -88,15 +85,15 @@ class TenantCounters:
             if not counter.num_sequences:
                 if not counter.is_background:
                     self._elsewhere.pop(counter.tenant, None)
-                self._last_left[counter.is_background] = counter.value
+                if self._here[counter.is_background].first() is None:
+                    self._level[counter.is_background] = max(self._level[counter.is_background], counter.value)
                 self._num_here -= 1
                 self._forget_some()
 
     def charge(self, counter: TenantCounter, price: float) -> None:
         """Adds the price of work for the tenant, in tokens' worth."""
-        worth = price / counter.weight
-        counter.value += worth
-        counter.served += worth
+        counter.value += price / counter.weight
+        counter.served += price / counter.given_weight
         self._changed[counter.tenant] = None
 
     def charge_elsewhere(self, totals: Iterable[tuple[str, float]]) -> None:
@@ -112,8 +109,9 @@ class TenantCounters:
             counter, before = self._counter(tenant, False), self._elsewhere.get(tenant, total)
             self._elsewhere[tenant] = max(before, total)
             if counter.num_sequences:
-                growth, first = max(total - before, 0.0), self._here[False].first() or counter
-                most = first.value + max(self.burst, _MAX_REPORTS * growth)
+                growth = max(total - before, 0.0) * (self._unit or 1.0)
+                first = self._here[False].first() or counter
+                most = first.value + max(self.burst / counter.weight, _MAX_REPORTS * growth)
                 counter.value = max(counter.value, min(counter.value + growth, most))
         self._forget_some()
 
@@ -137,7 +135,7 @@ class TenantCounters:
 
     def _counter(self, tenant: str, is_background: bool) -> TenantCounter:
         key = (tenant, is_background)
-        counter = self._known.pop(key, None) or TenantCounter(tenant, is_background, self.slack)
+        counter = self._known.pop(key, None) or TenantCounter(tenant, is_background)
         self._known[key] = counter  # moved to the end: tenants that were idle longest are forgotten first
         return counter
 
@@ -147,9 +145,10 @@ class TenantCounters:
         A tenant that this gang has never served starts even with the tenant that left last, if no other is here.
         Otherwise the flood of a new tenant would go before a tenant that was here all day and is between two requests.
         """
-        first = self._here[counter.is_background].first()
-        least = self._last_left[counter.is_background] if first is None else first.value
-        return least if first is None and not counter.served else least - self.burst
+        first, level = self._here[counter.is_background].first(), self._level[counter.is_background]
+        if first is not None:
+            level = self._level[counter.is_background] = max(level, first.value)
+        return level if first is None and not counter.served else level - self.burst / counter.weight
 
     def _forget_some(self) -> None:
         """Forgets half of the idle tenants once there are too many, so this runs rarely."""

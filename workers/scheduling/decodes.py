@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from ..fairness.page_times import PageTimes
-from ..fairness.preemption import choose_victim
 from ..fairness.prices import OUTPUT_TOKEN
 from ..fairness.tenant_counters import TenantCounters
 from ..memory.paged_memory import PagedMemory
@@ -69,9 +68,9 @@ class Decodes:
         `older`: waiting sequences; nothing that those before this one need is taken.
         """
         if not self._memory.allocator.num_free:
-            older.reach_running(sequence)
+            older.reach_running(sequence, self._running.rank)
         while not self._memory.make_room(1, older.wanted):
-            victim = choose_victim(self._running.last, sequence)
+            victim = self._running.victim_for(sequence)
             if victim is not None:
                 self._preempt(victim)
             elif self._memory.make_room(1, keep=frozenset()):

@@ -84,11 +84,11 @@ def tenant_share(counter: TenantCounter, waiting: WaitingQueue, running: Running
     num_waiting, num_waiting_tokens = waiting.of_tenant(counter)
     return TenantShare(
         counter.tenant,
-        counter.value,
+        counter.value * counter.weight / counter.given_weight,
         len(own),
         num_waiting,
         num_waiting_tokens,
         sum([sequence.num_uncomputed for sequence in own]),
-        counter.weight,
+        counter.given_weight,
         counter.served,
     )

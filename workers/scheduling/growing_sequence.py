@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ..fairness.page_times import HeldPages
-from ..fairness.preemption import Rank
 from ..fairness.tenant_counters import TenantCounter
 from ..plan import Int32s, SamplePlan, SeenTokens, packed
 from ..wire.messages import SamplingParams, SequenceRequest
@@ -44,8 +43,10 @@ class GrowingSequence:
         False,
         0.0,
         0,
-    )  # order among waiting sequences, as last computed; the least goes first
-    num_charged: int = 0  # its first tokens, which are not charged again when recomputed
+    )  # order among waiting sequences, as last computed; the least goes first. Compared with running ones' ranks
+    num_at_start: int = 0  # tokens that were cached when its run began
+    counter_at_start: float = 0.0  # its tenant's counter when its run began
+    prepaid: range = range(0)  # positions that it computes again at the cost of the tenant that it was preempted for
     num_counted: int = 0  # its first tokens, which its usage has counted: they are recomputed if they come again
     num_computed_prompt_tokens: int = 0  # for its usage, like the next two; all gangs included
     num_cached_prompt_tokens: int = 0
@@ -82,15 +83,23 @@ class GrowingSequence:
             self.num_counted += max(0, self.num_generated_before - 1)
 
     @property
-    def rank(self) -> Rank:
-        """Order of preemption: of running sequences, the least is preempted last."""
-        return (self.counter.is_background, self.counter.band, self.arrival)
+    def num_to_lose(self) -> int:
+        """Tokens that this run has computed, and that would have to be computed again if it ended now."""
+        return self.num_computed + self.num_planned - self.num_at_start
 
-    @property
-    def turn_rank(self) -> Rank:
-        """The rank that it would have if it ran, after its tenant's sequences before it."""
-        is_background, counter, arrival = self.turn
-        return (is_background, int(counter // self.counter.slack), arrival)
+    def prepay(self) -> int:
+        """Another tenant pays for what the sequence loses now; returns the number of tokens."""
+        end = self.num_computed + self.num_planned
+        self.prepaid = range(self.num_at_start, max(end, self.prepaid.stop))
+        return end - self.num_at_start
+
+    def take_prepaid(self, start: int, end: int) -> int:
+        """Tokens at the positions from `start` to `end` are computed: how many of them are paid for already."""
+        if not self.prepaid:
+            return 0
+        num_tokens = max(0, min(end, self.prepaid.stop) - max(start, self.prepaid.start))
+        self.prepaid = range(max(end, self.prepaid.start), self.prepaid.stop)
+        return num_tokens
 
     @property
     def num_uncomputed(self) -> int:

@@ -13,6 +13,7 @@ from .growing_sequence import GrowingSequence
 from .prefetch_policy import FreeLoads, WaitingNeeds, choose_prefetch, free_loads
 from .prefix_reuse import HeldByOthers, PrefixReuse
 from .request_limits import pages_for
+from .waiting_queue import WaitingQueue
 
 
 class Prefetcher:
@@ -24,23 +25,25 @@ class Prefetcher:
         prefixes: PrefixReuse,
         pages_of_adapter: Callable[[AdapterRef], int],
         block_size: int,
-        on_load: Callable[[GrowingSequence, int], None] = lambda sequence, num_pages: None,
+        waiting: WaitingQueue,
     ) -> None:
-        """`on_load` is called with the sequence and the number of pages when an adapter's load starts."""
-        self._on_load = on_load
-        self._memory, self._prefixes = memory, prefixes
+        """`waiting` is notified when an adapter's load starts for one of its sequences."""
+        self._memory, self._prefixes, self._waiting = memory, prefixes, waiting
         self._pages_of_adapter, self._block_size = pages_of_adapter, block_size
 
     def begin(self, waiting: list[GrowingSequence], num_lacking: int, num_running: int) -> Iterator[AdapterLoad]:
         """Starts loads and copies for these sequences, oldest first, even if they cannot start in this step.
 
-        The caller puts the loads into its plan. `num_lacking`: sequences that lack their adapter, these or others. Each
-        of `num_running` running sequences may need another page meanwhile.
+        Those whose adapters were loaded and that have not started yet claim their room before all others. The caller
+        puts the loads into its plan. `num_lacking`: sequences that lack their adapter, these or others. Each of
+        `num_running` running sequences may need another page meanwhile.
         """
         loads = self.free_loads if num_lacking else FreeLoads(0, 0)
         may_load = loads.from_store > 0 or (loads.from_host > 0 and self._memory.hosted)
         if not may_load and not self._prefixes.can_come_ahead:
             return
+        if loaded_for := self._waiting.loaded_for():
+            waiting = sorted(dict.fromkeys([*loaded_for, *waiting]), key=lambda each: each.counter.is_background)
         held_by_others: HeldByOthers = {}  # valid since no page is released in this method
         while waiting and not self._lacks(waiting[-1], loads, held_by_others):
             waiting.pop()
@@ -61,7 +64,7 @@ class Prefetcher:
                 assert ref is not None
                 load = self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
                 assert load is not None, "the room that older sequences leave was miscounted"
-                self._on_load(sequence, self._pages_of_adapter(ref))
+                self._waiting.begin_load(sequence)
                 yield load
             if pages_may_come:
                 self._prefixes.look_ahead(sequence, wanted, held_by_others)

@@ -183,6 +183,10 @@ class PrefixReuse:
         """The page is coming from a tier behind the pool."""
         return self._coming.get(key, self) is None
 
+    def computing(self, key: PageKey | None) -> GrowingSequence | None:
+        """The running sequence that is about to compute the page with this key; None: none is."""
+        return None if key is None else self._coming.get(key)
+
     def stop_awaiting(self, keys: Iterable[PageKey]) -> None:
         """Copies of pages with these keys into the pool have ended, well or not."""
         for key in keys:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
 
 from ..fairness.page_times import PageTimes
-from ..fairness.preemption import should_preempt
-from ..fairness.prices import OUTPUT_TOKEN, prompt_price
+from ..fairness.preemption import Rank, should_preempt
+from ..fairness.prices import OUTPUT_TOKEN, load_price, prompt_price
 from ..fairness.prompt_budget import PromptBudget, divide_prompt_tokens
 from ..fairness.tenant_counters import TenantCounter, TenantCounters
 from ..memory.adapter_cache import AdapterState
@@ -55,6 +55,8 @@ class PromptPlanner:
         self._counters, self._latency_mode, self._times = counters, latency_mode, times
         self._preempted: set[GrowingSequence] = set()  # in this step, so they do not start again in it
         self._lacked_room = False  # when sequences were last started, one found no pages
+        self._is_blocked = False  # in this step, newer sequences must not take the room that an older one lacks
+        self._taking_over: list[GrowingSequence] = []  # wait for a page that a sequence of less standing computes
         self._memory, self._prefixes, self._prefetcher = memory, prefixes, prefetcher
         self._waiting, self._running, self._limits = waiting, running, limits
         self._pages_of_adapter, self._clock = pages_of_adapter, clock
@@ -68,17 +70,27 @@ class PromptPlanner:
         if self._latency_mode.is_on:
             throttled_budget = max(1, int(_THROTTLED_PART * self._limits.max_tokens_per_step))
         num_tokens: dict[GrowingSequence, int] = {}
+        self._is_blocked = False
         prompts, started, is_first = self._running.prompts[:], list[GrowingSequence](), True
         while budget.num_tokens > 0 and (started or is_first):
             candidates = self.candidates() if may_admit else []
             left = {s: s.num_unplanned for s in prompts} | {s: s.num_uncomputed - s.num_found for s in candidates}
-            granted = self._divide_in_time(left, budget, throttled_budget)
+            credit = self._counters.slack
+            if prompts and self._lack_room(candidates):
+                credit = self._counters.burst - self._counters.slack  # clearly less than a newcomer's head start
+            granted = self._divide_in_time(left, budget, throttled_budget, credit)
             started = list(self.start(s for s in candidates if granted[s]))
             for sequence in (*prompts, *started):
                 num_tokens[sequence] = min(sequence.num_unplanned, granted[sequence])
                 budget.take(sequence.next_position, num_tokens[sequence])
                 throttled_budget -= num_tokens[sequence] if self._latency_mode.throttles(sequence.counter) else 0
             prompts, is_first = [], False
+        for sequence in self._start_loaded() if self._is_blocked and may_admit and budget.num_tokens > 0 else ():
+            start = sequence.next_position
+            num_tokens[sequence] = max(1, budget.tokens_that_fit(start, sequence.num_unplanned))
+            budget.take(start, num_tokens[sequence])
+            if not budget.num_tokens:
+                break
         for sequence in self._running.prompts:  # tokens left over by prompts with cached prefixes
             is_throttled = self._latency_mode.throttles(sequence.counter)
             # A starting sequence is charged for cached tokens, which can make its tenant throttled and
@@ -100,30 +112,47 @@ class PromptPlanner:
     def preempt_for_waiting(self, preempt: Callable[[GrowingSequence], None]) -> int:
         """Preempts running sequences for waiting ones of tenants that are clearly behind; returns how many.
 
-        Only if there is no room for these, and at most _MAX_PREEMPTED in a step.
+        Only if there is no room for these, and at most _MAX_PREEMPTED in a step. The tenant that others are preempted
+        for pays for what they lose, and is clearly behind only if it could pay for all pages that it lacks.
         """
         running, waiting, counters = self._running, self._waiting, self._running.by_tenant
+        self._take_over(preempt)
         if waiting.is_of(counters) or not waiting.num_ready or self._memory.prefixes.num_leaving:
-            return 0
+            return len(self._preempted)
         if len(running) < self._limits.max_num_sequences and not self._lacked_room:
-            return 0
+            return len(self._preempted)
         self._lacked_room = False
         num_free_seats, num_pages = self._limits.max_num_sequences - len(running), 0
         for sequence in self._first_ready():
             num_free_seats, num_pages = num_free_seats - 1, num_pages + self._prefetcher.num_kv_pages_to_take(sequence)
-            keep = {sequence.adapter_digest} if sequence.adapter_digest is not None else set()
+            keep = self._waiting.kept_from(sequence) | {sequence.adapter_digest or ""}
+            counter, (is_background, turn, arrival) = sequence.counter, sequence.turn
             while num_free_seats < 0 or not self._memory.has_room(num_pages, keep):
-                last = running.last
-                if (
-                    last is None
-                    or len(self._preempted) == _MAX_PREEMPTED
-                    or not should_preempt(last, sequence.turn_rank)
-                ):
+                num_tokens = max(0, num_pages - self._memory.num_pages_to_take) * self._limits.block_size
+                slack = counter.slack + prompt_price(num_tokens) / counter.weight
+                last = running.last_ahead_of((is_background, turn, arrival), slack)
+                if last is None or len(self._preempted) == _MAX_PREEMPTED:
                     return len(self._preempted)
+                if last.counter.is_background == is_background:
+                    loss = prompt_price(last.prepay())
+                    self._counters.charge(counter, loss)
+                    turn += loss / counter.weight
                 self._preempted.add(last)
                 preempt(last)
                 num_free_seats += 1
         return len(self._preempted)
+
+    def _take_over(self, preempt: Callable[[GrowingSequence], None]) -> None:
+        """Preempts prompts whose pages a waiting sequence of more standing needs: that one computes the rest itself.
+
+        Otherwise it would wait for as long as others go before the one that computes.
+        """
+        for sequence in self._taking_over:
+            computing = self._prefixes.computing(sequence.awaits_page)
+            if computing is not None and computing.num_unplanned > 1:
+                self._preempted.add(computing)
+                preempt(computing)
+        self._taking_over.clear()
 
     def candidates(self) -> list[GrowingSequence]:
         """Waiting sequences that could start now, in order; their `num_found` tokens need not be computed.
@@ -158,8 +187,38 @@ class PromptPlanner:
             elif self._enter(sequence, found, older):
                 yield sequence
             else:
-                self._lacked_room = True
                 return
+
+    def _lack_room(self, candidates: list[GrowingSequence]) -> bool:
+        """Ready sequences wait for places, or the first one for pages, that running sequences hold."""
+        if len(self._running) == self._limits.max_num_sequences:
+            return self._waiting.num_ready > 0
+        return bool(candidates) and not self._memory.has_room(
+            self._prefetcher.num_kv_pages_to_take(candidates[0]), frozenset()
+        )
+
+    def _start_loaded(self) -> Iterator[GrowingSequence]:
+        """Starts sequences whose adapters were loaded for them, though an older one finds no room. Yields them.
+
+        Otherwise adapters that stay for waiting sequences could fill the pool, and none would start.
+        """
+        older = OlderSequences(iter(()), has_one_tenant=True)
+        loaded_for = self._waiting.loaded_for()
+        older.wanted.update([sequence.adapter_digest or "" for sequence in loaded_for])
+        for sequence in loaded_for:
+            if len(self._running) == self._limits.max_num_sequences:
+                return
+            if sequence.awaits_page is not None or not self._has_adapter(sequence) or sequence in self._preempted:
+                continue
+            found = self._prefixes.find(sequence, older.wanted)
+            if found is None:
+                self._await_page(sequence, self._prefixes.key_to_await(sequence))
+            elif self._enter(sequence, found, older):
+                yield sequence
+            else:
+                break
+        if not self._running and not self._memory.adapters.num_loading:
+            self._waiting.stop_keeping()
 
     def _first_ready(self) -> list[GrowingSequence]:
         """Up to _MAX_PREEMPTED ready sequences in order; of those with the same prefix one, as only one can start."""
@@ -172,29 +231,36 @@ class PromptPlanner:
         return [*found.values()]
 
     def _divide_in_time(
-        self, left: dict[GrowingSequence, int], budget: PromptBudget, throttled_budget: int
+        self, left: dict[GrowingSequence, int], budget: PromptBudget, throttled_budget: int, credit: float
     ) -> dict[GrowingSequence, int]:
         """As `_divide`, with as many tokens in all as take no longer than `budget` allows."""
         most: int | None = budget.num_tokens
         while most is not None:
-            granted = self._divide(left, most, throttled_budget)
+            granted = self._divide(left, most, throttled_budget, credit)
             chunks = [(s.next_position or s.num_found, number) for s, number in granted.items() if number]
             most = budget.total_that_fits(chunks)
         return granted
 
     def _divide(
-        self, left: dict[GrowingSequence, int], budget: int, throttled_budget: int
+        self, left: dict[GrowingSequence, int], budget: int, throttled_budget: int, credit: float
     ) -> dict[GrowingSequence, int]:
         """How many tokens of each prompt the step computes; tenants that were served less go first.
 
         `left`: tokens that each prompt has left. `throttled_budget`: prompt tokens for all throttled tenants together,
-        so steps stay short for new arrivals.
+        so steps stay short for new arrivals. `credit`: so much of what a tenant has computed of a prompt does not put
+        others before it. Prompts that end one after the other release their places and pages sooner than prompts that
+        end together.
         """
         by_tenant: dict[TenantCounter, list[GrowingSequence]] = {}
         for sequence in sorted(left, key=by_arrival):
             by_tenant.setdefault(sequence.counter, []).append(sequence)
         granted: dict[GrowingSequence, int] = {}
-        for counter in sorted(by_tenant, key=_order):
+
+        def order(counter: TenantCounter) -> tuple[bool, float]:
+            num_begun = max([sequence.num_to_lose for sequence in by_tenant[counter]])
+            return counter.is_background, counter.value - min(prompt_price(num_begun), credit) / counter.weight
+
+        for counter in sorted(by_tenant, key=order):
             own = by_tenant[counter]
             is_throttled = self._latency_mode.throttles(counter)
             most = min(budget, throttled_budget) if is_throttled else budget
@@ -204,12 +270,17 @@ class PromptPlanner:
             throttled_budget -= num_taken if is_throttled else 0
         return granted
 
+    def charge_load(self, sequence: GrowingSequence) -> None:
+        """The adapter that was loaded for the sequence is used, or was loaded in vain."""
+        assert sequence.request.adapter is not None
+        num_pages = self._pages_of_adapter(sequence.request.adapter)
+        self._counters.charge(sequence.counter, load_price(num_pages, self._limits.block_size))
+
     def _charge(self, chunk: PlannedChunk) -> None:
-        sequence, end = chunk.sequence, chunk.part.start + len(chunk.part.token_ids)
-        num_new = end - max(chunk.part.start, sequence.num_charged)
-        price = prompt_price(max(num_new, 0)) + (OUTPUT_TOKEN if chunk.part.sample is not None else 0.0)
-        self._counters.charge(sequence.counter, price)
-        sequence.num_charged = max(sequence.num_charged, end)
+        start, num_tokens = chunk.part.start, len(chunk.part.token_ids)
+        num_paid = chunk.sequence.take_prepaid(start, start + num_tokens)
+        price = prompt_price(num_tokens - num_paid) + (OUTPUT_TOKEN if chunk.part.sample is not None else 0.0)
+        self._counters.charge(chunk.sequence.counter, price)
 
     def _in_turn(
         self, sequences: Iterable[GrowingSequence], equipped: Iterator[GrowingSequence]
@@ -226,12 +297,13 @@ class PromptPlanner:
         for sequence in sequences:
             if sequence.awaits_page is not None or not self._has_adapter(sequence):
                 continue
-            if lacking is not None and _comes_before(lacking, sequence):
+            if lacking is not None and _blocks(lacking, sequence):
                 older.reach(lacking)
                 ref = lacking.request.adapter
                 assert ref is not None
                 num_pages = self._pages_of_adapter(ref) + len(self._running)
                 if not self._memory.has_room(num_pages, older.wanted):
+                    self._is_blocked = True
                     return  # there is no room for its adapter yet, and newer sequences must not take it
                 lacking = None  # newer sequences that lack their adapter do not block others
             older.reach(sequence)
@@ -248,7 +320,9 @@ class PromptPlanner:
 
     def _await_page(self, sequence: GrowingSequence, key: PageKey) -> None:
         """Passes the sequence over until this page of its prefix is there."""
-        num_pages = 0
+        num_pages, computing = 0, self._prefixes.computing(key)
+        if computing is not None and self._counters.is_fair and _standing(sequence) < _standing(computing):
+            self._taking_over.append(sequence)
         if self._prefixes.is_being_copied(key):  # newer sequences must not evict what is copied for it
             num_pages = self._prefetcher.num_kv_pages_to_take(sequence)
         self._waiting.await_page(sequence, key, num_pages)
@@ -259,22 +333,24 @@ class PromptPlanner:
         False, and nothing changed, if the pool has no room for it in addition to what older sequences reserve.
         """
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - len(found)
-        if not self._memory.has_room(num_pages + older.num_reserved_pages, older.wanted, found):
+        keep = older.wanted | self._waiting.kept_from(sequence)
+        if not self._memory.has_room(num_pages + older.num_reserved_pages, keep, found):
+            self._lacked_room = self._is_blocked = True
             return False
-        if self._running and not self._memory.make_room_in_part(num_pages, older.wanted, found):
+        if self._running and not self._memory.make_room_in_part(num_pages, keep, found):
             return False  # the rest of the room is made in the next steps, as running sequences wait for this one
         self._memory.prefixes.acquire(found)  # first, so that they are not evicted for the new ones
-        self._memory.make_room(num_pages, older.wanted)
-        self._waiting.remove(sequence)
+        self._memory.make_room(num_pages, keep)
+        sequence.counter_at_start = sequence.counter.value
+        if self._waiting.remove(sequence):
+            self.charge_load(sequence)
         if sequence.began_at is None:
             sequence.began_at = self._clock()
         self._prefixes.enter(sequence, found, self._memory.allocator.allocate(num_pages) or ())
         sequence.count_cached()
         self._running.add(sequence)
-        num_cached = sequence.num_computed - sequence.num_charged
-        if num_cached > 0:
-            self._counters.charge(sequence.counter, prompt_price(0, num_cached))
-            sequence.num_charged = sequence.num_computed
+        sequence.num_at_start = sequence.num_computed
+        self._counters.charge(sequence.counter, prompt_price(0, sequence.num_computed))
         digest, num_adapter_pages = sequence.adapter_digest, 0
         if digest is not None:
             self._memory.adapters.acquire(digest)
@@ -300,9 +376,9 @@ class LatencyMode:
 
     def observe(self, sequence: GrowingSequence) -> None:
         """The sequence has arrived, and has joined its tenant's counter."""
-        last = self._running.last if sequence.counter.num_sequences == 1 else None
-        if last is not None and should_preempt(last, sequence.rank):
-            self._since_step, self._newcomer = self._counts.num_steps, sequence.counter
+        counter = sequence.counter
+        if counter.num_sequences == 1 and self._running.last_ahead_of(_order(counter), counter.slack) is not None:
+            self._since_step, self._newcomer = self._counts.num_steps, counter
 
     @property
     def is_on(self) -> bool:
@@ -311,11 +387,7 @@ class LatencyMode:
     def throttles(self, counter: TenantCounter) -> bool:
         """The tenant is clearly ahead of the newcomer: its prompts must not make steps long."""
         newcomer = self._newcomer
-        return (
-            newcomer is not None
-            and self.is_on
-            and (counter.is_background, counter.band) > (newcomer.is_background, newcomer.band)
-        )
+        return newcomer is not None and self.is_on and should_preempt(_order(counter), _order(newcomer), newcomer.slack)
 
 
 class OlderSequences:
@@ -336,10 +408,10 @@ class OlderSequences:
         ):
             following = self._take(following)
 
-    def reach_running(self, sequence: GrowingSequence) -> None:
+    def reach_running(self, sequence: GrowingSequence, rank: Callable[[GrowingSequence], Rank]) -> None:
         """Counts those that rank before this running sequence."""
-        rank = sequence.rank
-        while self._next is not None and self._next.rank < rank:
+        own = rank(sequence)
+        while self._next is not None and rank(self._next) < own:
             self._take(self._next)
 
     def _take(self, sequence: GrowingSequence) -> GrowingSequence | None:
@@ -358,5 +430,21 @@ def _comes_before(one: GrowingSequence, other: GrowingSequence) -> bool:
     return max(one.turn, (one.counter.is_background, one.counter.value, one.arrival)) < other.turn
 
 
-def _order(counter: TenantCounter) -> tuple[bool, float]:
-    return counter.is_background, counter.value
+def _blocks(lacking: GrowingSequence, sequence: GrowingSequence) -> bool:
+    """Whether a sequence that has its adapter waits for one without.
+
+    Not if their tenants are about equal: a load then serves several sequences in turn. A tenant passes another one by
+    no more than the other's slack.
+    """
+    if lacking.counter is sequence.counter or lacking.counter.is_background != sequence.counter.is_background:
+        return _comes_before(lacking, sequence)
+    return max(lacking.turn[1], lacking.counter.value) + lacking.counter.slack < sequence.turn[1]
+
+
+def _standing(sequence: GrowingSequence) -> tuple[bool, int]:
+    """Its order among its tenant's sequences, apart from age."""
+    return sequence.request.is_background, -sequence.request.priority
+
+
+def _order(counter: TenantCounter) -> Rank:
+    return counter.is_background, counter.value, 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from bisect import insort
-from operator import attrgetter
 
+from ..fairness.preemption import Rank, may_grow_over, should_preempt
+from ..fairness.prices import prompt_price
 from ..fairness.tenant_counters import TenantCounter
 from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
-
-_rank = attrgetter("rank")
 
 
 class RunningSequences:
@@ -29,7 +28,32 @@ class RunningSequences:
     @property
     def last(self) -> GrowingSequence | None:
         """The first to be preempted: the newest of the tenant that is furthest ahead; None: none runs."""
-        return max([sequences[-1] for sequences in self.by_tenant.values()], key=_rank, default=None)
+        return max([sequences[-1] for sequences in self.by_tenant.values()], key=self.rank, default=None)
+
+    def rank(self, sequence: GrowingSequence) -> Rank:
+        """Order of preemption: of running sequences, the least is preempted last.
+
+        A tenant's counter as of the start of its newest run decides: of tenants that are about equal the one that
+        started last loses least. It does not change during the run, so the first in this order ends its run.
+        """
+        counter, own = sequence.counter, self.by_tenant.get(sequence.counter)
+        return (counter.is_background, own[-1].counter_at_start if own else counter.value, sequence.arrival)
+
+    def last_ahead_of(self, waiting: Rank, slack: float) -> GrowingSequence | None:
+        """The sequence to preempt for a waiting one, which is behind if its counter is less by more than `slack`.
+
+        What a tenant would lose with a sequence is not service yet, and puts it ahead of no other. So a prompt is not
+        thrown away because computing it has put its tenant ahead.
+        """
+        newest = [sequences[-1] for sequences in self.by_tenant.values()]
+        return max(
+            [each for each in newest if should_preempt(_served(each), waiting, slack)], key=self.rank, default=None
+        )
+
+    def victim_for(self, needy: GrowingSequence) -> GrowingSequence | None:
+        """The sequence to preempt for a running one that needs pages; None: that one has to wait."""
+        last = self.last
+        return last if last is not None and may_grow_over(self.rank(last), self.rank(needy)) else None
 
     def add(self, sequence: GrowingSequence) -> None:
         """A sequence that nothing is planned for yet."""
@@ -66,7 +90,7 @@ class RunningSequences:
             arrivals = [sequence.arrival for sequence in sequences]
             assert arrivals == sorted(set(arrivals)), "running sequences are out of order"
         assert {s.sequence_id: s for s in (*self.decoding, *self.prompts)} == self.by_id, "ids and lists differ"
-        assert self.last is max(self.by_id.values(), key=_rank, default=None)
+        assert self.last is max(self.by_id.values(), key=self.rank, default=None)
         assert all(each.counter is of for of, sequences in self.by_tenant.items() for each in sequences)
         assert sum(map(len, self.by_tenant.values())) == len(self.by_id) and all(self.by_tenant.values())
         assert self.penalised.keys() == {i for i, s in self.by_id.items() if s.has_penalty}
@@ -74,3 +98,9 @@ class RunningSequences:
         assert self.num_uncomputed == sum(s.num_uncomputed for s in self.by_id.values()), "tokens are miscounted"
         assert all(s.num_unplanned == 1 for s in self.decoding), "a sequence decodes, and has other tokens to compute"
         assert all(s.num_unplanned > 1 for s in self.prompts), "a prompt has no tokens left"
+
+
+def _served(sequence: GrowingSequence) -> Rank:
+    """What its tenant was served without what the sequence would lose, as a rank."""
+    counter = sequence.counter
+    return counter.is_background, counter.value - prompt_price(sequence.num_to_lose) / counter.weight, sequence.arrival

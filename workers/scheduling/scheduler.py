@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from ..fairness.page_times import PageTimes
-from ..fairness.prices import load_price
 from ..fairness.prompt_budget import PromptBudget, prompt_seconds
 from ..fairness.tenant_counters import Scheduling, TenantCounters
 from ..memory.adapter_cache import AdapterState
@@ -83,9 +82,7 @@ class Scheduler:
         self._counts, self._arrivals = StepCounts(), 0
         self.latency_mode = LatencyMode(self._counts, self._running)
         self.counters = TenantCounters(limits.max_tokens_per_step, scheduling)
-        self._prefetcher = Prefetcher(
-            self.memory, self._prefixes, pages_of_adapter, limits.block_size, self._charge_load
-        )
+        self._prefetcher = Prefetcher(self.memory, self._prefixes, pages_of_adapter, limits.block_size, self._waiting)
         self._admission = PromptPlanner(
             self.memory,
             self._prefixes,
@@ -173,8 +170,8 @@ class Scheduler:
         self.memory.prefixes.begin_step()
         if not self._running:
             self._prefixes.bound_keys(False)  # no sequence waits for its next token
-        digests = (sequence.adapter_digest for sequence in self._next_batch())
-        self.memory.want_soon(dict.fromkeys(digest for digest in digests if digest is not None))
+        digests = [sequence.adapter_digest for sequence in (*self._waiting.loaded_for(), *self._next_batch())]
+        self.memory.want_soon(dict.fromkeys([digest for digest in digests if digest is not None]))
         self._counts.num_fair_preemptions += self._admission.preempt_for_waiting(self._preempt)
         num_preemptions = self._counts.num_preemptions
         decodes = self._decodes.plan()
@@ -282,9 +279,6 @@ class Scheduler:
             assert sequence.held.num_pages == len(sequence.pages), "pages are held whose time is not counted"
         assert users == self._adapters.users() == self._times.users(), "an adapter's running sequences are miscounted"
 
-    def _charge_load(self, sequence: GrowingSequence, num_pages: int) -> None:
-        self.counters.charge(sequence.counter, load_price(num_pages, self._limits.block_size))
-
     def _prompt_budget(self, num_decodes: int) -> PromptBudget:
         """What prompts may take of a plan with `num_decodes` decodes."""
         most = self._limits.max_tokens_per_step - num_decodes
@@ -296,7 +290,6 @@ class Scheduler:
     def _preempt(self, victim: GrowingSequence) -> None:
         """Puts a running sequence back into the queue. It is recomputed later as far as its pages are gone."""
         self._leave(victim)
-        victim.num_charged = len(victim.token_ids)
         self._counts.num_preemptions += 1
         self._wait(victim)
 
@@ -320,7 +313,8 @@ class Scheduler:
 
     def _end_waiting(self, sequence: GrowingSequence) -> None:
         """Ends a waiting sequence."""
-        self._waiting.remove(sequence)
+        if self._waiting.remove(sequence):
+            self._admission.charge_load(sequence)
         self.counters.leave(sequence.counter)
 
     def _leave(self, sequence: GrowingSequence) -> None:
@@ -329,7 +323,7 @@ class Scheduler:
         sequence.num_counted = max(sequence.num_counted, sequence.num_computed)
         for planned in self._uncommitted.values():
             planned.gone.add(sequence)
-        sequence.num_planned = sequence.num_coming = 0
+        sequence.num_planned = sequence.num_coming = sequence.num_at_start = 0
         self._times.stop(sequence.held)
         self._prefixes.leave(sequence)
         if sequence.adapter_digest is not None:

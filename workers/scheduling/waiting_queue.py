@@ -11,6 +11,7 @@ from itertools import islice
 from ..fairness.min_queue import Key, MinQueue
 from ..fairness.prices import prompt_price
 from ..fairness.tenant_counters import TenantCounter
+from ..memory.idle_order import Item
 from ..wire.page_keys import PageKey
 from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
 
@@ -50,6 +51,7 @@ class WaitingQueue:
         self._num_equipped = 0
         self._by_adapter: defaultdict[str, dict[int, GrowingSequence]] = defaultdict(dict)  # by digest, then by id
         self._lacking: set[str] = set()  # digests of absent adapters that waiting sequences need
+        self._loaded_for: dict[str, GrowingSequence] = {}  # by digest: the sequence that an adapter was loaded for
         self._awaiting: defaultdict[PageKey, list[GrowingSequence]] = defaultdict(list)  # some may have left the queue
         self.num_lacking = 0  # sequences that lack their adapter
         self.num_awaiting = 0  # sequences that await a page
@@ -123,8 +125,8 @@ class WaitingQueue:
             self._lacking.add(digest)
             self._lack(queue, sequence)
 
-    def remove(self, sequence: GrowingSequence) -> None:
-        """The sequence must be here."""
+    def remove(self, sequence: GrowingSequence) -> bool:
+        """Removes a sequence, which must be here. Returns whether its adapter was loaded for it."""
         assert self._by_id.get(sequence.sequence_id) is sequence
         queue = self._by_tenant[sequence.counter]
         remove_by_arrival(queue.sequences, sequence)
@@ -145,6 +147,39 @@ class WaitingQueue:
                 self._lacking.discard(digest)
         if not queue.sequences:
             del self._by_tenant[sequence.counter]
+        if digest is None or self._loaded_for.get(digest) is not sequence:
+            return False
+        del self._loaded_for[digest]
+        return True
+
+    def begin_load(self, sequence: GrowingSequence) -> None:
+        """The adapter of a waiting sequence begins to be loaded for it."""
+        assert sequence.adapter_digest is not None
+        self._loaded_for[sequence.adapter_digest] = sequence
+
+    def loaded_for(self) -> list[GrowingSequence]:
+        """Sequences whose adapters were loaded, or are being loaded, for them: these stay until they start or end.
+
+        Otherwise, as tenants change places, the next load could evict what was loaded before it is used, without end.
+        None if all here are of one tenant, since these change no places.
+        """
+        return [] if self.has_one_tenant else [*self._loaded_for.values()]
+
+    def kept_from(self, sequence: GrowingSequence) -> set[Item]:
+        """Digests of adapters that stay for sequences of other tenants, and must not be evicted for this one.
+
+        Background work keeps nothing from other work.
+        """
+        own = sequence.counter
+        return {
+            digest
+            for digest, each in self._loaded_for.items()
+            if each.counter is not own and each.counter.is_background <= own.is_background
+        }
+
+    def stop_keeping(self) -> None:
+        """Adapters stay for no sequence any more."""
+        self._loaded_for.clear()
 
     def of_adapter(self, digest: str) -> list[GrowingSequence]:
         """Sequences that will use the adapter."""
@@ -163,6 +198,7 @@ class WaitingQueue:
 
     def adapter_evicted(self, digest: str) -> None:
         """The adapter is not in the pool any more."""
+        self._loaded_for.pop(digest, None)
         if digest in self._by_adapter:
             self._lacking.add(digest)
             for queue, lacking in self._grouped_by_tenant(digest).items():
@@ -235,6 +271,9 @@ class WaitingQueue:
         )
         assert self.num_tokens == sum(queue.num_tokens for queue in queues), "tokens are miscounted"
         assert self.num_background_tokens == sum(queue.num_tokens for queue in queues if queue.counter.is_background)
+        assert all(self._by_id.get(s.sequence_id) is s for s in self._loaded_for.values()), (
+            "an adapter stays for nothing"
+        )
         if is_here is not None:
             digests = {s.adapter_digest for s in all_here if s.adapter_digest is not None}
             assert {digest for digest in digests if not is_here(digest)} == self._lacking, "an adapter came or went"

@@ -1,0 +1,226 @@
+"""Fair scheduling when memory is short: work advances, charges are what was computed, only ratios of weights matter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from motet.benchmarks.scarce.fair_adapters import AdapterMix, fair_adapters
+from motet.benchmarks.scarce.long_prompts import long_prompts, shares_of_long_and_short
+from motet.tests.rigs.scheduler_rig import Worker, asking, limits, scheduler
+from motet.tests.workers.test_fair_scheduling import Gang
+from motet.workers.fairness.prices import CACHED_TOKEN, OUTPUT_TOKEN, load_price
+from motet.workers.scheduling.growing_sequence import GrowingSequence
+from motet.workers.scheduling.planned_step import PlannedChunk
+from motet.workers.scheduling.tier_traffic import TierSizes
+
+BLOCK_SIZE = 4
+_MOST_IDLE = 40  # steps: each load ends with a chance of 0.4 a step
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**32),
+    num_tenants=st.integers(2, 24),
+    adapter_pages=st.integers(1, 9),
+    room=st.floats(1.3, 6.0),
+    num_places=st.integers(1, 8),
+    weight_of=st.sampled_from([lambda number: 1.0, lambda number: 10.0 ** (number % 5 - 2)]),
+)
+def test_a_loaded_adapter_stays_until_its_sequence_has_started(
+    seed: int, num_tenants: int, adapter_pages: int, room: float, num_places: int, weight_of: object
+) -> None:
+    """Tenants with an adapter or two each, which do not fit together: in a few steps at most something is computed."""
+    rng = random.Random(seed)
+    # A tenant's sequences change no places, so one may evict another's adapter; and those that grow may evict any.
+    has_two_and_grows = rng.random() < 0.3
+    num_least = adapter_pages + (6 if has_two_and_grows else 2)
+    gang = Gang(limits(max(num_least, int(room * adapter_pages)), 16, num_places), rng)
+    memory, waiting, num_idle = gang.scheduler.memory, gang.scheduler._waiting, 0
+
+    def evicted(digest: str) -> None:
+        assert has_two_and_grows or digest not in waiting._loaded_for, (
+            "evicted before the sequence that it was loaded for has started"
+        )
+        waiting.adapter_evicted(digest)
+
+    memory._adapter_went = evicted
+    for step in range(100):
+        for number in range(num_tenants):
+            if rng.random() < 0.2 and len(gang.live(f"t{number}")) < 3:
+                num_pages = rng.randint(adapter_pages, adapter_pages + has_two_and_grows)
+                adapter = f"{chr(97 + number)}{num_pages}"
+                num_prompt = rng.randint(1, 6)
+                most = -num_prompt % 4 + 1  # so that it computes no more than the pages hold that it starts on
+                most += rng.randint(0, 10) if has_two_and_grows else 0
+                gang.add(f"t{number}", num_prompt, most, adapter, weight=weight_of(number))  # type: ignore[operator]
+        gang.step()
+        num_idle = 0 if gang.executor.plan.sequences or not gang.engine.has_work() else num_idle + 1
+        assert num_idle < _MOST_IDLE, "nothing is computed"
+        if step % 50 == 0:
+            gang.scheduler.check_integrity()
+    most_steps = 100 + 60 * (len(gang.requests) + 10)
+    while gang.engine.has_work():
+        gang.step()
+        assert gang.num_steps < most_steps, "no end"
+    assert gang.ended == gang.requests.keys()
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 2**32), tiers=st.sampled_from([TierSizes(), TierSizes(60)]))
+def test_all_end_whatever_they_share_and_lack(seed: int, tiers: TierSizes) -> None:
+    """Tenants, weights, priorities, background work, adapters and prefixes at random, on few pages."""
+    rng = random.Random(seed)
+    of = limits(rng.randint(12, 40), rng.choice([4, 16, 64]), rng.randint(1, 6))
+    s, worker = scheduler(of, tiers), Worker(of, slow_loads=rng)
+    worker.sequence_of = s._running.by_id.__getitem__
+    for step in range(2000):
+        if step < 60 and rng.random() < 0.7:
+            tenant = rng.choice("abcdef")
+            adapter = rng.choice([None, *(f"{letter}{rng.choice([1, 1, 4])}" for letter in "abcdefghijkl")])
+            asked = asking(step, [rng.randrange(3)] * rng.randint(1, 20), rng.randint(1, 20), adapter, tenant)
+            more = {"is_background": rng.random() < 0.2, "priority": rng.choice([0, 0, 3])}
+            s.add(msgspec.structs.replace(asked, weight=10.0 ** (ord(tenant) % 3 - 1), **more), 0)
+        if step >= 60 and not s.has_work():
+            break
+        plan = s.schedule()
+        s.commit(plan, worker.execute(plan))
+        if step % 20 == 0:
+            s.check_integrity()
+    assert not s.has_work(), "no end"
+
+
+@pytest.mark.parametrize("mix", [AdapterMix(8, 4.7, seconds=4), AdapterMix(24, 5.3, num_adapters=2, seconds=4)])
+def test_adapters_that_do_not_fit_together_cost_fair_scheduling_no_answers(mix: AdapterMix) -> None:
+    (found,) = fair_adapters((mix,))
+    assert found.over_fifo >= 0.97
+    assert found.num_loads <= found.num_loads_fifo
+
+
+def test_fair_scheduling_throws_no_long_prompts_away() -> None:
+    found = long_prompts(num_output=16, seconds=10)
+    assert found.over_fifo >= 0.95
+    assert found.computed_over_needed <= 1.05
+    assert shares_of_long_and_short(2, seconds=20) < 1.2
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**32))
+def test_only_ratios_of_weights_matter(seed: int) -> None:
+    assert plans_with(seed, 1.0) == plans_with(seed, 0.1) == plans_with(seed, 7.0)
+
+
+def plans_with(seed: int, factor: float) -> list[object]:
+    """What each of 100 steps computes and loads, with all weights multiplied by `factor`."""
+    rng = random.Random(seed)
+    gang = Gang(limits(rng.randint(18, 40), rng.choice([2, 16]), rng.randint(2, 6)), random.Random(seed + 1))
+    weights = {tenant: rng.choice([0.3, 1.0, 2.0, 10.0]) for tenant in "abcde"}
+    plans: list[object] = []
+    for _ in range(100):
+        while rng.random() < 0.3:
+            tenant, adapter = rng.choice("abcde"), rng.choice([None, None, "x3", "y5"])
+            weight, is_background = weights[tenant] * factor, rng.random() < 0.2
+            length = rng.randint(1, 24), rng.randint(1, 20)
+            gang.add(tenant, *length, adapter, weight=weight, is_background=is_background)
+        gang.step()
+        plan = gang.executor.plan
+        computed = [(part.sequence_id, part.start, len(part.token_ids)) for part in plan.sequences]
+        plans.append((computed, [load.residence.digest for load in plan.loads]))
+    return plans
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 2**32))
+def test_charges_are_what_was_computed(seed: int) -> None:
+    """And what tenants paid for the losses of others that were found in the pool after all."""
+    rng = random.Random(seed)
+    gang = Gang(limits(rng.randint(18, 40), rng.randint(4, 16), rng.randint(2, 6)), rng)
+    s, worth = gang.scheduler, 0.0
+
+    def counted(method: Callable[..., Any], price: Callable[..., float]) -> Callable[..., Any]:
+        """The same method; `price`: of its result, and of what it was called with."""
+
+        def call(*given: Any) -> Any:
+            nonlocal worth
+            result = method(*given)
+            worth += price(result, *given)
+            return result
+
+        return call
+
+    def price_of_chunks(chunks: list[PlannedChunk], *_: Any) -> float:
+        parts = [chunk.part for chunk in chunks]
+        return sum(len(part.token_ids) + OUTPUT_TOKEN * (part.sample is not None) for part in parts)
+
+    with (
+        patch.object(s._decodes, "plan", counted(s._decodes.plan, lambda decodes: OUTPUT_TOKEN * len(decodes))),
+        patch.object(s._admission, "plan_prompts", counted(s._admission.plan_prompts, price_of_chunks)),
+        patch.object(
+            s._prefixes, "enter", counted(s._prefixes.enter, lambda _, e, *more: CACHED_TOKEN * e.num_computed)
+        ),
+        patch.object(
+            s._admission,
+            "charge_load",
+            counted(s._admission.charge_load, lambda _, e: load_price(int(e.adapter_digest[1:]), BLOCK_SIZE)),
+        ),
+        patch.object(GrowingSequence, "prepay", counted(GrowingSequence.prepay, lambda num_tokens, _: num_tokens)),
+        patch.object(
+            GrowingSequence, "take_prepaid", counted(GrowingSequence.take_prepaid, lambda num_tokens, *_: -num_tokens)
+        ),
+    ):
+        for _ in range(rng.randint(1, 60)):
+            adapter, is_background = rng.choice([None, None, "a2", "b3"]), rng.random() < 0.2
+            tenant, length = rng.choice("abcdef"), (rng.randint(1, 24), rng.randint(1, 20))
+            gang.add(tenant, *length, adapter, is_background=is_background, weight=1.0 + ord(tenant) % 3)
+            for _ in range(rng.randint(0, 3)):
+                gang.step()
+        while gang.engine.has_work():
+            gang.step()
+            assert gang.num_steps < 4000, "no end"
+    charged = sum(counter.served * counter.given_weight for counter in s.counters._known.values())
+    assert charged == pytest.approx(worth)
+    least = sum(len(r.prompt_token_ids) * CACHED_TOKEN + gang.num_tokens[n] for n, r in gang.requests.items())
+    assert charged >= least, "something was free"
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**32), priority=st.sampled_from([None, 0, 5]))
+def test_a_sequence_does_not_wait_behind_background_work_for_the_document_that_they_share(
+    seed: int, priority: int | None
+) -> None:
+    """It starts within the steps that its prompt takes, and as many as others are ahead, whatever computes first."""
+    rng = random.Random(seed)
+    budget = rng.randint(8, 16)
+    gang, document = Gang(limits(200, budget, 8), rng), [1 + i % 90 for i in range(56)]
+
+    def share(**more: object) -> int:
+        number = len(gang.requests)
+        asked = msgspec.structs.replace(asking(number, [*document, number % 90], 3, tenant="a"), **more)
+        assert gang.scheduler.add(asked, 1) is None
+        gang.requests[number] = asked
+        return number
+
+    def flood() -> None:
+        for tenant in "bc" if priority is None else "aaa":
+            while len(gang.live(tenant)) < 12:
+                gang.add(tenant, rng.randint(20, 60), 3, priority=3 if tenant == "a" else 0)
+
+    slow = share(is_background=priority is None, priority=-1)
+    gang.step()
+    flood()
+    for _ in range(rng.randint(0, 5)):
+        gang.step()
+    assert not gang.num_tokens[slow]
+    waits, came_at = share(priority=5 if priority is not None else 0), gang.num_steps
+    while not gang.num_tokens[waits]:
+        flood()
+        gang.step()
+        assert gang.num_steps - came_at < 60 * 12 * 3 // budget, "it waits without end"
+    gang.scheduler.check_integrity()
