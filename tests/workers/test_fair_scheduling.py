@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import asking, limits, quick_result
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
@@ -280,6 +281,7 @@ def test_tokens_that_are_computed_again_are_charged_once_and_found_ones_less() -
         return next(share.served for share in gang.scheduler.take_shares(10) if share.tenant == tenant)
 
     gang = Gang(limits(14, 16, 2), random.Random(1))
+    fill_to_the_last_page(gang.scheduler)
     gang.add("a", 8, 24)
     gang.add("a", 8, 24)  # both do not fit: the newer one is preempted, and its pages go
     while gang.engine.has_work():
@@ -304,6 +306,8 @@ def test_whoever_is_first_goes_on_and_nobody_changes_places_without_end(seed: in
     of = limits(rng.randint(18, 40), rng.randint(6, 16), rng.randint(2, 6))
     gang = Gang(of, rng)
     s, running = gang.scheduler, gang.scheduler._running
+    if seed % 2:
+        fill_to_the_last_page(s)
     preempt = s._decodes._preempt
 
     def watched(victim: object) -> None:

@@ -111,7 +111,9 @@ class PromptPlanner:
         for sequence in self._first_ready():
             num_free_seats, num_pages = num_free_seats - 1, num_pages + self._prefetcher.num_kv_pages_to_take(sequence)
             keep = {sequence.adapter_digest} if sequence.adapter_digest is not None else set()
-            while num_free_seats < 0 or not self._memory.has_room(num_pages, keep):
+            while num_free_seats < 0 or not self._memory.has_room(
+                num_pages + running.reserve.num_pages(sequence, num_pages), keep
+            ):
                 last = running.last
                 if (
                     last is None
@@ -133,6 +135,9 @@ class PromptPlanner:
         found: list[GrowingSequence] = []
         next_keys: set[PageKey] = set()  # first pages that the candidates would compute
         if most <= 0 or not self._waiting.num_ready:
+            return found
+        if not self._memory.has_room(1 + self._running.reserve.least, frozenset()):
+            self._lacked_room = True
             return found
         held_by_others: HeldByOthers = {}  # valid since no page is released in this method
         turns, again = tee(self._waiting.equipped_in_turn())
@@ -246,7 +251,8 @@ class PromptPlanner:
         False, and nothing changed, if the pool has no room for it in addition to what older sequences reserve.
         """
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - len(found)
-        if not self._memory.has_room(num_pages + older.num_reserved_pages, older.wanted, found):
+        num_left_free = older.num_reserved_pages + self._running.reserve.num_pages(sequence, num_pages)
+        if not self._memory.has_room(num_pages + num_left_free, older.wanted, found):
             return False
         self._memory.prefixes.acquire(found)  # first, so that they are not evicted for the new ones
         self._memory.make_room(num_pages, older.wanted)

@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from ..fairness.tenant_counters import TenantCounter
 from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
+from .page_reserve import PageReserve
 
 _rank = attrgetter("rank")
 
@@ -14,7 +15,8 @@ _rank = attrgetter("rank")
 class RunningSequences:
     """All lists are kept in order, so that a step sorts nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, reserve: PageReserve) -> None:
+        self.reserve = reserve  # what they are expected to need
         self.by_id: dict[int, GrowingSequence] = {}
         self.decoding: list[GrowingSequence] = []  # the next plan can compute one token of each; oldest first
         self.prompts: list[GrowingSequence] = []  # the next plan can compute more than one; oldest first
@@ -35,6 +37,7 @@ class RunningSequences:
         """A sequence that nothing is planned for yet."""
         assert sequence.sequence_id not in self.by_id, f"sequence {sequence.sequence_id} runs already"
         self.by_id[sequence.sequence_id] = sequence
+        self.reserve.add(sequence)
         if sequence.has_penalty:
             self.penalised[sequence.sequence_id] = None
         self.num_uncomputed += sequence.num_uncomputed
@@ -45,6 +48,7 @@ class RunningSequences:
     def remove(self, sequence: GrowingSequence) -> None:
         """The sequence must be here."""
         del self.by_id[sequence.sequence_id]
+        self.reserve.remove(sequence)
         self.penalised.pop(sequence.sequence_id, None)
         self.num_uncomputed -= sequence.num_uncomputed
         self.num_background -= sequence.counter.is_background
@@ -69,6 +73,7 @@ class RunningSequences:
         assert self.last is max(self.by_id.values(), key=_rank, default=None)
         assert all(each.counter is of for of, sequences in self.by_tenant.items() for each in sequences)
         assert sum(map(len, self.by_tenant.values())) == len(self.by_id) and all(self.by_tenant.values())
+        self.reserve.check_integrity(self.by_id.values())
         assert self.penalised.keys() == {i for i, s in self.by_id.items() if s.has_penalty}
         assert self.num_background == sum(s.counter.is_background for s in self.by_id.values())
         assert self.num_uncomputed == sum(s.num_uncomputed for s in self.by_id.values()), "tokens are miscounted"
