@@ -63,7 +63,7 @@ def _run(rig: EngineRig, seed: int) -> Outcome:
         return result
 
     engine.executor.finish = finish_in_time  # type: ignore[method-assign]
-    sampling = SamplingParams(temperature=0.0, ignore_eos=True, stop_token_ids=[_END], max_tokens=MAX_TOKENS)
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, stop_token_ids=(_END,), max_tokens=MAX_TOKENS)
     before, began_at = engine.load().counters, time.perf_counter()
     for number, (num_prompt, _) in enumerate(lengths):
         prompt = [rng.randrange(4, 500) for _ in range(num_prompt)]

@@ -39,27 +39,28 @@ class AnswerLengths:
     """
 
     def __init__(self) -> None:
-        self._ended = np.zeros(NUM_BUCKETS)
-        self._left = np.zeros(NUM_BUCKETS)  # answers that went on to the next bucket
+        self._ended = [0.0] * NUM_BUCKETS
+        self._left = [0.0] * NUM_BUCKETS  # answers that went on to the next bucket
         self._num_ends = 0
         starts = np.array(STARTS, float)
         self._prior = 1 - np.exp(-np.diff(starts) / np.maximum(starts[:-1], _PRIOR_TOKENS))
 
     def leave(self, first: int, last: int) -> None:
         """A running answer grew out of the buckets `first` up to but not including `last`."""
-        self._left[first:last] += 1
+        for bucket in range(first, last):
+            self._left[bucket] += 1
 
     def end(self, bucket: int) -> None:
         """An answer ended by itself in this bucket."""
         self._ended[bucket] += 1
         self._num_ends += 1
         if self._num_ends >= _MAX_ENDS:
-            self._ended /= 2
-            self._left /= 2
+            self._ended = [number / 2 for number in self._ended]
+            self._left = [number / 2 for number in self._left]
             self._num_ends //= 2
 
     def reach(self) -> NDArray[np.float64]:
         """The expected share of answers that reach the start of each bucket, and the end of the last one."""
-        num = self._ended + self._left + _PRIOR_WEIGHT
-        ends = (self._ended + _PRIOR_WEIGHT * self._prior) / num
+        ended, left = np.array(self._ended), np.array(self._left)
+        ends = (ended + _PRIOR_WEIGHT * self._prior) / (ended + left + _PRIOR_WEIGHT)
         return np.concatenate(([1.0], np.cumprod(1 - ends)))

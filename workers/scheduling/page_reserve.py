@@ -33,7 +33,8 @@ def survival(reach: _Floats) -> _Floats:
     `reach`: the share of answers that reach the start of each bucket.
     """
     later = np.interp(_MIDDLES[:, None] + _AHEAD, STARTS, reach)
-    return later / np.maximum(np.interp(_MIDDLES, STARTS, reach), 1e-12)[:, None]
+    alive: _Floats = later / np.maximum(np.interp(_MIDDLES, STARTS, reach), 1e-12)[:, None]
+    return alive
 
 
 def growth(num_sequences: _Floats, num_pages: _Floats, alive: _Floats, block_size: int) -> _Floats:
@@ -42,7 +43,8 @@ def growth(num_sequences: _Floats, num_pages: _Floats, alive: _Floats, block_siz
     `num_sequences`, `num_pages`: [buckets] the sequences, and the pages that they hold now. `alive`: [buckets, steps
     ahead] the share of them that has not ended.
     """
-    return num_pages @ alive - num_pages.sum() + (num_sequences @ alive) * (_AHEAD / block_size)
+    grown: _Floats = num_pages @ alive - num_pages.sum() + (num_sequences @ alive) * (_AHEAD / block_size)
+    return grown
 
 
 def margin(sum_squares: float, num_pool_pages: int) -> int:
@@ -71,6 +73,7 @@ class _Place:
     limit: int
     group: _Group
     bucket: int
+    bucket_ends: int  # tokens of the sequence, prompt and answer
     num_pages: int  # that only it holds, as far as known
 
 
@@ -109,7 +112,7 @@ class PageReserve:
         group = self._groups.get(limit)
         alive = (self._alive(limit) if group is None else group.alive)[bucket]
         own = alive * (num_pages + _AHEAD / self._block_size) - num_pages
-        return max(self.least, math.ceil((self._growth + own).max()))
+        return max(self.least, math.ceil(float((self._growth + own).max())))
 
     def add(self, sequence: GrowingSequence) -> None:
         """The sequence starts; it shares its first `num_kept_pages` pages with others."""
@@ -118,7 +121,8 @@ class PageReserve:
         if group is None:
             group = self._groups[limit] = _Group(self._alive(limit))
         bucket, num_pages = bucket_of(_num_generated(sequence)), len(sequence.pages) - sequence.num_kept_pages
-        self._places[sequence.sequence_id] = _Place(limit, group, bucket, num_pages)
+        ends = sequence.num_prompt_tokens + STARTS[bucket + 1]
+        self._places[sequence.sequence_id] = _Place(limit, group, bucket, ends, num_pages)
         group.num_members += 1
         self._sum_squares += num_pages**2
         self._count(group, bucket, 1, num_pages)
@@ -128,14 +132,15 @@ class PageReserve:
         place = self._places[sequence.sequence_id]
         self._sum_squares += 2 * place.num_pages + 1
         place.num_pages += 1
+        if len(sequence.token_ids) < place.bucket_ends:
+            place.group.num_pages[place.bucket] += 1
+            self._growth = None
+            return
         bucket = bucket_of(_num_generated(sequence))
-        if bucket == place.bucket:
-            self._count(place.group, bucket, 0, 1)
-        else:
-            self._lengths.leave(place.bucket, bucket)
-            self._count(place.group, place.bucket, -1, 1 - place.num_pages)
-            self._count(place.group, bucket, 1, place.num_pages)
-            place.bucket = bucket
+        self._lengths.leave(place.bucket, bucket)
+        self._count(place.group, place.bucket, -1, 1 - place.num_pages)
+        self._count(place.group, bucket, 1, place.num_pages)
+        place.bucket, place.bucket_ends = bucket, sequence.num_prompt_tokens + STARTS[bucket + 1]
 
     def remove(self, sequence: GrowingSequence) -> None:
         """The sequence does not run any more."""
@@ -175,7 +180,8 @@ class PageReserve:
             assert group.num_pages == counted[limit].num_pages
 
     def _alive(self, limit: int) -> _Floats:
-        return self._survival * (_MIDDLES[:, None] + _AHEAD < limit)
+        alive: _Floats = self._survival * (_MIDDLES[:, None] + _AHEAD < limit)
+        return alive
 
     def _count(self, group: _Group, bucket: int, num_sequences: int, num_pages: int) -> None:
         group.num_sequences[bucket] += num_sequences
