@@ -26,6 +26,19 @@ FLOAT8_ON_A_CPU = "weights of eight bits are for GPUs of compute capability 9.0 
 FLOAT8_KV_ON_A_CPU = "KV of eight bits is for GPUs of compute capability 9.0 or more: CPUs serve that of dtype"
 FLOAT8_EXPERTS = "weights of eight bits are for dense bases, and this one has experts: those of dtype are served"
 CPU_POOL_BYTES = 1 << 30  # default of a worker on a CPU
+_LEAST_KV_HOST_BYTES = 1 << 30  # default for small pools
+_KV_HOST_SHARE = 0.25  # of the pool: default for others
+_MAX_KV_HOST_SHARE = 0.125  # of the machine's memory, for all workers of a gang
+
+
+def default_kv_host_bytes(pool_bytes: int, memory_bytes: int, tensor_parallel: int) -> int:
+    """Host memory of a worker for KV where no setting says it.
+
+    Conversations that come back find little in a tier of a few hundredths of the pool, and most in one of a quarter.
+    `memory_bytes`: of the machine, on which all workers of the gang may be.
+    """
+    wanted = max(_LEAST_KV_HOST_BYTES, int(_KV_HOST_SHARE * pool_bytes))
+    return min(wanted, int(_MAX_KV_HOST_SHARE * memory_bytes) // tensor_parallel)
 
 
 def why_not_float8(capability: tuple[int, int] | None, part: Float8Part) -> str | None:
@@ -52,7 +65,7 @@ class EngineConfig:
     pool_bytes: int | None  # device pages, for KV and adapters alike; None: CPU_POOL_BYTES, or what a GPU has left
     device_memory_share: float  # of a GPU's memory that a worker may take, its pool included, where pool_bytes is None
     host_bytes: int  # packed adapters kept in host memory; 0: each is read from the store
-    kv_host_bytes: int  # pages of KV kept in host memory; 0: none
+    kv_host_bytes: int | None  # pages of KV kept in host memory; 0: none; None: by the pool's size
     kv_disk_bytes: int  # and on disk, behind host memory; 0: none
     kv_disk_path: Path  # folder for these
     block_size: int  # tokens a page
@@ -73,7 +86,7 @@ class EngineConfig:
     start_deadline_s: float  # for all workers to come up, before they load the model
 
     def __post_init__(self) -> None:
-        if self.kv_disk_bytes and not self.kv_host_bytes:
+        if self.kv_disk_bytes and self.kv_host_bytes == 0:
             raise ValueError("kv_disk_bytes needs kv_host_bytes above 0: pages reach the disk by way of host memory")
 
     def context_of(self, max_position_embeddings: int) -> int:

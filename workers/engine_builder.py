@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -62,10 +63,11 @@ def build_engine(
     if config.tensor_parallel == 1:
         executor = alone = _build_alone(config, on_progress)
         kernels, device, num_pages = alone.kernels_name, alone.device.type, alone.runner.num_pages
+        num_host_pages = tier_sizes(config, alone.runner.geometry).host
     else:
         if spawn is None:
             raise ValueError(f"tensor_parallel = {config.tensor_parallel}: `spawn` is needed to start workers, or 1")
-        executor, kernels, device, num_pages = _start_gang(config, on_progress, spawn, host)
+        executor, kernels, device, num_pages, num_host_pages = _start_gang(config, on_progress, spawn, host)
     geometry = pool_of(sharding, config.block_size, dtype, num_pages, config.kv_dtype)
     layout = sharding.layout(config.block_size, config.dtype, config.kv_dtype)
     scheduler = Scheduler(
@@ -73,7 +75,7 @@ def build_engine(
         frozenset(model.eos_token_ids),
         lambda ref: layout.num_pages(ref.module_ranks),
         config.prefix_cache,
-        tier_sizes(config, geometry),
+        replace(tier_sizes(config, geometry), host=num_host_pages),
         token_interval_s=token_interval_of(config.token_interval_s, device),
         scheduling=config.scheduling,
     )
@@ -92,8 +94,11 @@ def _build_alone(config: EngineConfig, on_progress: Progress | None) -> LocalExe
 
 def _start_gang(
     config: EngineConfig, on_progress: Progress | None, spawn: Spawn, host: str
-) -> tuple[GangExecutor, str, str, int]:
-    """Workers that have loaded their parts, the names of their kernels and of their device, and the pages of each."""
+) -> tuple[GangExecutor, str, str, int, int]:
+    """Workers that have loaded their parts, the names of their kernels and of their device, and the pages of each.
+
+    The last number: pages that all of them have room for in host memory.
+    """
     secret = secrets.token_hex(16)
     with socket.create_server((host, 0)) as listener:
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -106,6 +111,7 @@ def _start_gang(
         " and ".join(dict.fromkeys(of.kernels for of in ready)),
         ready[0].device,
         _pages_of_all(ready),
+        min(of.num_host_pages for of in ready),
     )
 
 

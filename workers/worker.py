@@ -27,7 +27,7 @@ from .execution.gang_messages import (
 )
 from .parallel import ProcessGroup
 from .plan import StepPlan
-from .worker_builder import build_executor
+from .worker_builder import build_executor, tier_sizes
 
 _log = logging.getLogger(__name__)
 
@@ -109,5 +109,7 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
             leader.send(MoveEnded(end))
 
     executor.wake_on_copy_end(send_ended)
-    leader.send(Ready(executor.kernels_name, executor.device.type, executor.runner.num_pages))
+    geometry = executor.runner.geometry
+    num_host_pages = tier_sizes(config, geometry).host
+    leader.send(Ready(executor.kernels_name, executor.device.type, geometry.num_pages, num_host_pages))
     return executor

@@ -13,7 +13,7 @@ import torch
 from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels, with_float8_kv, with_float8_weights
 from .checkpoint.device_checkpoint import DeviceCheckpoint
-from .config import CPU_POOL_BYTES, FLOAT8_EXPERTS, EngineConfig
+from .config import CPU_POOL_BYTES, FLOAT8_EXPERTS, EngineConfig, default_kv_host_bytes
 from .copies.adapter_loader import AdapterLoader
 from .copies.page_mover import PageMover
 from .device import check_dtype, check_kv_dtype, check_weights_dtype, resolve_device
@@ -22,6 +22,7 @@ from .execution.executor import LocalExecutor
 from .execution.feeding_executor import FeedingExecutor
 from .execution.graphs import CudaRecorder
 from .execution.runner import Runner
+from .machine_memory import usable_memory_bytes
 from .memory.host_adapter_cache import HostAdapterCache
 from .memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray
 from .memory.pinned_memory import PinnedArena
@@ -155,10 +156,17 @@ def _ignore(what: str, done: int, total: int) -> None:
 
 
 def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:
-    """How many pages fit into the tiers behind the pool. The same on every worker, as all have pages of one size."""
+    """How many pages fit into the tiers behind the pool of a worker on this machine.
+
+    All workers of a gang have pages of one size. Where the config leaves host memory open, machines may differ.
+    """
     if not config.prefix_cache:
         return TierSizes()
-    return TierSizes(config.kv_host_bytes // geometry.page_bytes, config.kv_disk_bytes // geometry.page_bytes)
+    host_bytes = config.kv_host_bytes
+    if host_bytes is None:
+        pool_bytes = geometry.num_pages * geometry.page_bytes
+        host_bytes = default_kv_host_bytes(pool_bytes, usable_memory_bytes(), config.tensor_parallel)
+    return TierSizes(host_bytes // geometry.page_bytes, config.kv_disk_bytes // geometry.page_bytes)
 
 
 def _arena(host_bytes: int, geometry: PoolGeometry, device: torch.device) -> PinnedArena | None:

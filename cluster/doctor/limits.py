@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from ...workers.machine_memory import CGROUPS, memory_limit
 from ..byte_size import format_byte_size, shortest_byte_size
 from ..edge.haproxy import connections_with_room
 from ..threads import usable_cores
@@ -17,9 +18,7 @@ from .finding import Finding, error, ok, warning
 
 CHECK = "limits"
 SHARED_MEMORY = Path("/dev/shm")
-CGROUPS = Path("/sys/fs/cgroup")
 FEWEST_FILES = 4096
-UNLIMITED_BYTES = 1 << 60  # what cgroups of version 1 say for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +45,6 @@ def gather_limits() -> LimitFacts:
         num_usable_cores=usable_cores(),
         shared_memory_bytes=shared_memory_bytes,
     )
-
-
-def memory_limit(mount: Path) -> int | None:
-    """The limit of the container as it sees its cgroup, of version 2 or 1. None: there is none."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (mount / name).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() and int(text) < UNLIMITED_BYTES else None
-    return None
 
 
 def check_limits(

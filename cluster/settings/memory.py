@@ -36,11 +36,13 @@ class Memory(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         ),
     ] = 4 << 30
     kv_host_bytes: Annotated[
-        BytesOrNone,
+        BytesOrNone | None,
         Setting(
-            "Host memory of each worker for KV that has no room in its pool, taken as it is needed. 0: none.", "live"
+            "Host memory of each worker for KV that has no room in its pool, taken as it is needed. 0: none.",
+            "live",
+            unset="a quarter of the pool, at least 1 GiB, at most an eighth of the machine for a gang",
         ),
-    ] = 1 << 30
+    ] = None
     kv_disk_bytes: Annotated[
         BytesOrNone,
         Setting("Disk of each worker for KV that has no room in --kv-host-bytes, which it needs. 0: none.", "live"),

@@ -15,6 +15,7 @@ import torch
 
 from motet.kernels.native.build import COMPILERS
 from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
 from motet.workers.models.config import ModelConfig
 from motet.workers.wire.messages import AdapterRef, Cancel, SamplingParams
@@ -154,6 +155,7 @@ def test_tiny_pool(bench: Bench, max_tokens_per_step: int) -> None:
     """Adapters are evicted for one another, and sequences preempted, with and without chunked prompts."""
     questions = bench.questions + bench.crowd
     with bench.stock.engine(_tiny_pool(bench), max_tokens_per_step=max_tokens_per_step) as rig:
+        fill_to_the_last_page(rig.engine._scheduler)
         told = _ask(rig, questions)
         _assert_same_tokens(questions, told)
         for question, heard in zip(questions, told, strict=True):
@@ -259,6 +261,7 @@ def test_seeded_draws_survive_preemption(bench: Bench) -> None:
         texts = [heard.token_ids for heard in _ask(rig, questions, sampling)]
     assert any(text != question.answer.token_ids for text, question in zip(texts, questions, strict=True))
     with bench.stock.engine(_tiny_pool(bench), max_tokens_per_step=64) as rig:
+        fill_to_the_last_page(rig.engine._scheduler)
         assert [heard.token_ids for heard in _ask(rig, questions, sampling)] == texts
         assert rig.engine.load().counters.num_preemptions > 0
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import asking, limits, quick_result
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
@@ -294,6 +295,8 @@ def test_whoever_is_first_goes_on_and_nobody_changes_places_without_end(seed: in
     of = limits(rng.randint(18, 40), rng.randint(6, 16), rng.randint(2, 6))
     gang = Gang(of, rng)
     s, running = gang.scheduler, gang.scheduler._running
+    if seed % 2:
+        fill_to_the_last_page(s)
     preempt = s._decodes._preempt
 
     def watched(victim: object) -> None:

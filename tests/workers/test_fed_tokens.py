@@ -15,6 +15,7 @@ from motet.kernels import joint_sampling
 from motet.kernels.staging import Arriving
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
 from motet.tests.rigs.router_rig import BASE
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
@@ -123,6 +124,7 @@ def test_who_is_preempted_goes_on_as_on_the_cpu(stock: Stock) -> None:
     answers, numbers = [], []
     for device in ("cpu", "cuda"):
         with engine(stock, device, num_pages=stock.num_pages(19, ADAPTER) + 7) as (rig, _):
+            fill_to_the_last_page(rig.engine._scheduler)
             answers.append(ask(rig, num=6, max_tokens=16))
             numbers.append(rig.engine.load().counters.num_preemptions)
     assert_same(*answers)

@@ -18,6 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from motet.kernels.backend import plain_kernels
 from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, Oracle, write_adapters, write_model
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins, run_worker_on_gpu
@@ -115,6 +116,7 @@ def test_what_is_computed_again_is_the_same(llama: Stock, on_the_cpu: list[list[
     with gpu_of_twins():
         small = {"pool_bytes": 13 * page_bytes(llama), "prefix_cache": False, "kv_host_bytes": 0}
         with llama.engine(0, device="cuda", **small, **FLOAT8) as rig:
+            fill_to_the_last_page(rig.engine._scheduler)
             for index in range(4):
                 rig.submit(index, prompts()[index % 2], None, GREEDY)
             rig.finish()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.router.fleet.open_sequence import OpenSequence
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.scheduler_rig import EOS, Worker, asking, limits, request
 from motet.workers.leader.sequence_journal import SequenceJournal
@@ -136,6 +137,7 @@ def test_who_is_cancelled_leaves_the_adapter_to_others() -> None:
 
 def test_who_gave_way_holds_nothing_until_it_runs_again() -> None:
     gang = Gang(num_pages=6)
+    fill_to_the_last_page(gang.scheduler)
     gang.scheduler.add(request(1, num_prompt=4, max_tokens=16), 0)
     gang.scheduler.add(request(2, num_prompt=8, max_tokens=12), 0)
     while not gang.scheduler.load().counters.num_preemptions:

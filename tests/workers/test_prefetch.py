@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import Worker, WorkerExecutor, asking, limits, request, run, scheduler
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
@@ -97,6 +98,7 @@ def full(num_pages: int, num_sequences: int, max_tokens: int = 20, budget: int =
     """A scheduler whose batch is full, of sequences 0, 1, …; no load has ended until `slow_loads` is None."""
     of = limits(num_pages, budget, num_sequences)
     s, worker = scheduler(of), Worker(of, slow_loads=never_ending())
+    fill_to_the_last_page(s)
     for i in range(num_sequences):
         assert s.add(request(i, max_tokens=max_tokens), 0) is None
     step(s, worker)
@@ -238,6 +240,8 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
     rng = random.Random(seed)
     of = limits(num_pages, 64, num_sequences)
     s, worker = scheduler(of, tiers), Worker(of, slow_loads=rng)
+    if seed % 2 == 0:
+        fill_to_the_last_page(s)
     worker.sequence_of = s._running.by_id.__getitem__
     went_at: dict[str, int] = {}  # digest to the number of events that could make room, when it was pushed out
     num_events = 0

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, run, scheduler
 from motet.workers.plan import INT32_BYTES, StepPlan
 from motet.workers.scheduling.measured_costs import MeasuredCosts, PageCosts, is_worth_bringing
@@ -153,6 +154,7 @@ def test_what_came_of_broken_weights_is_not_kept() -> None:
 
 def test_who_gave_way_comes_back_to_what_is_left_of_its_pages() -> None:
     s, worker = rig(num_pages=12)
+    fill_to_the_last_page(s)
     s.add(asking(0, PROMPT[:20], max_tokens=20), 0)
     s.add(asking(1, PROMPT[4:20], max_tokens=20), 0)
     run(s, worker)
@@ -289,6 +291,7 @@ def test_bringing_back_is_chosen_when_it_is_cheaper(n: int, compute_s: float, co
 
 def test_who_gave_way_comes_back_by_copies() -> None:
     s, worker = rig(num_pages=12, tiers=TierSizes(host=100))
+    fill_to_the_last_page(s)
     s.add(asking(0, PROMPT[:20], max_tokens=20), 0)
     s.add(asking(1, PROMPT[4:20], max_tokens=20), 0)
     run(s, worker)

@@ -14,6 +14,7 @@ from motet.router.text.stop_strings import StopStrings
 from motet.router.text.text import TextService
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import Stock
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import write_model
 from motet.tests.rigs.router_rig import BASE, OPERATORS, FakeDispatcher, text_service
 from motet.tests.rigs.scheduler_rig import EOS, Worker, limits, request
@@ -54,6 +55,7 @@ def test_computing_begins_when_a_step_is_planned() -> None:
 def test_who_gave_way_began_before() -> None:
     clock, of = Clock(), limits(num_pages=6, budget=4, num_sequences=8)
     scheduler, worker = Scheduler(of, frozenset({EOS}), lambda _: 1, clock=clock), Worker(of)
+    fill_to_the_last_page(scheduler)
     first_planned: dict[int, float] = {}
     first_told: dict[int, tuple[float, float | None]] = {}
     scheduler.add(request(1, num_prompt=4, max_tokens=12), seed=1)

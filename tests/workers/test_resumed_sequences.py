@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import VOCAB_SIZE, write_adapters, write_model
 from motet.workers.wire.messages import SamplingParams
 
@@ -98,6 +99,7 @@ def test_greedy_and_seeded_text_goes_on_as_it_would_have(stock: Stock) -> None:
     assert all(len(told.token_ids) == NUM_TOKENS and told.finish_reason == "length" for told in whole)
     num_pages = 24 + max(stock.num_pages(30 + NUM_TOKENS, adapter) for adapter in stock.refs)
     with stock.engine(num_pages, max_tokens_per_step=50, max_num_sequences=8) as rig:
+        fill_to_the_last_page(rig.engine._scheduler)
         resumed(rig, asked, whole)
         assert rig.engine.load().counters.num_preemptions > 0
         assert rig.engine.load().counters.num_generated_tokens == sum(NUM_TOKENS - cut for _ in asked for cut in CUTS)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import (
     FeedingExecutor,
     Worker,
@@ -24,6 +25,7 @@ from motet.workers.engine import Engine
 from motet.workers.engine_messages import GiveUpWaiting
 from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.growing_sequence import GrowingSequence
+from motet.workers.scheduling.page_reserve import PageReserve
 from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.running_sequences import RunningSequences
 from motet.workers.scheduling.tier_traffic import TierSizes
@@ -50,6 +52,8 @@ def test_random_workload_ends_with_every_page_accounted_for(
     engine = Engine(s, executor, INFO, overlaps=way != "one by one")
     if rng.random() < 0.8:  # else a step takes no time here, so that no copy is worth its own
         s._costs.observe_step = lambda *_: None  # type: ignore[method-assign]
+    if seed % 2 == 0:
+        fill_to_the_last_page(s)
     failing = rng.choice([0.0, 0.0, 0.1])
     running: dict[int, GrowingSequence] = {}  # all that ever ran: a plan may be about one that was cancelled meanwhile
     worker.sequence_of = lambda sequence_id: running[sequence_id]
@@ -396,10 +400,10 @@ def test_nobody_older_ever_gives_way(arrivals: list[int], needy_arrival: int) ->
     def made(arrival: int) -> GrowingSequence:
         return GrowingSequence(request(arrival), arrival, 0, [1])
 
-    running = RunningSequences()
+    running = RunningSequences(PageReserve(100, 4))
     for number, arrival in enumerate(arrivals):
         running.add(
-            GrowingSequence(request(number), arrival, 0, [1] * (1 + arrival % 2))
+            GrowingSequence(request(number, num_prompt=1), arrival, 0, [1] * (1 + arrival % 2))
         )  # every other one is a prompt
     running.check_integrity()
     victim = running.victim_for(made(needy_arrival))

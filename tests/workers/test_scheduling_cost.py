@@ -35,7 +35,7 @@ def gang(num_sequences: int, num_pages: int = 20_000, tiers: TierSizes | None = 
 
 def decoding(num_running: int, num_waiting: int = 0, num_places: int = 0) -> Callable[[], None]:
     """A step of so many sequences that decode, planned ahead, while others wait for adapters that never come."""
-    s = gang(num_places or num_running, 4 * num_running + 4096)
+    s = gang(num_places or num_running, 16 * num_running + 4096)
     for i in range(num_running):
         assert s.add(asking(i, [2 + i % 900] * (5 + i % 16), max_tokens=10_000), 0) is None
     plan = s.schedule()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import takewhile
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,12 +17,15 @@ KEYS = [bytes([number]) for number in range(9)]
 def test_random_use_of_a_small_tier(seed: int, num_slots: int) -> None:
     rng = random.Random(seed)
     tier = TierSlots(num_slots)
-    held: dict[bytes, int] = {}  # the least recently used first
+    held: dict[bytes, int] = {}  # in the order of writing
+    worths: dict[bytes, float] = {}
+    floor = 0.0
     writing: dict[bytes, int] = {}
     readers: list[list[bytes]] = []
 
-    def touch(keys: list[bytes]) -> None:
-        held.update({key: held.pop(key) for key in keys if key in held})
+    def in_order() -> list[bytes]:
+        newest_first = [key for key in reversed(held) if not is_read(key)]
+        return sorted(newest_first, key=worths.__getitem__)
 
     def is_read(key: bytes) -> bool:
         return any(key in keys for keys in readers)
@@ -31,32 +35,33 @@ def test_random_use_of_a_small_tier(seed: int, num_slots: int) -> None:
         some = [one for one in held if rng.random() < 0.4]
         match rng.randrange(7):
             case 0 if key not in held and key not in writing:
-                victim = next((one for one in held if not is_read(one)), None)
+                victim = next(iter(in_order()), None)
                 is_full = len(held) + len(writing) == num_slots
                 slot = tier.reserve(key)
                 assert (slot is None) == (is_full and victim is None)
                 if slot is not None:
                     if is_full and victim is not None:
                         assert slot == held.pop(victim)
+                        floor = max(floor, worths[victim])
                     assert slot not in held.values()
                     assert slot not in writing.values()
                     writing[key] = slot
             case 1:
                 held |= writing
+                worths |= dict.fromkeys(writing, floor + 1)
                 tier.written([*writing])
                 writing.clear()
             case 2:
                 tier.fail([*writing])
                 writing.clear()
             case 3:
-                touch(some)
                 assert tier.begin_read(some) == tuple(held[one] for one in some)
                 readers.append(some)
             case 4 if readers:
                 tier.end_read(readers.pop(rng.randrange(len(readers))))
             case 5:
                 tier.touch([key])
-                touch([key])
+                worths[key] = floor + 2
             case 6:
                 tier.drop(key)
                 if not is_read(key):
@@ -64,5 +69,41 @@ def test_random_use_of_a_small_tier(seed: int, num_slots: int) -> None:
         tier.check_integrity()
         assert {one for one in KEYS if one in tier} == held.keys()
         assert {one for one in KEYS if tier.is_coming(one)} == writing.keys()
-        assert [*tier.oldest()] == [one for one in held if not is_read(one)]
+        assert tier.least_worth(len(KEYS)) == in_order()
+        assert tier.least_worth(2) == in_order()[:2]
         assert (tier.num_held, tier.num_free) == (len(held), num_slots - len(held) - len(writing))
+
+
+def serve_in_turns(num_slots: int, num_prefixes: int, num_pages: int, num_rounds: int) -> list[int]:
+    """How many pages of each prefix are found in the last round, if all are used one after the other."""
+    tier, found = TierSlots(num_slots), list[int]()
+    for _ in range(num_rounds):
+        found.clear()
+        for prefix in range(num_prefixes):
+            keys = [bytes([prefix, page]) for page in range(num_pages)]
+            here = list(takewhile(tier.__contains__, keys))
+            tier.touch(here)
+            for key in keys:
+                if key not in tier and tier.reserve(key) is not None:
+                    tier.written([key])
+            tier.check_integrity()
+            found.append(len(here))
+    return found
+
+
+def test_what_is_used_in_turns_stays_whole_as_far_as_there_is_room() -> None:
+    """The least recently used page is always the next one that is needed: by that order none would be found."""
+    found = serve_in_turns(num_slots=90, num_prefixes=10, num_pages=10, num_rounds=8)
+    assert sum(found) >= 70
+    assert found.count(10) >= 6
+
+
+def test_what_was_used_long_ago_goes_in_the_end() -> None:
+    tier = TierSlots(8)
+    for number in range(40):
+        key = bytes([number])
+        assert tier.reserve(key) is not None
+        tier.written([key])
+        if number < 8:
+            tier.touch([key])
+    assert not any(bytes([number]) in tier for number in range(8))

@@ -21,11 +21,15 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The worker's part of the base is loaded. `num_pages`: of its pool, the same on every worker."""
+    """The worker's part of the base is loaded. `num_pages`: of its pool, the same on every worker.
+
+    `num_host_pages`: that its host memory has room for; the gang uses as many as all have.
+    """
 
     kernels: str
     device: str
     num_pages: int
+    num_host_pages: int
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

@@ -66,6 +66,11 @@ class Runner:
         """Of the pool."""
         return self._geometry.num_pages
 
+    @property
+    def geometry(self) -> PoolGeometry:
+        """Of its pool."""
+        return self._geometry
+
     @torch.inference_mode()
     def keep_tables(self, max_num_sequences: int, max_model_len: int) -> None:
         """Keeps tables of pages on the device; see `DeviceRows`. `max_num_sequences`: of a plan."""

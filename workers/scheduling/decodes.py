@@ -78,6 +78,7 @@ class Decodes:
             else:
                 return False
         sequence.grow(self._memory.allocator.allocate(1) or ())
+        self._running.reserve.grow(sequence)
         self._times.grow(sequence.held, 1)
         return True
 

@@ -127,8 +127,11 @@ class PromptPlanner:
             num_free_seats, num_pages = num_free_seats - 1, num_pages + self._prefetcher.num_kv_pages_to_take(sequence)
             keep = self._waiting.kept_from(sequence) | {sequence.adapter_digest or ""}
             counter, (is_background, turn, arrival) = sequence.counter, sequence.turn
-            while num_free_seats < 0 or not self._memory.has_room(num_pages, keep):
-                num_tokens = max(0, num_pages - self._memory.num_pages_to_take) * self._limits.block_size
+            while True:
+                num_needed = num_pages + running.reserve.num_pages(sequence, num_pages)
+                if num_free_seats >= 0 and self._memory.has_room(num_needed, keep):
+                    break
+                num_tokens = max(0, num_needed - self._memory.num_pages_to_take) * self._limits.block_size
                 slack = counter.slack + prompt_price(num_tokens) / counter.weight
                 last = running.last_ahead_of((is_background, turn, arrival), slack)
                 if last is None or len(self._preempted) == _MAX_PREEMPTED:
@@ -164,6 +167,9 @@ class PromptPlanner:
         next_keys: set[PageKey] = set()  # first pages that the candidates would compute
         if most <= 0 or not self._waiting.num_ready:
             return found
+        if not self._memory.has_room(1 + self._running.reserve.least, frozenset()):
+            self._lacked_room = True
+            return found
         held_by_others: HeldByOthers = {}  # valid since no page is released in this method
         turns, again = tee(self._waiting.equipped_in_turn())
         for sequence, older in islice(self._in_turn(turns, again), _MAX_LOOKED_AT):
@@ -193,8 +199,11 @@ class PromptPlanner:
         """Ready sequences wait for places, or the first one for pages, that running sequences hold."""
         if len(self._running) == self._limits.max_num_sequences:
             return self._waiting.num_ready > 0
-        return bool(candidates) and not self._memory.has_room(
-            self._prefetcher.num_kv_pages_to_take(candidates[0]), frozenset()
+        if not candidates:
+            return False
+        num_pages = self._prefetcher.num_kv_pages_to_take(candidates[0])
+        return not self._memory.has_room(
+            num_pages + self._running.reserve.num_pages(candidates[0], num_pages), frozenset()
         )
 
     def _start_loaded(self) -> Iterator[GrowingSequence]:
@@ -334,7 +343,8 @@ class PromptPlanner:
         """
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - len(found)
         keep = older.wanted | self._waiting.kept_from(sequence)
-        if not self._memory.has_room(num_pages + older.num_reserved_pages, keep, found):
+        num_left_free = older.num_reserved_pages + self._running.reserve.num_pages(sequence, num_pages)
+        if not self._memory.has_room(num_pages + num_left_free, keep, found):
             self._lacked_room = self._is_blocked = True
             return False
         if self._running and not self._memory.make_room_in_part(num_pages, keep, found):

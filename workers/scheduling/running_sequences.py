@@ -8,12 +8,14 @@ from ..fairness.preemption import Rank, may_grow_over, should_preempt
 from ..fairness.prices import prompt_price
 from ..fairness.tenant_counters import TenantCounter
 from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
+from .page_reserve import PageReserve
 
 
 class RunningSequences:
     """All lists are kept in order, so that a step sorts nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, reserve: PageReserve) -> None:
+        self.reserve = reserve  # what they are expected to need
         self.by_id: dict[int, GrowingSequence] = {}
         self.decoding: list[GrowingSequence] = []  # the next plan can compute one token of each; oldest first
         self.prompts: list[GrowingSequence] = []  # the next plan can compute more than one; oldest first
@@ -59,6 +61,7 @@ class RunningSequences:
         """A sequence that nothing is planned for yet."""
         assert sequence.sequence_id not in self.by_id, f"sequence {sequence.sequence_id} runs already"
         self.by_id[sequence.sequence_id] = sequence
+        self.reserve.add(sequence)
         if sequence.has_penalty:
             self.penalised[sequence.sequence_id] = None
         self.num_uncomputed += sequence.num_uncomputed
@@ -69,6 +72,7 @@ class RunningSequences:
     def remove(self, sequence: GrowingSequence) -> None:
         """The sequence must be here."""
         del self.by_id[sequence.sequence_id]
+        self.reserve.remove(sequence)
         self.penalised.pop(sequence.sequence_id, None)
         self.num_uncomputed -= sequence.num_uncomputed
         self.num_background -= sequence.counter.is_background
@@ -93,6 +97,7 @@ class RunningSequences:
         assert self.last is max(self.by_id.values(), key=self.rank, default=None)
         assert all(each.counter is of for of, sequences in self.by_tenant.items() for each in sequences)
         assert sum(map(len, self.by_tenant.values())) == len(self.by_id) and all(self.by_tenant.values())
+        self.reserve.check_integrity(self.by_id.values())
         assert self.penalised.keys() == {i for i, s in self.by_id.items() if s.has_penalty}
         assert self.num_background == sum(s.counter.is_background for s in self.by_id.values())
         assert self.num_uncomputed == sum(s.num_uncomputed for s in self.by_id.values()), "tokens are miscounted"

@@ -30,6 +30,7 @@ from .decodes import Decodes
 from .gang_load import StepCounts, gang_load, tenant_share
 from .growing_sequence import GrowingSequence
 from .measured_costs import MeasuredCosts, StepCosts
+from .page_reserve import PageReserve
 from .planned_step import PlannedChunk, PlannedStep
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
@@ -69,7 +70,8 @@ class Scheduler:
         self._clock, self.token_interval_s = clock, token_interval_s
         self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
         self._times = PageTimes(clock)
-        self._waiting, self._running = WaitingQueue(), RunningSequences()
+        self._waiting = WaitingQueue()
+        self._running = RunningSequences(PageReserve(limits.num_pages, limits.block_size))
         self.memory = PagedMemory(
             limits.num_pages,
             lambda: self._costs.costs("host").copy_s,
@@ -385,6 +387,8 @@ class Scheduler:
         self._counts.num_generated_tokens += 1
         reason = finish_reason(sequence)
         if reason is not None:
+            if reason == "stop":
+                self._running.reserve.observe_end(sequence)
             self._end(sequence)
         logprobs = None if token.logprobs is None else [token.logprobs]
         num_cached = computing_s = None

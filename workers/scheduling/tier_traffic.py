@@ -1,7 +1,7 @@
 """Which pages of KV move between the pool, host memory and disk.
 
 Every filled page is copied to host memory while steps run, so evicting it from the pool costs nothing later. When host
-memory runs low, its least recently used pages move to disk. A sequence whose prefix is in a tier behind the pool waits
+memory runs low, its pages of least worth move to disk. A sequence whose prefix is in a tier behind the pool waits
 for the copy, if that is cheaper than computing it.
 """
 
@@ -133,6 +133,7 @@ class TierTraffic:
         self._memory.prefixes.acquire(found)  # they must not be evicted before the copies have ended
         self._memory.make_room(len(coming), keep)
         pages = self._memory.allocator.allocate(len(coming)) or ()
+        tier.touch(coming)
         move = self._begin("in", source, tier.begin_read(coming), "device", pages, coming)
         move.depth, move.held = len(found), [*found, *pages]
         self._coming |= zip(coming, pages, strict=True)
@@ -165,8 +166,7 @@ class TierTraffic:
             if move.kind == "down":
                 host = self._tiers["host"]
                 host.end_read(move.keys)
-                for key in move.keys if is_good else ():
-                    host.drop(key)
+                host.evict(move.keys if is_good else ())
             else:
                 self.num_pages_out += len(move.keys) if is_good else 0
                 self._memory.prefixes.release(move.held)
@@ -268,7 +268,7 @@ class TierTraffic:
             return
         keys: list[PageKey] = []
         slots: list[int] = []
-        for key in host.oldest():
+        for key in host.least_worth(2 * _PAGES_PER_MOVE):
             if len(keys) == _PAGES_PER_MOVE:
                 break
             if key in disk or disk.is_coming(key):

@@ -1,0 +1,200 @@
+"""How many pages stay free for the sequences that run, when another one wants to start.
+
+If prompts fill the pool to its last page, sequences that grow must preempt others, which are computed again. LightLLM's
+Past-Future scheduler (arXiv 2507.10150) predicts what running sequences will need from the lengths of past answers; so
+does this, by groups of sequences instead of one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .answer_lengths import NUM_BUCKETS, STARTS, AnswerLengths, bucket_of
+from .growing_sequence import GrowingSequence
+
+_MARGIN = 0.3  # of the deviation of what sequences need, if each ends at a time of its own
+_MAX_MARGIN = 0.05  # of the pool
+_LIMITS_PER_OCTAVE = 8  # limits of answers are rounded up to these
+_REFRESH_ENDS = 16  # answers that end before the table of survival is computed again
+
+_Floats = NDArray[np.float64]
+_AHEAD = np.array([8 * 2 ** (i / 2) for i in range(24)])  # steps, in which a sequence grows by a token each
+_MIDDLES = (np.array(STARTS[:-1], float) + np.array(STARTS[1:], float)) / 2  # tokens, by bucket
+
+
+def survival(reach: _Floats) -> _Floats:
+    """[buckets, steps ahead] the share of the sequences in a bucket that have not ended after so many steps.
+
+    `reach`: the share of answers that reach the start of each bucket.
+    """
+    later = np.interp(_MIDDLES[:, None] + _AHEAD, STARTS, reach)
+    alive: _Floats = later / np.maximum(np.interp(_MIDDLES, STARTS, reach), 1e-12)[:, None]
+    return alive
+
+
+def growth(num_sequences: _Floats, num_pages: _Floats, alive: _Floats, block_size: int) -> _Floats:
+    """[steps ahead] how many pages more than now sequences are expected to hold; below 0: they give pages back.
+
+    `num_sequences`, `num_pages`: [buckets] the sequences, and the pages that they hold now. `alive`: [buckets, steps
+    ahead] the share of them that has not ended.
+    """
+    grown: _Floats = num_pages @ alive - num_pages.sum() + (num_sequences @ alive) * (_AHEAD / block_size)
+    return grown
+
+
+def margin(sum_squares: float, num_pool_pages: int) -> int:
+    """Pages that stay free in any case, since sequences need more or less than expected.
+
+    `sum_squares`: of the pages that each running sequence holds. What ends and grows by chance deviates by the root of
+    this, so it is a smaller part of a larger pool: 5 % of one for 64 sequences, 3 % for 192.
+    """
+    return int(min(_MARGIN * math.sqrt(sum_squares), _MAX_MARGIN * num_pool_pages))
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """Running sequences whose answers have about the same limit, by the bucket of their answers' lengths so far."""
+
+    alive: _Floats  # [buckets, steps ahead]
+    num_sequences: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
+    num_pages: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
+    num_members: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """Where a running sequence is counted."""
+
+    limit: int
+    group: _Group
+    bucket: int
+    bucket_ends: int  # tokens of the sequence, prompt and answer
+    num_pages: int  # that only it holds, as far as known
+
+
+class PageReserve:
+    """Predicts how many pages running sequences will need. An update takes constant time, however many run."""
+
+    def __init__(self, num_pages: int, block_size: int) -> None:
+        """`num_pages`: of the pool."""
+        self._num_pool_pages, self._block_size = num_pages, block_size
+        self._lengths = AnswerLengths()
+        self._survival = survival(self._lengths.reach())
+        self._num_ends = 0  # since this was computed
+        self._groups: dict[int, _Group] = {}  # by limit of the answer, rounded up
+        self._places: dict[int, _Place] = {}  # by sequence id
+        self._sum_squares = 0  # of the pages of each running sequence
+        self._growth: _Floats | None = None  # of all running sequences; None: not computed since they changed
+
+    @property
+    def least(self) -> int:
+        """Pages to be left free, whatever starts."""
+        return margin(self._sum_squares, self._num_pool_pages)
+
+    def num_pages(self, sequence: GrowingSequence, num_pages: int) -> int:
+        """Pages to be left free when a sequence starts that takes `num_pages`; 0 where no sequence runs."""
+        if not self._places:
+            return 0
+        if self._growth is None:
+            self._growth = sum(
+                (
+                    growth(np.array(each.num_sequences), np.array(each.num_pages), each.alive, self._block_size)
+                    for each in self._groups.values()
+                ),
+                np.zeros(len(_AHEAD)),
+            )
+        limit, bucket = _limit(sequence), bucket_of(_num_generated(sequence))
+        group = self._groups.get(limit)
+        alive = (self._alive(limit) if group is None else group.alive)[bucket]
+        own = alive * (num_pages + _AHEAD / self._block_size) - num_pages
+        return max(self.least, math.ceil(float((self._growth + own).max())))
+
+    def add(self, sequence: GrowingSequence) -> None:
+        """The sequence starts; it shares its first `num_kept_pages` pages with others."""
+        limit = _limit(sequence)
+        group = self._groups.get(limit)
+        if group is None:
+            group = self._groups[limit] = _Group(self._alive(limit))
+        bucket, num_pages = bucket_of(_num_generated(sequence)), len(sequence.pages) - sequence.num_kept_pages
+        ends = sequence.num_prompt_tokens + STARTS[bucket + 1]
+        self._places[sequence.sequence_id] = _Place(limit, group, bucket, ends, num_pages)
+        group.num_members += 1
+        self._sum_squares += num_pages**2
+        self._count(group, bucket, 1, num_pages)
+
+    def grow(self, sequence: GrowingSequence) -> None:
+        """The running sequence takes one more page."""
+        place = self._places[sequence.sequence_id]
+        self._sum_squares += 2 * place.num_pages + 1
+        place.num_pages += 1
+        if len(sequence.token_ids) < place.bucket_ends:
+            place.group.num_pages[place.bucket] += 1
+            self._growth = None
+            return
+        bucket = bucket_of(_num_generated(sequence))
+        self._lengths.leave(place.bucket, bucket)
+        self._count(place.group, place.bucket, -1, 1 - place.num_pages)
+        self._count(place.group, bucket, 1, place.num_pages)
+        place.bucket, place.bucket_ends = bucket, sequence.num_prompt_tokens + STARTS[bucket + 1]
+
+    def remove(self, sequence: GrowingSequence) -> None:
+        """The sequence does not run any more."""
+        place = self._places.pop(sequence.sequence_id)
+        self._lengths.leave(place.bucket, bucket_of(_num_generated(sequence)))
+        self._sum_squares -= place.num_pages**2
+        self._count(place.group, place.bucket, -1, -place.num_pages)
+        place.group.num_members -= 1
+        if not place.group.num_members:
+            del self._groups[place.limit]
+
+    def observe_end(self, sequence: GrowingSequence) -> None:
+        """The sequence's answer ended by itself."""
+        self._lengths.end(bucket_of(_num_generated(sequence)))
+        self._num_ends += 1
+        if self._num_ends >= _REFRESH_ENDS:
+            self._num_ends, self._growth = 0, None
+            self._survival = survival(self._lengths.reach())
+            for limit, group in self._groups.items():
+                group.alive = self._alive(limit)
+
+    def check_integrity(self, running: Collection[GrowingSequence]) -> None:
+        """Raises AssertionError unless the running sequences, and no others, are counted with what they hold."""
+        places = self._places
+        assert places.keys() == {sequence.sequence_id for sequence in running}, "a sequence is not counted, or left"
+        assert all(places[s.sequence_id].num_pages <= len(s.pages) for s in running), "pages are miscounted"
+        assert self._sum_squares == sum(place.num_pages**2 for place in places.values())
+        counted = {limit: _Group(group.alive) for limit, group in self._groups.items()}
+        for place in places.values():
+            assert self._groups[place.limit] is place.group
+            counted[place.limit].num_members += 1
+            counted[place.limit].num_sequences[place.bucket] += 1
+            counted[place.limit].num_pages[place.bucket] += place.num_pages
+        for limit, group in self._groups.items():
+            assert group.num_members and group.num_members == counted[limit].num_members
+            assert group.num_sequences == counted[limit].num_sequences
+            assert group.num_pages == counted[limit].num_pages
+
+    def _alive(self, limit: int) -> _Floats:
+        alive: _Floats = self._survival * (_MIDDLES[:, None] + _AHEAD < limit)
+        return alive
+
+    def _count(self, group: _Group, bucket: int, num_sequences: int, num_pages: int) -> None:
+        group.num_sequences[bucket] += num_sequences
+        group.num_pages[bucket] += num_pages
+        self._growth = None
+
+
+def _num_generated(sequence: GrowingSequence) -> int:
+    return len(sequence.token_ids) - sequence.num_prompt_tokens
+
+
+def _limit(sequence: GrowingSequence) -> int:
+    """The most tokens of its answer, rounded up."""
+    most = max(sequence.max_length - sequence.num_prompt_tokens, 1)
+    step = max(1, 1 << max(0, most.bit_length() - _LIMITS_PER_OCTAVE.bit_length()))
+    return -(-most // step) * step
