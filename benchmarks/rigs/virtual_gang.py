@@ -19,7 +19,7 @@ BLOCK_SIZE = 16
 MAX_LEN = 1 << 17
 VOCAB_SIZE = 1 << 18
 _TOKEN = 1  # that every sequence gets in every step
-_INFO = GangInfo(
+INFO = GangInfo(
     gang_id="virtual",
     model="none",
     device="none",
@@ -118,7 +118,7 @@ class VirtualGang:
             clock=lambda: self.executor.now_s,
             scheduling=scheduling,
         )
-        self._engine = Engine(self.scheduler, self.executor, _INFO, clock=lambda: self.executor.now_s)
+        self._engine = Engine(self.scheduler, self.executor, INFO, clock=lambda: self.executor.now_s)
         self._work: dict[int, Work] = {}  # by sequence
         self._num_asked: Counter[str] = Counter()
         self._chance = random.Random(0)

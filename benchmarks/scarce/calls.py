@@ -156,7 +156,7 @@ def start_and_end_of_a_long_one_ms() -> dict[str, float]:
 
 def cancels_ms() -> float:
     """The longest turn when 128 running sequences of 8k are cancelled at once."""
-    leader = Leader(128 * 520 + 1024, 136)
+    leader = Leader(128 * 1024, 136)  # with room for pages that are kept back
     ids = [leader.add(own_prompt(number, 8 * 1024), max_tokens=1000) for number in range(128)]
     run_others(leader, 8)
     leader.turn_until_running(136)
@@ -183,7 +183,7 @@ def arrivals_of_adopted_ms() -> float:
 
 def step_ms(num_running: int = 256) -> float:
     """A turn with this many decodes: the mean over a page's worth of steps."""
-    leader = Leader(num_running * 32, num_running)
+    leader = Leader(num_running * 512, num_running)  # with room for pages that are kept back
     for number in range(num_running):
         leader.add(own_prompt(number, 256), max_tokens=4000)
     leader.turn_until_running(num_running)
