@@ -212,7 +212,7 @@ class Quotas:
             else:
                 raise refusal([(grant.level(now_us), cost) for grant, cost in lacking], holder.levels(now_us))
         for grant, _ in costs if is_resumed else ():
-            level = grant.level(_now_us())
+            level = grant.level(_now_us(), with_held=False)  # what routers hold is no debt
             if grant.limit.kind == "tokens" and level.full_in_s > _MAX_DEBT_S:
                 raise refusal([(level, 0)], holder.levels(_now_us()))
 

@@ -286,6 +286,14 @@ async def test_a_stream_that_was_taken_over_is_charged_once(redis_client: Redis,
             await until(partial(is_left, pair[1], who, {"tokens": 500}))
 
 
+async def test_what_another_router_holds_of_an_earlier_limit_is_no_debt(redis_client: Redis, redis_url: str) -> None:
+    async with routers(redis_url, 2) as (first, other):
+        before, after = identity(Quota(tokens_per_minute=100_000)), identity(Quota(tokens_per_minute=1))
+        for _ in range(3):  # so it holds some that it may need soon
+            await first.open(asked(before, prompt=400, new=400))
+        assert not isinstance(await try_open(other, asked(after, response_id="cmpl-1", is_resumed=True)), ApiError)
+
+
 async def test_all_streams_of_a_dead_router_may_be_resumed_at_once(redis_client: Redis, redis_url: str) -> None:
     who, names = identity(Quota(concurrent_streams=8)), [f"cmpl-{number}" for number in range(8)]
     async with routers(redis_url, 2) as (lost, other):
