@@ -4,17 +4,25 @@ Two lanes run at once. In one are the checks and the tests that need no Ray, sha
 those that start Ray, one after the other: they mostly wait. The first lane leaves the processor to the second,
 because Ray gives up a node that is slow to start. Tests in `tests/interpreted` are a run of their own: Triton is
 interpreted in a whole process or not at all.
+
+Tests that failed run once more, alone, when both lanes have ended: a few may fail only beside others. They are named at
+the end with what they failed of, whether they pass then or not.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+
+import pytest
 
 from motet.tests.rigs.passed_files import ROOT, covered_files, standing
 
@@ -23,6 +31,7 @@ SHARED_OUT = ["-n", "auto", "--maxprocesses", "4", "--no-loadscope-reorder", "--
 INTERPRETED = "tests/interpreted"
 WITH_RAY = ["tests/hostile", "tests/whole"]  # all tests that start Ray are there
 FLAGS = ("--all", "--stale", "--quick", "--busy", "--durations")
+MAX_RUN_AGAIN = 3  # tests of a run that may fail beside others; more are no chance
 
 
 # The lowest priority. Linux may give each session a share of the processor: `nice` counts only inside of one.
@@ -30,16 +39,20 @@ YIELDING = ["sh", "-c", '{ echo 19 >/proc/self/autogroup; } 2>/dev/null; exec ni
 
 
 class Runs:
-    """Runs commands in the checkout and remembers which failed."""
+    """Runs commands in a folder and remembers which failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, caches: Path, root: Path = ROOT) -> None:
         self.failed: list[str] = []
+        self.failed_beside_others: list[str] = []  # tests that passed alone
+        self._caches = caches  # folders of pytest's caches
+        self._root = root
+        self._failed_tests: dict[str, list[str]] = {}  # by command that failed of nothing else
         self._running: set[subprocess.Popen[str]] = set()
         self._is_interrupted = False
 
     def run(self, *command: str) -> None:
         print("==", " ".join(command), flush=True)
-        if subprocess.call(command, cwd=ROOT):
+        if subprocess.call(command, cwd=self._root):
             self.failed.append(" ".join(command))
 
     def run_lanes(self, first: Sequence[Sequence[str]], yielding: Sequence[Sequence[str]]) -> None:
@@ -71,9 +84,11 @@ class Runs:
             shown = " ".join(command)
             self.failed.append(shown)  # until it has passed: an error here ends the thread, and must not go unseen
             print(f"{name} | ==", shown, flush=True)
+            cache = Path(tempfile.mkdtemp(dir=self._caches))
+            cached = ["-o", f"cache_dir={cache}"] if command[: len(PYTEST)] == PYTEST else []
             process = subprocess.Popen(
-                [*wrapper, *command],
-                cwd=ROOT,
+                [*wrapper, *command, *cached],
+                cwd=self._root,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -88,6 +103,19 @@ class Runs:
                 self._running.discard(process)
             if process.returncode == 0:
                 self.failed.remove(shown)
+            failed_tests = cache / "v/cache/lastfailed"
+            if process.returncode == pytest.ExitCode.TESTS_FAILED and failed_tests.exists():
+                self._failed_tests[shown] = list(json.loads(failed_tests.read_text()))
+
+    def run_failed_again(self) -> None:
+        """Runs the tests that failed in lanes alone, one after the other, if they are few."""
+        if sum(map(len, self._failed_tests.values())) > MAX_RUN_AGAIN:
+            return
+        for shown, tests in self._failed_tests.items():
+            print("== run again, alone:", *tests, flush=True)
+            if subprocess.call([*PYTEST, *tests], cwd=self._root) == 0:
+                self.failed.remove(shown)
+                self.failed_beside_others += tests
 
 
 def run_all(
@@ -147,12 +175,18 @@ def main(arguments: list[str]) -> int:
     print_left_out(whys, left_out)
     # Tests start hundreds of processes, which must not all compile the same sources.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    runs, to_run = Runs(), [file for file in whys if file not in left_out]
-    if "--stale" in flags:
-        run_stale(runs, options, to_run)
-    else:
-        run_all(runs, options, left_out, to_run, is_thorough=is_thorough)
-        print_left_out({}, left_out)
+    to_run = [file for file in whys if file not in left_out]
+    with tempfile.TemporaryDirectory() as caches:
+        runs = Runs(Path(caches))
+        if "--stale" in flags:
+            run_stale(runs, options, to_run)
+        else:
+            run_all(runs, options, left_out, to_run, is_thorough=is_thorough)
+            runs.run_failed_again()
+            print_left_out({}, left_out)
+    if runs.failed_beside_others:
+        print("== DEFECTS: these failed beside others, for which see above, and passed alone:", file=sys.stderr)
+        print(*(f"   {test}" for test in runs.failed_beside_others), sep="\n", file=sys.stderr)
     for command in runs.failed:
         print("failed:", command, file=sys.stderr)
     return 1 if runs.failed else 0

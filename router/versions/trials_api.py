@@ -32,6 +32,7 @@ from .version_schema import (
 from .versions_api import ERRORS, NAME, change_name, read_name
 
 T = TypeVar("T")
+NEW_ANSWER_WAIT_S: Final = 1.0  # within which a router that is not overloaded has reported an answer to Redis
 _CANARY: Final = f"{NAME}/canary"
 _SHADOW: Final = f"{NAME}/shadow"
 _route: Final = partial(route, scope="upload", errors=ERRORS)
@@ -104,8 +105,9 @@ class TrialsApi:
         tenant = identity.tenant.tenant_id
         rate = partial(self._counts.rate, tenant, body.id, is_good=is_good, comment=body.comment)
         is_counted = await rate()
-        if not is_counted:  # the answer may be so new that its router has not reported it to Redis yet
-            await asyncio.sleep(2 * FLUSH_S)
+        deadline = asyncio.get_running_loop().time() + NEW_ANSWER_WAIT_S
+        while not is_counted and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(FLUSH_S)  # the answer may be so new that its router has not reported it to Redis yet
             is_counted = await rate()
         return FeedbackAnswer(body.id, is_counted)
 

@@ -209,7 +209,10 @@ async def test_feedback_counts_once_and_only_for_answers_of_the_same_tenant(
         assert (await rig.http.post("/v1/feedback", json=wrong)).status_code == 400
 
 
-async def test_feedback_may_come_as_soon_as_its_answer_and_at_another_router(rigs: Sequence[VersionRig]) -> None:
+async def test_feedback_may_come_as_soon_as_its_answer_and_at_another_router(
+    rigs: Sequence[VersionRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("motet.router.versions.trials_api.NEW_ANSWER_WAIT_S", PATIENCE_S)
     await on_trial(rigs)
     for number in range(5):
         response = await rigs[0].complete(user=f"u{number}")

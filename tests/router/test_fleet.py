@@ -198,7 +198,10 @@ async def test_samples_of_one_prompt_that_come_together_stay_together(gangs: Gan
         sequence.cancel()
 
 
-async def test_a_stream_whose_adapter_cannot_be_read_goes_on_at_another_gang(gangs: Gangs) -> None:
+async def test_a_stream_whose_adapter_cannot_be_read_goes_on_at_another_gang(
+    gangs: Gangs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("motet.router.fleet.fleet.STORE_PAUSE_S", PATIENCE_S)
     router = await gangs.add_router("ab")
     sequence = submit(router, ADAPTERS[0], max_tokens=400)
     async with asyncio.timeout(PATIENCE_S):
