@@ -9,7 +9,7 @@ from .errors import AdapterInvalid, shown
 
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ALIAS = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
-_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TENANT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,64}")  # "." and ".." in a URL are no names
 
 
 def check_name(name: str, reserved: Collection[str] = ()) -> None:
@@ -35,4 +35,7 @@ def check_alias(alias: str) -> None:
 def check_tenant(tenant: str) -> None:
     """Raises AdapterInvalid unless a tenant may have this name."""
     if not _TENANT.fullmatch(tenant):
-        raise AdapterInvalid(f"tenant {shown(tenant)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-'")
+        raise AdapterInvalid(
+            f"tenant {shown(tenant)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "
+            "but neither '.' nor '..'"
+        )

@@ -54,6 +54,7 @@ _ERRORS: Final = (
     "timeout",
     "taken_over",
     "unsupported_encoding",
+    "adapter_overflow",
     "overloaded",
     "bodies_full",
     "rate_limit_exceeded",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..workers.wire.messages import FinishReason, RefusalReason, SequenceError
 from .histogram import Histogram
@@ -46,6 +46,7 @@ class Metrics:
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
         self.loop_held_s = Histogram(LOOP_HELD_BOUNDS_S)  # written by the watchdog of the loop
         self.num_held_body_bytes = 0  # of JSON bodies that arrive or wait to be decoded
+        self.edge_refused: Callable[[], Mapping[str, int]] = dict  # by HAProxy, by reason, while this router watches it
         self.dropped_log_lines: Callable[[], int] = lambda: 0  # set by the log writer
         self.ledger: Callable[[], tuple[int, float]] = lambda: (
             0,

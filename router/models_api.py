@@ -38,15 +38,6 @@ class ModelsApi:
         answers={200: ListPage[Model]},
         errors=("registry_unavailable",),
     )
-    @route(
-        "GET",
-        "/v1/models/",
-        scope="infer",
-        summary="The same as /v1/models.",
-        query=PAGE_QUERY,
-        answers={200: ListPage[Model]},
-        errors=("registry_unavailable",),
-    )
     async def list(self, request: Request, identity: Identity) -> Response:
         """The base first, then the tenant's adapters by name."""
         wanted = page_request(request)
@@ -69,7 +60,7 @@ class ModelsApi:
     )
     async def show(self, request: Request, identity: Identity) -> Model:
         """The base, or an adapter of the tenant's."""
-        name = request.path_params["model"]
+        name = request.path_params["model"].removesuffix("/")
         if name == self._base.name:
             model = self._base_model()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -110,14 +111,23 @@ def create_app(
         routes += routes_of(TenantsApi(administration, view), KeysApi(administration, view))
     openapi = OpenApi(routes)
     authenticator, access_log = Authenticator(view, operator_key, tokens), AccessLog(config)
-    app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.routes = openapi.all_routes
     for route in openapi.all_routes:
         endpoint = Endpoint(route, authenticator, metrics, access_log)
-        app.router.routes.append(Route(route.path, endpoint, methods=[route.method]))
+        app.router.routes.append(_Route(route.path, endpoint, methods=[route.method]))
     app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log))
     app.add_exception_handler(Exception, partial(_internal, metrics))
     return app
+
+
+class _Route(Route):
+    """Serves its path with a slash at the end, too: behind a proxy that ends TLS a redirect would lead to http://."""
+
+    def __init__(self, path: str, endpoint: Endpoint, methods: list[str]) -> None:
+        super().__init__(path, endpoint, methods=methods)
+        if not path.endswith(("/", ":path}")):
+            self.path_regex = re.compile(f"{self.path_regex.pattern.removesuffix('$')}/?$")
 
 
 async def _no_route(metrics: Metrics, access_log: AccessLog, request: Request, error: Exception) -> Response:

@@ -101,7 +101,7 @@ def _start_gang(
     """
     secret = secrets.token_hex(16)
     with socket.create_server((host, 0)) as listener:
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        store = rendezvous(host)
         for rank in range(config.tensor_parallel):
             spawn(WorkerSettings(config, rank, host, listener.getsockname()[1], store.port, secret))
         connections = _accept(listener, config, secret)
@@ -113,6 +113,13 @@ def _start_gang(
         _pages_of_all(ready),
         min(of.num_host_pages for of in ready),
     )
+
+
+def rendezvous(host: str) -> TCPStore:
+    """The store in which workers meet. It has no secret of its own, so it listens at this address alone."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _pages_of_all(ready: Sequence[Ready]) -> int:

@@ -21,7 +21,8 @@ weight = click.option(
 
 
 def path_of(tenant: str) -> str:
-    return f"{PATH}/{quote(tenant, safe='')}"
+    # "." and "..", names of the past, would lead to another path.
+    return f"{PATH}/{quote(tenant, safe='').replace('.', '%2E')}"
 
 
 @click.group()

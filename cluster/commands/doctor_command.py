@@ -36,6 +36,7 @@ def doctor(as_json: bool, **settings: Any) -> None:
         max_connections=settings["max_connections"],
         max_connections_per_source=defaults.access.max_connections_per_source,
         max_requests_per_key=defaults.access.max_requests_per_key,
+        max_keyless_per_second=defaults.access.max_keyless_per_second,
         trusted_proxies=defaults.access.trusted_proxies,
     )
     expected = Expectations(

@@ -16,8 +16,8 @@ from ..edge.serve_variables import BINARY_VARIABLE
     help=f"""Write the program that Ray Serve is to run for HAProxy.
 
     An image, or a machine that runs `ray start` itself, names it in {BINARY_VARIABLE}. Its limits are read from
-    MOTET_MAX_CONNECTIONS, MOTET_MAX_CONNECTIONS_PER_SOURCE, MOTET_MAX_REQUESTS_PER_KEY and MOTET_TRUSTED_PROXIES
-    whenever HAProxy starts.""",
+    MOTET_MAX_CONNECTIONS, MOTET_MAX_CONNECTIONS_PER_SOURCE, MOTET_MAX_REQUESTS_PER_KEY, MOTET_MAX_KEYLESS_PER_SECOND
+    and MOTET_TRUSTED_PROXIES whenever HAProxy starts.""",
 )
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
 def edge_program(path: Path) -> None:

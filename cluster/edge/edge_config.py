@@ -15,6 +15,7 @@ from .edge_limits import EdgeLimits
 from .error_answers import error_file_lines, returned
 from .front_rules import BUFFER_BYTES, HEADERS_TIMEOUT_S, front_lines, table_lines
 from .half_closed import ABORT, second_backend, second_backends, with_second_backends
+from .refusals import COUNTER
 
 LOOPBACK = "127.0.0.1"
 SECTION = re.compile(r"^(global|defaults|frontend|backend|listen)\b")
@@ -47,7 +48,7 @@ def edge_config(
         raise TemplateChanged(f"these sections are not there once: {', '.join(sorted(missing))}")
     if "backend default_backend" not in names:
         raise TemplateChanged("there is no default_backend")
-    front = front_lines(limits, max_connections)
+    front = front_lines(limits, max_connections, _other_applications(sections[names.index(FRONT)]))
     edited = [_edited(section, front, max_connections, error_files, front_host) for section in sections]
     routed = [name.removeprefix("backend ") for name in names if name.startswith("backend ")]
     doubled = second_backends([name for name in routed if name != "default_backend"])
@@ -72,6 +73,7 @@ def _edited(
                 name, body, r"( *)tune.bufsize \d+$", lambda found: f"{found[1]}tune.bufsize {BUFFER_BYTES}"
             )
             body = _replaced(name, body, r"( *)maxconn \d+$", lambda found: f"{found[1]}maxconn {max_connections}")
+            body = [*_indented([f"tune.stick-counters {COUNTER + 1}"]), *body]
         case "defaults":
             # Spliced requests hide from HAProxy 2.8 that a client has left before its answer begins, when body and
             # headers came in two packets. Serve's error files turn 502 to 504 into 500, which clients do not take for
@@ -107,6 +109,13 @@ def _edited(
         case _:
             pass
     return [name, *body]
+
+
+def _other_applications(front: list[str]) -> list[str] | None:
+    """The prefixes of the paths of applications beside the one at "/", which is motet; None: there is none at "/"."""
+    found = [re.match(r" *acl is_\S+ path (\S+)$", line) for line in front]
+    prefixes = [one[1] for one in found if one]
+    return [prefix for prefix in prefixes if prefix != "/"] if "/" in prefixes else None
 
 
 def _sections(text: str) -> tuple[list[str], list[list[str]]]:

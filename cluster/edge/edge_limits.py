@@ -15,6 +15,7 @@ class EdgeLimits:
     max_connections: int  # at once, however many sources there are
     max_connections_per_source: int  # 0: no bound; see `front_rules`
     max_requests_per_key: int  # under way at once; 0: no bound
+    max_keyless_per_second: int  # requests of one source without a known key; 0: no bound
     trusted_proxies: str  # networks whose X-Forwarded-For is believed, with commas between them
 
     def to_json(self) -> str:

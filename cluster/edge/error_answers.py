@@ -18,6 +18,7 @@ HAPROXYS = {
     408: ("request_timeout", "The request did not arrive in time."),
     410: ("not_found", "There is nothing here any more."),
     413: ("request_too_large", "The request is too large."),
+    422: ("invalid_request", "The body has another transfer encoding than chunked."),
     425: ("too_early", "The request came too early; send it again."),
     429: ("too_many_requests", "Too many requests at once; send it again in a moment."),
     500: ("internal_error", "The server had an error while processing the request."),
@@ -29,7 +30,6 @@ HAPROXYS = {
 # Statuses beside these that Serve, or the HTTP server in its replicas, may answer with in plain text.
 SERVES = {
     414: ("invalid_request", "The URL is too long."),
-    422: ("invalid_request", "The request could not be read."),
     426: ("invalid_request", "There is no other protocol here."),
     431: ("invalid_request", "The headers are too long."),
     499: ("client_closed_request", "The client closed the connection."),
@@ -49,8 +49,9 @@ def error_body(status: int, code: str, message: str) -> str:
 
 def returned(status: int, code: str, message: str) -> str:
     """The arguments of HAProxy's `return` for an error in OpenAI's shape."""
-    retry = f" hdr Retry-After {RETRY_AFTER_S}" if status in PASSES else ""
-    return f"status {status} content-type application/json string '{error_body(status, code, message)}'{retry}"
+    more = f" hdr Retry-After {RETRY_AFTER_S}" if status in PASSES else ""
+    more += " hdr WWW-Authenticate Bearer" if status == 401 else ""
+    return f"status {status} content-type application/json string '{error_body(status, code, message)}'{more}"
 
 
 def write_error_files(folder: Path) -> None:

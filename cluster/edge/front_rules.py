@@ -6,7 +6,12 @@ the router's to measure, who knows what it is for.
 
 A source may hold more than its share of connections as long as half of the front is free, so that many clients behind
 one address are not refused for nothing; then its next ones are closed at once. Requests under way, of a source or a
-key, are refused with 429 beyond their bound. The routes of liveness are never refused.
+key, are refused with 429 beyond their bound.
+
+What has no key gets a 401 here: no router sees it, and it takes no place of its source. Three things of a source are
+bounded by the second, each by itself, so that none takes anything from those with a key at the same address: requests
+without a key, requests to open routes, and requests that routers found no key for. Keys that routers have lately
+accepted pass while a source is over the last bound.
 
 Behind a proxy all sources look alike. Of those that are trusted the last address of X-Forwarded-For, which they have
 added, is the source, and their connections are not counted.
@@ -14,14 +19,23 @@ added, is the source, and their connections are not counted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...router.access.request_id import ID_PATTERN, REQUEST_ID_HEADER
 from .edge_limits import EdgeLimits
-from .error_answers import returned, rewritten_error_lines
+from .error_answers import HAPROXYS, rewritten_error_lines
+from .refusals import refusal_lines, refusal_table_lines
 
 HEADERS_TIMEOUT_S = 10
 CONNECTIONS, SOURCES, KEYS = "motet_connections", "motet_sources", "motet_keys"
+KEYLESS, OPEN = "motet_keyless", "motet_open"  # sources of requests without a key, and to open routes
 TABLE_SIZE = "100k"  # more than there can be connections, so that none that is counted makes way for another
-OPEN_PATHS = ("/health", "/ready", "/-/healthz")
+RATE_S = 10  # over which requests a second are counted
+# What a router answers without a key (a test compares them), as it is or with a slash at its end, and what Serve does.
+OPEN_ROUTES = ("/health", "/ready", "/openapi.json")
+OPEN_PATHS = (*OPEN_ROUTES, *(f"{path}/" for path in OPEN_ROUTES), "/-/healthz", "/-/routes")
+# API keys and tokens of identity providers alike: printable ASCII without spaces.
+CREDENTIAL = "^bearer +[!-~]+$"
 NETWORK_OF_SOURCE = "ipmask(32,64)"
 
 # Headers by which Serve lets a caller steer it, and those by which its HTTP server learns from a proxy who the client
@@ -45,24 +59,51 @@ BUFFER_BYTES = 32 << 10
 
 def table_lines() -> list[str]:
     """Sections that hold the counts."""
-    return [
+    tables = {
+        CONNECTIONS: "type ipv6 size {} expire 60s store conn_cur",
+        SOURCES: f"type ipv6 size {{}} expire 60s store conn_cur,gpc(1),gpc_rate(1,{RATE_S}s)",
+        KEYLESS: f"type ipv6 size {{}} expire 60s store http_req_rate({RATE_S}s)",
+        OPEN: f"type ipv6 size {{}} expire 60s store http_req_rate({RATE_S}s)",
+        KEYS: "type binary len 32 size {} expire 1h store conn_cur,gpt0",  # gpt0: 1 once a router has accepted it
+    }
+    lines = [
         line
-        for name, kind in ((CONNECTIONS, "ipv6"), (SOURCES, "ipv6"), (KEYS, "binary len 32"))
-        for line in (f"backend {name}", f"    stick-table type {kind} size {TABLE_SIZE} expire 60s store conn_cur")
+        for name, kind in tables.items()
+        for line in (f"backend {name}", f"    stick-table {kind.format(TABLE_SIZE)}")
     ]
+    return [*lines, *refusal_table_lines()]
 
 
-def front_lines(limits: EdgeLimits, max_connections: int) -> list[str]:
-    """Directives of the front, in the order in which they act. `max_connections`: what the machine lets it have."""
+def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] | None = None) -> list[str]:
+    """Directives of the front, in the order in which they act. `max_connections`: what the machine lets it have.
+
+    `others`: prefixes of paths of Serve's other applications, whose keys are not known here; None: motet is not there.
+    """
     lines = ["option disable-h2-upgrade"]  # HTTP/2 without TLS is not needed and would need limits of its own
     lines += _request_id_lines()
     proxies = limits.trusted_proxies.replace(",", " ")
     lines.append(f"acl motet_trusted {f'src {proxies}' if proxies else 'always_false'}")
     lines.append(f"acl motet_open path {' '.join(OPEN_PATHS)}")
-    lines += [*_connection_lines(limits, max_connections), *_header_lines(), *_request_lines(limits)]
+    lines.append(f"acl motet_credential req.fhdr(authorization) -m reg -i '{CREDENTIAL}'")
+    lines += [f"acl motet_elsewhere path_beg {prefix}/" for prefix in others or ()]
+    lines += [f"acl motet_elsewhere path {prefix}" for prefix in others or ()]
+    lines.append(f"acl motet_elsewhere {'always_true' if others is None else 'always_false'}")
+    lines += [*_source_lines(), *_connection_lines(limits, max_connections), *_header_lines()]
+    # Asks what the server can do, not what a route can.
+    lines.append("http-request return status 204 hdr Allow 'GET, POST, PUT, PATCH, DELETE' if METH_OPTIONS { path * }")
+    lines += [*_count_lines(), *_rate_lines(limits), *_keyless_lines(), *_bound_lines(limits)]
+    lines.append(f"http-request del-header '^({'|'.join(CONTROL_HEADERS)})$' -m reg")
     has_body = "METH_POST || METH_PUT || METH_DELETE || { method PATCH }"
     lines.append(f"http-request wait-for-body time {HEADERS_TIMEOUT_S}s if {has_body}")
-    return [*lines, *rewritten_error_lines()]
+    return [*lines, *_verdict_lines(), *rewritten_error_lines()]
+
+
+def _source_lines() -> list[str]:
+    forwarded = f"req.hdr_ip(x-forwarded-for,-1),{NETWORK_OF_SOURCE}"
+    return [
+        f"http-request set-var(txn.motet_source) src,{NETWORK_OF_SOURCE} if !motet_trusted",
+        f"http-request set-var(txn.motet_source) {forwarded} if motet_trusted",
+    ]
 
 
 def _connection_lines(limits: EdgeLimits, max_connections: int) -> list[str]:
@@ -93,35 +134,63 @@ def _request_id_lines() -> list[str]:
 
 def _header_lines() -> list[str]:
     """Nothing gets in that Serve would stumble over or take for its own."""
-    refused = returned(400, "invalid_header", "Headers that are read as text are printable ASCII, each given once.")
+    refused = "Headers that are read as text are printable ASCII, each given once."
     too_long = f"The headers have more than {MAX_HEADERS_BYTES >> 10} KiB together."
-    lines = [
-        f"http-request return {returned(431, 'headers_too_large', too_long)} "
-        f"if {{ req.hdrs,length gt {MAX_HEADERS_BYTES} }}"
-    ]
+    lines = [f"acl motet_long req.hdrs,length gt {MAX_HEADERS_BYTES}"]
     for name in TEXT_HEADERS:
         lines.append(f"acl motet_odd req.fhdr({name}) -m reg '[^\\x20-\\x7e]'")
         lines.append(f"acl motet_odd req.fhdr_cnt({name}) gt 1")
-    return [*lines, f"http-request return {refused} if motet_odd"]
+    lines += refusal_lines("headers", 431, "headers_too_large", too_long, "motet_long")
+    return [*lines, *refusal_lines("headers", 400, "invalid_header", refused, "motet_odd")]
 
 
-def _request_lines(limits: EdgeLimits) -> list[str]:
+def _count_lines() -> list[str]:
+    """Each request counts in one of three tables, so that those without a key take no place of those with one."""
+    key = "req.fhdr(authorization),regsub('^.* ',''),sha2(256)"  # what a router takes for it
+    return [
+        f"http-request set-var(txn.motet_key) {key} if motet_credential !motet_open",
+        f"http-request track-sc1 var(txn.motet_source) table {OPEN} if motet_open",
+        f"http-request track-sc1 var(txn.motet_source) table {KEYLESS} "
+        "if !motet_credential !motet_elsewhere !motet_open",
+        f"http-request track-sc1 var(txn.motet_source) table {SOURCES} if motet_credential !motet_open",
+        f"http-request track-sc1 var(txn.motet_source) table {SOURCES} if motet_elsewhere !motet_open",
+    ]
+
+
+def _rate_lines(limits: EdgeLimits) -> list[str]:
+    most = limits.max_keyless_per_second
+    if not most:
+        return []
+    message = f"More than {most} requests a second without a known key come from your address; send it again later."
+    over = (
+        f"{{ sc_http_req_rate(1) gt {most * RATE_S} }}",
+        f"{{ sc_gpc_rate(0,1) gt {most * RATE_S} }} !{{ var(txn.motet_key),table_gpt0({KEYS}) gt 0 }}",
+    )
+    return [line for one in over for line in refusal_lines("rate", 429, "too_many_requests", message, one)]
+
+
+def _keyless_lines() -> list[str]:
+    return refusal_lines("keyless", 401, *HAPROXYS[401], "!motet_credential !motet_elsewhere !motet_open")
+
+
+def _bound_lines(limits: EdgeLimits) -> list[str]:
+    """Of what is under way."""
     lines = []
     if limits.max_connections_per_source:
         most = limits.max_connections_per_source
         message = f"More than {most} requests of your address are under way; send it again in a moment."
-        forwarded = f"req.hdr_ip(x-forwarded-for,-1),{NETWORK_OF_SOURCE}"
-        lines += [
-            f"http-request track-sc1 src,{NETWORK_OF_SOURCE} table {SOURCES} if !motet_open !motet_trusted",
-            f"http-request track-sc1 {forwarded} table {SOURCES} if !motet_open motet_trusted",
-            f"http-request return {returned(429, 'too_many_requests', message)} if {{ sc1_conn_cur gt {most} }}",
-        ]
+        lines += refusal_lines("source", 429, "too_many_requests", message, f"{{ sc_conn_cur(1) gt {most} }}")
+    lines.append(f"http-request track-sc2 var(txn.motet_key) table {KEYS} if {{ var(txn.motet_key) -m found }}")
     if limits.max_requests_per_key:
         most = limits.max_requests_per_key
         message = f"More than {most} requests of your key are under way; send it again in a moment."
-        key = "req.fhdr(authorization),regsub('^.* ',''),sha2(256)"  # what a router takes for it
-        lines += [
-            f"http-request track-sc2 {key} table {KEYS} if !motet_open {{ req.fhdr(authorization) -m found }}",
-            f"http-request return {returned(429, 'too_many_requests', message)} if {{ sc2_conn_cur gt {most} }}",
-        ]
-    return [*lines, f"http-request del-header '^({'|'.join(CONTROL_HEADERS)})$' -m reg"]
+        lines += refusal_lines("key", 429, "too_many_requests", message, f"{{ sc_conn_cur(2) gt {most} }}")
+    return lines
+
+
+def _verdict_lines() -> list[str]:
+    """What a router's answer says of the key: it is known, or it may be none."""
+    return [
+        "http-response sc-set-gpt0(2) 1 if { status 200:399 403 429 }",
+        "http-response sc-inc-gpc(0,1) if { status 401 404 405 } !{ sc_get_gpt0(2) gt 0 }",
+    ]

@@ -21,6 +21,7 @@ from .error_answers import error_body
 BUILT_IN = {
     400: ("bad_http", "Not valid HTTP."),
     408: ("request_timeout", "The request did not arrive in time."),
+    422: ("bad_http", "No such Transfer-Encoding."),
     500: ("internal_error", "An internal error."),
     501: ("not_implemented", "There is no such method."),
 }

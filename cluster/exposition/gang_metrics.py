@@ -24,7 +24,7 @@ from .lora_requests import lora_requests
 STEP_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 30.0, 120.0)
 BATCH_BOUNDS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 # Known from the start, so that the first of each is an increase.
-_OUTCOMES: Final = ("stop", "length", "adapter_failed", "overloaded", "timeout", "internal")
+_OUTCOMES: Final = ("stop", "length", "adapter_failed", "adapter_overflow", "overloaded", "timeout", "internal")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,14 @@ from ..registry_server.redis_server import RedisServer
 from .cluster_nodes import CannotJoin, check_nodes, check_room, room_taken
 from .janitor import Janitor
 from .joined_cluster import JoinedCluster
-from .local_serve import check_port_is_free, restore_environment, serve_environment, set_environment, start_serve
+from .local_serve import (
+    check_port_is_free,
+    make_session_folder,
+    restore_environment,
+    serve_environment,
+    set_environment,
+    start_serve,
+)
 from .update_check import updated
 
 POLL_S = 0.1
@@ -235,7 +241,7 @@ class Deployment:
 
     def _start_ray(self, config: MotetConfig, on_event: OnEvent) -> None:
         session = secrets.token_hex(8)
-        self._session_path = Path(tempfile.mkdtemp(prefix="motet-"))  # a short path: Unix sockets lie in it
+        self._session_path = make_session_folder()
         started_at = time.strftime("%Y-%m-%dT%H-%M-%SZ", time.gmtime())
         self._kept_path = config.serving.data_dir / "logs" / f"{started_at}-{session}"
         self._parts.callback(Janitor(session, self._session_path, self._kept_path).finish)

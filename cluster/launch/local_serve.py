@@ -11,6 +11,8 @@ import logging
 import os
 import secrets
 import socket
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -26,6 +28,10 @@ LOOPBACK = "127.0.0.1"
 NUM_LOGICAL_CPUS = 2  # of Ray; each starts one idle worker, which makes replacing a gang quick
 OBJECT_STORE_BYTES = 100 << 20  # nothing of ours passes through it
 PORTS: Sequence[int] = range(20_000, 30_000)  # neither the kernel, from 32768 on, nor Ray, nor Serve gives these away
+# What Ray and HAProxy put behind the session's folder: the longest is that of a socket of Ray.
+LONGEST_SOCKET = "/ray/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
+MAX_SOCKET_BYTES = 107 if sys.platform == "linux" else 103  # of the path of a Unix socket
+SHORT_PARENT = Path("/tmp")
 NUM_START_ATTEMPTS = 3  # Ray's timeouts that no variable changes are mostly 30 s
 
 _log = logging.getLogger(__name__)
@@ -62,6 +68,26 @@ def free_ports(count: int) -> list[int]:
     if len(found) < count:
         raise OSError(f"fewer than {count} ports of {LOOPBACK} are free from {min(PORTS)} to {max(PORTS)}")
     return found
+
+
+def make_session_folder() -> Path:
+    """A folder in that of temporary files, or in /tmp if paths of sockets would be too long there.
+
+    Raises ConfigError if neither can be used.
+    """
+    wanted = Path(tempfile.gettempdir())
+    for parent in dict.fromkeys((wanted, SHORT_PARENT)):
+        with suppress(OSError):
+            folder = Path(tempfile.mkdtemp(prefix="motet-", dir=parent))
+            if len(os.fsencode(folder)) + len(LONGEST_SOCKET) <= MAX_SOCKET_BYTES:
+                if parent != wanted:
+                    _log.warning("TMPDIR=%s is too long for the paths of sockets: %s is used", wanted, folder)
+                return folder
+            folder.rmdir()
+    accepted = (
+        f"a folder that can be written, with a path of at most {MAX_SOCKET_BYTES - len(LONGEST_SOCKET) - 15} bytes"
+    )
+    raise ConfigError("TMPDIR", str(wanted), f"{accepted}, is needed for sockets: neither it nor {SHORT_PARENT} is one")
 
 
 def serve_environment(session: str, session_path: Path, host: str, limits: EdgeLimits) -> dict[str, str]:

@@ -17,6 +17,7 @@ import ray
 from fastapi import FastAPI
 from prometheus_client.metrics_core import Metric
 from ray import serve
+from ray.serve._private.constants import RAY_SERVE_HAPROXY_SOCKET_PATH
 from redis.asyncio import Redis
 
 from ...adapters.errors import RegistryUnavailable
@@ -54,6 +55,7 @@ from ..application.registration import check_objectives_of, register_router
 from ..application.secret_files import read_secrets
 from ..application.shared_token import shared_token
 from ..config import MotetConfig
+from ..edge.edge_watch import EdgeWatch
 from ..exposition.process_page import ProcessPage, targets_of
 from ..launch_secrets import LaunchSecrets, operator_key_in
 from ..progress_log import ProgressWriter, ignore_event, step
@@ -171,6 +173,8 @@ class RouterReplica:
         sweeper = asyncio.create_task(self._sweep_forever(config.store_path))
         parts.callback(sweeper.cancel)
         parts.callback(asyncio.create_task(self._measure_redis_forever()).cancel)
+        edge = await parts.start(EdgeWatch(RAY_SERVE_HAPROXY_SOCKET_PATH))
+        self._metrics.edge_refused = lambda: edge.refused
         await parts.start(LoopWatchdog(self._metrics.loop_held_s))
 
     async def _start_launch_keeper(

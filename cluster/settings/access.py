@@ -152,6 +152,15 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
             not_in_args=OF_THE_EDGE,
         ),
     ] = 1024
+    max_keyless_per_second: Annotated[
+        CountOrNone,
+        Setting(
+            "Most requests a second from one address without a key, with unknown keys, and to routes that need none, "
+            "each by itself; 0: no bound.",
+            env="MOTET_MAX_KEYLESS_PER_SECOND",
+            not_in_args=OF_THE_EDGE,
+        ),
+    ] = 50
     trusted_proxies: Annotated[
         str,
         Unit("NETWORKS", "addresses or networks with commas between them"),

@@ -65,6 +65,14 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
     yield make.gauge("motet_ledger_behind_seconds", help_text, behind_s)
     help_text = "Lines of this router's log that were dropped because its queue was full, or could not be written."
     yield make.counter("motet_dropped_log_lines", help_text, metrics.dropped_log_lines())
+    help_text = (
+        "Requests that the edge of this router's node refused itself; one router of a node has them. keyless: without "
+        "a key; rate: more a second without a known key than --max-keyless-per-second; source, key: more under way "
+        "than one address or key may have; headers: too long, or odd; http: no HTTP, or cut off or too slow before it "
+        "was a request; connection: connections of one address that were closed at once."
+    )
+    edge_refused = {(reason,): count for reason, count in metrics.edge_refused().items()}
+    yield make.counters("motet_edge_refused", help_text, ("reason",), edge_refused.items())
 
 
 def _requests(metrics: Metrics, make: Families) -> Iterator[Metric]:

@@ -153,6 +153,8 @@ def from_sequence_error(error: SequenceError) -> ApiError:
             return ApiError(400, error.message, code="invalid_request")
         case "adapter_failed":
             return ApiError(500, error.message, code="adapter_failed")
+        case "adapter_overflow":  # no fault of the server: it would only show in operators' alerts
+            return ApiError(422, error.message, code="adapter_overflow")
         case "store_unavailable":
             return unavailable(error.message, "store_unavailable")
         case "overloaded":

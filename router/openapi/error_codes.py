@@ -56,6 +56,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         "request_too_large": (413, "the body is over the limit, or takes too long to decode"),
         "too_large": (413, "a part of the form is over its limit (`--max-upload-bytes`)"),
         "unsupported_encoding": (415, "the body is compressed"),
+        "adapter_overflow": (422, "the adapter's weights are so large that the next token has no finite number"),
         "overloaded": (429, "the answer would come too late, or the queue is full; with `Retry-After`"),
         "bodies_full": (
             429,

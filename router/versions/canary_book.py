@@ -25,7 +25,7 @@ MAX_FAILED_OF_TENANT: Final = 50  # versions whose failure this router has repor
 _MAX_FAILED: Final = 10_000
 _MAX_REASON_CHARS: Final = 300
 _ERRORS: Final = frozenset({"internal_error"})  # a timeout is the client's own: he could say one that never suffices
-_REFUSED: Final = "adapter_failed"
+_REFUSED: Final = frozenset({"adapter_failed", "adapter_overflow"})
 _log = logging.getLogger(__name__)
 
 
@@ -60,7 +60,7 @@ class CanaryBook:
         if version is None or not counted:
             return
         key: VersionKey = (version.tenant, version.name, version.version)
-        if ending.error == _REFUSED:
+        if ending.error in _REFUSED:
             self.note_load(version, ending.reason)
         elif key in self._failed.values and not ending.error:
             self.note_load(version, None)
@@ -127,7 +127,7 @@ def counted_of(ending: Ending, *, is_resumed: bool = False) -> tuple[str, ...]:
     """What an answer counts as. Nothing, if its client has left, or for what no version is to blame for."""
     if ending.is_cancelled:
         return ()
-    if ending.error == _REFUSED:
+    if ending.error in _REFUSED:
         return ("answers", "refused")
     if ending.error in _ERRORS:
         return ("answers", "errors")

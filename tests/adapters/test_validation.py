@@ -246,13 +246,18 @@ def test_accepts_names(name: str) -> None:
     check_tenant(name)
 
 
+@pytest.mark.parametrize("tenant", ["...", ".a", "a."])
+def test_accepts_tenants_that_begin_or_end_with_a_point(tenant: str) -> None:
+    check_tenant(tenant)
+
+
 @pytest.mark.parametrize("name", ["", ".a", "-a", "a/b", "a b", "a\n", "ä", "x" * 65, "a:b", "base", "\ud800", "a\0"])
 def test_refuses_names(name: str) -> None:
     with pytest.raises(AdapterInvalid, match="name"):
         check_name(name, reserved={"base"})
 
 
-@pytest.mark.parametrize("tenant", ["", "a/b", "a b", "{a}", "a:b", "a\n"])
+@pytest.mark.parametrize("tenant", ["", "a/b", "a b", "{a}", "a:b", "a\n", ".", ".."])
 def test_refuses_tenants(tenant: str) -> None:
     with pytest.raises(AdapterInvalid, match="tenant"):
         check_tenant(tenant)

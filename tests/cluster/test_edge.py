@@ -16,13 +16,21 @@ from pathlib import Path
 import pytest
 from ray.serve._private import constants
 
-from motet.cluster.edge.front_rules import CONTROL_HEADERS, HEADERS_TIMEOUT_S
+from motet.cluster.edge.front_rules import CONTROL_HEADERS, HEADERS_TIMEOUT_S, OPEN_ROUTES
 from motet.router.access.request_id import REQUEST_ID_HEADER
 from motet.tests.rigs.edge_front import edge_front, error_of, raw_answer
 from motet.tests.rigs.part_configs import edge_limits
 from motet.tests.rigs.patience import PATIENCE_S
 
-GET = b"GET / HTTP/1.1\r\nHost: motet\r\n"
+KEYLESS = b"GET / HTTP/1.1\r\nHost: motet\r\n"
+GET = KEYLESS + b"Authorization: Bearer mole\r\n"
+
+
+def get(path: str, headers: bytes = b"") -> bytes:
+    """A request without a key."""
+    return KEYLESS.replace(b"/ ", path.encode() + b" ", 1) + headers + b"\r\n"
+
+
 NARROW = edge_limits(max_connections=64, max_connections_per_source=4, max_requests_per_key=2)
 
 
@@ -78,11 +86,15 @@ def narrow(router_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def held(stack: ExitStack, port: int, count: int, *, headers: bytes = b"", source: str = "127.0.0.1") -> None:
-    """That many requests are under way until the stack ends, and have passed the edge, where others could overtake."""
-    for _ in range(count):
+    """That many requests are under way until the stack ends, and have passed the edge, where others could overtake.
+
+    Each has a key of its own, unless `headers` have one.
+    """
+    for number in range(count):
+        key = b"" if b"authorization" in headers.lower() else b"Authorization: Bearer lion-%d\r\n" % number
         one = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S, source_address=(source, 0))
         stack.callback(one.close)
-        one.sendall(b"GET /held HTTP/1.1\r\nHost: motet\r\n" + headers + b"\r\n")
+        one.sendall(b"GET /held HTTP/1.1\r\nHost: motet\r\n" + headers + key + b"\r\n")
         # Else a later request may overtake it, be counted in its place, and it is the one that is refused.
         assert one.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
@@ -96,7 +108,7 @@ def status_soon(port: int, request: bytes, wanted: int, source: str = "127.0.0.1
 
 
 def test_headers_and_small_bodies_come_in_time_or_not_at_all(front: int) -> None:
-    unfinished = (GET, b"POST / HTTP/1.1\r\nHost: motet\r\nContent-Length: 100\r\n\r\n{")
+    unfinished = (GET, GET.replace(b"GET", b"POST") + b"Content-Length: 100\r\n\r\n{")
     began = time.monotonic()
     with ExitStack() as stack:
         connections = []
@@ -133,7 +145,7 @@ def test_control_headers_do_not_come_in(front: int) -> None:
     }
     kept = {"X-Request-Id": "mine-17", "Authorization": "Bearer key", "Last-Event-Id": "cmpl-1:17"}
     lines = "".join(f"{name}: {value}\r\n" for name, value in {**sent, **kept}.items())
-    status, _, body = raw_answer(front, GET + lines.encode() + b"\r\n")
+    status, _, body = raw_answer(front, KEYLESS + lines.encode() + b"\r\n")
     assert status == 200
     came = {name.lower(): value for name, value in json.loads(body).items()}
     assert came == {name.lower(): value for name, value in kept.items()} | {"host": "motet", "connection": "close"}
@@ -162,7 +174,7 @@ def test_every_header_that_serve_reads_is_known() -> None:
     ],
 )
 def test_odd_bytes_are_a_400(front: int, header: bytes) -> None:
-    answer = raw_answer(front, GET + header + b"\r\n\r\n")
+    answer = raw_answer(front, KEYLESS + header + b"\r\n\r\n")
     assert answer[0] == 400
     assert error_of(answer)["code"] == "invalid_header"
 
@@ -197,7 +209,7 @@ def test_what_is_no_http_is_told_in_json(front: int, request_bytes: bytes) -> No
 
 @pytest.mark.parametrize("status", [400, 404, 413, 500, 502, 503, 504])
 def test_errors_of_serve_keep_their_status_and_get_a_shape(front: int, status: int) -> None:
-    answer = raw_answer(front, b"GET /%d HTTP/1.1\r\nHost: motet\r\n\r\n" % status)
+    answer = raw_answer(front, GET.replace(b"/ ", b"/%d " % status, 1) + b"\r\n")
     assert answer[0] == status
     error_of(answer)
 
@@ -224,8 +236,8 @@ def test_requests_of_a_source_are_bounded(narrow: int) -> None:
         answer = status_soon(narrow, GET + b"\r\n", 429, "127.0.0.2")
         assert answer[0] == 429 and answer[1]["retry-after"] == "1"
         assert error_of(answer)["code"] == "too_many_requests"
-        for path in (b"/health", b"/ready"):
-            assert raw_answer(narrow, GET.replace(b"/ ", path + b" ") + b"\r\n", source="127.0.0.2")[0] == 200
+        for path in OPEN_ROUTES:
+            assert raw_answer(narrow, get(path), source="127.0.0.2")[0] == 200
         assert raw_answer(narrow, GET + b"\r\n", source="127.0.0.3")[0] == 200
     assert status_soon(narrow, GET + b"\r\n", 200, "127.0.0.2")[0] == 200
 
@@ -234,19 +246,19 @@ def test_requests_of_a_key_are_bounded_however_it_is_written(narrow: int) -> Non
     with ExitStack() as stack:
         held(stack, narrow, 1, headers=b"Authorization: Bearer acme\r\n", source="127.0.0.4")
         held(stack, narrow, 1, headers=b"authorization:   bearer   acme  \r\n", source="127.0.0.5")
-        answer = status_soon(narrow, GET + b"AUTHORIZATION: BEARER  acme\r\n\r\n", 429, "127.0.0.6")
+        answer = status_soon(narrow, KEYLESS + b"AUTHORIZATION: BEARER  acme\r\n\r\n", 429, "127.0.0.6")
         assert answer[0] == 429
         assert "key" in error_of(answer)["message"]
-        assert raw_answer(narrow, GET + b"Authorization: Bearer globex\r\n\r\n", source="127.0.0.6")[0] == 200
+        assert raw_answer(narrow, KEYLESS + b"Authorization: Bearer globex\r\n\r\n", source="127.0.0.6")[0] == 200
 
 
 def test_the_program_of_an_image_has_the_limits_of_its_environment(router_port: int, tmp_path: Path) -> None:
     variables = {"MOTET_MAX_REQUESTS_PER_KEY": "1", "MOTET_TRUSTED_PROXIES": ""}
     with edge_front(tmp_path, None, router_port, variables) as port, ExitStack() as stack:
         held(stack, port, 1, headers=b"Authorization: Bearer acme\r\n")
-        answer = status_soon(port, GET + b"Authorization: Bearer acme\r\n\r\n", 429)
+        answer = status_soon(port, KEYLESS + b"Authorization: Bearer acme\r\n\r\n", 429)
         assert answer[0] == 429 and "More than 1 requests" in error_of(answer)["message"]
-        assert raw_answer(port, GET + b"Authorization: Bearer globex\r\n\r\n")[0] == 200
+        assert raw_answer(port, KEYLESS + b"Authorization: Bearer globex\r\n\r\n")[0] == 200
 
 
 def test_unfinished_connections_of_one_source_leave_half_of_the_front(narrow: int) -> None:
@@ -273,7 +285,7 @@ def test_bounds_can_be_taken_away(router_port: int, tmp_path: Path) -> None:
     limits = edge_limits(max_connections_per_source=0, max_requests_per_key=0)
     with edge_front(tmp_path, limits, router_port) as port, ExitStack() as stack:
         held(stack, port, 20, headers=b"Authorization: Bearer acme\r\n")
-        assert raw_answer(port, GET + b"Authorization: Bearer acme\r\n\r\n")[0] == 200
+        assert raw_answer(port, KEYLESS + b"Authorization: Bearer acme\r\n\r\n")[0] == 200
 
 
 class OneAnswerServer:

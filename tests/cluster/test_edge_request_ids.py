@@ -64,7 +64,7 @@ def test_every_answer_of_the_edge_has_the_id(front: int, narrow: int, tmp_path: 
     answers = {
         400: raw_answer(front, GET + mine + b"traceparent: \xc3\r\n\r\n"),
         431: raw_answer(front, GET + mine + b"a: " + b"x" * 20_000 + b"\r\n\r\n"),
-        502: raw_answer(front, b"GET /502 HTTP/1.1\r\nHost: motet\r\n" + mine + b"\r\n"),
+        502: raw_answer(front, GET.replace(b"/ ", b"/502 ", 1) + mine + b"\r\n"),
     }
     with ExitStack() as stack:
         held(stack, narrow, 4, source="127.0.0.2")

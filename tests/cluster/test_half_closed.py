@@ -16,6 +16,8 @@ from motet.tests.rigs.edge_front import edge_front
 from motet.tests.rigs.part_configs import edge_limits
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 
+KEY = "Authorization: Bearer mole\r\n"
+
 
 class SlowServer:
     """Answers a request to /whole after a second, and one to /stream bit by bit; says what became of each.
@@ -76,7 +78,7 @@ def test_a_half_closed_client_gets_its_answer(slow: tuple[SlowServer, int], path
     """As `nc -N` is, and libraries for HTTP/1.0."""
     server, port = slow
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as client:
-        client.sendall(f"POST {path} HTTP/1.0\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        client.sendall(f"POST {path} HTTP/1.0\r\n{KEY}Content-Length: 2\r\n\r\n{{}}".encode())
         client.shutdown(socket.SHUT_WR)
         data = b"".join(iter(lambda: client.recv(1 << 16), b""))
     assert data.startswith(b"HTTP/1.1 200 ")
@@ -90,7 +92,7 @@ def test_a_client_that_has_left_costs_no_answer(slow: tuple[SlowServer, int], pa
     server, port = slow
     server.num_parts = 20 * int(PATIENCE_S)  # it learns in time that the client has left, however long that takes
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as client:
-        client.sendall(f"POST {path} HTTP/{version}\r\nHost: motet\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+        client.sendall(f"POST {path} HTTP/{version}\r\nHost: motet\r\n{KEY}Content-Length: 2\r\n\r\n{{}}".encode())
         time.sleep(0.2)
     eventually(lambda: server.ends == ["left"])
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 import ray
 from ray import serve
+from ray._private import ray_constants
 from ray.serve._private import constants
 
 from motet.cluster.config import MotetConfig
@@ -20,6 +23,7 @@ from motet.cluster.launch.local_serve import (
     NUM_START_ATTEMPTS,
     check_port_is_free,
     free_ports,
+    make_session_folder,
     restore_environment,
     serve_environment,
     set_environment,
@@ -73,6 +77,30 @@ def test_the_environment_is_put_back(tmp_path: Path) -> None:
     assert os.environ["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     restore_environment(before)
     assert dict(os.environ) == kept
+
+
+def test_sockets_of_a_session_have_paths_that_the_kernel_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However long TMPDIR is. The longest is Ray's, whose own names are made here."""
+    names = [f"{ray_constants.SESSION_LATEST.removesuffix('latest')}2026-11-25_04-34-09_123456_4194304", "sockets"]
+    for parent, is_short in ((Path("/tmp"), True), (tmp_path / ("long" * 30), False)):
+        parent.mkdir(exist_ok=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(parent))
+        folder = make_session_folder()
+        try:
+            assert (folder.parent == parent) == is_short
+            assert ("is too long for the paths of sockets" in caplog.text) == (not is_short)
+            for socket_path in (folder / "ray" / "/".join(names) / "plasma_store", folder / "a.sock.1234567.tmp"):
+                socket_path.parent.mkdir(parents=True, exist_ok=True)
+                with socket.socket(socket.AF_UNIX) as one:
+                    one.bind(str(socket_path))
+        finally:
+            shutil.rmtree(folder)
+    monkeypatch.setattr(local_serve, "SHORT_PARENT", tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"TMPDIR = .*at most 24 bytes"):
+        make_session_folder()
+    assert not list(parent.iterdir())
 
 
 class StandInRay:

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,12 @@ def write_serves_config(
     host: str = LOOPBACK,
     stats_port: int = 0,
     metrics_port: int = 0,
+    others: Sequence[str] = (),
 ) -> Path:
-    """HAProxy's configuration as this version of Serve writes it. `router_port`: None: there is no application yet."""
+    """HAProxy's configuration as this version of Serve writes it. `router_port`: None: there is no application yet.
+
+    `others`: prefixes of paths of other applications, which are answered by the same stand-in.
+    """
     ports = free_ports(2)
     config = HAProxyConfig(
         socket_path=str(folder / "a.sock"),
@@ -48,9 +52,11 @@ def write_serves_config(
     backends = {}
     if router_port is not None:
         router = ServerConfig(name="router", host=LOOPBACK, port=router_port)
-        backends["http-motet"] = BackendConfig(
-            name="http-motet", path_prefix="/", app_name="motet", servers=[router], http_health_check_path=None
-        )
+        for prefix in ("/", *others):
+            app = prefix.strip("/") or "motet"
+            backends[f"http-{app}"] = BackendConfig(
+                name=f"http-{app}", path_prefix=prefix, app_name=app, servers=[router], http_health_check_path=None
+            )
     path = folder / "haproxy.cfg"
     HAProxyApi(config, backends, str(path))._generate_config_file_internal()
     # No checks: a stand-in may answer one request only, and it is there.
@@ -61,12 +67,16 @@ def write_serves_config(
 
 @contextmanager
 def edge_front(
-    folder: Path, limits: EdgeLimits | None, router_port: int | None, variables: Mapping[str, str] | None = None
+    folder: Path,
+    limits: EdgeLimits | None,
+    router_port: int | None,
+    variables: Mapping[str, str] | None = None,
+    others: Sequence[str] = (),
 ) -> Iterator[int]:
     """The port of a front with these limits. None: the program of an image, with these variables."""
     port, stats_port, metrics_port = free_ports(3)
     config = write_serves_config(
-        folder, port=port, router_port=router_port, stats_port=stats_port, metrics_port=metrics_port
+        folder, port=port, router_port=router_port, stats_port=stats_port, metrics_port=metrics_port, others=others
     )
     program = folder / "haproxy"
     haproxy = write_edge_program(program) if limits is None else write_haproxy(program, limits, LOOPBACK)

@@ -113,7 +113,7 @@ async def test_a_conversation_stays_with_a_version(rig: VersionRig, rigs: Sequen
     assert set(found) == {"x@1", "x@2"}
 
 
-@pytest.mark.parametrize("kind", ["internal", "adapter_failed"])
+@pytest.mark.parametrize("kind", ["internal", "adapter_failed", "adapter_overflow"])
 async def test_a_canary_that_fails_is_taken_back_everywhere_by_itself(rigs: Sequence[VersionRig], kind: str) -> None:
     await on_trial(rigs)
     break_version_2(rigs, kind)
@@ -125,15 +125,15 @@ async def test_a_canary_that_fails_is_taken_back_everywhere_by_itself(rigs: Sequ
                 num_asked += 1
     ended = await canary(rigs[1])
     assert ended["state"] == "rolled_back"
-    what = "answers refused" if kind == "adapter_failed" else "answers that failed"
+    what = "answers refused" if kind != "internal" else "answers that failed"
     assert what in ended["reason"]
-    bad = "refused" if kind == "adapter_failed" else "errors"
+    bad = "refused" if kind != "internal" else "errors"
     assert ended["canary"][bad] == ended["canary"]["answers"] >= MIN_ANSWERS
     for rig in rigs:
         await eventually(lambda rig=rig: not _has_canary(rig))  # type: ignore[misc]
         assert {await rig.version_for(user=f"u{number}") for number in range(40)} == {"x@1"}
     version = (await rigs[0].http.get("/v1/adapters/x/versions/2")).json()
-    failed = ("failed", "it is broken") if kind == "adapter_failed" else ("ready", None)
+    failed = ("failed", "it is broken") if kind != "internal" else ("ready", None)
     assert (version["state"], version["reason"]) == failed
 
 

@@ -76,9 +76,20 @@ async def test_too_long_is_told_in_the_words_that_clients_look_for(rig: RouterRi
     assert f"you requested {CONTEXT + 10} tokens (10 in the prompt, {CONTEXT} in the completion)" in error["message"]
 
 
-async def test_the_list_of_models_with_a_slash(rig: RouterRig) -> None:
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/pirate", "/v1/adapters", "/v1/adapters/pirate", "/health"])
+async def test_a_slash_at_the_end_changes_nothing(rig: RouterRig, path: str) -> None:
+    """A redirect would name http://, also where clients come by https://."""
     rig.registry.add("acme", "pirate")
-    assert (await get(rig, "/v1/models/")).json() == (await get(rig, "/v1/models")).json()
+    with_slash, without = await get(rig, f"{path}/"), await get(rig, path)
+    assert with_slash.status_code == without.status_code == 200
+    assert with_slash.content == without.content
+
+
+async def test_a_completion_with_a_slash_at_the_end_of_its_path_is_answered(rig: RouterRig) -> None:
+    async with rig.client() as client:
+        body = {"model": BASE, "prompt": "a", "max_tokens": 1}
+        assert (await client.post("/v1/completions/", json=body, headers=HEADERS)).status_code == 200
+        assert (await client.post("/v1/completions//", json=body, headers=HEADERS)).status_code == 404
 
 
 async def test_what_clients_ask_for_makes_no_labels(rig: RouterRig) -> None:

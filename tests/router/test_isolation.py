@@ -34,7 +34,6 @@ from motet.tests.rigs.router_rig import text_service
 ANYBODYS: Final = {"/health", "/ready", "/openapi.json"}
 NAMELESS: Final = {  # routes of a tenant's whose requests name nothing that could be another's
     "GET /v1/models",
-    "GET /v1/models/",
     "POST /v1/adapters",
     "GET /v1/adapters",
     "GET /v1/limits",

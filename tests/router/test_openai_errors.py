@@ -160,6 +160,7 @@ async def test_keys(rig: RouterRig, authorization: str) -> None:
     [
         ("invalid_request", 400, "invalid_request"),
         ("adapter_failed", 500, "adapter_failed"),
+        ("adapter_overflow", 422, "adapter_overflow"),
         ("overloaded", 429, "overloaded"),
         ("timeout", 408, "timeout"),
         ("gang_lost", 503, "gang_lost"),

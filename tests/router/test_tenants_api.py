@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from motet.adapters import names
 from motet.adapters.registry.administration import record_changes
 from motet.adapters.registry.registry import hash_key
 from motet.adapters.registry.tenants.audit_entry import LOGGER
+from motet.cluster.client_commands.tenant_commands import path_of
 from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.router_rig import BASE
@@ -49,6 +52,19 @@ async def test_a_tenants_life(rig: TenantsRig) -> None:
     assert await rig.refused("GET", "/v1/models", key) == (401, "invalid_api_key")
     assert await rig.refused("GET", f"{TENANTS}/new") == (404, "tenant_not_found")
     assert await rig.refused("DELETE", f"{TENANTS}/new") == (404, "tenant_not_found")
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+async def test_a_tenant_whose_name_is_no_longer_accepted_can_be_deleted(
+    rig: TenantsRig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a URL these names are steps to other paths."""
+    assert await rig.refused("POST", TENANTS, json={"name": name}) == (400, "invalid_value")
+    with monkeypatch.context() as before:
+        before.setattr(names, "_TENANT", re.compile(r"[A-Za-z0-9._-]{1,64}"))
+        await rig.done("POST", TENANTS, json={"name": name})
+    assert (await rig.done("GET", path_of(name)))["name"] == name
+    assert (await rig.done("DELETE", path_of(name)))["deleted"]
 
 
 async def test_what_is_refused(rig: TenantsRig) -> None:

@@ -99,7 +99,7 @@ def test_errors_that_no_version_is_to_blame_for_do_not_count(error: str) -> None
     assert counted_of(ending(error)) == ()
 
 
-@pytest.mark.parametrize("error", ["", "internal_error", "adapter_failed"])
+@pytest.mark.parametrize("error", ["", "internal_error", "adapter_failed", "adapter_overflow"])
 def test_answers_that_their_clients_left_do_not_count_however_they_ended(error: str) -> None:
     assert counted_of(ending(error))[0] == "answers"
     assert counted_of(ending(error, is_cancelled=True)) == ()

@@ -301,7 +301,7 @@ def test_a_sequence_without_finite_logits_fails_alone() -> None:
         result.tokens.update({i: None for i in result.tokens if i == 0})
         updates += s.commit(plan, result)
         s.check_integrity()
-    assert [u.error and u.error.kind for u in updates if u.sequence_id == 0] == ["adapter_failed"]
+    assert [u.error and u.error.kind for u in updates if u.sequence_id == 0] == ["adapter_overflow"]
     assert [u.finish_reason for u in updates if u.sequence_id == 1][-1] == "length"
 
 

@@ -36,4 +36,4 @@ def not_finite(sequence: GrowingSequence) -> SequenceError:
     if sequence.adapter_digest is None:
         return SequenceError("internal", "the model gave no finite number for the next token")
     message = f"adapter {sequence.adapter_digest} gave no finite number for the next token: its weights are too large"
-    return SequenceError("adapter_failed", message)
+    return SequenceError("adapter_overflow", message)

@@ -21,11 +21,14 @@ FinishReason = Literal["stop", "length"]
 # "given_back" when it brings more than its router reads: the router asks for it again when it has read all that came.
 # It is "withdrawn" when its router has asked for that before it began: the router sends it elsewhere. It is "cancelled"
 # when its router has asked for that.
+# "adapter_failed": its adapter is damaged or missing, which its operator has to mend. "adapter_overflow": the adapter
+# gives numbers that are not finite, which its tenant has to mend.
 # "store_unavailable": its adapter is not in the gang and cannot be read there now; a router goes on with it at another
 # gang, or at the same one after a pause, and its client gets the error if that was of no use.
 ErrorKind = Literal[
     "invalid_request",
     "adapter_failed",
+    "adapter_overflow",
     "store_unavailable",
     "overloaded",
     "timeout",
