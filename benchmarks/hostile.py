@@ -1,4 +1,4 @@
-"""A neighbour of attackers at one motet: its p50 and p99 to the first token under each flood, beside the same without it.
+"""A neighbour of attackers at one motet: its p50 and p99 to the first token under a flood, beside the same without it.
 
 `motet serve` runs the demo model. The neighbour, a tenant in a process of its own, asks one short chat after another.
 Each part floods motet in another way, in turn with quiet, and the waits of all its rounds count together. The last line

@@ -9,6 +9,7 @@ import yaml
 
 from motet.tests.rigs.kube_tools import (
     CHART,
+    NO_PROXY,
     OVERLAY_NAMES,
     OVERLAYS,
     Manifest,
@@ -67,7 +68,7 @@ def test_there_is_a_preset_for_each_overlay() -> None:
 
 
 def test_the_chart_is_clean() -> None:
-    linted = run_tool("helm", "lint", "--strict", str(CHART))
+    linted = run_tool("helm", "lint", "--strict", *NO_PROXY, str(CHART))
     assert "WARNING" not in linted.stdout and "ERROR" not in linted.stdout, linted.stdout
 
 
@@ -80,6 +81,7 @@ def test_the_chart_is_clean() -> None:
         ("settings.redis-url=redis://r", "redis-url"),
         ("settings.operator-key=x", "operator-key"),
         ("redis.address=redis://:password@r:6379", "redis/address"),
+        ("trustedProxies=[ingress]", "trustedProxies"),
         ("incrementalUpgrade.stepSizePercent=200", "stepSizePercent"),
     ],
 )
@@ -89,16 +91,24 @@ def test_a_value_that_is_none_is_refused_by_name(given: str, named: str) -> None
 
 
 def test_a_head_that_comes_back_needs_to_know_the_redis() -> None:
-    ended = run_tool("helm", "template", str(CHART), "--set", "headRecovery=true,redis.embedded=false", check=False)
+    given = (*NO_PROXY, "--set", "headRecovery=true,redis.embedded=false")
+    ended = run_tool("helm", "template", str(CHART), *given, check=False)
     assert ended.returncode != 0 and "redis.address" in ended.stderr
 
 
+def test_whose_addresses_count_has_to_be_decided() -> None:
+    """Behind a proxy that motet does not know all clients have one address, and together the bounds of one."""
+    ended = run_tool("helm", "template", str(CHART), check=False)
+    assert ended.returncode != 0 and "trustedProxies is needed" in ended.stderr
+
+
 def test_another_name_and_live_settings_pass_every_check() -> None:
-    values = ["image.pullSecrets={registry}", "environment.MOTET_TRUSTED_PROXIES=10.0.0.0/8"]
+    values = ["image.pullSecrets={registry}", "trustedProxies={10.0.0.0/8,fd00::/8}"]
     values += ["liveSettings.gang.max-waiting-sequences=64", "liveSettings.router.max-queue-wait=30"]
     rendered = run_tool("helm", "template", "blue", str(CHART), "--set", ",".join(values)).stdout
     manifests = manifests_of(rendered)
     assert list(problems(manifests)) == []
+    assert rendered.count('{name: MOTET_TRUSTED_PROXIES, value: "10.0.0.0/8,fd00::/8"}') == 3
     assert all(one["metadata"]["name"].split("-")[0] == "blue" for one in manifests)
     (application,) = serve_config(only(manifests, "RayService"))["applications"]
     assert application["deployments"] == [

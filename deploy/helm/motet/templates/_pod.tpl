@@ -2,6 +2,9 @@
 {{- define "motet.pod" -}}
 {{- $root := .root -}}
 {{- $values := .root.Values -}}
+{{- if kindIs "invalid" $values.trustedProxies }}
+{{- fail "trustedProxies is needed: the networks of your ingress or load balancer, such as [10.0.0.0/8], or [] where clients come by their own addresses (docs/scaling/clusters.md)" }}
+{{- end -}}
 metadata:
   labels:
     {{- include "motet.labels" $root | nindent 4 }}
@@ -85,6 +88,9 @@ spec:
         - {name: MOTET_SECRETS_DIR, value: /etc/motet/secrets}
         - {name: HOME, value: /tmp}
         - {name: XDG_CACHE_HOME, value: /var/cache}
+        {{- with $values.trustedProxies }}
+        - {name: MOTET_TRUSTED_PROXIES, value: {{ join "," . | quote }}}
+        {{- end }}
         {{- range $name, $value := $values.environment }}
         - {name: {{ $name }}, value: {{ $value | quote }}}
         {{- end }}
