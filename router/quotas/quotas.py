@@ -21,7 +21,7 @@ from ...adapters.ended_tasks import end_tasks
 from ...adapters.registry.tenants.records import Quota
 from ..accounts.account import Account, AnswerRequest, Ending, Progress
 from ..loop_share import LoopShare
-from ..openai_api.errors import unavailable
+from ..openai_api.errors import ApiError, unavailable
 from ..tenants.identity import Identity
 from .grant_sender import Costs, GrantSender, RedisAway, clock_us
 from .grants import Grant, Taken
@@ -47,10 +47,12 @@ class _Holder:
     limits: tuple[Limit, ...]
     grants: tuple[Grant, ...]
 
-    def check_zero(self) -> None:
+    def check_zero(self, *, of_uploads: bool = False) -> None:
         """Raises the 429 of a quota of 0, for which waiting does not help."""
         if len(self.grants) < len(self.limits):
-            raise zero_refusal(next(limit for limit in self.limits if not limit.limit))
+            for limit in self.limits:
+                if not limit.limit and (limit.kind == "uploads") == of_uploads:
+                    raise zero_refusal(limit)
 
     def levels(self, now_us: float) -> list[Level]:
         zeros = [Level(limit) for limit in self.limits if not limit.limit]
@@ -118,17 +120,16 @@ class Quotas:
         holder.check_zero()
         account = QuotaAccount(request, self._settle)
         if request.is_resumed:  # it was admitted before, and is charged for what it uses from now on
-            units = {"requests": 0, "tokens": 0, "streams": 0 if self._take_places(account) else 1}
+            units = {"requests": 0, "tokens": 0, "streams": 0 if self._take_places(account) else 1, "uploads": 0}
         else:
             num_tokens = request.num_prompt_tokens + request.num_new_tokens
-            units = {"requests": 1, "tokens": num_tokens, "streams": 1}
+            units = {"requests": 1, "tokens": num_tokens, "streams": 1, "uploads": 0}
         costs = [(grant, grant.limit.reserved(units[grant.limit.kind])) for grant in holder.grants]
         try:
             await self._obtain(costs, holder, is_resumed=request.is_resumed)
         except RedisAway as error:
             if not request.is_resumed:
-                message = "The tenant's quotas cannot be read now, and this router has used up its part of them."
-                raise unavailable(message, "registry_unavailable") from error
+                raise _quotas_unread() from error
         except BaseException:
             self._give_back_places(account)
             raise
@@ -152,6 +153,23 @@ class Quotas:
                 if known.limit.kind == "requests" and not grant.has(1, now_us) and known.wait_s(1):
                     raise refusal([(known, 1)], levels)
         return headers_of(levels)
+
+    async def take_upload(self, identity: Identity) -> None:
+        """Takes one upload of an adapter, which is charged whatever becomes of it.
+
+        Raises the 429 of a tenant or key that has none left, and a 503 if that cannot be read.
+        """
+        holder = self._holder(identity)
+        holder.check_zero(of_uploads=True)
+        costs = [(grant, 1) for grant in holder.grants if grant.limit.kind == "uploads"]
+        try:
+            await self._obtain(costs, holder, is_resumed=False)
+        except RedisAway as error:
+            raise _quotas_unread() from error
+        now_us = _now_us()
+        for grant, _ in costs:
+            grant.take(1, now_us)
+            self._queue(grant)
 
     async def look(self, identity: Identity) -> tuple[Sequence[Level], bool]:
         """How full each limit is, and whether that is as of now: False if Redis is away. Takes nothing."""
@@ -285,6 +303,11 @@ class Quotas:
             if account.reserved and self._accounts.get(response_id) is account:  # it has not ended
                 self._charge(account, account.request.progress())
                 await share.pause()
+
+
+def _quotas_unread() -> ApiError:
+    message = "The tenant's quotas cannot be read now, and this router has used up its part of them."
+    return unavailable(message, "registry_unavailable")
 
 
 def redis_key(tenant_id: str, limit: Limit) -> str:

@@ -25,6 +25,7 @@ from ..config import CurrentConfig
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request, read_page
+from ..quotas.quotas import Quotas
 from ..route import route
 from ..tenants.identity import Identity
 from .upload_form import AdapterForm, check_form, declared_bytes, receive_upload
@@ -58,9 +59,13 @@ class DeletedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 class AdaptersApi:
     """Handlers of a tenant's adapters. They ask the registry itself and not this router's copy of it."""
 
-    def __init__(self, config: CurrentConfig, uploads: UploadService, metrics: Metrics) -> None:
+    def __init__(
+        self, config: CurrentConfig, uploads: UploadService, metrics: Metrics, quotas: Quotas | None = None
+    ) -> None:
+        """`quotas`: None: there are none."""
         self._config = config
         self._metrics = metrics
+        self._quotas = quotas
         self._uploads = uploads
         self._spool = UploadSpool(config.now.spool_path, config.now.min_free_bytes)
         self._open_uploads = asyncio.Semaphore(config.now.max_open_uploads)
@@ -76,8 +81,10 @@ class AdaptersApi:
         errors=(
             "invalid_adapter",
             "version_refused",
+            "rate_limit_exceeded",
             "insufficient_quota",
             "uploads_full",
+            "upload_unchecked",
             "registry_unavailable",
             "insufficient_storage",
         ),
@@ -88,6 +95,8 @@ class AdaptersApi:
         tenant = identity.name
         if self._tenants_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
             raise _too_many_uploads()
+        if self._quotas is not None:
+            await self._quotas.take_upload(identity)
         # Its tenant's turn first, so that a tenant that waits for one of its own takes none of the router's. Both are
         # held until the adapter is stored, because until then the spool takes disk.
         async with self._tenants_uploads.of(tenant), self._open_uploads:
