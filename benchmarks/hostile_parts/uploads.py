@@ -27,6 +27,7 @@ from motet.cluster.registry_server.redis_server import RedisServer
 NEIGHBOUR = key_of(upload_router.TENANTS[0])
 _PAUSE_S = 0.005  # of the neighbour, after an answer
 _SETTLE_S = 1.0  # from an attack's begin to its measurement
+_LINGER_S = 5.0  # for what a router still does of an attack that has ended
 
 Measure = Callable[[float], Awaitable[list[float]]]
 
@@ -53,7 +54,7 @@ async def refused_uploads(seconds: float) -> dict[str, float]:
 
 
 async def slow_expressions(seconds: float) -> dict[str, float]:
-    """`regex_upload_p99_ratio`: of a neighbour's uploads, while another tenant's four clients send slow expressions.
+    """`regex_upload_p99_ratio`: of a neighbour's uploads, while four other tenants send slow expressions, two each.
 
     `regex_completion_p99_ratio`: of a neighbour's completions meanwhile.
     """
@@ -63,7 +64,7 @@ async def slow_expressions(seconds: float) -> dict[str, float]:
         async def uploads(for_s: float) -> list[float]:
             nonlocal number
             took: list[float] = []
-            while sum(took) < for_s or len(took) < 10:
+            while sum(took) < for_s or len(took) < 4:
                 number += 1
                 status, one_s = await ask(port, upload(NEIGHBOUR, "mine", CONFIG, _small_adapter(number)))
                 if status != 201:
@@ -120,6 +121,7 @@ async def _beside(
     finally:
         attackers.kill()
         attackers.wait()
+    await asyncio.sleep(_LINGER_S)
     quiet += await measure(seconds / 2)
     for name, took in (("quiet", quiet), (f"beside {attack}", attacked)):
         p50_ms, p99_ms = statistics.median(took) * 1e3, _p99(took) * 1e3

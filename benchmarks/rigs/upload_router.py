@@ -35,7 +35,7 @@ SHAPE = BaseShape(
     ExpertShape(128, tuple(range(48)), "mlp", {module: module.partition(".")[2] for module in EXPERT_MODULES}),
 )
 LAYOUT = AdapterLayout(SHAPE, slab=4096, dtype="bfloat16")
-TENANTS = ("neighbour", "attacker-1", "attacker-2")
+TENANTS = ("neighbour", *(f"attacker-{number}" for number in range(1, 5)))
 PATIENCE_S = 30.0  # for Redis
 
 

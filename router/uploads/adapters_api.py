@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import time
 from functools import partial
@@ -17,10 +16,10 @@ from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import AdapterInvalid, NoSuchName, VersionRefused
 from ...adapters.registry.tenants.storage_bounds import storage_bounds
 from ...adapters.registry.versions.name_state import VersionNote
+from ...adapters.tenant_places import TenantPlaces
 from ...adapters.upload import UploadService
 from ..access.request_record import record_of
 from ..bodies.body_limits import ArrivalPace
-from ..bodies.turns import Turns
 from ..config import CurrentConfig
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError
@@ -68,8 +67,7 @@ class AdaptersApi:
         self._quotas = quotas
         self._uploads = uploads
         self._spool = UploadSpool(config.now.spool_path, config.now.min_free_bytes)
-        self._open_uploads = asyncio.Semaphore(config.now.max_open_uploads)
-        self._tenants_uploads = Turns(config.now.max_tenant_uploads)
+        self._open_uploads = TenantPlaces(config.now.max_open_uploads, config.now.max_tenant_uploads)
 
     @route(
         "POST",
@@ -93,13 +91,12 @@ class AdaptersApi:
         """201 for a new version, 200 for content that the name already points to."""
         started_at = time.perf_counter()
         tenant = identity.name
-        if self._tenants_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
+        if self._open_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
             raise _too_many_uploads()
         if self._quotas is not None:
             await self._quotas.take_upload(identity)
-        # Its tenant's turn first, so that a tenant that waits for one of its own takes none of the router's. Both are
-        # held until the adapter is stored, because until then the spool takes disk.
-        async with self._tenants_uploads.of(tenant), self._open_uploads:
+        # Held until the adapter is stored, because until then the spool takes disk.
+        async with self._open_uploads.of(tenant):
             try:
                 adapter, created = await self._receive(request, identity)
             except AdapterInvalid as error:

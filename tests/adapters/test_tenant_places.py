@@ -17,12 +17,13 @@ class Places:
     """Places whose clock stands still but for `pass_s`, and tasks that hold them until they are let go."""
 
     num_places: int = 2
+    most_each: int = 1
     now_s: float = 1000.0
     order: list[str] = field(default_factory=list)  # of tenants, as they got a place
     inside: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.places = TenantPlaces(self.num_places, lambda: self.now_s)
+        self.places = TenantPlaces(self.num_places, self.most_each, lambda: self.now_s)
         self._ends: dict[asyncio.Task[None], asyncio.Event] = {}
 
     def ask(self, tenant: str) -> asyncio.Task[None]:
@@ -99,9 +100,10 @@ async def test_what_was_held_long_ago_counts_no_more() -> None:
     assert rig.places._held.keys() <= {"other"}
 
 
-async def test_places_after_random_arrivals_ends_and_cancellations() -> None:
+@pytest.mark.parametrize("most_each", [1, 2])
+async def test_places_after_random_arrivals_ends_and_cancellations(most_each: int) -> None:
     chooser = random.Random(7)
-    rig = Places(num_places=3)
+    rig = Places(3, most_each)
     tasks: list[asyncio.Task[None]] = []
     for _ in range(600):
         choice = chooser.random()
@@ -115,12 +117,15 @@ async def test_places_after_random_arrivals_ends_and_cancellations() -> None:
                 rig._ends[task].set()
         if chooser.random() < 0.7:
             await rig.settle()
-            assert max(rig.inside.values(), default=0) <= 1
+            assert max(rig.inside.values(), default=0) <= most_each
             assert rig.inside.total() <= 3
+            here = sum(rig.places.num_here(tenant) for tenant in rig.inside)
+            assert here >= rig.inside.total()
         rig.now_s += chooser.random()
     for task in tasks:
         rig._ends[task].set()
     await asyncio.gather(*rig._ends, return_exceptions=True)
     await rig.settle()
     assert not rig.places._waiting and not rig.places._holders
+    assert rig.places.num_here("t0") == 0
     assert rig.places._num_free == 3
