@@ -202,13 +202,12 @@ class UploadService:
         `referenced`: by names after the event `last_event`; what was lost later may still have been a name's then.
         """
 
-        def is_released(unswept: Unswept) -> bool:
-            is_known = unswept.event_number <= last_event
-            return is_known and (unswept.digest in referenced or not self._store.has(unswept.digest))
+        def released_of(page: Sequence[Unswept]) -> list[Unswept]:
+            known = (unswept for unswept in page if unswept.event_number <= last_event)
+            return [one for one in known if one.digest in referenced or not self._store.has(one.digest)]
 
         async for tenant, page in self._registry.stored.unswept():
-            released = await asyncio.to_thread(lambda page=page: list(filter(is_released, page)))
-            if released:
+            if released := await asyncio.to_thread(released_of, page):
                 await self._registry.stored.release(tenant, released)
 
     @staticmethod

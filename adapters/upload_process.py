@@ -8,6 +8,7 @@ answers one question after the other and ends with its standard input.
 from __future__ import annotations
 
 import errno
+import gc
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,10 +119,14 @@ def _found(content: AdapterContent) -> Found:
 def main(source: IO[bytes], sink: IO[bytes]) -> None:
     yield_to_others(NICENESS)
     bound_memory(MOST_BYTES)
+    gc.disable()  # an upload is mostly dictionaries, through which searches go again and again
+    gc.freeze()  # what was imported
     bench = Workbench()
     while frames := read_frames(source):
         answer = bench.answer(frames)
         del frames
+        if bench.is_empty:
+            gc.collect()
         is_last = bench.is_empty and (bench.is_worn or resident_bytes() > MOST_RESIDENT_BYTES)
         write_frames(sink, [LAST if is_last else NOT_LAST, msgspec.msgpack.encode(answer)])
         if is_last:

@@ -21,7 +21,7 @@ from .plain_names import PlainNames
 
 MAX_PATTERNS = 2048
 MAX_PATTERN_CHARS = 4096
-CPU_S = 2.0  # of children, for all expressions of an upload
+CPU_S = 1.0  # of children, for all expressions of an upload
 TIMEOUT_S = 20.0  # wall time of one child
 _AS_NAMES = (r"(.*\.)?(", r")$")  # around each name of a rank or alpha pattern, as in PEFT
 # Names, dots, escaped dots and anchors: patterns of these cannot backtrack.

@@ -27,7 +27,7 @@ from motet.cluster.registry_server.redis_server import RedisServer
 NEIGHBOUR = key_of(upload_router.TENANTS[0])
 _PAUSE_S = 0.005  # of the neighbour, after an answer
 _SETTLE_S = 1.0  # from an attack's begin to its measurement
-_LINGER_S = 5.0  # for what a router still does of an attack that has ended
+_LINGER_S = 12.0  # for what a router still does of an attack that has ended
 
 Measure = Callable[[float], Awaitable[list[float]]]
 

@@ -198,7 +198,7 @@ def test_all_expressions_of_an_upload_share_their_time() -> None:
     config = parse_config(config_bytes(target_modules=slow))
     with pytest.raises(AdapterInvalid, match="takes too long"):
         resolve_targets(config, SHAPE, time_left)
-    assert time_left.left_s < 0.5
+    assert time_left.left_s < 0.3
     time_left.left_s = 0.0
     for changes in ({"exclude_modules": r"x|y"}, {"rank_pattern": {r"x|y": 3}}, {"target_modules": r".*\.q_proj|x"}):
         with pytest.raises(AdapterInvalid, match="takes too long"):

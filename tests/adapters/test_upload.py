@@ -438,7 +438,8 @@ HEADER_BYTES = 2 << 20
 def write_large_header(folder: Path) -> Path:
     """A file whose header takes long to parse, and is refused then."""
     facts = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    names, size = {}, 0
+    names: dict[str, object] = {}
+    size = 0
     while size < HEADER_BYTES:
         name = f"tensor-{len(names)}"
         names[name], size = facts, size + len(name) + 60
