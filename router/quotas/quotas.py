@@ -166,10 +166,10 @@ class Quotas:
             await self._obtain(costs, holder, is_resumed=False)
         except RedisAway as error:
             raise _quotas_unread() from error
-        now_us = _now_us()
+        now_us = clock_us()
         for grant, _ in costs:
             grant.take(1, now_us)
-            self._queue(grant)
+            self._sender.queue(grant)
 
     async def look(self, identity: Identity) -> tuple[Sequence[Level], bool]:
         """How full each limit is, and whether that is as of now: False if Redis is away. Takes nothing."""
