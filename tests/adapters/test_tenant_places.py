@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from motet.adapters.tenant_places import HALF_LIFE_S, TenantPlaces
+from motet.adapters.tenant_places import TenantPlaces
 
 
 @dataclass
@@ -21,6 +21,7 @@ class Places:
     now_s: float = 1000.0
     order: list[str] = field(default_factory=list)  # of tenants, as they got a place
     inside: Counter[str] = field(default_factory=Counter)
+    started: list[asyncio.Task[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.places = TenantPlaces(self.num_places, self.most_each, lambda: self.now_s)
@@ -35,6 +36,7 @@ class Places:
     async def _hold(self, tenant: str, end: asyncio.Event) -> None:
         async with self.places.of(tenant):
             self.order.append(tenant)
+            self.started += [task for task, its_end in self._ends.items() if its_end is end]
             self.inside[tenant] += 1
             try:
                 await end.wait()
@@ -84,20 +86,35 @@ async def test_a_free_place_goes_to_who_has_held_places_for_the_shortest_time() 
     await rig.end(waiting["slow"])
 
 
-async def test_what_was_held_long_ago_counts_no_more() -> None:
+async def test_what_was_held_while_nobody_waited_is_not_held_against_a_tenant() -> None:
     rig = Places(num_places=1)
-    await rig.end(rig.ask("slow"), after_s=0.0)
-    task = rig.ask("slow")
+    for _ in range(10):
+        task = rig.ask("often")
+        await rig.settle()
+        await rig.end(task, after_s=10.0)
+    tasks = [rig.ask(tenant) for tenant in ("a", "b", "c", "often", "a", "b", "c")]
     await rig.settle()
-    await rig.end(task, after_s=16.0)
-    assert rig.places.held_s("slow") == pytest.approx(16.0)
-    rig.now_s += 2 * HALF_LIFE_S
-    assert rig.places.held_s("slow") == pytest.approx(4.0)
-    rig.now_s += 100 * HALF_LIFE_S
-    other = rig.ask("other")
+    for _ in tasks:
+        await rig.end(rig.started[-1], after_s=30.0)
+    assert rig.order[10:] == ["a", "b", "c", "often", "a", "b", "c"]
+
+
+async def test_two_places_of_a_tenant_count_for_it_together() -> None:
+    rig = Places(num_places=2, most_each=2)
+    both = [rig.ask("two") for _ in range(2)]
     await rig.settle()
-    await rig.end(other)
-    assert rig.places._held.keys() <= {"other"}
+    waiting = [rig.ask("two"), rig.ask("one")]
+    await rig.settle()
+    assert rig.order == ["two", "two"]
+    await rig.end(both[0], after_s=5.0)
+    assert rig.order[2:] == ["one"]
+    await rig.end(both[1])
+    assert rig.order[3:] == ["two"]
+    more = rig.ask("one")
+    await rig.end(waiting[1], after_s=9.0)
+    assert rig.order[4:] == ["one"]  # 9 s are less than twice 5
+    for task in (waiting[0], more):
+        await rig.end(task)
 
 
 @pytest.mark.parametrize("most_each", [1, 2])
@@ -128,4 +145,5 @@ async def test_places_after_random_arrivals_ends_and_cancellations(most_each: in
     await rig.settle()
     assert not rig.places._waiting and not rig.places._holders
     assert rig.places.num_here("t0") == 0
+    assert rig.places._ended_s.keys() <= {f"t{number}" for number in range(6)}
     assert rig.places._num_free == 3
