@@ -18,7 +18,7 @@ from ..errors import AdapterInvalid, listed, shown
 from .content import LoraMatrices
 from .patterns import PatternTime
 from .peft import TENSORS_FILE, LoraConfig
-from .plain_names import all_suffixes, named_in
+from .plain_names import named_in, names_found
 from .targets import Target, by_pattern
 from .tensor_file import Tensor
 
@@ -69,7 +69,7 @@ def resolve_parameters(
         return {}
     layers = () if shape.experts is None else shape.experts.layers
     keys = {f"model.layers.{layer}.{_PATH}.{name}": (layer, name) for layer in layers for name in FUSED_PARAMETERS}
-    known = all_suffixes(keys)
+    known = names_found(keys, frozenset(config.target_parameters))
     for target in config.target_parameters:
         if target not in known:
             raise AdapterInvalid(f"target_parameters names {shown(target)}: {_accepted(shape)}")

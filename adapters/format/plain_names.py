@@ -20,13 +20,19 @@ def suffixes(key: str) -> Iterator[str]:
         at = key.find(".", at + 1)
 
 
-def all_suffixes(keys: Collection[str]) -> frozenset[str]:
-    return frozenset(name for key in keys for name in suffixes(key))
-
-
 def named_in(keys: Collection[str], names: frozenset[str]) -> list[str]:
     """The keys that have one of the names, or end with it after a dot."""
-    return [key for key in keys if any(name in names for name in suffixes(key))]
+    ends = frozenset(map(_end, names))  # few keys have one of these
+    return [key for key in keys if _end(key) in ends and any(name in names for name in suffixes(key))]
+
+
+def names_found(keys: Collection[str], names: frozenset[str]) -> frozenset[str]:
+    """The names that a key has, or ends with after a dot."""
+    return frozenset(name for key in named_in(keys, names) for name in suffixes(key) if name in names)
+
+
+def _end(key: str) -> str:
+    return key[key.rfind(".") + 1 :]
 
 
 class PlainNames:

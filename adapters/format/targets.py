@@ -14,7 +14,7 @@ from ..adapter import BaseShape
 from ..errors import AdapterInvalid, shown
 from .patterns import PatternTime, first_matches, first_names
 from .peft import LoraConfig
-from .plain_names import all_suffixes, named_in
+from .plain_names import named_in, names_found
 
 _ALL_LINEAR = "all-linear"
 _OTHER_MODULES = ("model.embed_tokens", "lm_head")  # PEFT could target them; motet cannot
@@ -77,7 +77,7 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Mapping[str,
         if config.layers_to_transform:
             raise AdapterInvalid("layers_to_transform needs target_modules to be a list, as in PEFT")
         return
-    known = all_suffixes([*keys, *_OTHER_MODULES])
+    known = names_found([*keys, *_OTHER_MODULES], frozenset(config.target_modules))
     for target in config.target_modules:
         if target not in known:
             raise AdapterInvalid(
@@ -92,8 +92,7 @@ def _targeted(config: LoraConfig, keys: Sequence[str], time: PatternTime) -> lis
     if isinstance(excluded, str):
         hits = first_matches([excluded], keys, "exclude_modules", time, full=True) if excluded else [None] * len(keys)
         keys = [key for key, hit in zip(keys, hits, strict=True) if hit is None]
-    else:
-        excluded_keys = frozenset(named_in(keys, frozenset(excluded)))
+    elif excluded_keys := frozenset(named_in(keys, frozenset(excluded))):
         keys = [key for key in keys if key not in excluded_keys]
     if isinstance(targets, str):
         if targets.lower() == _ALL_LINEAR:

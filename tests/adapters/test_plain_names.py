@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.adapters.format.plain_names import PlainNames, all_suffixes, named_in, suffixes
+from motet.adapters.format.plain_names import PlainNames, named_in, names_found
 
 PARTS = st.sampled_from(["a", "b", "ab", "a_b", "1", "q-proj"])
 KEYS = st.lists(PARTS, min_size=1, max_size=4).map(".".join)
@@ -32,4 +32,5 @@ def test_other_expressions_are_not_plain() -> None:
 def test_names_of_a_list_are_keys_or_their_last_parts(names: list[str], keys: list[str]) -> None:
     expected = [key for key in keys if any(key == name or key.endswith(f".{name}") for name in names)]
     assert named_in(keys, frozenset(names)) == expected
-    assert all_suffixes(keys) == {name for key in keys for name in suffixes(key)}
+    found = {name for name in names if any(key == name or key.endswith(f".{name}") for key in keys)}
+    assert names_found(keys, frozenset(names)) == found
