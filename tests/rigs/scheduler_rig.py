@@ -31,8 +31,8 @@ from motet.workers.wire.page_keys import PageKey, first_link, next_keys
 EOS = 99
 
 
-def limits(num_pages: int, budget: int = 16, num_sequences: int = 8) -> GangLimits:
-    return GangLimits(64, 100, 4, num_pages, budget, num_sequences)
+def limits(num_pages: int, budget: int = 16, num_sequences: int = 8, window: int | None = None) -> GangLimits:
+    return GangLimits(64, 100, 4, num_pages, budget, num_sequences, window)
 
 
 def request(
@@ -94,7 +94,7 @@ class Worker:
             self._write_adapter(load.residence)
         self._moving += plan.moves
         self.num_copies += len(plan.copies)
-        own = {page for s in plan.sequences for page in unpacked(s.pages)}
+        own = {page for s in plan.sequences for page in self._needed(s)}
         targets = {copy.target for copy in plan.copies}
         assert len(targets) == len(plan.copies), "two copies into one page"
         assert targets <= own, "a copy that no sequence needs"
@@ -187,7 +187,7 @@ class Worker:
 
     def _compute(self, s: SequencePlan) -> set[tuple[int, int]]:
         """Writes a sequence's KV, on top of what its earlier tokens must have left; the places written."""
-        pages = unpacked(s.pages)
+        pages = self._needed(s)
         assert len(pages) == len(set(pages))
         if self.sequence_of is not None:
             sequence = self.sequence_of(s.sequence_id)
@@ -199,7 +199,8 @@ class Worker:
                 split = sequence.num_prompt_tokens
                 prompt = token_ids[:split] if s.sample.params.repetition_penalty != 1 else []
                 counts.check_integrity(prompt, token_ids[split : s.start + len(s.token_ids)])
-            for position in range(s.start):
+            window = self.limits.window
+            for position in range(0 if window is None else max(0, s.start + 1 - window), s.start):
                 kv = self._kv[self._place(s, position)]
                 assert kv == (owner, tuple(token_ids[: position + 1])), "not the KV of this sequence's token"
             for position in range(s.start, s.start + len(s.token_ids)):
@@ -207,6 +208,10 @@ class Worker:
         places = {self._place(s, position) for position in range(s.start, s.start + len(s.token_ids))}
         self.num_computed += len(s.token_ids)
         return places
+
+    def _needed(self, s: SequencePlan) -> list[int]:
+        """Its pages without those that no layer sees any more."""
+        return unpacked(s.pages).tolist()[self.limits.num_unseen_pages(s.start) :]
 
     def _place(self, s: SequencePlan, position: int) -> tuple[int, int]:
         return unpacked(s.pages)[position // self.limits.block_size], position % self.limits.block_size

@@ -40,13 +40,15 @@ from motet.workers.wire.sequence_usage import SequenceUsage
     budget=st.integers(1, 20),
     tiers=st.sampled_from([TierSizes(), TierSizes(3), TierSizes(60), TierSizes(2, 9), TierSizes(6, 60)]),
     way=st.sampled_from(["one by one", "overlapping", "feeding"]),
+    window=st.sampled_from([None, None, 1, 3, 4, 9, 17]),
 )
-@example(seed=6284, num_pages=8, budget=3, tiers=TierSizes(6, 60), way="overlapping")  # held once it has started
+@example(seed=6284, num_pages=8, budget=3, tiers=TierSizes(6, 60), way="overlapping", window=None)
 def test_random_workload_ends_with_every_page_accounted_for(
-    seed: int, num_pages: int, budget: int, tiers: TierSizes, way: str
+    seed: int, num_pages: int, budget: int, tiers: TierSizes, way: str, window: int | None
 ) -> None:
+    """No page that a sequence needs is given to others, and with a window no sequence holds more than that takes."""
     rng = random.Random(seed)
-    of = limits(num_pages, budget)
+    of = limits(num_pages, budget, window=window)
     s, worker = scheduler(of, tiers), Worker(of, slow_loads=rng)
     executor = FeedingExecutor(worker) if way == "feeding" else WorkerExecutor(worker)
     engine = Engine(s, executor, INFO, overlaps=way != "one by one")
