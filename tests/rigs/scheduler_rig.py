@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from motet.workers.decoding.token_counts import PenalisedSequences
+from motet.workers.execution.gang_messages import Execute
+from motet.workers.execution.plan_deltas import DeltaDecoder, DeltaEncoder
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import (
     AdapterFailure,
@@ -65,6 +67,7 @@ class Worker:
     """Executes plans without computing: token n of a sequence is n. Checks that a real worker could execute the plan.
 
     It keeps what every page holds: KV of a token is its tenant's and adapter's, and follows from all tokens before it.
+    It gets each plan as a worker in another process does, and checks that it is the scheduler's.
     """
 
     def __init__(self, of: GangLimits, slow_loads: random.Random | None = None) -> None:
@@ -79,6 +82,7 @@ class Worker:
         self._keys: dict[tuple[object, ...], PageKey] = {}  # by a page's last KV
         self.failing_tiers: set[str] = set()
         self.failing_adapters: set[str] = set()  # digests whose load comes to nothing
+        self._leader, self.deltas = DeltaEncoder(), DeltaDecoder()
         self.penalised = PenalisedSequences()
         self.broken: set[int] = set()  # sequences whose logits are not finite
         self._chosen: dict[int, SampledToken | None] = {}  # by the last plan
@@ -87,6 +91,7 @@ class Worker:
     def execute(self, plan: StepPlan, failing: Iterable[str] = ()) -> StepResult:
         assert sum(len(s.token_ids) for s in plan.sequences) <= self.limits.max_tokens_per_step
         assert len(plan.sequences) <= self.limits.max_num_sequences
+        plan = self._received(plan)
         self.penalised.follow(plan, self._chosen)
         self.penalised.check_integrity(plan)
         plan = self._fed(plan)
@@ -125,6 +130,12 @@ class Worker:
             tuple(AdapterFailure(d, "bad") for d in failed),
             tuple(self._move()),
         )
+
+    def _received(self, plan: StepPlan) -> StepPlan:
+        sent = msgspec.msgpack.encode(self._leader.encode(plan))
+        received = self.deltas.decode(msgspec.msgpack.decode(sent, type=Execute))
+        assert received == plan, "a worker in another process gets another plan"
+        return received
 
     def _fed(self, plan: StepPlan) -> StepPlan:
         """The plan with the tokens that it is fed. Sequences without one drop out."""
@@ -275,6 +286,8 @@ def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpd
         if not s.has_work():
             return updates
         plan = s.schedule()
-        updates += s.commit(plan, worker.execute(plan))
+        result = worker.execute(plan)
+        assert worker.deltas.kept.keys() <= s._running.by_id.keys(), "a table is kept of a sequence that does not run"
+        updates += s.commit(plan, result)
         s.check_integrity()
     raise AssertionError("the scheduler made no end")

@@ -135,6 +135,8 @@ def test_random_workload_ends_with_every_page_accounted_for(
     assert s.load().gauges.num_queued_tokens == 0
     assert finished | failed >= set(expected)
     assert not cancelled, "the end of a cancelled sequence was not reported"
+    engine.step()  # an idle one, as between two requests
+    assert not worker.deltas.kept, "workers keep tables of sequences that have ended"
     for sequence_id, num_tokens in expected.items():
         if sequence_id in failed:
             num_tokens = len(received[sequence_id])

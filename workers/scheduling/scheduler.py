@@ -192,7 +192,8 @@ class Scheduler:
         self._prefixes.bound_keys(True)
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
         outdated, pins = self.host_updates.take(computes=bool(decodes or chunks))
-        return StepPlan(step, parts, residences, loads, moves, copies, outdated, tuple(self._running.penalised), pins)
+        penalised, ended_runs = tuple(self._running.penalised), self._running.take_removed()
+        return StepPlan(step, parts, residences, loads, moves, copies, outdated, penalised, pins, ended_runs)
 
     def settle(self, plan: StepPlan, result: StepResult | None) -> StepPlan:
         """Adds the sequences to a plan that was made while the plan before it ran.
@@ -207,6 +208,7 @@ class Scheduler:
         """Forgets a plan that is not executed, because it is empty."""
         assert not (plan.sequences or plan.loads or plan.moves or plan.copies)
         self.host_updates.put_back(plan)
+        self._running.removed.extend(plan.ended_runs)
         del self._uncommitted[plan.step]
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
