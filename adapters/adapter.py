@@ -49,6 +49,14 @@ class BaseShape:
         """How many matrices a layer has of an entry of `modules`."""
         return self.experts.num_experts if self.experts is not None and module in EXPERT_MODULES else 1
 
+    @property
+    def num_matrices(self) -> int:
+        """The most that an adapter can have: an A and a B of each module of each layer."""
+        layers = dict.fromkeys(self.modules, self.num_layers)
+        if self.experts is not None:
+            layers |= dict.fromkeys(set(EXPERT_MODULES) & layers.keys(), len(self.experts.layers))
+        return 2 * sum(num_layers * self.count(module) for module, num_layers in layers.items())
+
     def members(self, module: str) -> tuple[str, ...]:
         """The modules of a layer that belong to an entry of `modules`."""
         if module not in EXPERT_MODULES:

@@ -7,6 +7,7 @@ AdapterError
 │   └── NoSuchName        there is no such name (HTTP 404)
 ├── VersionRefused        what a version is asked to be it cannot be now; the message says why (HTTP 409)
 ├── UploadTooLarge        the upload is over a size limit (HTTP 413)
+├── UploadUnchecked       the upload could not be checked now; the same may be sent again (HTTP 503)
 ├── QuotaExceeded         a tenant, or a key, may not have so much (HTTP 429, code insufficient_quota)
 ├── RegistryUnavailable   Redis does not answer; the same call may be repeated later (HTTP 503)
 │   └── RegistryFull      Redis has no memory left for more (HTTP 507)
@@ -46,6 +47,10 @@ class VersionRefused(AdapterError):  # noqa: N818
 
 
 class UploadTooLarge(AdapterError):  # noqa: N818
+    pass
+
+
+class UploadUnchecked(AdapterError):  # noqa: N818
     pass
 
 

@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from .adapter import AdapterVersion
+from .checked_upload import CheckedUpload, UploadProcesses
 from .errors import UploadTooLarge
-from .format.content import AdapterContent
 from .format.peft import CONFIG_FILE, TENSORS_FILE
-from .format.validation import validate
 from .names import check_name, check_tenant
 from .packing.layout import AdapterLayout, packed_bytes
+from .registry.digest_set import DigestSet
 from .registry.events import AdapterSet
 from .registry.registry import Registry
 from .registry.registry_view import RegistryView
+from .registry.stored_counts import Unswept
 from .registry.tenants.audit_entry import AuditEntry
 from .registry.tenants.storage_bounds import StorageBound, StorageUse, check_storage
-from .registry.versions.name_state import NameState, VersionNote
+from .registry.versions.name_state import NameState, VersionNote, no_version_yet
 from .registry.versions.rollout import MAX_VERSIONS, versions_of
 from .store.store import BEGINNINGS, AdapterStore
+from .tenant_places import TenantPlaces
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -36,11 +39,15 @@ class UploadLimits:
     max_tensors_bytes: int  # of adapter_model.safetensors
     max_config_bytes: int = 1 << 20
     max_packed_bytes: int | None = None  # of its pages on all workers of a gang; None: twice max_tensors_bytes
-    max_concurrent: int = 2  # uploads validated and packed at once, each in a thread
+    max_concurrent: int = 2  # uploads validated and packed at once, each in a process, of one tenant one
+
+    @property
+    def packed_bytes_limit(self) -> int:
+        return 2 * self.max_tensors_bytes if self.max_packed_bytes is None else self.max_packed_bytes
 
 
 class UploadService:
-    """Uploads, lists, changes and deletes adapters. Owned by one event loop; tensors are handled in threads.
+    """Uploads, lists, changes and deletes adapters. Owned by one event loop; processes beside it handle tensors.
 
     Adapters are packed for each of `layouts`, which are of one base. `reserved`: names that no adapter may have.
     """
@@ -62,7 +69,8 @@ class UploadService:
         self._view = view
         self._layouts = tuple(layouts)
         self._reserved = frozenset(reserved)
-        self._slots = asyncio.Semaphore(self.limits.max_concurrent)
+        self._places = TenantPlaces(self.limits.max_concurrent)
+        self._processes = UploadProcesses(self.limits.max_concurrent, store.root, layouts)
 
     async def upload(
         self,
@@ -87,31 +95,31 @@ class UploadService:
         `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise.
 
         Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without `activate`,
-        QuotaExceeded if more would be stored than `bounds` let, and RegistryUnavailable, after which the same upload
-        may be repeated.
+        QuotaExceeded if more would be stored than `bounds` let, and UploadUnchecked and RegistryUnavailable, after
+        which the same upload may be repeated.
         """
         check_tenant(tenant)
         check_name(name, self._reserved)
         await self._registry.ping()  # no work for an upload that cannot be registered
-        async with self._slots:
-            content = await asyncio.to_thread(self._validated, config, tensors)
-            if any(not bound.is_open for bound in bounds):
-                await self._check_room(tenant, name, content, bounds)  # so that what is refused takes no disk
-            take_room(packed_bytes(self._layouts, content.module_ranks))
-            content = await asyncio.to_thread(self._store.put, content, self._layouts)
-        adapter, current, created = await self._registry.names.register(
-            tenant,
-            name,
-            digest=content.digest,
-            module_ranks=content.module_ranks,
-            num_bytes=content.num_bytes,
-            packed_bytes=packed_bytes(self._layouts, content.module_ranks),
-            activate=activate,
-            note=note,
-            incarnation=incarnation,
-            entry=entry,
-            bounds=bounds,
-        )
+        data, num_bytes = await asyncio.to_thread(self._within_limits, config, tensors)
+        async with self._places.of(tenant):  # until it is registered, so that the next one finds it counted
+            async with self._processes.checked(data, tensors, num_bytes, self.limits.packed_bytes_limit) as upload:
+                await self._check_registrable(tenant, name, upload, bounds, activate=activate)
+                take_room(packed_bytes(self._layouts, upload.module_ranks))
+                await upload.store()
+            adapter, current, created = await self._registry.names.register(
+                tenant,
+                name,
+                digest=upload.digest,
+                module_ranks=upload.module_ranks,
+                num_bytes=upload.num_bytes,
+                packed_bytes=packed_bytes(self._layouts, upload.module_ranks),
+                activate=activate,
+                note=note,
+                incarnation=incarnation,
+                entry=entry,
+                bounds=bounds,
+            )
         self._view.apply(AdapterSet(current))
         return adapter, created
 
@@ -168,6 +176,7 @@ class UploadService:
             return None
         num_removed, num_packed, is_held, rest = 0, 0, True, 0.0
         try:
+            last_event = await self._registry.num_events()
             referenced = await self._registry.digests()
             for beginning in BEGINNINGS:
                 is_held = await self._registry.hold_sweep(store_id, sweep_id, _SWEEP_LEASE_S)
@@ -177,6 +186,7 @@ class UploadService:
                 num_removed += len(removed)
                 if keeps:
                     num_packed += await self._tidied(self._store.sweep_packed, beginning) or 0
+            await self._release_swept(referenced, last_event)
             await asyncio.to_thread(self._store.sweep_unfinished)
             rest = rest_s
         finally:
@@ -185,6 +195,20 @@ class UploadService:
             if is_held:
                 await self._registry.hold_sweep(store_id, sweep_id, rest)
         return num_removed
+
+    async def _release_swept(self, referenced: DigestSet, last_event: int) -> None:
+        """Has content that tenants' names have lost count for them no more once it is gone, or is another name's.
+
+        `referenced`: by names after the event `last_event`; what was lost later may still have been a name's then.
+        """
+
+        def released_of(page: Sequence[Unswept]) -> list[Unswept]:
+            known = (unswept for unswept in page if unswept.event_number <= last_event)
+            return [one for one in known if one.digest in referenced or not self._store.has(one.digest)]
+
+        async for tenant, page in self._registry.stored.unswept():
+            if released := await asyncio.to_thread(released_of, page):
+                await self._registry.stored.release(tenant, released)
 
     @staticmethod
     async def _tidied(work: Callable[[T], int], given: T) -> int | None:
@@ -199,38 +223,36 @@ class UploadService:
         """What the tenant has stored, and what of that came with the key. Raises RegistryUnavailable."""
         return await self._registry.stored.of(tenant, key_id)
 
-    async def _check_room(
-        self, tenant: str, name: str, content: AdapterContent, bounds: Sequence[StorageBound]
+    async def _check_registrable(
+        self, tenant: str, name: str, upload: CheckedUpload, bounds: Sequence[StorageBound], *, activate: bool
     ) -> None:
-        """Raises QuotaExceeded if the upload is over a bound already now; the registration decides."""
+        """Raises what the registration would raise already now, so that it takes no disk. The registration decides."""
+        if activate and all(bound.is_open for bound in bounds):
+            return
         current = await self._registry.get(tenant, name)
+        if current is None and not activate:
+            raise no_version_yet(name)
         versions = [] if current is None else [*versions_of(current)]
-        if any(version.digest == content.digest for version in versions):
+        if any(version.digest == upload.digest for version in versions):
             return  # perhaps nothing new
-        freed = max(version.stored_bytes for version in versions) if len(versions) >= MAX_VERSIONS else 0
-        num_bytes = content.num_bytes + packed_bytes(self._layouts, content.module_ranks)
+        counts = Counter(version.digest for version in versions)
+        freed = 0  # what a version that goes gives back at once: its content stays until it is swept
+        if len(versions) >= MAX_VERSIONS:
+            freed = max((one.stored_bytes for one in versions if counts[one.digest] > 1), default=0)
+        freed += await self._registry.stored.unswept_bytes(tenant, upload.digest)
+        num_bytes = upload.num_bytes + packed_bytes(self._layouts, upload.module_ranks)
         more = StorageUse(0 if versions else 1, num_bytes - freed)
         for bound in bounds:
             use = (await self._registry.stored.of(tenant, bound.key_id))[1]
             check_storage(bound, use, more)
 
-    def _validated(self, config: bytes | Path, tensors: Path) -> AdapterContent:
+    def _within_limits(self, config: bytes | Path, tensors: Path) -> tuple[bytes, int]:
+        """The config, and the size of the tensors' file. Raises UploadTooLarge for those over the limits."""
         config_bytes = config.stat().st_size if isinstance(config, Path) else len(config)
         _check_size(CONFIG_FILE, config_bytes, self.limits.max_config_bytes)
-        _check_size(TENSORS_FILE, tensors.stat().st_size, self.limits.max_tensors_bytes)
-        data = config.read_bytes() if isinstance(config, Path) else config
-        return validate(data, tensors, self._layouts[0].shape, self._check_packed)
-
-    def _check_packed(self, module_ranks: Mapping[str, int]) -> None:
-        """Raises UploadTooLarge if an adapter of these ranks takes too many pages."""
-        num_bytes, limit = packed_bytes(self._layouts, module_ranks), self.limits.max_packed_bytes
-        if limit is None:
-            limit = 2 * self.limits.max_tensors_bytes
-        if num_bytes > limit:
-            raise UploadTooLarge(
-                f"this adapter takes {num_bytes} bytes in memory ({self._layouts[0].num_pages(module_ranks)} pages), "
-                f"where each module has its largest rank in all layers: at most {limit} are accepted"
-            )
+        num_bytes = tensors.stat().st_size
+        _check_size(TENSORS_FILE, num_bytes, self.limits.max_tensors_bytes)
+        return config.read_bytes() if isinstance(config, Path) else config, num_bytes
 
 
 def _check_size(what: str, num_bytes: int, limit: int) -> None:

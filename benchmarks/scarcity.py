@@ -15,7 +15,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from motet.benchmarks.scarce import calls, fair_adapters, long_prompts, mixed_week, page_reserve, shared_documents
+from motet.benchmarks.scarce import (
+    calls,
+    fair_adapters,
+    long_prompts,
+    mixed_week,
+    page_reserve,
+    shared_documents,
+    windows,
+)
 
 Figures = dict[str, float]
 
@@ -67,6 +75,7 @@ PARTS: tuple[Callable[[], Figures], ...] = (
     full_pool,
     prompts_of_a_third_of_the_pool,
     documents,
+    windows.measure,
     calls.measure,
     week,
 )

@@ -94,7 +94,7 @@ def create_app(
     apis: list[object] = [
         CompletionsApi(config, base, dispatcher, view, text, metrics, accounts, shadows),
         ModelsApi(base, view),
-        AdaptersApi(config, uploads, metrics),
+        AdaptersApi(config, uploads, metrics, quotas),
         VersionsApi(uploads, counts),
         ResidencyApi(uploads, dispatcher, view, counts, preloads, pins),
         LimitsApi(quotas, uploads),

@@ -29,6 +29,7 @@ from .models.weights import Progress
 from .parallel import Alone
 from .scheduling.request_limits import GangLimits
 from .scheduling.scheduler import Scheduler
+from .window_pages import kept_window
 from .wire.messages import GangInfo
 from .worker import WorkerSettings
 from .worker_builder import build_executor, tier_sizes
@@ -71,7 +72,7 @@ def build_engine(
     geometry = pool_of(sharding, config.block_size, dtype, num_pages, config.kv_dtype)
     layout = sharding.layout(config.block_size, config.dtype, config.kv_dtype)
     scheduler = Scheduler(
-        _limits(config, geometry, model),
+        _limits(config, geometry, model, device),
         frozenset(model.eos_token_ids),
         lambda ref: layout.num_pages(ref.module_ranks),
         config.prefix_cache,
@@ -185,7 +186,7 @@ def _await_ready(rank: int, connection: Connection, on_progress: Progress | None
             on_progress(message.what, message.done, message.total)
 
 
-def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig) -> GangLimits:
+def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig, device: str) -> GangLimits:
     return GangLimits(
         config.context_of(model.max_model_len),
         model.vocab_size,
@@ -193,6 +194,7 @@ def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig) ->
         geometry.num_pages,
         config.max_tokens_per_step,
         config.max_num_sequences,
+        kept_window(model.window, device),
     )
 
 

@@ -1,7 +1,8 @@
 """What a step computes, as plain data: the leader's scheduler makes plans, workers execute them.
 
-Plans travel to the workers as msgpack. A plan says everything that its step needs but what a worker keeps of a sequence
-between steps: its KV pages and, where a penalty needs them, the tokens that it has so far (`SeenTokens`).
+A plan says everything that its step needs but what a worker keeps of a sequence between steps: its KV pages and, where
+a penalty needs them, the tokens that it has so far (`SeenTokens`). Plans travel to workers in processes of their own as
+msgpack, without the page numbers that these know already (`execution/plan_deltas.py`).
 
 Long lists of numbers, which would cost more to encode than the step's other work, are int32 numbers side by side.
 
@@ -106,6 +107,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     outdated: tuple[str, ...] = ()  # digests without a name, which host memory need not keep
     penalised: tuple[int, ...] = ()  # ids of all running sequences with penalties; counts of others are dropped
     pins: dict[str, bool] = {}  # digests to pin (True) or unpin in host memory
+    # Ids of sequences that ended or were preempted since the plan before was made. What workers keep of them is dropped
+    # before this plan's sequences are computed.
+    ended_runs: tuple[int, ...] = ()
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -25,6 +25,7 @@ from .execution.gang_messages import (
     Ready,
     ToWorker,
 )
+from .execution.plan_deltas import DeltaDecoder
 from .parallel import ProcessGroup
 from .plan import StepPlan
 from .worker_builder import build_executor, tier_sizes
@@ -72,6 +73,7 @@ class _Leader:
         self._connection = Connection(connected)
         self._connection.set_timeout(None)
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._deltas = DeltaDecoder()
         self.close = self._connection.close
 
     def send(self, message: FromWorker) -> None:
@@ -79,9 +81,9 @@ class _Leader:
         self._connection.send(msgspec.msgpack.encode(message))
 
     def next_plan(self) -> StepPlan | None:
-        """None: the leader stops the worker."""
+        """None: the leader stops the worker. Raises PlanMismatchError as `DeltaDecoder.decode` does."""
         message = self._decoder.decode(self._connection.receive())
-        return message.plan if isinstance(message, Execute) else None
+        return self._deltas.decode(message) if isinstance(message, Execute) else None
 
 
 def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:

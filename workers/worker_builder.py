@@ -35,6 +35,7 @@ from .models.weights import Checkpoint, Progress
 from .parallel import Parallel
 from .plan import Tier
 from .scheduling.tier_traffic import TierSizes
+from .window_pages import kept_window, most_pages
 
 _log = logging.getLogger(__name__)
 
@@ -105,12 +106,12 @@ def build_executor(
     if pool_bytes is None:
         one_page = pool_of(sharding, config.block_size, dtype, 1, config.kv_dtype)
         geometry = replace(one_page, num_pages=_num_pages_left(ready_runner, one_page, memory, config, parallel))
-        num_tokens = geometry.num_pages * config.block_size
-        if num_tokens < context:
+        window = kept_window(model.window, device.type)
+        if geometry.num_pages < most_pages(context, config.block_size, window, config.max_tokens_per_step):
             _log.warning(
                 "what the GPU has left holds %d tokens and the context has %d: longer requests are refused; does "
                 "another process use this GPU?",
-                *(num_tokens, context),
+                *(geometry.num_pages * config.block_size, context),
             )
     else:
         geometry = plan_pool(sharding, config.block_size, dtype, pool_bytes, config.kv_dtype)

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from ..adapter import BaseShape
 from ..errors import AdapterInvalid, listed, shown
 from .content import LoraMatrices
+from .patterns import PatternTime
 from .peft import TENSORS_FILE, LoraConfig
-from .targets import Target, by_pattern, is_suffix
+from .plain_names import named_in, names_found
+from .targets import Target, by_pattern
 from .tensor_file import Tensor
 
 # The parameters of a layer's experts in the order in which PEFT wraps them, and the projections that each one holds.
@@ -54,22 +56,26 @@ def fused_tensor_name(layer: int, parameter: str, letter: str, targets: Mapping[
     return f"base_model.model.model.layers.{layer}.{_PATH}{inner}.lora_{letter}.weight"
 
 
-def resolve_parameters(config: LoraConfig, shape: BaseShape) -> dict[tuple[int, str], Target]:
+def resolve_parameters(
+    config: LoraConfig, shape: BaseShape, time: PatternTime | None = None
+) -> dict[tuple[int, str], Target]:
     """Rank and scaling of each (layer, parameter) that `target_parameters` names, by PEFT's own rules.
 
     These are: a whole name or a dotted suffix matches, and neither layers nor exclusions are looked at. Raises
     AdapterInvalid for a name of anything else than fused experts of this base.
     """
+    time = time or PatternTime()
     if not config.target_parameters:
         return {}
     layers = () if shape.experts is None else shape.experts.layers
     keys = {f"model.layers.{layer}.{_PATH}.{name}": (layer, name) for layer in layers for name in FUSED_PARAMETERS}
+    known = names_found(keys, frozenset(config.target_parameters))
     for target in config.target_parameters:
-        if not any(is_suffix(target, key) for key in keys):
+        if target not in known:
             raise AdapterInvalid(f"target_parameters names {shown(target)}: {_accepted(shape)}")
-    targeted = [key for key in keys if any(is_suffix(target, key) for target in config.target_parameters)]
-    ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern")
-    alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern")
+    targeted = named_in(keys, frozenset(config.target_parameters))
+    ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
+    alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
     found = {}
     for key in targeted:
         rank = int(ranks.get(key, config.r))

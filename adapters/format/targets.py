@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from ..adapter import BaseShape
 from ..errors import AdapterInvalid, shown
-from .patterns import first_matches
+from .patterns import PatternTime, first_matches, first_names
 from .peft import LoraConfig
+from .plain_names import named_in, names_found
 
 _ALL_LINEAR = "all-linear"
 _OTHER_MODULES = ("model.embed_tokens", "lm_head")  # PEFT could target them; motet cannot
@@ -27,11 +28,15 @@ class Target:
     scaling: float
 
 
-def resolve_targets(config: LoraConfig, shape: BaseShape) -> dict[tuple[int, str], Target]:
+def resolve_targets(
+    config: LoraConfig, shape: BaseShape, time: PatternTime | None = None
+) -> dict[tuple[int, str], Target]:
     """Rank and scaling of each (layer, module) that the config targets. Raises AdapterInvalid for a wrong config.
 
-    There are none where `target_modules` is empty, which a config with `target_parameters` may have.
+    There are none where `target_modules` is empty, which a config with `target_parameters` may have. `time`: for its
+    regular expressions.
     """
+    time = time or PatternTime()
     if config.target_parameters and not config.target_modules:
         return {}
     keys = {
@@ -42,7 +47,7 @@ def resolve_targets(config: LoraConfig, shape: BaseShape) -> dict[tuple[int, str
         if shape.has(layer, module)
     }
     _check_against_base(config, shape, keys)
-    targeted = _targeted(config, [*keys, *_OTHER_MODULES])
+    targeted = _targeted(config, [*keys, *_OTHER_MODULES], time)
     for other in _OTHER_MODULES:
         if other in targeted:
             raise AdapterInvalid(
@@ -51,8 +56,8 @@ def resolve_targets(config: LoraConfig, shape: BaseShape) -> dict[tuple[int, str
             )
     if not targeted and not config.target_parameters:
         raise AdapterInvalid(f"target_modules = {shown(config.target_modules)} matches no module of the base")
-    ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern")
-    alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern")
+    ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
+    alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
     found = {}
     for key in targeted:
         rank = config.r if (own := ranks.get(key)) is None else int(own)
@@ -72,42 +77,44 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Mapping[str,
         if config.layers_to_transform:
             raise AdapterInvalid("layers_to_transform needs target_modules to be a list, as in PEFT")
         return
-    known = [*keys, *_OTHER_MODULES]
+    known = names_found([*keys, *_OTHER_MODULES], frozenset(config.target_modules))
     for target in config.target_modules:
-        if not any(is_suffix(target, key) for key in known):
+        if target not in known:
             raise AdapterInvalid(
                 f"target_modules names {shown(target)}, which adapters of this base cannot have: "
                 f"{', '.join(shape.modules)} are accepted"
             )
 
 
-def _targeted(config: LoraConfig, keys: Sequence[str]) -> list[str]:
+def _targeted(config: LoraConfig, keys: Sequence[str], time: PatternTime) -> list[str]:
     """The keys that the config targets, in order."""
     targets, excluded = config.target_modules, config.exclude_modules
     if isinstance(excluded, str):
-        hits = first_matches([excluded], keys, "exclude_modules", full=True) if excluded else [None] * len(keys)
+        hits = first_matches([excluded], keys, "exclude_modules", time, full=True) if excluded else [None] * len(keys)
         keys = [key for key, hit in zip(keys, hits, strict=True) if hit is None]
-    else:
-        keys = [key for key in keys if not any(is_suffix(name, key) for name in excluded)]
+    elif excluded_keys := frozenset(named_in(keys, frozenset(excluded))):
+        keys = [key for key in keys if key not in excluded_keys]
     if isinstance(targets, str):
         if targets.lower() == _ALL_LINEAR:
             return [key for key in keys if key not in _OTHER_MODULES]
-        hits = first_matches([targets], keys, "target_modules", full=True)
+        hits = first_matches([targets], keys, "target_modules", time, full=True)
         return [key for key, hit in zip(keys, hits, strict=True) if hit is not None]
-    named = [key for key in keys if any(is_suffix(name, key) for name in targets)]
+    names = frozenset(targets)
+    named = named_in(keys, names)
     if not config.layers_to_transform:
         return named
-    exact = {key for key in named if key in targets}  # a whole name includes its layer, so layers are not looked at
-    in_layers = _in_layers(config, named)
-    return [key for key in named if key in exact or key in in_layers]
+    in_layers = _in_layers(config, named, time)
+    # a whole name includes its layer, so layers are not looked at
+    return [key for key in named if key in names or key in in_layers]
 
 
-def _in_layers(config: LoraConfig, keys: Sequence[str]) -> set[str]:
-    in_layers = [key for key in keys if _layer(key) in config.layers_to_transform]
+def _in_layers(config: LoraConfig, keys: Sequence[str], time: PatternTime) -> set[str]:
+    layers = frozenset(config.layers_to_transform)
+    in_layers = [key for key in keys if _layer(key) in layers]
     if not config.layers_pattern:
         return set(in_layers)
     template = (r"(?:^|.*?\.)", r"\.[0-9]+\.")
-    hits = first_matches(config.layers_pattern, in_layers, "layers_pattern", template)
+    hits = first_matches(config.layers_pattern, in_layers, "layers_pattern", time, template)
     return {key for key, hit in zip(in_layers, hits, strict=True) if hit is not None}
 
 
@@ -115,13 +122,8 @@ def _layer(key: str) -> int | None:
     return next((int(part) for part in key.split(".") if part.isdecimal()), None)
 
 
-def by_pattern(pattern: Mapping[str, float], keys: Sequence[str], what: str) -> dict[str, float]:
+def by_pattern(pattern: Mapping[str, float], keys: Sequence[str], what: str, time: PatternTime) -> dict[str, float]:
     """The number of the first name in `pattern` that matches, for each key that one matches; `what`: its field."""
     names = list(pattern)
-    hits = first_matches(names, keys, what, (r"(.*\.)?(", r")$"))
+    hits = first_names(names, keys, what, time)
     return {key: pattern[names[hit]] for key, hit in zip(keys, hits, strict=True) if hit is not None}
-
-
-def is_suffix(name: str, key: str) -> bool:
-    """Whether `name` is the key, or its last parts."""
-    return key == name or key.endswith(f".{name}")

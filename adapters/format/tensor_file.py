@@ -26,8 +26,9 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _INFINITIES = {np.dtype(np.float16): 0x7C00, BFLOAT16: 0x7F80}  # as bits; NaNs are above them, all else below
-MAX_HEADER_BYTES = 8 << 20
+MAX_HEADER_BYTES = 32 << 20
 MAX_DIMENSIONS = 8
+_FINITE_ELEMENTS = 1 << 20  # that are looked at at once, so that a large tensor takes no memory
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class TensorFile:
     Tensors are views of the file's bytes, not to be written, and keep them. Raises AdapterInvalid, naming `what`.
     """
 
-    def __init__(self, path: Path, what: str, mapped: bool = True) -> None:
+    def __init__(self, path: Path, what: str, mapped: bool = True, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
         """`mapped`: else the file is read at once, and a disk that fails raises OSError; under a map it kills."""
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
-            header_bytes = _header_length(file.read(8), num_bytes, what)
+            header_bytes = _header_length(file.read(8), num_bytes, what, max_header_bytes)
             header = parse_object(file.read(header_bytes), f"the header of {what}")
             self._start = 8 + header_bytes
             self.entries: Mapping[str, TensorEntry] = _entries(header, num_bytes - self._start, what)
@@ -93,20 +94,26 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether no element is NaN or infinite. `tensor` is contiguous, of one of DTYPES, and holds something."""
-    if tensor.dtype == np.float32:
-        return bool(np.isfinite(tensor).all())
-    magnitudes = tensor.view(np.uint16) & 0x7FFF  # ten times faster than numpy's own way for 16 bits
-    return int(magnitudes.max()) < _INFINITIES[tensor.dtype]
+    flat = tensor.reshape(-1)
+    parts = (flat[start : start + _FINITE_ELEMENTS] for start in range(0, len(flat), _FINITE_ELEMENTS))
+    return all(map(_part_is_finite, parts))
 
 
-def _header_length(prefix: bytes, num_bytes: int, what: str) -> int:
+def _part_is_finite(part: Tensor) -> bool:
+    if part.dtype == np.float32:
+        return bool(np.isfinite(part).all())
+    magnitudes = part.view(np.uint16) & 0x7FFF  # ten times faster than numpy's own way for 16 bits
+    return int(magnitudes.max()) < _INFINITIES[part.dtype]
+
+
+def _header_length(prefix: bytes, num_bytes: int, what: str, most: int) -> int:
     if len(prefix) < 8:
         raise AdapterInvalid(f"{what} is truncated: {num_bytes} bytes are no safetensors file")
     length = int.from_bytes(prefix, "little")
-    if length > MAX_HEADER_BYTES:
+    if length > most:
         raise AdapterInvalid(
-            f"{what} is no safetensors file: its header would take {length} bytes, at most {MAX_HEADER_BYTES} are "
-            "accepted (pickle and other formats are not read)"
+            f"{what} is no safetensors file of an adapter of this base: its header would take {length} bytes, at most "
+            f"{most} are accepted (pickle and other formats are not read)"
         )
     if 8 + length > num_bytes:
         raise AdapterInvalid(f"{what} is truncated: its header takes {length} bytes, the file has {num_bytes}")

@@ -16,10 +16,13 @@ from .fused_experts import (
     resolve_parameters,
     split_experts,
 )
+from .patterns import PatternTime
 from .peft import TENSORS_FILE, foreign_feature, parse_config, parse_tensor_name, tensor_name
 from .targets import Target, resolve_targets
-from .tensor_file import Tensor, TensorFile, is_finite
+from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, is_finite
 
+_HEADER_BYTES_PER_TENSOR = 512  # PEFT's take about 200, with the longest names
+_FIXED_HEADER_BYTES = 64 << 10  # of metadata
 _Key = tuple[int, str, str]  # layer, module, letter
 
 
@@ -36,9 +39,10 @@ def validate(
     base and are finite.
     """
     parsed = parse_config(config)
-    targets, parameters = resolve_targets(parsed, shape), resolve_parameters(parsed, shape)
+    time = PatternTime()
+    targets, parameters = resolve_targets(parsed, shape, time), resolve_parameters(parsed, shape, time)
     _check_disjoint(targets, parameters)
-    file = TensorFile(tensors, TENSORS_FILE)
+    file = TensorFile(tensors, TENSORS_FILE, max_header_bytes=max_header_bytes(shape))
     fused_names = match_fused_names([name for name in file.entries if parse_fused_name(name) is not None], parameters)
     names = _match_names([name for name in file.entries if parse_fused_name(name) is None], targets, shape)
     for key, name in names.items():
@@ -58,6 +62,11 @@ def validate(
             layer, name, found_fused[layer, name, "A"], found_fused[layer, name, "B"], target, shape
         )
     return AdapterContent(matrices, num_experts)
+
+
+def max_header_bytes(shape: BaseShape) -> int:
+    """The longest header that adapters of this base may have: by how many tensors they can have."""
+    return min(_FIXED_HEADER_BYTES + shape.num_matrices * _HEADER_BYTES_PER_TENSOR, MAX_HEADER_BYTES)
 
 
 def _ranks(

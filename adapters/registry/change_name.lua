@@ -41,11 +41,11 @@ local function exceeded_pins(change)
 end
 
 local pin = pin_change(tenant, old_record, record)
-local stored = count_changes(old_record, old_notes, record, new_notes)
+local stored = count_changes(tenant, old_record, old_notes, record, new_notes)
 local exceeded = pin and exceeded_pins(pin) or exceeded_bound(tenant, stored, bounds)
 if exceeded then return exceeded end
 write_pin_change(tenant, field, pin)
-write_count_changes(tenant, stored)
+write_count_changes(tenant, stored, next_event_number())
 redis.call('HSET', adapters, field, record)
 redis.call('ZADD', names, 0, field)
 redis.call('HSET', versions, field, new_version)

@@ -5,7 +5,8 @@
 local record = redis.call('HGET', adapters, field)
 if not record then return false end
 local tenant = string.match(field, '^[^/]*')
-write_count_changes(tenant, count_changes(record, redis.call('HGET', version_notes, field) or '', '', ''))
+local stored = count_changes(tenant, record, redis.call('HGET', version_notes, field) or '', '', '')
+write_count_changes(tenant, stored, next_event_number())
 write_pin_change(tenant, field, pin_change(tenant, record, ''))
 redis.call('HDEL', adapters, field)
 redis.call('ZREM', names, field)

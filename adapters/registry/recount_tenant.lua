@@ -8,7 +8,12 @@ local next_name = redis.call('ZRANGEBYLEX', names, first, '+', 'LIMIT', 0, 1)[1]
 if not next_name then return '' end
 local tenant, counts = string.match(next_name, '^[^/]*'), {}
 for _, field in ipairs(redis.call('ZRANGEBYLEX', names, '[' .. tenant .. '/', '(' .. tenant .. '0')) do
-  add_name(counts, redis.call('HGET', adapters, field) or '', redis.call('HGET', version_notes, field) or '', 1)
+  local versions = versions_of(redis.call('HGET', adapters, field) or '', redis.call('HGET', version_notes, field) or '')
+  add_versions(counts, versions, 1)
+end
+for _, text in ipairs(redis.call('HVALS', unswept_prefix .. tenant)) do
+  local unswept = parse_unswept(text)
+  add_bytes(counts, unswept.key_id, unswept.num_bytes)
 end
 redis.call('DEL', stored_prefix .. tenant)
 for key_id, count in pairs(counts) do write_count(tenant, key_id, count[1], count[2]) end

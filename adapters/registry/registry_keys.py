@@ -23,6 +23,8 @@ NAMES = PREFIX + "names"  # sorted set of tenant/name, all with the score 0, so 
 VERSIONS = PREFIX + "versions"  # hash: tenant/name -> last version, kept when the name is deleted
 VERSION_NOTES = PREFIX + "version_notes"  # hash: tenant/name -> JSON of NameNotes, for names that have any
 STORED = PREFIX + "stored:"  # + tenant, hash: id of a key (empty: all of the tenant) -> "adapters bytes"
+UNSWEPT = PREFIX + "unswept:"  # + tenant, hash: digest that its names have lost -> "event bytes key_id"
+UNSWEPT_TENANTS = PREFIX + "unswept_tenants"  # set of tenants that have any
 STORED_IS_COUNTED = PREFIX + "stored_is_counted"  # set once all tenants' are, in a registry older than the counts
 PINS = PREFIX + "pins"  # hash: tenant/name that is pinned -> "digest gangs"
 PINNED = PREFIX + "pinned"  # hash: tenant -> "pins bytes"; the bytes of each count for each of its gangs
@@ -57,6 +59,8 @@ SCRIPT_KEYS: Final[Mapping[str, str]] = {
     "versions": VERSIONS,
     "version_notes": VERSION_NOTES,
     "stored_prefix": STORED,
+    "unswept_prefix": UNSWEPT,
+    "unswept_tenants": UNSWEPT_TENANTS,
     "pins": PINS,
     "pinned": PINNED,
     "canaries": CANARIES,

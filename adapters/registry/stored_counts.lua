@@ -1,32 +1,56 @@
 -- What each tenant stores, and what of that was uploaded with each of its keys. A name counts once for its tenant and
 -- once for each key that has uploaded one of its versions; each version counts the bytes of its tensors and of its pages.
 -- Versions from before pages were recorded have no `packed_bytes`: they count, and give back, their tensors alone.
--- KEYS: stored_prefix
+--
+-- Content that a name no longer has stays on the disk until it is swept, and counts until then: `unswept_prefix` .. tenant
+-- has "event bytes key_id" by digest, where the event is the newest one by which a name of the tenant has lost it.
+-- KEYS: stored_prefix, unswept_prefix, unswept_tenants
 local function add_count(counts, key_id, num_adapters, num_bytes)  -- empty key_id: the tenant
   local count = counts[key_id] or {0, 0}
   counts[key_id] = {count[1] + num_adapters, count[2] + num_bytes}
 end
 
-local function add_name(counts, record, notes, sign)
-  if record == '' then return end
-  local current, text = string.match(record, '^(%d+) %x+ (.*)$')
+local function add_bytes(counts, key_id, num_bytes)  -- for the tenant and for the key, if there is one
+  add_count(counts, '', 0, num_bytes)
+  if key_id ~= '' then add_count(counts, key_id, 0, num_bytes) end
+end
+
+local function versions_of(record, notes)  -- a list of {digest, num_bytes, key_id}
+  if record == '' then return {} end
+  local current, digest, text = string.match(record, '^(%d+) (%x+) (.*)$')
   local facts = cjson.decode(text)
-  local versions = {{current, facts.num_bytes + (facts.packed_bytes or 0)}}
-  for _, other in ipairs(facts.rollout and facts.rollout.others or {}) do
-    versions[#versions + 1] = {string.format('%d', other[1]), other[3] + (other[6] or 0)}
+  local version_notes = notes ~= '' and cjson.decode(notes).versions or {}
+  local function version(number, its_digest, num_bytes)
+    local note = version_notes[number]
+    return {digest = its_digest, num_bytes = num_bytes, key_id = note and note.uploaded_by or ''}
   end
-  local version_notes_of = notes ~= '' and cjson.decode(notes).versions or {}
+  local versions = {version(current, digest, facts.num_bytes + (facts.packed_bytes or 0))}
+  for _, other in ipairs(facts.rollout and facts.rollout.others or {}) do
+    versions[#versions + 1] = version(string.format('%d', other[1]), other[2], other[3] + (other[6] or 0))
+  end
+  return versions
+end
+
+local function add_versions(counts, versions, sign)  -- of one name
   local has_counted = {}
-  add_count(counts, '', sign, 0)
+  if #versions > 0 then add_count(counts, '', sign, 0) end
   for _, version in ipairs(versions) do
-    local number, num_bytes = version[1], version[2]
-    local key_id = version_notes_of[number] and version_notes_of[number].uploaded_by or ''
-    add_count(counts, '', 0, sign * num_bytes)
-    if key_id ~= '' then
-      add_count(counts, key_id, has_counted[key_id] and 0 or sign, sign * num_bytes)
-      has_counted[key_id] = true
+    add_bytes(counts, version.key_id, sign * version.num_bytes)
+    if version.key_id ~= '' and not has_counted[version.key_id] then
+      add_count(counts, version.key_id, sign, 0)
+      has_counted[version.key_id] = true
     end
   end
+end
+
+local function parse_unswept(text)  -- nil for nil
+  if not text then return nil end
+  local _, num_bytes, key_id = string.match(text, '^(%d+) (%d+) (.*)$')
+  return {num_bytes = tonumber(num_bytes), key_id = key_id}
+end
+
+local function read_unswept(tenant, digest)
+  return parse_unswept(redis.call('HGET', unswept_prefix .. tenant, digest) or nil)
 end
 
 local function read_count(tenant, key_id)
@@ -42,10 +66,30 @@ local function write_count(tenant, key_id, num_adapters, num_bytes)
   end
 end
 
-local function count_changes(before, notes_before, after, notes_after)
-  local changes = {}
-  add_name(changes, before, notes_before, -1)
-  add_name(changes, after, notes_after, 1)
+-- Returns {counts, unswept}: what is added by key_id, and by digest what is unswept now, or false if it is no more.
+local function count_changes(tenant, before, notes_before, after, notes_after)
+  local old, new = versions_of(before, notes_before), versions_of(after, notes_after)
+  local changes, lost, gained = {counts = {}, unswept = {}}, {}, {}
+  add_versions(changes.counts, old, -1)
+  add_versions(changes.counts, new, 1)
+  for _, version in ipairs(old) do lost[version.digest] = version end
+  for _, version in ipairs(new) do gained[version.digest] = not lost[version.digest] or nil end
+  for _, version in ipairs(new) do lost[version.digest] = nil end
+  for digest, version in pairs(lost) do
+    local unswept = read_unswept(tenant, digest)
+    if not unswept then
+      unswept = version
+      add_bytes(changes.counts, version.key_id, version.num_bytes)
+    end
+    changes.unswept[digest] = unswept
+  end
+  for digest in pairs(gained) do
+    local unswept = read_unswept(tenant, digest)
+    if unswept then
+      add_bytes(changes.counts, unswept.key_id, -unswept.num_bytes)
+      changes.unswept[digest] = false
+    end
+  end
   return changes
 end
 
@@ -54,7 +98,7 @@ end
 local function exceeded_bound(tenant, changes, bounds)
   for i = 1, #bounds, 3 do
     local key_id, max_adapters, max_bytes = bounds[i], bounds[i + 1], bounds[i + 2]
-    local change = changes[key_id] or {0, 0}
+    local change = changes.counts[key_id] or {0, 0}
     local adapters, bytes = read_count(tenant, key_id)
     if (max_adapters ~= '' and change[1] > 0 and adapters + change[1] > tonumber(max_adapters))
         or (max_bytes ~= '' and change[2] > 0 and bytes + change[2] > tonumber(max_bytes)) then
@@ -63,9 +107,19 @@ local function exceeded_bound(tenant, changes, bounds)
   end
 end
 
-local function write_count_changes(tenant, changes)
-  for key_id, change in pairs(changes) do
+local function write_count_changes(tenant, changes, event)  -- `event`: the number of the change's own
+  for key_id, change in pairs(changes.counts) do
     local adapters, bytes = read_count(tenant, key_id)
     write_count(tenant, key_id, adapters + change[1], bytes + change[2])
+  end
+  local unswept_key = unswept_prefix .. tenant
+  for digest, unswept in pairs(changes.unswept) do
+    if unswept then
+      local text = string.format('%d %.0f %s', event, unswept.num_bytes, unswept.key_id)
+      redis.call('HSET', unswept_key, digest, text)
+      redis.call('SADD', unswept_tenants, tenant)
+    else
+      redis.call('HDEL', unswept_key, digest)
+    end
   end
 end

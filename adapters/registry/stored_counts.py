@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final, NamedTuple
 
 from redis.asyncio import Redis
 
 from .redis_deadline import answered_within
-from .registry_keys import STORED, STORED_IS_COUNTED, bind_script
+from .registry_keys import STORED, STORED_IS_COUNTED, UNSWEPT, UNSWEPT_TENANTS, bind_script
 from .tenants.storage_bounds import StorageBound, StorageUse
+
+_PAGE: Final = 500  # of tenants, or of a tenant's entries
+
+
+class Unswept(NamedTuple):
+    """Content that a tenant's names have lost, and that counts for it until it is swept."""
+
+    digest: str
+    entry: str  # as Redis has it
+
+    @property
+    def event_number(self) -> int:
+        """Of the newest event by which a name of the tenant has lost it."""
+        return int(self.entry.split(" ", 1)[0])
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.entry.split(" ", 2)[1])
 
 
 class StoredCounts:
@@ -19,13 +37,48 @@ class StoredCounts:
         self._client: Any = client
         self._timeout_s = timeout_s
         self._recount_tenant = bind_script(client, "recount_tenant.lua")
+        self._release_swept = bind_script(client, "release_swept.lua", allow_oom=True)
+        self._scan_hash = bind_script(client, "scan_hash.lua")
 
     async def of(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
-        """What the tenant has stored, and what of that was uploaded with the key."""
+        """What the tenant has stored, what is to be swept included, and what of that was uploaded with the key."""
         async with answered_within(self._timeout_s):
             found: list[str | None] = await self._client.hmget(STORED + tenant, ["", key_id])
         of_tenant, of_key = (_use(text) for text in found)
         return of_tenant, of_key
+
+    async def unswept_bytes(self, tenant: str, digest: str) -> int:
+        """What this content counts for the tenant although none of its names has it; 0: it does not."""
+        async with answered_within(self._timeout_s):
+            entry: str | None = await self._client.hget(UNSWEPT + tenant, digest)
+        return 0 if entry is None else Unswept(digest, entry).num_bytes
+
+    async def unswept(self) -> AsyncIterator[tuple[str, Sequence[Unswept]]]:
+        """Of all tenants, page by page. An entry may come twice."""
+        cursor = 0
+        while True:
+            async with answered_within(self._timeout_s):
+                cursor, tenants = await self._client.sscan(UNSWEPT_TENANTS, cursor, count=_PAGE)
+            for tenant in tenants:
+                async for page in self._unswept_of(tenant):
+                    yield tenant, page
+            if not cursor:
+                return
+
+    async def _unswept_of(self, tenant: str) -> AsyncIterator[Sequence[Unswept]]:
+        cursor = "0"
+        while True:
+            async with answered_within(self._timeout_s):
+                cursor, text = await self._scan_hash(hash=UNSWEPT + tenant, cursor=cursor, count=_PAGE)
+            lines = text.split("\n") if text else []
+            yield [Unswept(*pair) for pair in zip(lines[::2], lines[1::2], strict=True)]
+            if cursor == "0":
+                return
+
+    async def release(self, tenant: str, unswept: Sequence[Unswept]) -> None:
+        """Counts these no more, but for those that have changed since they were read."""
+        async with answered_within(self._timeout_s):
+            await self._release_swept(tenant=tenant, entries=[part for one in unswept for part in one])
 
     async def count_once(self) -> bool:
         """Counts all tenants unless that was done before; whether it did. A registry may be older than the counts."""

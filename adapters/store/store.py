@@ -61,21 +61,21 @@ class AdapterStore:
     """Many processes may use one store at a time. All methods block: call them from a thread."""
 
     def __init__(self, root: Path) -> None:
-        self._root = root
+        self.root = root
         self._temporary = root / "tmp"
         self._kept_layouts, self._repacked = KeptLayouts(root / "layouts"), Repacked()
         make_folder(self._temporary)
 
     def check_base(self, base: BaseIdentity, remedy: str) -> None:
         """Raises OtherBase, with `remedy` in its message, if the store has adapters of another base."""
-        path = self._root / _BASE_FILE
+        path = self.root / _BASE_FILE
         if path.exists() and self.digests():
-            base.check(BaseIdentity.parse(path.read_text()), f"the data folder {self._root.parent}", remedy)
+            base.check(BaseIdentity.parse(path.read_text()), f"the data folder {self.root.parent}", remedy)
 
     def claim_base(self, base: BaseIdentity, remedy: str) -> None:
         """Records that the store belongs to `base`. Raises as `check_base` does."""
         self.check_base(base, remedy)
-        with self._lock(fcntl.LOCK_SH), replacing(self._root / _BASE_FILE, self._temporary) as file:
+        with self._lock(fcntl.LOCK_SH), replacing(self.root / _BASE_FILE, self._temporary) as file:
             file.write(f"{base}\n".encode())
 
     def put(self, content: AdapterContent, layouts: Sequence[AdapterLayout]) -> AdapterContent:
@@ -187,9 +187,13 @@ class AdapterStore:
         """The digests of all adapters in the store, complete or not."""
         return sorted(digest for beginning in BEGINNINGS for digest in self._digests(beginning))
 
+    def has(self, digest: str) -> bool:
+        """Whether any of the adapter is on the disk."""
+        return self._folder(digest).is_dir()
+
     def store_id(self) -> str:
         """A word that names this store, made by the first call."""
-        path = self._root / _ID_FILE
+        path = self.root / _ID_FILE
         if not path.exists():
             with self._lock(fcntl.LOCK_EX):
                 if not path.exists():
@@ -264,7 +268,7 @@ class AdapterStore:
 
     def _digests(self, beginning: str) -> list[str]:
         try:
-            names = os.listdir(self._root / beginning)
+            names = os.listdir(self.root / beginning)
         except FileNotFoundError:
             return []
         return sorted(name for name in names if _DIGEST.fullmatch(name))
@@ -305,14 +309,14 @@ class AdapterStore:
     def _folder(self, digest: str) -> Path:
         if not _DIGEST.fullmatch(digest):
             raise AdapterCorrupt(f"{digest!r} is no digest: 64 hexadecimal digits are needed")
-        return self._root / digest[:2] / digest
+        return self.root / digest[:2] / digest
 
     def _packed_path(self, digest: str, layout: AdapterLayout) -> Path:
         return self._folder(digest) / f"{layout.key}{_PACKED_SUFFIX}"
 
     @contextmanager
     def _lock(self, kind: int) -> Iterator[None]:
-        handle = os.open(self._root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, kind)
             yield

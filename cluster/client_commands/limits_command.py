@@ -16,6 +16,7 @@ _ROWS: Final = {
     "requests_per_minute": "requests a minute",
     "tokens_per_minute": "tokens a minute",
     "concurrent_streams": "answers at once",
+    "uploads_per_minute": "uploads a minute",
     "adapters": "adapters",
     "stored_bytes": "stored",
 }

@@ -13,6 +13,7 @@ from ...workers.device_probe import probe_device
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import ModelSharding
 from ...workers.models.weights import open_checkpoint
+from ...workers.window_pages import kept_window, most_pages
 from ..byte_size import format_byte_size, shortest_byte_size
 from ..config import MotetConfig
 from ..settings.config_error import ConfigError
@@ -69,12 +70,13 @@ def check_sizes(config: MotetConfig) -> list[str]:
         )
     if pool_bytes is None:
         return warnings  # a GPU's free memory is known once the model is loaded
-    num_tokens = pool_bytes // page_bytes * block_size
-    if num_tokens < length:
-        needed = -(-length // block_size) * page_bytes
+    num_pages = pool_bytes // page_bytes
+    window = kept_window(model.window, serving.device)
+    num_needed = most_pages(length, block_size, window, batching.max_tokens_per_step)
+    if num_pages < num_needed:
         warnings.append(
-            f"the pool holds {num_tokens} tokens and the context has {length}: longer requests are refused; "
-            f"--pool-bytes {needed} holds a whole one, without its adapter"
+            f"the pool holds {num_pages * block_size} tokens and the context has {length}: longer requests are "
+            f"refused; --pool-bytes {num_needed * page_bytes} holds a whole one, without its adapter"
         )
     return warnings
 

@@ -57,9 +57,12 @@ def attend_pages(
         if end - start == 1:
             decodes.append(sequence)
             continue
+        # Pages before those that the first row sees may hold anything.
+        skipped = 0 if window is None else max(0, context_len - (end - start) + 1 - window) // block_size
         first_page = int(batch.page_starts[sequence])
-        pages = batch.pages[first_page : first_page - (-context_len // block_size)]
-        out[start:end] = _attend_chunk(q[start:end], read(pages), context_len, scale, window, softcap)
+        pages = batch.pages[first_page + skipped : first_page - (-context_len // block_size)]
+        seen_len = context_len - skipped * block_size
+        out[start:end] = _attend_chunk(q[start:end], read(pages), seen_len, scale, window, softcap)
     for group in _by_length(decodes, batch.context_lens):
         rows = torch.tensor([batch.query_starts[sequence] for sequence in group], device=q.device)
         num_pages = -(-max(batch.context_lens[sequence] for sequence in group) // block_size)
@@ -119,7 +122,7 @@ def _attend_decodes(
     seen = key < lengths.unsqueeze(1)
     if window is not None:
         seen &= key >= (lengths - window).unsqueeze(1)
-    # Beyond a sequence's end pages may hold NaN, and a weight of zero times NaN is NaN.
+    # Beyond a sequence's end and before its window pages may hold NaN, and a weight of zero times NaN is NaN.
     unseen = ~seen[:, None, :, None]
     k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
     grouped = q.view(num_rows, num_kv_heads, -1, head_dim)  # the heads of a group are rows that see the same keys

@@ -18,6 +18,7 @@ class QuotaShown(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute: int | None
     tokens_per_minute: int | None
     concurrent_streams: int | None
+    uploads_per_minute: int | None
     adapters: int | None
     stored_bytes: int | None
     pinned_bytes: int | None

@@ -24,6 +24,7 @@ class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     requests_per_minute: Bound | UnsetType = UNSET
     tokens_per_minute: Bound | UnsetType = UNSET
     concurrent_streams: Bound | UnsetType = UNSET
+    uploads_per_minute: Bound | UnsetType = UNSET
     adapters: Bound | UnsetType = UNSET
     stored_bytes: Bound | UnsetType = UNSET
     pinned_bytes: Bound | UnsetType = UNSET

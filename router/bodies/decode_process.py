@@ -7,26 +7,21 @@ delays no stream. It answers one question after the other and ends with its stan
 from __future__ import annotations
 
 import gc
-import os
-import resource
 import sys
-from pathlib import Path
 from typing import IO, Final
 
 import msgspec
 
+from ...adapters.processes.process_bounds import resident_bytes, yield_to_others
+from ...adapters.processes.process_frames import LAST, NOT_LAST, read_frames, write_frames
 from ..openai_api.errors import ApiError, invalid_value
 from ..openai_api.json_body import decode
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from .body_limits import check_extent, without_ballast
 from .packed_request import PackedRequest, packed
-from .process_frames import read_frames, write_frames
 
 NICENESS: Final = 5  # large bodies yield to all other work
 MOST_RESIDENT_BYTES: Final = 256 << 20  # a process that has grown beyond ends, and the router starts another
-
-LAST: Final = b"last"  # the first frame of an answer: does the process answer another question?
-NOT_LAST: Final = b""
 
 _DECODERS: Final[dict[str, msgspec.json.Decoder[GenerationFields]]] = {
     kind.__name__: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest)
@@ -73,23 +68,17 @@ def _packed(question: Question, body: bytes) -> PackedRequest:
 
 def main(source: IO[bytes], sink: IO[bytes]) -> None:
     gc.disable()  # what is decoded has no cycles, and looking for some takes longer than decoding
-    os.nice(NICENESS)
+    yield_to_others(NICENESS)
     decoder = msgspec.msgpack.Decoder(Question)
     while frames := read_frames(source):
         question, body = frames
         found = answer(decoder.decode(question), body)
         del frames, body
-        is_last = _resident_bytes() > MOST_RESIDENT_BYTES
+        is_last = resident_bytes() > MOST_RESIDENT_BYTES
         write_frames(sink, [LAST if is_last else NOT_LAST, *found])
         del found
         if is_last:
             return
-
-
-def _resident_bytes() -> int:
-    """What the process takes now. What it once took at most would have the router's own in it, which started it."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
 
 
 if __name__ == "__main__":

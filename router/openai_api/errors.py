@@ -25,6 +25,7 @@ from ...adapters.errors import (
     TenantGone,
     TooManyKeys,
     UploadTooLarge,
+    UploadUnchecked,
     VersionRefused,
 )
 from ...workers.wire.messages import SequenceError
@@ -137,6 +138,8 @@ def from_adapter_error(error: AdapterError) -> ApiError | None:
             return ApiError(409, sentence, code="too_many_keys")
         case UploadTooLarge():
             return ApiError(413, message, code="too_large")
+        case UploadUnchecked():
+            return unavailable(sentence, "upload_unchecked")
         case QuotaExceeded():
             return insufficient_quota(message)
         case RegistryFull():

@@ -85,6 +85,10 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
             503,
             "Redis is away, and the router does not keep what it says of this; with `Retry-After`",
         ),
+        "upload_unchecked": (
+            503,
+            "the upload could not be checked, because the machine is too busy; with `Retry-After`",
+        ),
         "issuer_unavailable": (
             503,
             "a token of an identity provider whose keys this router has never had; with `Retry-After`",

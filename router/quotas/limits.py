@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 from ..tenants.identity import Identity
 
-Kind = Literal["requests", "tokens", "streams"]
+Kind = Literal["requests", "tokens", "streams", "uploads"]
 Owner = Literal["tenant", "key"]
 
 PERIOD_US: Final = 60_000_000.0
@@ -17,7 +17,10 @@ _SLACK_US: Final = 1.0  # rounding of sums
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """`limit` units a minute, or for `streams` that many answers at once. `name`: among the limits of a tenant."""
+    """`limit` units a minute, or for `streams` that many answers at once. `name`: among the limits of a tenant.
+
+    `uploads` limits uploads of adapters, and all others limit answers.
+    """
 
     name: str
     kind: Kind
@@ -50,6 +53,7 @@ def limits_of(identity: Identity) -> tuple[Limit, ...]:
             ("requests", quota.requests_per_minute),
             ("tokens", quota.tokens_per_minute),
             ("streams", quota.concurrent_streams),
+            ("uploads", quota.uploads_per_minute),
         )
         suffix = f":{identity.key.key_id}" if owner == "key" else ""
         found += [Limit(kind + suffix, kind, owner, limit) for kind, limit in kinds if limit is not None]

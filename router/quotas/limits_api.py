@@ -26,6 +26,7 @@ class OwnersLimits(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_minute: LimitStatus
     tokens_per_minute: LimitStatus
     concurrent_streams: LimitStatus
+    uploads_per_minute: LimitStatus
     adapters: LimitStatus
     stored_bytes: LimitStatus
     pinned_bytes: int | None  # the most there may be; None: no quota
@@ -78,6 +79,7 @@ def _of(owner: Owner, identity: Identity, levels: Sequence[Level], stored: Stora
         requests_per_minute=limit_of("requests"),
         tokens_per_minute=limit_of("tokens"),
         concurrent_streams=limit_of("streams"),
+        uploads_per_minute=limit_of("uploads"),
         adapters=_counted(bound.adapters, stored.adapters),
         stored_bytes=_counted(bound.stored_bytes, stored.stored_bytes),
         pinned_bytes=quota.pinned_bytes,

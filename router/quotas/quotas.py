@@ -8,46 +8,35 @@ that may be used, until their leases end; then requests of tenants with quotas g
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
 from redis.asyncio import Redis
-from redis.exceptions import NoScriptError, RedisError
 
 from ...adapters.ended_tasks import end_tasks
 from ...adapters.registry.tenants.records import Quota
 from ..accounts.account import Account, AnswerRequest, Ending, Progress
 from ..loop_share import LoopShare
-from ..openai_api.errors import unavailable
+from ..openai_api.errors import ApiError, unavailable
 from ..tenants.identity import Identity
-from .grants import EXCHANGE, REPORT_INTERVAL_US, Grant, Message, Taken, Waiter
+from .grant_sender import Costs, GrantSender, RedisAway, clock_us
+from .grants import Grant, Taken
 from .limits import PERIOD_US, Level, Limit, limits_of
 from .refusals import Headers, headers_of, refusal, zero_refusal
 
 WAIT_S: Final = 0.1  # for Redis, of a request
-RETRY_S: Final = 0.5  # after Redis has failed, no request waits for it until then
 RENEW_S: Final = 5.0  # leases of answers under way, and charges of those that exceed what they took
 _TICK_S: Final = 0.05
 _RETURNED_S: Final = 0.5  # by then other routers have given back what they do not need
-_MAX_BATCH: Final = 256  # messages, so that one is answered in time also where thousands wait
-_LATENESS_S: Final = 0.05  # of a timer: this process was held up, and Redis may have answered in time
 MAX_TAKEOVERS: Final = 4  # connections that may resume one stream while the ones before have not ended
 
 _MAX_DEBT_S: Final = 2 * PERIOD_US / 1e6  # of tokens: with more, streams are not resumed either
-Costs = Sequence[tuple[Grant, int]]
 
 _log = logging.getLogger(__name__)
-
-
-class RedisAway(Exception):  # noqa: N818
-    """Redis has not answered in time."""
 
 
 @dataclass(slots=True)
@@ -58,10 +47,12 @@ class _Holder:
     limits: tuple[Limit, ...]
     grants: tuple[Grant, ...]
 
-    def check_zero(self) -> None:
+    def check_zero(self, *, of_uploads: bool = False) -> None:
         """Raises the 429 of a quota of 0, for which waiting does not help."""
         if len(self.grants) < len(self.limits):
-            raise zero_refusal(next(limit for limit in self.limits if not limit.limit))
+            for limit in self.limits:
+                if not limit.limit and (limit.kind == "uploads") == of_uploads:
+                    raise zero_refusal(limit)
 
     def levels(self, now_us: float) -> list[Level]:
         zeros = [Level(limit) for limit in self.limits if not limit.limit]
@@ -103,18 +94,13 @@ class Quotas:
     """
 
     def __init__(self, client: Redis, num_routers: Callable[[], int], *, wait_s: float = WAIT_S) -> None:
-        self._client: Any = client
-        self._num_routers, self._wait_s = num_routers, wait_s
+        self._sender = GrantSender(client, num_routers, wait_s)
         self._router = uuid4().hex[:12]
         self._holders: dict[tuple[str, str], _Holder] = {}  # by tenant's id and key
         # By key in Redis: there is one of each limit, for as long as a holder, an account or a request has it.
         self._grants: WeakValueDictionary[str, Grant] = WeakValueDictionary()
         self._accounts: dict[str, QuotaAccount] = {}  # of answers under way, by response
-        self._due: deque[tuple[float, Grant]] = deque()  # when grants give back what is idle
-        self._unsent: dict[Grant, None] = {}  # with a message for Redis, in this order
-        self._sender: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._is_away, self._away_until_s = False, 0.0
 
     def start(self) -> None:
         self._keeper = asyncio.create_task(self._keep(), name="quotas")
@@ -124,10 +110,8 @@ class Quotas:
         await end_tasks(self._keeper)
         for grant in list(self._grants.values()):
             if not grant.is_idle:
-                self._send(grant)
-        if self._sender is not None:
-            await asyncio.wait((self._sender,), timeout=2 * self._wait_s)
-        await end_tasks(self._sender)
+                self._sender.send(grant)
+        await self._sender.drain()
 
     async def open(self, request: AnswerRequest) -> Account:
         holder = self._holder(request.identity)
@@ -136,22 +120,21 @@ class Quotas:
         holder.check_zero()
         account = QuotaAccount(request, self._settle)
         if request.is_resumed:  # it was admitted before, and is charged for what it uses from now on
-            units = {"requests": 0, "tokens": 0, "streams": 0 if self._take_places(account) else 1}
+            units = {"requests": 0, "tokens": 0, "streams": 0 if self._take_places(account) else 1, "uploads": 0}
         else:
             num_tokens = request.num_prompt_tokens + request.num_new_tokens
-            units = {"requests": 1, "tokens": num_tokens, "streams": 1}
+            units = {"requests": 1, "tokens": num_tokens, "streams": 1, "uploads": 0}
         costs = [(grant, grant.limit.reserved(units[grant.limit.kind])) for grant in holder.grants]
         try:
             await self._obtain(costs, holder, is_resumed=request.is_resumed)
         except RedisAway as error:
             if not request.is_resumed:
-                message = "The tenant's quotas cannot be read now, and this router has used up its part of them."
-                raise unavailable(message, "registry_unavailable") from error
+                raise _quotas_unread() from error
         except BaseException:
             self._give_back_places(account)
             raise
         self._open_account(account, costs)
-        account.headers = headers_of(holder.levels(_now_us()))
+        account.headers = headers_of(holder.levels(clock_us()))
         return account
 
     def precheck(self, identity: Identity, is_resuming: bool = False) -> Headers:
@@ -160,7 +143,7 @@ class Quotas:
         Raises the 429 of a request that `open` would certainly refuse. `is_resuming`: it resumes a stream, which takes
         nothing of the quota of requests.
         """
-        holder, now_us = self._holder(identity), _now_us()
+        holder, now_us = self._holder(identity), clock_us()
         levels = holder.levels(now_us)
         if not is_resuming:
             holder.check_zero()
@@ -171,14 +154,31 @@ class Quotas:
                     raise refusal([(known, 1)], levels)
         return headers_of(levels)
 
+    async def take_upload(self, identity: Identity) -> None:
+        """Takes one upload of an adapter, which is charged whatever becomes of it.
+
+        Raises the 429 of a tenant or key that has none left, and a 503 if that cannot be read.
+        """
+        holder = self._holder(identity)
+        holder.check_zero(of_uploads=True)
+        costs = [(grant, 1) for grant in holder.grants if grant.limit.kind == "uploads"]
+        try:
+            await self._obtain(costs, holder, is_resumed=False)
+        except RedisAway as error:
+            raise _quotas_unread() from error
+        now_us = clock_us()
+        for grant, _ in costs:
+            grant.take(1, now_us)
+            self._sender.queue(grant)
+
     async def look(self, identity: Identity) -> tuple[Sequence[Level], bool]:
         """How full each limit is, and whether that is as of now: False if Redis is away. Takes nothing."""
         holder, is_fleet_wide = self._holder(identity), True
         try:
-            await self._ask([(grant, 0) for grant in holder.grants])
+            await self._sender.obtain([(grant, 0) for grant in holder.grants])
         except RedisAway:
             is_fleet_wide = False
-        return holder.levels(_now_us()), is_fleet_wide
+        return holder.levels(clock_us()), is_fleet_wide
 
     def _holder(self, identity: Identity) -> _Holder:
         tenant_id, key_id = identity.tenant.tenant_id, identity.key.key_id
@@ -202,8 +202,8 @@ class Quotas:
         """Returns when all grants have their costs. Raises the 429 if Redis lacks one, and RedisAway."""
         may_wait, lacking = True, costs if is_resumed else _lacking(costs)
         while lacking:
-            short = await self._ask(lacking, is_resumed=is_resumed)
-            lacking, now_us = _lacking(short), _now_us()
+            short = await self._sender.obtain(lacking, is_resumed=is_resumed)
+            lacking, now_us = _lacking(short), clock_us()
             if not lacking:
                 lacking = _lacking(costs)
             elif may_wait and all(grant.level(now_us, with_held=False).left >= cost for grant, cost in lacking):
@@ -212,25 +212,9 @@ class Quotas:
             else:
                 raise refusal([(grant.level(now_us), cost) for grant, cost in lacking], holder.levels(now_us))
         for grant, _ in costs if is_resumed else ():
-            level = grant.level(_now_us(), with_held=False)  # what routers hold is no debt
+            level = grant.level(clock_us(), with_held=False)  # what routers hold is no debt
             if grant.limit.kind == "tokens" and level.full_in_s > _MAX_DEBT_S:
-                raise refusal([(level, 0)], holder.levels(_now_us()))
-
-    async def _ask(self, costs: Costs, *, is_resumed: bool = False) -> Costs:
-        """Has Redis add the costs to the grants. Returns those of which Redis had too little. Raises RedisAway."""
-        loop = asyncio.get_running_loop()
-        if loop.time() < self._away_until_s:
-            raise RedisAway
-        waiters = []
-        for grant, cost in costs:
-            waiters.append(Waiter(cost, loop.create_future(), is_resumed and cost > 0))
-            grant.waiters.append(waiters[-1])
-            self._send(grant)
-        shorts = await asyncio.gather(*(waiter.is_short for waiter in waiters), return_exceptions=True)
-        for error in shorts:
-            if isinstance(error, BaseException):
-                raise error
-        return [cost for cost, is_short in zip(costs, shorts, strict=True) if is_short]
+                raise refusal([(level, 0)], holder.levels(clock_us()))
 
     def _take_places(self, account: QuotaAccount) -> bool:
         """Takes over the places of the same stream's connection before, if that has not ended at this router."""
@@ -249,11 +233,11 @@ class Quotas:
             before.places = account.places
             return
         for grant in account.places:
-            grant.release(_now_us(), is_reusable=False)
-            self._queue(grant)
+            grant.release(clock_us(), is_reusable=False)
+            self._sender.queue(grant)
 
     def _open_account(self, account: QuotaAccount, costs: Costs) -> None:
-        now_us = _now_us()
+        now_us = clock_us()
         for grant, cost in costs:
             taken = grant.take(cost, now_us) if cost and grant.has(cost, now_us) else None
             if grant.limit.kind == "tokens":
@@ -263,7 +247,7 @@ class Quotas:
                 if taken is None:  # a resumed stream, while Redis is away
                     account.has_own_places = False
                     grant.add_place()
-            self._queue(grant)
+            self._sender.queue(grant)
         account.before = None
         if account.places or account.reserved:
             self._accounts[account.request.response_id] = account
@@ -274,12 +258,12 @@ class Quotas:
         for index, (grant, taken) in enumerate(account.reserved):
             if used > taken.units:
                 account.reserved[index] = grant, grant.settle(taken, used)
-                self._queue(grant)
+                self._sender.queue(grant)
 
     def _settle(self, account: QuotaAccount, ending: Ending) -> None:
         if self._accounts.get(account.request.response_id) is account:
             del self._accounts[account.request.response_id]
-        progress, now_us = ending.progress, _now_us()
+        progress, now_us = ending.progress, clock_us()
         used = progress.num_prompt_tokens + progress.num_completion_tokens
         if ending.error == "taken_over" and account.request.num_sequences == 1:
             used = 0  # the connection that took the stream over is charged for all of it
@@ -291,123 +275,39 @@ class Quotas:
             grant.release(now_us, is_reusable=is_reusable)
         for grant in {*account.places, *(grant for grant, _ in account.reserved)}:
             if grant.level(now_us).left * 2 < grant.limit.limit:
-                self._send(grant)  # at once, where others may be short of it
+                self._sender.send(grant)  # at once, where others may be short of it
             else:
-                self._queue(grant)
-
-    def _queue(self, grant: Grant) -> None:
-        """Has the grant reported to Redis within REPORT_INTERVAL_US, if there is anything to report."""
-        if not grant.is_queued and grant.needs_report:
-            grant.is_queued = True
-            self._due.append((_now_us() + REPORT_INTERVAL_US, grant))
-
-    def _send(self, grant: Grant) -> None:
-        """Has the grant reported to Redis now, or when its message under way is answered."""
-        if asyncio.get_running_loop().time() < self._away_until_s:
-            self._queue(grant)
-            return
-        self._unsent[grant] = None
-        if self._sender is None:
-            self._sender = asyncio.create_task(self._send_all(), name="quotas in redis")
-
-    async def _send_all(self) -> None:
-        batch: list[Grant] = []
-        try:
-            while self._unsent:
-                batch = list(itertools.islice(self._unsent, _MAX_BATCH))
-                for grant in batch:
-                    del self._unsent[grant]
-                sent_at_us, num_routers = _now_us(), self._num_routers()
-                messages = [grant.message(sent_at_us, num_routers) for grant in batch]
-                replies = await self._call(messages)
-                if self._is_away:
-                    self._is_away = False
-                    _log.info("quotas: redis is there again")
-                for grant, message, reply in zip(batch, messages, replies, strict=True):
-                    grant.apply(message, reply, sent_at_us)
-                    if grant.waiters:
-                        self._unsent[grant] = None
-                    self._queue(grant)
-        except (RedisError, OSError, TimeoutError) as error:
-            self._fail(batch, error)
-        except Exception as error:  # else those that wait would wait for ever
-            _log.exception("quotas: a reply of redis could not be read")
-            self._fail(batch, error)
-        finally:
-            self._sender = None
-
-    async def _call(self, messages: Sequence[Message]) -> list[Any]:
-        """Raises RedisError, OSError or TimeoutError; then Redis may have got some of the messages."""
-        loop = asyncio.get_running_loop()
-        began_s, call = loop.time(), asyncio.create_task(self._execute(messages))
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
-            done, _ = await asyncio.wait((call,), timeout=self._wait_s)
-            if not done and loop.time() > began_s + self._wait_s + _LATENESS_S:
-                done, _ = await asyncio.wait((call,), timeout=self._wait_s)
-            if not done:
-                raise TimeoutError(f"no answer within {self._wait_s:g} s")
-            return call.result()
-        finally:
-            call.cancel()
-
-    async def _execute(self, messages: Sequence[Message]) -> list[Any]:
-        for may_load in (True, False):
-            pipeline = self._client.pipeline(transaction=False)
-            for message in messages:
-                keys, args = EXCHANGE.parameters(**message.parameters)
-                pipeline.evalsha(EXCHANGE.sha, len(keys), *keys, *args)
-            try:
-                replies: list[Any] = await pipeline.execute()
-                return replies
-            except NoScriptError:
-                if not may_load:
-                    raise
-                await self._client.script_load(EXCHANGE.source)
-        raise AssertionError
-
-    def _fail(self, batch: Sequence[Grant], error: Exception) -> None:
-        """Redis has not answered to the messages of the batch, which are sent again later."""
-        if not self._is_away:
-            _log.warning("quotas: redis is away, grants are all that is left: %s", error or type(error).__name__)
-        self._is_away, self._away_until_s = True, asyncio.get_running_loop().time() + RETRY_S
-        grants, self._unsent = [*batch, *self._unsent], {}
-        for grant in grants:
-            grant.fail(RedisAway())
-            self._queue(grant)
+                self._sender.queue(grant)
 
     async def _keep(self) -> None:
-        renew_at_us = _now_us() + RENEW_S * 1e6
+        renew_at_us = clock_us() + RENEW_S * 1e6
         while True:
             await asyncio.sleep(_TICK_S)
             try:
-                self._send_due()
-                if _now_us() >= renew_at_us:
-                    renew_at_us = _now_us() + RENEW_S * 1e6
+                self._sender.send_due()
+                if clock_us() >= renew_at_us:
+                    renew_at_us = clock_us() + RENEW_S * 1e6
                     await self._renew()
             except Exception:  # else all answers under way would lose their places
                 _log.exception("quotas: answers under way could not be renewed or charged")
 
-    def _send_due(self) -> None:
-        now_us, is_away = _now_us(), asyncio.get_running_loop().time() < self._away_until_s
-        while self._due and self._due[0][0] <= now_us and not is_away:
-            grant = self._due.popleft()[1]
-            grant.is_queued = False
-            if grant.needs_report:
-                self._send(grant)
-
     async def _renew(self) -> None:
-        now_us, share = _now_us(), LoopShare()
+        now_us, share = clock_us(), LoopShare()
         for name, holder in list(self._holders.items()):
             if all(grant.is_idle and not grant.level(now_us).backlog_us for grant in holder.grants):
                 del self._holders[name]
         for grant in list(self._grants.values()):
             if grant.in_use:
-                self._send(grant)
+                self._sender.send(grant)
         for response_id, account in list(self._accounts.items()):
             if account.reserved and self._accounts.get(response_id) is account:  # it has not ended
                 self._charge(account, account.request.progress())
                 await share.pause()
+
+
+def _quotas_unread() -> ApiError:
+    message = "The tenant's quotas cannot be read now, and this router has used up its part of them."
+    return unavailable(message, "registry_unavailable")
 
 
 def redis_key(tenant_id: str, limit: Limit) -> str:
@@ -416,9 +316,5 @@ def redis_key(tenant_id: str, limit: Limit) -> str:
 
 
 def _lacking(costs: Costs) -> Costs:
-    now_us = _now_us()
+    now_us = clock_us()
     return [(grant, cost) for grant, cost in costs if cost and not grant.has(cost, now_us)]
-
-
-def _now_us() -> float:
-    return time.monotonic() * 1e6

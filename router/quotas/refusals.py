@@ -10,7 +10,7 @@ from ..openai_api.errors import RETRY_AFTER_S, ApiError, insufficient_quota
 from .limits import Kind, Level, Limit
 
 Headers = list[tuple[bytes, bytes]]
-_KINDS: Final[tuple[Kind, ...]] = ("requests", "tokens", "streams")
+_KINDS: Final[tuple[Kind, ...]] = ("requests", "tokens", "streams")  # of answers
 
 
 def headers_of(levels: Sequence[Level]) -> Headers:

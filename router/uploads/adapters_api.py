@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import time
 from functools import partial
@@ -17,14 +16,15 @@ from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import AdapterInvalid, NoSuchName, VersionRefused
 from ...adapters.registry.tenants.storage_bounds import storage_bounds
 from ...adapters.registry.versions.name_state import VersionNote
+from ...adapters.tenant_places import TenantPlaces
 from ...adapters.upload import UploadService
 from ..access.request_record import record_of
 from ..bodies.body_limits import ArrivalPace
-from ..bodies.turns import Turns
 from ..config import CurrentConfig
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request, read_page
+from ..quotas.quotas import Quotas
 from ..route import route
 from ..tenants.identity import Identity
 from .upload_form import AdapterForm, check_form, declared_bytes, receive_upload
@@ -58,13 +58,16 @@ class DeletedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 class AdaptersApi:
     """Handlers of a tenant's adapters. They ask the registry itself and not this router's copy of it."""
 
-    def __init__(self, config: CurrentConfig, uploads: UploadService, metrics: Metrics) -> None:
+    def __init__(
+        self, config: CurrentConfig, uploads: UploadService, metrics: Metrics, quotas: Quotas | None = None
+    ) -> None:
+        """`quotas`: None: there are none."""
         self._config = config
         self._metrics = metrics
+        self._quotas = quotas
         self._uploads = uploads
         self._spool = UploadSpool(config.now.spool_path, config.now.min_free_bytes)
-        self._open_uploads = asyncio.Semaphore(config.now.max_open_uploads)
-        self._tenants_uploads = Turns(config.now.max_tenant_uploads)
+        self._open_uploads = TenantPlaces(config.now.max_open_uploads, config.now.max_tenant_uploads)
 
     @route(
         "POST",
@@ -76,8 +79,10 @@ class AdaptersApi:
         errors=(
             "invalid_adapter",
             "version_refused",
+            "rate_limit_exceeded",
             "insufficient_quota",
             "uploads_full",
+            "upload_unchecked",
             "registry_unavailable",
             "insufficient_storage",
         ),
@@ -86,11 +91,12 @@ class AdaptersApi:
         """201 for a new version, 200 for content that the name already points to."""
         started_at = time.perf_counter()
         tenant = identity.name
-        if self._tenants_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
+        if self._open_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
             raise _too_many_uploads()
-        # Its tenant's turn first, so that a tenant that waits for one of its own takes none of the router's. Both are
-        # held until the adapter is stored, because until then the spool takes disk.
-        async with self._tenants_uploads.of(tenant), self._open_uploads:
+        if self._quotas is not None:
+            await self._quotas.take_upload(identity)
+        # Held until the adapter is stored, because until then the spool takes disk.
+        async with self._open_uploads.of(tenant):
             try:
                 adapter, created = await self._receive(request, identity)
             except AdapterInvalid as error:

@@ -49,7 +49,7 @@ def pin_of(num_gangs: int, state: NameState, _: float) -> NameState:
 
 
 async def expected(registry: Registry) -> tuple[StorageUse, str | None]:
-    """What the records say the tenant has stored and pinned."""
+    """What the records say the tenant has stored and pinned, with what is to be swept."""
     names = num_bytes = pins = pinned = 0
     for current in await registry.list_adapters("acme"):
         names += 1
@@ -57,6 +57,8 @@ async def expected(registry: Registry) -> tuple[StorageUse, str | None]:
         num_gangs = rollout_of(current).pinned_gangs
         pins += num_gangs > 0
         pinned += num_gangs * (current.packed_bytes or current.num_bytes)
+    async for _, page in registry.stored.unswept():
+        num_bytes += sum(one.num_bytes for one in page)
     return StorageUse(names, num_bytes), f"{pins} {pinned}" if pins else None
 
 
@@ -89,6 +91,8 @@ async def test_counts_are_what_the_records_say_and_nothing_is_left(
     assert await redis_client.hgetall(STORED + "acme") == counted
     for number in range(3):
         await registry.delete("acme", f"n{number}")
+    async for tenant, page in registry.stored.unswept():
+        await registry.stored.release(tenant, page)
     assert await redis_client.hgetall(STORED + "acme") == {}
     assert await redis_client.hget(PINNED, "acme") is None
 

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.fused_experts import resolve_parameters
+from motet.adapters.format.patterns import PatternTime
 from motet.adapters.format.peft import parse_config, parse_tensor_name, tensor_name
 from motet.adapters.format.targets import resolve_targets
 from motet.adapters.format.validation import validate
@@ -189,6 +190,20 @@ def test_a_hostile_expression_is_refused_and_does_not_stop_the_process() -> None
         ticks += 1
     assert ticks == 2
     assert time.process_time() - began < 1.0  # the work was the child's, which has a limit of its own
+
+
+def test_all_expressions_of_an_upload_share_their_time() -> None:
+    time_left = PatternTime()
+    slow = r"(\w+|[a-z._0-9]+)+!"
+    config = parse_config(config_bytes(target_modules=slow))
+    with pytest.raises(AdapterInvalid, match="takes too long"):
+        resolve_targets(config, SHAPE, time_left)
+    assert time_left.left_s < 0.3
+    time_left.left_s = 0.0
+    for changes in ({"exclude_modules": r"x|y"}, {"rank_pattern": {r"x|y": 3}}, {"target_modules": r".*\.q_proj|x"}):
+        with pytest.raises(AdapterInvalid, match="takes too long"):
+            resolve_targets(parse_config(config_bytes(**changes)), SHAPE, time_left)
+    assert resolve_targets(parse_config(config_bytes(rank_pattern={"layers.0.self_attn.q_proj": 3})), SHAPE, time_left)
 
 
 def test_too_many_patterns_are_refused() -> None:

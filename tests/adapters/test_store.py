@@ -411,7 +411,7 @@ def test_experts_without_lora_take_no_disk_and_an_older_adapter_stays_as_it_was_
     for store in (new, old):
         ranks = store.load_content(apart.digest).module_ranks
         pages = store.load_packed(apart.digest, EXPERT_LAYOUT)
-        (file,) = (tmp_path / store._root.name).glob("*/*/*.packed")
+        (file,) = (tmp_path / store.root.name).glob("*/*/*.packed")
         file.unlink()  # so that it is packed again
         assert identical(store.load_packed(apart.digest, EXPERT_LAYOUT), pages)
         assert len(pages) == EXPERT_LAYOUT.num_pages(ranks)

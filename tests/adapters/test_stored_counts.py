@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
+from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import QuotaExceeded
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.registry import Registry
-from motet.adapters.registry.registry_keys import STORED, STORED_IS_COUNTED
+from motet.adapters.registry.registry_keys import STORED, STORED_IS_COUNTED, UNSWEPT, UNSWEPT_TENANTS
 from motet.adapters.registry.tenants.audit_entry import Actor
 from motet.adapters.registry.tenants.storage_bounds import StorageBound, StorageUse, check_pinned, check_storage
 from motet.adapters.registry.versions.name_state import VersionNote, with_alias
-from motet.adapters.registry.versions.rollout import MAX_VERSIONS
+from motet.adapters.registry.versions.rollout import MAX_VERSIONS, versions_of
 
 
 @pytest.fixture
@@ -45,6 +47,12 @@ async def put(
     )
 
 
+async def release_all(registry: Registry) -> None:
+    """As a sweep does once all of it is gone."""
+    async for tenant, page in registry.stored.unswept():
+        await registry.stored.release(tenant, page)
+
+
 async def test_names_and_bytes_of_all_versions_are_counted_for_tenant_and_key(registry: Registry) -> None:
     await put(registry, "x", 1, 100)
     await put(registry, "x", 1, 100)  # the same content
@@ -54,15 +62,21 @@ async def test_names_and_bytes_of_all_versions_are_counted_for_tenant_and_key(re
     assert await registry.stored.of("acme", "k1") == (StorageUse(2, 230), StorageUse(2, 200))
     assert (await registry.stored.of("acme", "k2"))[1] == StorageUse(1, 30)
     await registry.delete("acme", "x")
-    assert await registry.stored.of("acme", "k1") == (StorageUse(1, 100), StorageUse(1, 100))
-    assert (await registry.stored.of("acme", "k2"))[1] == StorageUse()
+    assert await registry.stored.of("acme", "k1") == (StorageUse(1, 230), StorageUse(1, 200))
+    assert (await registry.stored.of("acme", "k2"))[1] == StorageUse(0, 30)
     await registry.delete("acme", "y")
+    assert await registry.stored.of("acme", "k1") == (StorageUse(0, 130), StorageUse(0, 100))
+    await release_all(registry)
     assert await registry.stored.of("acme", "k1") == (StorageUse(), StorageUse())
+    assert await registry.stored.of("acme", "k2") == (StorageUse(), StorageUse())
+    assert (await registry.stored.of("zenith", "k1"))[0] == StorageUse(1, 5000)
 
 
-async def test_versions_that_go_count_no_more(registry: Registry) -> None:
+async def test_versions_that_go_count_until_they_are_swept(registry: Registry) -> None:
     for content in range(MAX_VERSIONS + 5):
         await put(registry, "x", content, 10)
+    assert (await registry.stored.of("acme", ""))[0] == StorageUse(1, 10 * (MAX_VERSIONS + 5))
+    await release_all(registry)
     assert (await registry.stored.of("acme", ""))[0] == StorageUse(1, 10 * MAX_VERSIONS)
     await registry.names.change("acme", "x", lambda state, now: with_alias(state, "prod", "12"))
     assert (await registry.stored.of("acme", ""))[0] == StorageUse(1, 10 * MAX_VERSIONS)
@@ -123,8 +137,61 @@ async def test_a_recount_says_what_the_counts_said(registry: Registry, redis_cli
 
 async def test_a_tenant_that_is_gone_leaves_no_counts(registry: Registry, redis_client: Redis) -> None:
     await put(registry, "x", 1, 100)
+    await put(registry, "y", 2, 100)
+    await registry.delete("acme", "y")
     await TenantRegistry(redis_client).delete("acme", Actor(kind="operator"))
-    assert not await redis_client.exists(STORED + "acme")
+    assert not await redis_client.exists(STORED + "acme", UNSWEPT + "acme", UNSWEPT_TENANTS)
+
+
+async def test_what_was_lost_again_since_it_was_read_stays(registry: Registry) -> None:
+    await put(registry, "x", 1, 100)
+    await registry.delete("acme", "x")
+    pages = [entry async for entry in registry.stored.unswept()]
+    await put(registry, "x", 1, 100)
+    await registry.delete("acme", "x")
+    for tenant, page in pages:
+        await registry.stored.release(tenant, page)
+    assert (await registry.stored.of("acme", ""))[0] == StorageUse(0, 100)
+    assert await registry.stored.unswept_bytes("acme", f"{1:064x}") == 100
+    await release_all(registry)
+    assert (await registry.stored.of("acme", ""))[0] == StorageUse()
+
+
+async def test_counts_are_those_of_what_names_have_and_of_what_they_lost(
+    registry: Registry, redis_client: Redis
+) -> None:
+    """Random changes of names of a tenant, whose versions share contents, against a plain model of them."""
+    chooser = random.Random(3)
+    lost: set[int] = set()
+    before: set[int] = set()
+    for _ in range(300):
+        name = f"n{chooser.randrange(3)}"
+        mine = {int(one.digest, 16) for one in await versions(registry, name)}
+        choice = chooser.random()
+        if choice < 0.7:
+            content = chooser.randrange(1, 25)
+            await put(registry, name, content, content, key="")
+        elif choice < 0.9:
+            await registry.delete("acme", name)
+        else:
+            await release_all(registry)
+            lost.clear()
+        left = {int(one.digest, 16) for one in await versions(registry, name)}
+        lost = (lost | (mine - left)) - (left - mine)
+        names = [await versions(registry, f"n{number}") for number in range(3)]
+        expected = sum(one.num_bytes for own in names for one in own) + sum(lost)
+        counted = (await registry.stored.of("acme", ""))[0]
+        assert counted == StorageUse(sum(map(bool, names)), expected)
+        before |= lost
+    assert len(before) > 5
+    counts = await redis_client.hgetall(STORED + "acme")
+    await registry.stored.recount()
+    assert await redis_client.hgetall(STORED + "acme") == counts
+
+
+async def versions(registry: Registry, name: str) -> list[AdapterVersion]:
+    current = await registry.get("acme", name)
+    return [] if current is None else [*versions_of(current)]
 
 
 async def test_a_registry_older_than_the_counts_is_counted_once(registry: Registry, redis_client: Redis) -> None:

@@ -2,20 +2,35 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.errors import AdapterError, AdapterInvalid, QuotaExceeded, RegistryUnavailable, UploadTooLarge
+from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape
+from motet.adapters.errors import (
+    AdapterError,
+    AdapterInvalid,
+    QuotaExceeded,
+    RegistryUnavailable,
+    UploadTooLarge,
+    UploadUnchecked,
+    VersionRefused,
+)
+from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.packing.packing import pack
+from motet.adapters.processes.child_processes import ChildEnded, ChildProcess
+from motet.adapters.registry.digest_set import DigestSet
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_keys import SWEEP
 from motet.adapters.registry.registry_view import RegistryView
@@ -28,6 +43,12 @@ from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.tensor_twins import identical
 
 LIMITS = UploadLimits(max_config_bytes=10_000, max_tensors_bytes=20_000)
+MANY_EXPERTS = BaseShape(  # of a base whose adapters may have 37,000 tensors
+    48,
+    {module: SHAPE.modules[module] for module in MODULES[:4]} | dict.fromkeys(EXPERT_MODULES, (16, 16)),
+    ExpertShape(128, tuple(range(48)), "mlp", {module: module.partition(".")[2] for module in EXPERT_MODULES}),
+)
+MANY_EXPERTS_LAYOUT = replace(LAYOUT, shape=MANY_EXPERTS)
 
 
 @dataclass
@@ -298,9 +319,7 @@ async def test_an_upload_over_the_quota_takes_no_disk(parts: Parts) -> None:
     assert (await parts.uploads.stored("acme", ""))[0].adapters == 1
 
 
-async def test_an_adapter_whose_pages_are_too_many_is_refused_before_it_is_read(
-    parts: Parts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_adapter_whose_pages_are_too_many_is_refused_before_it_is_read(parts: Parts) -> None:
     """A rank in one layer is that of all layers. Only config and header are looked at."""
     files = lora_files(
         modules=("q_proj",), rank=1, ranks={(0, "q_proj"): 60}, rank_pattern={"layers.0.self_attn.q_proj": 60}
@@ -322,7 +341,7 @@ async def test_an_adapter_whose_pages_are_too_many_is_refused_before_it_is_read(
     bounded = UploadService(
         *(parts.store, parts.registry, parts.view, [LAYOUT], replace(limits, max_packed_bytes=num_bytes - 1))
     )
-    monkeypatch.setattr("motet.adapters.format.validation.is_finite", None)  # what reads tensors
+    files.tensors[name_of(0, "q_proj", "A")][0, 0] = float("nan")  # which is found where tensors are read
     with pytest.raises(UploadTooLarge, match=f"takes {num_bytes} bytes .* at most {num_bytes - 1} are accepted"):
         await bounded.upload("acme", "y", files.config_bytes, files.write(parts.folder))
     assert parts.store.digests() == [adapter.digest]
@@ -336,3 +355,149 @@ async def test_an_adapter_may_take_twice_the_largest_upload_unless_it_is_said(pa
     assert sum(tensor.nbytes for tensor in wide.tensors.values()) < LIMITS.max_tensors_bytes
     with pytest.raises(UploadTooLarge, match="at most 40000 are accepted"):
         await parts.uploads.upload("acme", "x", wide.config_bytes, wide.write(parts.folder))
+
+
+async def test_what_is_deleted_counts_until_it_is_swept(parts: Parts) -> None:
+    """Else a tenant could fill the disk by uploading and deleting, within any quota."""
+    first, second = lora_files(seed=1), lora_files(seed=2)
+    adapter, _ = await parts.uploads.upload("acme", "x", first.config_bytes, first.write(parts.folder))
+    bounds = (StorageBound("", None, adapter.stored_bytes),)
+
+    async def upload(name: str, files: LoraFiles) -> None:
+        await parts.uploads.upload("acme", name, files.config_bytes, files.write(parts.folder), bounds=bounds)
+
+    async def stored_bytes() -> int:
+        return (await parts.uploads.stored("acme", ""))[0].stored_bytes
+
+    await parts.uploads.delete("acme", "x")
+    assert await stored_bytes() == adapter.stored_bytes
+    with pytest.raises(QuotaExceeded, match="until they have left the disk"):
+        await upload("y", second)
+    assert parts.store.digests() == [adapter.digest]
+    await upload("y", first)  # adds nothing to what is on the disk
+    assert await stored_bytes() == adapter.stored_bytes
+    await parts.uploads.delete("acme", "y")
+    assert await parts.uploads.sweep(older_than_s=0) == 0  # marked
+    assert await stored_bytes() == adapter.stored_bytes
+    assert await parts.uploads.sweep(older_than_s=0) == 1
+    assert await stored_bytes() == 0
+    await upload("y", second)
+
+
+async def test_what_another_name_has_counts_for_the_one_that_lost_it_until_the_next_sweep(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, digest = await parts.upload("x", lora_files(), tenant="zenith")
+    num_bytes = (await parts.uploads.stored("zenith", ""))[0].stored_bytes
+    await parts.upload("x", lora_files())
+
+    read_digests = parts.registry.digests
+
+    async def digests() -> DigestSet:
+        found = await read_digests()
+        await parts.uploads.delete("acme", "x")  # after the sweep has seen that it has the content
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.registry, "digests", digests)
+        await parts.uploads.sweep(older_than_s=0)
+    assert (await parts.uploads.stored("acme", ""))[0].stored_bytes == num_bytes
+    await parts.uploads.sweep(older_than_s=0)
+    assert (await parts.uploads.stored("acme", ""))[0].stored_bytes == 0
+    assert (await parts.uploads.stored("zenith", ""))[0].stored_bytes == num_bytes
+    assert parts.store.digests() == [digest]
+
+
+async def test_a_first_version_that_is_not_to_be_current_takes_no_disk(parts: Parts) -> None:
+    files = lora_files()
+    with pytest.raises(VersionRefused, match="no version yet"):
+        await parts.uploads.upload("acme", "x", files.config_bytes, files.write(parts.folder), activate=False)
+    assert parts.store.digests() == []
+
+
+async def test_uploads_of_a_tenant_at_once_are_within_its_quota_before_they_take_disk(parts: Parts) -> None:
+    adapter, _ = await parts.uploads.upload("acme", "x", lora_files().config_bytes, lora_files().write(parts.folder))
+    bounds = (StorageBound("", None, 3 * adapter.stored_bytes),)
+    paths = []
+    for seed in range(1, 7):
+        folder = parts.folder / str(seed)
+        folder.mkdir()
+        paths.append(lora_files(seed=seed).write(folder))
+    config = lora_files().config_bytes
+    results = await asyncio.gather(
+        *(parts.uploads.upload("acme", f"y{n}", config, path, bounds=bounds) for n, path in enumerate(paths)),
+        return_exceptions=True,
+    )
+    assert sum(isinstance(result, QuotaExceeded) for result in results) == 4
+    assert len(parts.store.digests()) == 3
+
+
+HEADER_BYTES = 2 << 20
+
+
+def write_large_header(folder: Path) -> Path:
+    """A file whose header takes long to parse, and is refused then."""
+    facts = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    names: dict[str, object] = {}
+    size = 0
+    while size < HEADER_BYTES:
+        name = f"tensor-{len(names)}"
+        names[name], size = facts, size + len(name) + 60
+    text = json.dumps(names).encode()
+    path = folder / "large.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    return path
+
+
+async def test_an_upload_is_parsed_in_no_routers_process(tmp_path: Path, redis_client: Redis) -> None:
+    """What holds the interpreter's lock holds every stream of the router."""
+    parts = parts_of(redis_client, tmp_path, MANY_EXPERTS_LAYOUT)
+    limits = UploadLimits(max_tensors_bytes=64 << 20)
+    uploads = UploadService(parts.store, parts.registry, parts.view, [MANY_EXPERTS_LAYOUT], limits)
+    tensors, config = write_large_header(tmp_path), lora_files(modules=("q_proj",)).config_bytes
+    began_s = time.process_time()
+    with pytest.raises(AdapterInvalid) as here:
+        validate(config, tensors, MANY_EXPERTS)
+    here_s = time.process_time() - began_s
+    with pytest.raises(AdapterInvalid):
+        await uploads.upload("acme", "x", config, tensors)  # which starts the process
+    began_s = time.process_time()
+    with pytest.raises(AdapterInvalid) as there:
+        await uploads.upload("acme", "x", config, tensors)
+    assert time.process_time() - began_s < here_s / 4
+    assert str(there.value) == str(here.value)
+
+
+async def test_an_upload_that_is_over_leaves_no_file_open(parts: Parts) -> None:
+    files = lora_files()
+    tensors = files.write(parts.folder)
+    with pytest.raises(QuotaExceeded):
+        await parts.uploads.upload("acme", "x", files.config_bytes, tensors, bounds=(StorageBound("", 0, 0),))
+    await parts.uploads.upload("acme", "x", files.config_bytes, tensors)
+    processes = [psutil.Process(process.pid) for process in parts.uploads._processes._processes._idle]
+    mapped = [mapping.path for process in processes for mapping in process.memory_maps()]
+    assert mapped
+    assert str(tensors) not in mapped
+
+
+async def test_a_process_that_ended_is_replaced(parts: Parts) -> None:
+    await parts.upload("x", lora_files(seed=1))
+    for process in parts.uploads._processes._processes._idle:
+        process.kill()
+        await asyncio.to_thread(process.wait)
+    assert (await parts.upload("x", lora_files(seed=2)))[:2] == (2, True)
+
+
+async def test_one_that_dies_of_an_upload_is_told_from_one_that_takes_too_long(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for status, expected in ((-signal.SIGXCPU, AdapterInvalid), (-signal.SIGKILL, UploadUnchecked)):
+
+        async def ended(*_: object, status: int = status) -> None:
+            raise ChildEnded(status)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ChildProcess, "ask", ended)
+            with pytest.raises(expected):
+                await parts.upload("x", lora_files())
+    assert parts.store.digests() == []

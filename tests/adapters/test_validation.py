@@ -4,6 +4,7 @@ import json
 import random
 import struct
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertSha
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.peft import parse_config
 from motet.adapters.format.targets import resolve_targets
-from motet.adapters.format.validation import validate
+from motet.adapters.format.validation import max_header_bytes, validate
 from motet.adapters.names import check_name, check_tenant
 from motet.tests.rigs.lora_files import SHAPE, LoraFiles, lora_files, name_of
 from motet.tests.rigs.tensor_twins import as_numpy, identical
@@ -179,6 +180,48 @@ def test_targets_of_experts_are_those_of_the_layers_that_have_them() -> None:
     assert ranks == {(1, f"experts.{expert}.gate_proj"): 5 if expert == 2 else 2 for expert in range(4)}
     with pytest.raises(AdapterInvalid, match=r"names 'w1', which adapters of this base cannot have: q_proj"):
         resolve_targets(parse_config(json.dumps(config | {"target_modules": ["w1"]}).encode()), EXPERTS_SHAPE)
+
+
+MANY_EXPERTS = BaseShape(  # as of Qwen3-30B-A3B
+    48,
+    dict.fromkeys(MODULES[:4], (8, 8)) | dict.fromkeys(EXPERT_MODULES, (8, 8)),
+    ExpertShape(128, tuple(range(48)), "mlp", {module: module.partition(".")[2] for module in EXPERT_MODULES}),
+)
+
+
+def test_a_header_is_as_long_as_the_adapters_of_the_base_can_need(tmp_path: Path) -> None:
+    assert SHAPE.num_matrices == 2 * 7 * 3
+    assert EXPERTS_SHAPE.num_matrices == 2 * (4 * 3 + 3 * 4 * 1)
+    assert MANY_EXPERTS.num_matrices == 2 * 48 * (4 + 3 * 128) > 37_000
+    needed = MANY_EXPERTS.num_matrices * len(
+        '"base_model.model.model.layers.47.mlp.experts.127.gate_proj.lora_A.default.weight":{"dtype":"BF16",'
+        '"shape":[256,4096],"data_offsets":[1234567890,1234567890]},'
+    )
+    assert needed < max_header_bytes(MANY_EXPERTS)
+    at_most = max_header_bytes(SHAPE)
+    assert at_most < 256 << 10
+    files = lora_files(modules=("q_proj",))
+    path = files.write(tmp_path)
+    header_bytes, *_ = struct.unpack("<Q", path.read_bytes()[:8])
+    header, data = path.read_bytes()[8 : 8 + header_bytes], path.read_bytes()[8 + header_bytes :]
+    validate(files.config_bytes, write_raw(tmp_path, header.ljust(at_most), data), SHAPE)
+    with pytest.raises(AdapterInvalid, match=f"header would take {at_most + 1} bytes, at most {at_most} are accepted"):
+        validate(files.config_bytes, write_raw(tmp_path, header.ljust(at_most + 1), data), SHAPE)
+
+
+def test_long_lists_of_names_are_not_compared_with_each_module() -> None:
+    """One by one, 18,000 modules and 50,000 names would take minutes."""
+    names = [f"model.layers.{number}.self_attn.q_proj" for number in range(1, 50_000)]
+    config = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj", "gate_proj"], "exclude_modules": names}
+    config["rank_pattern"] = {f"layers.0.mlp.experts.{expert}.gate_proj": 3 + expert for expert in range(100)}
+    config["layers_to_transform"] = [*range(48)] * 1_000
+    began_s = time.process_time()
+    targets = resolve_targets(parse_config(json.dumps(config).encode()), MANY_EXPERTS)
+    assert time.process_time() - began_s < 10.0
+    assert [key for key in targets if key[1] == "q_proj"] == [(0, "q_proj")]
+    assert len(targets) == 1 + 48 * 128
+    assert [targets[0, f"experts.{expert}.gate_proj"].rank for expert in (0, 99, 100)] == [3, 102, 2]
+    assert targets[1, "experts.0.gate_proj"].rank == 2
 
 
 def test_a_dense_base_takes_no_adapters_of_experts(tmp_path: Path) -> None:

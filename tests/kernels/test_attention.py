@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.kernels.plain.attention import paged_attention, write_kv
+from motet.tests.rigs.given_back import poison_before_window
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
@@ -80,6 +81,7 @@ def test_rows_attend_to_their_own_sequence(
     q = torch.randn(batch.query_starts[-1], NUM_KV_HEADS * group, HEAD_DIM, generator=generator).to(dtype)
     k, v = (torch.cat([c[i, plan.start :] for c, plan in zip(contents, plans, strict=True)]) for i in (0, 1))
     turned_q = write_kv(q, k, v, ROTARY, kv, batch)
+    poison_before_window(kv, batch, window)
     out = paged_attention(turned_q, kv, batch, HEAD_DIM**-0.5, window, softcap)
     for i, (plan, content) in enumerate(zip(plans, contents, strict=True)):
         rows = slice(batch.query_starts[i], batch.query_starts[i + 1])

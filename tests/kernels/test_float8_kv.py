@@ -12,6 +12,7 @@ from motet.kernels.float8_kv import Float8KV, float8_view
 from motet.kernels.pages import copy_runs, read_pages, write_pages
 from motet.kernels.plain import attention as plain_attention
 from motet.kernels.plain.float8_kv import numbers_of, paged_attention, write_kv
+from motet.tests.rigs.given_back import poison_before_window
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
@@ -92,12 +93,13 @@ def test_what_is_written_depends_on_the_token_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_attention_is_that_over_the_same_numbers(dtype: torch.dtype, window: int | None, softcap: float | None) -> None:
-    """Chunks and decodes together; what lies beyond a context is NaN, in values and scales."""
+    """Chunks and decodes together; what lies beyond a context and before a window is NaN, in values and scales."""
     kv = layer_of(pool_of_nan(dtype), 0)
     for sequences in ([(0, 25), (0, 17), (0, 9)], [(25, 1), (17, 6), (9, 1)]):
         batch = batch_of(sequences)
         q, k, v = (x / x.abs().amax() for x in heads(batch.query_starts[-1], dtype))
         q = write_kv(q, k, v, ROTARY, kv, batch)
+        poison_before_window(kv, batch, window)
         out = paged_attention(q, kv, batch, 0.25, window, softcap)
         expected = plain_attention.paged_attention(q.float(), numbers_of(kv), batch, 0.25, window, softcap)
         assert out.dtype == dtype

@@ -23,6 +23,7 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import FastKernelsUnavailable, Kernels, choose_kernels
 from motet.kernels.native.build import COMPILERS, NativeUnavailable, load_library
 from motet.kernels.plain import attention as plain_attention
+from motet.tests.rigs.given_back import poison_before_window
 from motet.tests.rigs.native_builds import DTYPES, EXAMPLES, HERE, TOLERANCE, close, load_build
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.models.rotary import rotary_table
@@ -56,7 +57,7 @@ def test_attention(
     softcap: float | None,
     seed: int,
 ) -> None:
-    """Any number of old tokens and of new rows, in pages of random order; pages hold NaN beyond a context."""
+    """Any number of old tokens and of new rows, in pages of random order; what no row may see is NaN."""
     check_attention(native, sequences, head_dim, group, num_kv_heads, block_size, window, softcap, seed)
 
 
@@ -138,6 +139,7 @@ def check_attention(
     expected_turned = plain_attention.write_kv(q, k, v, rotary, twin_kv, batch)
     close(turned, expected_turned)
     torch.testing.assert_close(kv, twin_kv, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
+    poison_before_window(twin_kv, batch, window)
     actual = kernels.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap)
     close(actual, plain_attention.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap))
     assert pool[:, 0].isnan().all(), "another layer was written"

@@ -119,7 +119,7 @@ class Router:
         self.redis.is_dead = True
         os.close(self.spool._lock)
         cast(Any, self.spool).append = cast(Any, self.spool).append_if_room = lambda kind, payload: True
-        tasks = [*self.keeper._tasks, self.quotas._keeper, self.quotas._sender]
+        tasks = [*self.keeper._tasks, self.quotas._keeper, self.quotas._sender._task]
         for task in tasks:
             if task is not None:
                 task.cancel()

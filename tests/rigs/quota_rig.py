@@ -89,7 +89,7 @@ async def is_left(quotas: Quotas, who: Identity, least: dict[str, int]) -> bool:
 def wait_for_redis(fleet: list[Quotas], wait_s: float) -> None:
     """From now on routers wait so long for Redis."""
     for quotas in fleet:
-        quotas._wait_s = wait_s
+        quotas._sender.wait_s = wait_s
 
 
 async def until(check: Callable[[], Awaitable[bool]]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from motet.workers.decoding.token_counts import PenalisedSequences
+from motet.workers.execution.gang_messages import Execute
+from motet.workers.execution.plan_deltas import DeltaDecoder, DeltaEncoder
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import (
     AdapterFailure,
@@ -31,8 +33,8 @@ from motet.workers.wire.page_keys import PageKey, first_link, next_keys
 EOS = 99
 
 
-def limits(num_pages: int, budget: int = 16, num_sequences: int = 8) -> GangLimits:
-    return GangLimits(64, 100, 4, num_pages, budget, num_sequences)
+def limits(num_pages: int, budget: int = 16, num_sequences: int = 8, window: int | None = None) -> GangLimits:
+    return GangLimits(64, 100, 4, num_pages, budget, num_sequences, window)
 
 
 def request(
@@ -65,6 +67,7 @@ class Worker:
     """Executes plans without computing: token n of a sequence is n. Checks that a real worker could execute the plan.
 
     It keeps what every page holds: KV of a token is its tenant's and adapter's, and follows from all tokens before it.
+    It gets each plan as a worker in another process does, and checks that it is the scheduler's.
     """
 
     def __init__(self, of: GangLimits, slow_loads: random.Random | None = None) -> None:
@@ -79,6 +82,7 @@ class Worker:
         self._keys: dict[tuple[object, ...], PageKey] = {}  # by a page's last KV
         self.failing_tiers: set[str] = set()
         self.failing_adapters: set[str] = set()  # digests whose load comes to nothing
+        self._leader, self.deltas = DeltaEncoder(), DeltaDecoder()
         self.penalised = PenalisedSequences()
         self.broken: set[int] = set()  # sequences whose logits are not finite
         self._chosen: dict[int, SampledToken | None] = {}  # by the last plan
@@ -87,6 +91,7 @@ class Worker:
     def execute(self, plan: StepPlan, failing: Iterable[str] = ()) -> StepResult:
         assert sum(len(s.token_ids) for s in plan.sequences) <= self.limits.max_tokens_per_step
         assert len(plan.sequences) <= self.limits.max_num_sequences
+        plan = self._received(plan)
         self.penalised.follow(plan, self._chosen)
         self.penalised.check_integrity(plan)
         plan = self._fed(plan)
@@ -94,7 +99,7 @@ class Worker:
             self._write_adapter(load.residence)
         self._moving += plan.moves
         self.num_copies += len(plan.copies)
-        own = {page for s in plan.sequences for page in unpacked(s.pages)}
+        own = {page for s in plan.sequences for page in self._needed(s)}
         targets = {copy.target for copy in plan.copies}
         assert len(targets) == len(plan.copies), "two copies into one page"
         assert targets <= own, "a copy that no sequence needs"
@@ -125,6 +130,12 @@ class Worker:
             tuple(AdapterFailure(d, "bad") for d in failed),
             tuple(self._move()),
         )
+
+    def _received(self, plan: StepPlan) -> StepPlan:
+        sent = msgspec.msgpack.encode(self._leader.encode(plan))
+        received = self.deltas.decode(msgspec.msgpack.decode(sent, type=Execute))
+        assert received == plan, "a worker in another process gets another plan"
+        return received
 
     def _fed(self, plan: StepPlan) -> StepPlan:
         """The plan with the tokens that it is fed. Sequences without one drop out."""
@@ -187,7 +198,7 @@ class Worker:
 
     def _compute(self, s: SequencePlan) -> set[tuple[int, int]]:
         """Writes a sequence's KV, on top of what its earlier tokens must have left; the places written."""
-        pages = unpacked(s.pages)
+        pages = self._needed(s)
         assert len(pages) == len(set(pages))
         if self.sequence_of is not None:
             sequence = self.sequence_of(s.sequence_id)
@@ -199,7 +210,8 @@ class Worker:
                 split = sequence.num_prompt_tokens
                 prompt = token_ids[:split] if s.sample.params.repetition_penalty != 1 else []
                 counts.check_integrity(prompt, token_ids[split : s.start + len(s.token_ids)])
-            for position in range(s.start):
+            window = self.limits.window
+            for position in range(0 if window is None else max(0, s.start + 1 - window), s.start):
                 kv = self._kv[self._place(s, position)]
                 assert kv == (owner, tuple(token_ids[: position + 1])), "not the KV of this sequence's token"
             for position in range(s.start, s.start + len(s.token_ids)):
@@ -207,6 +219,10 @@ class Worker:
         places = {self._place(s, position) for position in range(s.start, s.start + len(s.token_ids))}
         self.num_computed += len(s.token_ids)
         return places
+
+    def _needed(self, s: SequencePlan) -> list[int]:
+        """Its pages without those that no layer sees any more."""
+        return unpacked(s.pages).tolist()[self.limits.num_unseen_pages(s.start) :]
 
     def _place(self, s: SequencePlan, position: int) -> tuple[int, int]:
         return unpacked(s.pages)[position // self.limits.block_size], position % self.limits.block_size
@@ -270,6 +286,8 @@ def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpd
         if not s.has_work():
             return updates
         plan = s.schedule()
-        updates += s.commit(plan, worker.execute(plan))
+        result = worker.execute(plan)
+        assert worker.deltas.kept.keys() <= s._running.by_id.keys(), "a table is kept of a sequence that does not run"
+        updates += s.commit(plan, result)
         s.check_integrity()
     raise AssertionError("the scheduler made no end")

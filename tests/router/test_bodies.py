@@ -244,13 +244,13 @@ async def test_a_decoding_process_that_dies_fails_one_body(reader: BodyReader) -
     client = Client()
     client.send(body_of(MIB), more=False)
     assert len((await read(reader, client)).prompt) == MIB
-    (process,) = reader._decoder._idle
+    (process,) = reader._decoder._processes._idle
     process.kill()
     await asyncio.to_thread(process.wait)
     client = Client()
     client.send(body_of(MIB), more=False)
     assert len((await read(reader, client)).prompt) == MIB
-    assert reader._decoder._idle != [process]
+    assert reader._decoder._processes._idle != [process]
 
 
 async def test_a_request_that_is_given_up_while_it_is_decoded(reader: BodyReader) -> None:

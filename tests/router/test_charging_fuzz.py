@@ -22,7 +22,7 @@ from motet.adapters.registry.tenants.records import Quota
 from motet.router.answers import generation_response
 from motet.router.fleet import open_sequence
 from motet.router.generation import generation as generation_module
-from motet.router.quotas import quotas as quotas_module
+from motet.router.quotas import grant_sender
 from motet.router.quotas.grants import EXCHANGE
 from motet.tests.rigs.charging_fuzz import World
 from motet.tests.rigs.router_rig import text_service
@@ -47,12 +47,12 @@ def simulated_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def now() -> float:
         return asyncio.get_running_loop().time()
 
-    for module in (generation_module, generation_response, open_sequence, quotas_module):
+    for module in (generation_module, generation_response, open_sequence, grant_sender):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=now, monotonic=now))
     source = EXCHANGE.source.replace("redis.call('TIME')", "{0, redis.call('GET', 'now')}")
     assert source != EXCHANGE.source
     of_the_test = SimpleNamespace(parameters=EXCHANGE.parameters, source=source, sha=sha1(source.encode()).hexdigest())
-    monkeypatch.setattr(quotas_module, "EXCHANGE", of_the_test)
+    monkeypatch.setattr(grant_sender, "EXCHANGE", of_the_test)
 
 
 @pytest.fixture

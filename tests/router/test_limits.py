@@ -9,7 +9,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.errors import QuotaExceeded
+from motet.adapters.errors import AdapterInvalid, QuotaExceeded
 from motet.adapters.registry.tenants.records import Quota
 from motet.cluster.client_commands.limits_command import limit_lines
 from motet.router.quotas.quotas import Quotas
@@ -144,3 +144,32 @@ async def test_an_upload_over_the_quota(rig: RouterRig) -> None:
         refused = await client.post("/v1/adapters", data={"name": "x"}, files=files)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
         assert refused.headers["x-should-retry"] == "false"
+
+
+async def test_uploads_have_a_quota_of_their_own(rig: RouterRig) -> None:
+    """Those that are refused count too: each is checked all the same."""
+    rig.registry.quotas["acme"] = Quota(requests_per_minute=1, uploads_per_minute=3)
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"}
+    async with rig.client() as client:
+
+        async def upload(name: str = "x", **headers: str) -> httpx.Response:
+            return await client.post("/v1/adapters", data={"name": name}, files=files, headers=headers)
+
+        assert (await upload()).status_code == 201
+        rig.registry.error = AdapterInvalid("it is none")
+        assert (await upload()).status_code == 400
+        rig.registry.error = None
+        assert (await client.post("/v1/adapters", content=b"no form")).status_code == 400
+        refused = await upload()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert "uploads a minute: limit 3, left 0" in refused.json()["error"]["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 20
+        assert len(rig.registry.uploaded) == 1
+        found = (await client.get("/v1/limits")).json()["tenant"]
+        assert found["uploads_per_minute"].items() >= {"limit": 3, "remaining": 0}.items()
+        assert found["requests_per_minute"]["remaining"] == 1
+        assert (await client.post("/v1/completions", json=body())).status_code == 200
+        assert (await upload(Authorization="Bearer key-of-zenith")).status_code == 201
+        rig.registry.quotas["acme"] = Quota(uploads_per_minute=0)
+        assert (await client.post("/v1/completions", json=body())).status_code == 200
+        assert (await upload()).json()["error"]["code"] == "insufficient_quota"

@@ -49,6 +49,20 @@ def test_nothing_is_left_of_it_when_all_its_sequences_end() -> None:
     assert not s._uncommitted
 
 
+def test_what_ended_before_a_dropped_plan_is_in_the_one_that_follows() -> None:
+    s, worker = scheduler(limits(8)), Worker(limits(8))
+    ahead = PlanAhead(s)
+    for sequence_id in (1, 2):
+        s.add(request(sequence_id, stop_token_ids=(0,)), 0)
+    plan = s.schedule()
+    s.cancel(2)
+    ahead.make()
+    result = worker.execute(plan)
+    assert ahead.settle(result) is None
+    s.commit(plan, result)
+    assert s.schedule().ended_runs == (2, 1)
+
+
 def test_a_sequence_that_is_cancelled_meanwhile_drops_out_of_it() -> None:
     s, worker = scheduler(limits(8)), Worker(limits(8))
     ahead = PlanAhead(s)

@@ -17,6 +17,7 @@ from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.rigs.thread_gang import ThreadGroup, run_threads
 from motet.tests.rigs.engine_rig import EngineRig
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Oracle, write_adapters, write_model
 from motet.tests.rigs.part_configs import engine_config
@@ -25,9 +26,10 @@ from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.execution.executor import WorkerLostError
+from motet.workers.execution.gang_executor import GangExecutor
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding, layouts_of_gang
-from motet.workers.plan import Residence, SequencePlan, StepPlan, packed
+from motet.workers.plan import INT32_BYTES, Residence, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import AdapterRef, SamplingParams
 from motet.workers.worker_builder import build_executor
 
@@ -164,6 +166,48 @@ def test_a_worker_that_hangs_is_found_by_the_deadline(llama: Case) -> None:
                 _steps(rig, 200)
         finally:
             processes[1].kill()
+
+
+def test_a_worker_that_keeps_other_pages_than_the_leader_knows_ends_the_gang(llama: Case) -> None:
+    with gang(llama.config(2, 40)) as (engine, _):
+        rig = EngineRig(engine, {})
+        rig.submit(0, [1, 2, 3] * 7, None, SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
+        rig.step()
+        assert isinstance(engine.executor, GangExecutor)
+        kept = engine.executor._deltas.kept
+        kept[0] = kept[0][:-INT32_BYTES]
+        with pytest.raises(WorkerLostError, match="keeps 2 pages of sequence 0, and it keeps 3"):
+            _steps(rig, 200)
+
+
+def test_pages_that_change_hands_are_those_of_every_worker(llama: Case) -> None:
+    """Sequences of a full pool grow, share pages, are preempted, and come back from host memory."""
+    generator = random.Random(5)
+    start = [generator.randrange(VOCAB_SIZE) for _ in range(20)]
+    prompts = [
+        [*start[: generator.randint(0, 20)], *(generator.randrange(VOCAB_SIZE) for _ in range(9))] for _ in "12345678"
+    ]
+    sampling = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+
+    def answers(engine: Engine) -> list[list[int]]:
+        rig = EngineRig(engine, {})
+        rig.prefer_copies()
+        fill_to_the_last_page(engine._scheduler)
+        for i, prompt in enumerate(prompts):
+            rig.submit(i, prompt, None, sampling)
+        rig.finish()
+        return [rig.told[i].token_ids for i in range(len(prompts))]
+
+    alone = build_engine(llama.config(1, num_pages=100))
+    expected = answers(alone)
+    alone.close()
+    with gang(llama.config(2, num_pages=24, kv_host_bytes=1 << 20)) as (engine, _):
+        assert answers(engine) == expected
+        counters = engine.load().counters
+        assert counters.num_preemptions > 0 and counters.num_cached_tokens > 0
+        engine.step()
+        assert isinstance(engine.executor, GangExecutor)
+        assert not engine.executor._deltas.kept, "tables are kept of sequences that have ended"
 
 
 def test_a_degree_that_does_not_fit_is_refused(llama: Case) -> None:

@@ -11,7 +11,8 @@ import msgspec
 from ..plan import AdapterFailure, MoveEnd, SampledToken, StepPlan, StepResult
 from .connection import Connection, ConnectionLostError
 from .executor import WorkerLostError
-from .gang_messages import Done, Execute, Failed, FromWorker, LoadEnded, MoveEnded, Stop
+from .gang_messages import Done, Failed, FromWorker, LoadEnded, MoveEnded, Stop
+from .plan_deltas import DeltaEncoder
 
 
 class GangExecutor:
@@ -37,13 +38,14 @@ class GangExecutor:
         self._step = 0  # of the plan that was begun last
         self._wake: Callable[[], None] = lambda: None
         self._encoder = msgspec.msgpack.Encoder()
+        self._deltas = DeltaEncoder()
         for rank in range(len(connections)):
             threading.Thread(target=self._listen, args=(rank,), name=f"worker-{rank}", daemon=True).start()
 
     def begin(self, plan: StepPlan) -> None:
         if self._failure is not None:
             raise self._failure
-        message = self._encoder.encode(Execute(plan))
+        message = self._encoder.encode(self._deltas.encode(plan))
         for rank, connection in enumerate(self._connections):
             try:
                 connection.send(message)

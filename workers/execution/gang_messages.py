@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..plan import AdapterFailure, HostAdapterStats, MoveEnd, SampledToken, StepPlan
+from ..plan import AdapterFailure, HostAdapterStats, Int32s, MoveEnd, SampledToken, StepPlan
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -56,7 +56,13 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Execute(msgspec.Struct, frozen=True, tag="execute"):
+    """A plan whose sequences have only those of their pages that follow the ones that the worker keeps.
+
+    Made and read by `plan_deltas.py`.
+    """
+
     plan: StepPlan
+    num_kept_pages: Int32s  # of each of its sequences
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):

@@ -42,8 +42,11 @@ class HeldPages:
     def __init__(self, before: SequenceUsage | None = None) -> None:
         """`before`: at the gangs where the sequence was before."""
         before = before or SequenceUsage()
-        self.kv_s, self.adapter_s = before.kv_page_s, before.adapter_page_s  # of earlier runs
-        self.num_pages, self.taken_s = 0, 0.0  # pages that it holds, and the sum of the times at which it took them
+        self.kv_s, self.adapter_s = before.kv_page_s, before.adapter_page_s  # counted already, of earlier runs too
+        self.num_pages, self.taken_s = (
+            0,
+            0.0,
+        )  # pages that it holds, and the sum of the times since which they are counted
         self.adapter: _SharedPages | None = None
         self.adapter_from = 0.0  # the adapter's `each_s` when the run began
 
@@ -69,6 +72,13 @@ class PageTimes:
         """A running sequence takes `num_pages` more pages."""
         held.num_pages += num_pages
         held.taken_s += num_pages * self._clock()
+
+    def shrink(self, held: HeldPages, num_pages: int) -> None:
+        """A running sequence gives `num_pages` of its pages back."""
+        now = self._clock()
+        held.kv_s += held.num_pages * now - held.taken_s
+        held.num_pages -= num_pages
+        held.taken_s = held.num_pages * now  # the rest is counted anew from here on
 
     def stop(self, held: HeldPages) -> None:
         """The sequence stops running and releases all its pages."""

@@ -84,6 +84,12 @@ class ModelConfig:
             self.num_layers, attention | sparse, ExpertShape(experts.num_experts, layers, names.block, called)
         )
 
+    @property
+    def window(self) -> int | None:
+        """Newest tokens that a token sees in any layer, itself included; None: some layer sees all."""
+        windows = [window for window in self.sliding_windows if window is not None]
+        return max(windows) if len(windows) == self.num_layers else None
+
     def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
         """Elements that a page of `block_size` tokens holds in one layer; see `slab_of_head`."""
         return self.num_kv_heads * slab_of_head(self.head_dim, block_size, kv_dtype, element_bytes)

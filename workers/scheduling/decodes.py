@@ -1,4 +1,4 @@
-"""Which sequences decode in a step, and how they get pages as they grow."""
+"""Which sequences decode in a step, and how sequences get pages as they grow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..memory.paged_memory import PagedMemory
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence
 from .prompt_planner import OlderSequences
-from .request_limits import GangLimits
+from .request_limits import GangLimits, pages_for
 from .running_sequences import RunningSequences
 from .waiting_queue import WaitingQueue
 
 
 class Decodes:
-    """Plans decodes, and takes pages for them as they grow."""
+    """Plans decodes, and takes pages for sequences as they grow."""
 
     def __init__(
         self,
@@ -42,6 +42,8 @@ class Decodes:
         budget, block_size = self._limits.max_tokens_per_step, self._limits.block_size
         older: OlderSequences | None = None
         num_preemptions = self._counts.num_preemptions
+        if self._limits.window is not None:
+            self._grow_prompts()
         for sequence in self._decoding():
             position = sequence.num_computed + sequence.num_planned  # of its newest token, which may not be known yet
             if position + 1 >= sequence.max_length:
@@ -62,24 +64,44 @@ class Decodes:
         self._charge_tokens(planned)
         return planned
 
-    def _grow(self, sequence: GrowingSequence, older: OlderSequences) -> bool:
-        """Takes another page for a running sequence, if need be by preempting others. False: there is none.
+    def _grow_prompts(self) -> None:
+        """Takes pages for prompts in place of those that they have given back.
+
+        Others are preempted only for a prompt that could not go on otherwise.
+        """
+        block_size = self._limits.block_size
+        older: OlderSequences | None = None
+        for sequence in self._running.prompts[:]:
+            num_lacking = pages_for(len(sequence.token_ids), block_size) - len(sequence.pages)
+            if num_lacking <= 0 or sequence.sequence_id not in self._running.by_id:
+                continue  # it has all, or was preempted just now
+            most = self._limits.most_pages(len(sequence.token_ids)) - sequence.num_held_pages
+            num_pages = min(num_lacking, most)
+            older = older or OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
+            older.reach_running(sequence, self._running.rank)
+            if num_pages > 0 and self._memory.has_room(num_pages, older.wanted):
+                self._grow(sequence, older, num_pages)
+            elif num_pages > 0 and not sequence.num_that_fit(block_size):
+                self._grow(sequence, older)
+
+    def _grow(self, sequence: GrowingSequence, older: OlderSequences, num_pages: int = 1) -> bool:
+        """Takes more pages for a running sequence, if need be by preempting others. False: there are none.
 
         `older`: waiting sequences; nothing that those before this one need is taken.
         """
-        if not self._memory.allocator.num_free:
+        if self._memory.allocator.num_free < num_pages:
             older.reach_running(sequence, self._running.rank)
-        while not self._memory.make_room(1, older.wanted):
+        while not self._memory.make_room(num_pages, older.wanted):
             victim = self._running.victim_for(sequence)
             if victim is not None:
                 self._preempt(victim)
-            elif self._memory.make_room(1, keep=frozenset()):
+            elif self._memory.make_room(num_pages, keep=frozenset()):
                 break  # evicted an older sequence's adapter: otherwise the two would wait for each other
             else:
                 return False
-        sequence.grow(self._memory.allocator.allocate(1) or ())
-        self._running.reserve.grow(sequence)
-        self._times.grow(sequence.held, 1)
+        sequence.grow(self._memory.allocator.allocate(num_pages) or ())
+        self._running.reserve.grow(sequence, num_pages)
+        self._times.grow(sequence.held, num_pages)
         return True
 
     def _decoding(self) -> list[GrowingSequence]:

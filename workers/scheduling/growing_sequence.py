@@ -28,7 +28,8 @@ class GrowingSequence:
     num_computed: int = 0  # tokens whose KV is in `pages`
     num_planned: int = 0  # tokens that uncommitted plans compute
     num_coming: int = 0  # tokens that uncommitted plans choose
-    pages: tuple[int, ...] = ()  # changed by `hold` and `grow`
+    pages: tuple[int, ...] = ()  # all that it has had, in order; changed by `hold` and `grow`
+    num_gone: int = 0  # its first pages that it holds no more: no layer sees them. Their numbers mean nothing
     packed_pages: Int32s = b""  # the same as plans carry them, updated only when pages are added
     sequence_id: int = field(init=False)
     sampling: SamplingParams = field(init=False)
@@ -59,7 +60,9 @@ class GrowingSequence:
     num_cached_tokens: int | None = None  # of its prompt, that its first run found; None: it has not run yet
     was_looked_up: bool = False  # its prefix was looked up since it last began to wait
     began_at: float | None = None  # when a step was first planned for it, by the scheduler's clock; None: not yet
-    awaited_key: PageKey | None = None  # of the first page that the last look-up did not find in the pool
+    first_wanted: int = 0  # the last look-up of its prefix looked for the pages from this one on
+    num_here: int = 0  # pages before the first one from there on that it did not find in the pool
+    awaited_key: PageKey | None = None  # that page's
     awaits_page: PageKey | None = None  # it waits until the page with this key is computed or copied
     num_reserved_pages: int = 0  # that it will take when the page that it awaits is copied
     # Pages of its prefix in the pool or coming, while copies are under way for it; None: no more copies should start.
@@ -115,14 +118,37 @@ class GrowingSequence:
         """Tokens that the next plan could compute; the last of them may not be known yet."""
         return len(self.token_ids) + self.num_coming - self.num_computed - self.num_planned
 
-    def hold(self, pages: tuple[int, ...]) -> None:
-        """Sets the sequence's pages."""
-        self.pages, self.packed_pages = pages, packed(pages)
+    @property
+    def held_pages(self) -> tuple[int, ...]:
+        return self.pages[self.num_gone :]
+
+    @property
+    def num_held_pages(self) -> int:
+        return len(self.pages) - self.num_gone
+
+    def num_that_fit(self, block_size: int) -> int:
+        """Tokens that the next plan could compute on the pages that the sequence has.
+
+        Less than `num_unplanned` only for prompts that take pages as they give others back.
+        """
+        return min(self.num_unplanned, len(self.pages) * block_size - self.next_position)
+
+    def hold(self, pages: tuple[int, ...], num_gone: int = 0) -> None:
+        """Sets the sequence's pages, the first `num_gone` of which are not held."""
+        self.pages, self.packed_pages, self.num_gone = pages, packed(pages), num_gone
 
     def grow(self, pages: tuple[int, ...]) -> None:
         """Appends pages."""
         self.pages += pages
         self.packed_pages += packed(pages)
+
+    def give_back(self, num_gone: int) -> tuple[int, ...]:
+        """From now on its first `num_gone` pages are not held; returns those of them that were.
+
+        They stay in the table, where kernels do not look them up.
+        """
+        pages, self.num_gone = self.pages[self.num_gone : num_gone], num_gone
+        return pages
 
     def count_cached(self) -> None:
         """Its run begins with `num_computed` tokens that need not be computed."""

@@ -87,9 +87,9 @@ class StepCosts:
             self._decodes.add(num_decodes, seconds)
 
 
-def is_worth_bringing(num_pages: int, costs: PageCosts) -> bool:
-    """Whether copying `num_pages` into the pool is faster than computing them again."""
-    return num_pages * costs.copy_s + costs.step_s < num_pages * costs.compute_s
+def is_worth_bringing(num_pages: int, costs: PageCosts, num_spared: int = 0) -> bool:
+    """Whether copying `num_pages` into the pool is faster than computing them again, and `num_spared` before them."""
+    return num_pages * costs.copy_s + costs.step_s < (num_pages + num_spared) * costs.compute_s
 
 
 class _FadingMean:

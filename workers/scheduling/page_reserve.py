@@ -40,8 +40,8 @@ def survival(reach: _Floats) -> _Floats:
 def growth(num_sequences: _Floats, num_pages: _Floats, alive: _Floats, block_size: int) -> _Floats:
     """[steps ahead] how many pages more than now sequences are expected to hold; below 0: they give pages back.
 
-    `num_sequences`, `num_pages`: [buckets] the sequences, and the pages that they hold now. `alive`: [buckets, steps
-    ahead] the share of them that has not ended.
+    `num_sequences`, `num_pages`: [buckets] the sequences that grow, and the pages that all hold now. `alive`: [buckets,
+    steps ahead] the share of them that has not ended.
     """
     grown: _Floats = num_pages @ alive - num_pages.sum() + (num_sequences @ alive) * (_AHEAD / block_size)
     return grown
@@ -61,7 +61,7 @@ class _Group:
     """Running sequences whose answers have about the same limit, by the bucket of their answers' lengths so far."""
 
     alive: _Floats  # [buckets, steps ahead]
-    num_sequences: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
+    num_sequences: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)  # that grow
     num_pages: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
     num_members: int = 0
 
@@ -75,14 +75,15 @@ class _Place:
     bucket: int
     bucket_ends: int  # tokens of the sequence, prompt and answer
     num_pages: int  # that only it holds, as far as known
+    grows: bool  # False: it gives back as many pages as it takes
 
 
 class PageReserve:
     """Predicts how many pages running sequences will need. An update takes constant time, however many run."""
 
-    def __init__(self, num_pages: int, block_size: int) -> None:
-        """`num_pages`: of the pool."""
-        self._num_pool_pages, self._block_size = num_pages, block_size
+    def __init__(self, num_pages: int, block_size: int, window: int | None = None) -> None:
+        """`num_pages`: of the pool. `window`: tokens from which on a sequence gives pages back; None: never."""
+        self._num_pool_pages, self._block_size, self._window = num_pages, block_size, window
         self._lengths = AnswerLengths()
         self._survival = survival(self._lengths.reach())
         self._num_ends = 0  # since this was computed
@@ -111,7 +112,8 @@ class PageReserve:
         limit, bucket = _limit(sequence), bucket_of(_num_generated(sequence))
         group = self._groups.get(limit)
         alive = (self._alive(limit) if group is None else group.alive)[bucket]
-        own = alive * (num_pages + _AHEAD / self._block_size) - num_pages
+        grown = _AHEAD / self._block_size if self._grows(sequence) else 0.0
+        own = alive * (num_pages + grown) - num_pages
         return max(self.least, math.ceil(float((self._growth + own).max())))
 
     def add(self, sequence: GrowingSequence) -> None:
@@ -121,33 +123,42 @@ class PageReserve:
         if group is None:
             group = self._groups[limit] = _Group(self._alive(limit))
         bucket, num_pages = bucket_of(_num_generated(sequence)), len(sequence.pages) - sequence.num_kept_pages
-        ends = sequence.num_prompt_tokens + STARTS[bucket + 1]
-        self._places[sequence.sequence_id] = _Place(limit, group, bucket, ends, num_pages)
+        ends, grows = sequence.num_prompt_tokens + STARTS[bucket + 1], self._grows(sequence)
+        self._places[sequence.sequence_id] = _Place(limit, group, bucket, ends, num_pages, grows)
         group.num_members += 1
         self._sum_squares += num_pages**2
-        self._count(group, bucket, 1, num_pages)
+        self._count(group, bucket, grows, num_pages)
 
-    def grow(self, sequence: GrowingSequence) -> None:
-        """The running sequence takes one more page."""
+    def grow(self, sequence: GrowingSequence, num_pages: int = 1) -> None:
+        """The running sequence takes more pages."""
         place = self._places[sequence.sequence_id]
-        self._sum_squares += 2 * place.num_pages + 1
-        place.num_pages += 1
+        num_before = place.num_pages
+        place.num_pages += num_pages
+        self._sum_squares += place.num_pages**2 - num_before**2
         if len(sequence.token_ids) < place.bucket_ends:
-            place.group.num_pages[place.bucket] += 1
+            place.group.num_pages[place.bucket] += num_pages
             self._growth = None
             return
         bucket = bucket_of(_num_generated(sequence))
         self._lengths.leave(place.bucket, bucket)
-        self._count(place.group, place.bucket, -1, 1 - place.num_pages)
-        self._count(place.group, bucket, 1, place.num_pages)
+        self._count(place.group, place.bucket, -place.grows, -num_before)
+        self._count(place.group, bucket, place.grows, place.num_pages)
         place.bucket, place.bucket_ends = bucket, sequence.num_prompt_tokens + STARTS[bucket + 1]
+
+    def shrink(self, sequence: GrowingSequence) -> None:
+        """The running sequence has given pages back: from now on as many as it takes."""
+        place = self._places[sequence.sequence_id]
+        num_pages = min(place.num_pages, sequence.num_held_pages)
+        self._sum_squares += num_pages**2 - place.num_pages**2
+        self._count(place.group, place.bucket, -place.grows, num_pages - place.num_pages)
+        place.num_pages, place.grows = num_pages, False
 
     def remove(self, sequence: GrowingSequence) -> None:
         """The sequence does not run any more."""
         place = self._places.pop(sequence.sequence_id)
         self._lengths.leave(place.bucket, bucket_of(_num_generated(sequence)))
         self._sum_squares -= place.num_pages**2
-        self._count(place.group, place.bucket, -1, -place.num_pages)
+        self._count(place.group, place.bucket, -place.grows, -place.num_pages)
         place.group.num_members -= 1
         if not place.group.num_members:
             del self._groups[place.limit]
@@ -172,12 +183,15 @@ class PageReserve:
         for place in places.values():
             assert self._groups[place.limit] is place.group
             counted[place.limit].num_members += 1
-            counted[place.limit].num_sequences[place.bucket] += 1
+            counted[place.limit].num_sequences[place.bucket] += place.grows
             counted[place.limit].num_pages[place.bucket] += place.num_pages
         for limit, group in self._groups.items():
             assert group.num_members and group.num_members == counted[limit].num_members
             assert group.num_sequences == counted[limit].num_sequences
             assert group.num_pages == counted[limit].num_pages
+
+    def _grows(self, sequence: GrowingSequence) -> bool:
+        return self._window is None or len(sequence.token_ids) < self._window
 
     def _alive(self, limit: int) -> _Floats:
         alive: _Floats = self._survival * (_MIDDLES[:, None] + _AHEAD < limit)

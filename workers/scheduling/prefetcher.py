@@ -12,7 +12,7 @@ from ..wire.messages import AdapterRef
 from .growing_sequence import GrowingSequence
 from .prefetch_policy import FreeLoads, WaitingNeeds, choose_prefetch, free_loads
 from .prefix_reuse import HeldByOthers, PrefixReuse
-from .request_limits import pages_for
+from .request_limits import GangLimits, pages_for
 from .waiting_queue import WaitingQueue
 
 
@@ -24,12 +24,12 @@ class Prefetcher:
         memory: PagedMemory,
         prefixes: PrefixReuse,
         pages_of_adapter: Callable[[AdapterRef], int],
-        block_size: int,
+        limits: GangLimits,
         waiting: WaitingQueue,
     ) -> None:
         """`waiting` is notified when an adapter's load starts for one of its sequences."""
         self._memory, self._prefixes, self._waiting = memory, prefixes, waiting
-        self._pages_of_adapter, self._block_size = pages_of_adapter, block_size
+        self._pages_of_adapter, self._limits = pages_of_adapter, limits
 
     def begin(self, waiting: list[GrowingSequence], num_lacking: int, num_running: int) -> Iterator[AdapterLoad]:
         """Starts loads and copies for these sequences, oldest first, even if they cannot start in this step.
@@ -90,8 +90,9 @@ class Prefetcher:
 
         `held_by_others`: see `PrefixReuse.num_held_by_others`.
         """
-        num_pages = pages_for(sequence.num_uncomputed, self._block_size)
-        return num_pages - self._prefixes.num_held_by_others(sequence, {} if held_by_others is None else held_by_others)
+        num_held = self._prefixes.num_held_by_others(sequence, {} if held_by_others is None else held_by_others)
+        num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - num_held
+        return min(num_pages, self._limits.most_pages(sequence.num_uncomputed))
 
     def _lacks(self, sequence: GrowingSequence, loads: FreeLoads, held_by_others: HeldByOthers) -> bool:
         """A load or a copy could start for the sequence, if these loads may start."""

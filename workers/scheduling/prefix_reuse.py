@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice, takewhile
+from dataclasses import dataclass
+from itertools import islice, repeat, takewhile
 from weakref import WeakValueDictionary
 
 from ..memory.idle_order import Item
@@ -13,6 +14,7 @@ from ..memory.prefix_cache import PrefixCache
 from ..plan import PageCopy
 from ..wire.page_keys import PageKey, first_link, next_keys
 from .growing_sequence import GrowingSequence
+from .request_limits import GangLimits
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
@@ -22,19 +24,35 @@ MOST_KEYS = 1024  # made in a step for sequences that arrive and wait, while oth
 HeldByOthers = dict[PageKey, tuple[int, PageKey]]
 
 
+@dataclass(frozen=True)
+class FoundPrefix:
+    """The first `num_pages` pages of a sequence. The last of them, those that the token after them sees, are here."""
+
+    num_pages: int = 0
+    pages: Sequence[int] = ()  # the last ones, in the pool
+
+    @property
+    def num_unseen(self) -> int:
+        """The first pages, which no layer sees: they may be gone."""
+        return self.num_pages - len(self.pages)
+
+
 class PrefixReuse:
     """Uses the prefix cache for the scheduler's sequences.
 
     Sequences with a common prefix that arrive together, such as `n` samples of one prompt, are not computed side by
     side: the first one computes the pages, and the others wait for them.
+
+    Where all layers have a window, the first pages of a prefix are needed no more once the window is past them. Then a
+    prefix is found if its last pages are there, those that the token after it sees.
     """
 
     def __init__(
-        self, cache: PrefixCache, tiers: TierTraffic, waiting: WaitingQueue, block_size: int, enabled: bool
+        self, cache: PrefixCache, tiers: TierTraffic, waiting: WaitingQueue, limits: GangLimits, enabled: bool
     ) -> None:
         """`waiting` is notified of pages that its sequences need not await any more."""
         self._cache, self._tiers, self._waiting = cache, tiers, waiting
-        self._block_size, self._enabled = block_size, enabled
+        self._limits, self._block_size, self._enabled = limits, limits.block_size, enabled
         self._alike: WeakValueDictionary[PageKey, GrowingSequence] = (
             WeakValueDictionary()
         )  # the last one, by its first page's key
@@ -77,27 +95,30 @@ class PrefixReuse:
             self._num_keys_left -= num_more
         return len(sequence.page_keys) >= num_keys
 
-    def find(self, sequence: GrowingSequence, keep: AbstractSet[Item]) -> list[int] | None:
-        """Pages of the sequence's prefix in the pool; None: it should wait for the next ones, which are coming.
+    def find(self, sequence: GrowingSequence, keep: AbstractSet[Item]) -> FoundPrefix | None:
+        """The sequence's prefix in the pool; None: it should wait for the next pages, which are coming.
 
         Starts copies of pages in a tier behind the pool; nothing in `keep` is evicted for them. At least one token is
         left to compute, since its logits choose the next one.
         """
         if not self._enabled:
-            return []
+            return FoundPrefix()
         if sequence.awaited_key in self._coming:
             if self._lacks_copies(sequence):
                 self._bring_more(sequence, keep)
             return None
         keys = self._usable_keys(sequence)
-        found = self._cache.find(keys)
+        found = self._in_pool(keys)
         sequence.was_looked_up = True
-        self._waiting.set_found(sequence, len(found) * self._block_size)
-        sequence.awaited_key = keys[len(found)] if len(found) < len(keys) else None
+        self._waiting.set_found(sequence, found.num_pages * self._block_size)
+        begun = self._begun(keys, found)
+        self._await_next(sequence, begun, keys)
         if sequence.awaited_key is None:
             return found
         if sequence.awaited_key not in self._coming:
-            self._bring(sequence, found, keys, keep)
+            self._bring(sequence, begun, keys, keep)
+        if begun is not found and sequence.awaited_key not in self._coming:
+            self._await_next(sequence, found, keys)
         return None if sequence.awaited_key in self._coming else found
 
     def is_known(self, sequence: GrowingSequence) -> bool:
@@ -109,7 +130,7 @@ class PrefixReuse:
 
     def key_to_await(self, sequence: GrowingSequence) -> PageKey:
         """The key of the last page that is coming for a sequence for which `find` returned None."""
-        keys, depth = sequence.page_keys, sequence.num_found // self._block_size
+        keys, depth = sequence.page_keys, sequence.num_here
         last = self._num_usable(sequence) - 1
         while depth < last and keys[depth + 1] in self._coming:
             depth += 1
@@ -137,13 +158,13 @@ class PrefixReuse:
             return self._lacks_copies(sequence)
         if not sequence.was_looked_up:
             return self.can_come_ahead and self.make_keys(sequence)
-        key, num_found = sequence.awaited_key, sequence.num_found // self._block_size
+        key, num_here = sequence.awaited_key, sequence.num_here
         if key in self._coming:  # shared by all sequences that wait for this prefix but the first
             return self._lacks_copies(sequence)
         if key is None or self._cache.page_of(key) is None or not self.can_come_ahead:
             return False
-        held = self.num_held_by_others(sequence, held_by_others)
-        return held > num_found or len(self._cache.find(sequence.page_keys[held : num_found + 1])) > num_found - held
+        held = max(self.num_held_by_others(sequence, held_by_others), sequence.first_wanted)
+        return held > num_here or len(self._cache.find(sequence.page_keys[held : num_here + 1])) > num_here - held
 
     def look_ahead(self, sequence: GrowingSequence, keep: AbstractSet[Item], held_by_others: HeldByOthers) -> None:
         """Starts copies for a sequence that cannot start yet, as `find` does.
@@ -160,7 +181,9 @@ class PrefixReuse:
         """Idle pages of its prefix in the pool, if it was looked up since it began to wait."""
         if not sequence.was_looked_up:
             return []
-        return self._cache.find(sequence.page_keys[self.num_held_by_others(sequence, held_by_others) :])
+        first = max(self.num_held_by_others(sequence, held_by_others), sequence.first_wanted)
+        most = self._limits.most_pages(len(sequence.token_ids))
+        return self._cache.find(sequence.page_keys[first : first + most])
 
     def num_held_by_others(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> int:
         """Pages of its prefix that take no room when it starts: others hold or compute them, or they are coming.
@@ -194,20 +217,21 @@ class PrefixReuse:
                 del self._coming[key]
                 self._waiting.page_resolved(key)
 
-    def enter(self, sequence: GrowingSequence, found: Sequence[int], own: Sequence[int]) -> None:
+    def enter(self, sequence: GrowingSequence, found: FoundPrefix, own: Sequence[int]) -> None:
         """Starts the sequence on the pages `found` of its prefix and its `own` ones for the rest.
 
         Its first own page begins as a copy of a kept page if the two have enough first tokens in common.
         """
-        sequence.hold((*found, *own))
-        sequence.num_kept_pages = len(found)
-        sequence.num_computed = len(found) * self._block_size + self._copy_begun(sequence, found)
+        num_found, num_unseen = found.num_pages, found.num_unseen
+        sequence.hold((*repeat(0, num_unseen), *found.pages, *own), num_unseen)
+        sequence.num_kept_pages = num_found
+        sequence.num_computed = num_found * self._block_size + self._copy_begun(sequence, num_found)
         self.num_cached_tokens += sequence.num_computed
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
-        self._cache.count_uses(found)
-        self._tiers.touch(sequence.page_keys[: len(found)])
-        for key in sequence.page_keys[len(found) :]:
+        self._cache.count_uses(found.pages)
+        self._tiers.touch(sequence.page_keys[num_unseen:num_found])
+        for key in sequence.page_keys[num_found:]:
             self._coming.setdefault(key, sequence)
 
     def take_copies(self) -> tuple[PageCopy, ...]:
@@ -247,7 +271,7 @@ class PrefixReuse:
         """The sequence stops running: its pages are released, if they are many in later steps."""
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
-        self._cache.release_later(sequence.pages, sequence)
+        self._cache.release_later(sequence.held_pages, sequence)
         sequence.hold(())
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
         sequence.was_looked_up = sequence.tokens_sent = False
@@ -277,6 +301,46 @@ class PrefixReuse:
     def _num_usable(self, sequence: GrowingSequence) -> int:
         return (len(sequence.token_ids) - 1) // self._block_size
 
+    def _in_pool(self, keys: Sequence[PageKey]) -> FoundPrefix:
+        """The longest prefix that is in the pool."""
+        if self._limits.window is None:
+            pages = self._cache.find(keys)
+            return FoundPrefix(len(pages), pages)
+        num_pages = self._num_reached(keys, lambda key: self._cache.page_of(key) is not None)
+        return FoundPrefix(num_pages, self._cache.find(islice(keys, self._num_unseen(num_pages), num_pages)))
+
+    def _begun(self, keys: Sequence[PageKey], found: FoundPrefix) -> FoundPrefix:
+        """The prefix to which pages are copied from a tier: `found`, or the begin of a window in a longer one."""
+        if self._limits.window is None:
+            return found
+        num_pages = self._num_reached(
+            keys, lambda key: self._page_here_or_coming(key) is not None or self._tiers.holds(key)
+        )
+        if num_pages <= found.num_pages:
+            return found
+        first = self._num_unseen(num_pages)
+        pages = self._cache.find(islice(keys, first, num_pages))
+        return FoundPrefix(first + len(pages), pages)
+
+    def _num_reached(self, keys: Sequence[PageKey], is_there: Callable[[PageKey], bool]) -> int:
+        """The most first pages of which all that the token after them sees are there."""
+        num_pages = len(keys)
+        while num_pages:
+            seen = range(num_pages - 1, self._num_unseen(num_pages) - 1, -1)
+            absent = next((index for index in seen if not is_there(keys[index])), None)
+            if absent is None:
+                break
+            num_pages = absent
+        return num_pages
+
+    def _num_unseen(self, num_pages: int) -> int:
+        return self._limits.num_unseen_pages(num_pages * self._block_size)
+
+    def _await_next(self, sequence: GrowingSequence, found: FoundPrefix, keys: Sequence[PageKey]) -> None:
+        """Notes the page after a prefix as the one that the sequence lacks."""
+        sequence.first_wanted, sequence.num_here = found.num_unseen, found.num_pages
+        sequence.awaited_key = keys[found.num_pages] if found.num_pages < len(keys) else None
+
     def _lacks_copies(self, sequence: GrowingSequence) -> bool:
         """Pages are being copied for the sequence, and copies of more of its prefix may start."""
         num_brought = sequence.num_brought
@@ -285,21 +349,23 @@ class PrefixReuse:
     def _bring_more(self, sequence: GrowingSequence, keep: AbstractSet[Item]) -> None:
         """Starts copies of the pages that follow those that are coming for the sequence."""
         keys = self._usable_keys(sequence)
-        before = [self._page_here_or_coming(key) for key in keys[: sequence.num_brought]]
+        assert sequence.num_brought is not None
+        before = [self._page_here_or_coming(key) for key in keys[sequence.first_wanted : sequence.num_brought]]
         known = [page for page in before if page is not None]
         if len(known) == len(before):
-            self._bring(sequence, known, keys, keep)
+            self._bring(sequence, FoundPrefix(sequence.num_brought, known), keys, keep)
         else:  # one was evicted: the rest is looked up again when the awaited page is there
             sequence.num_brought = None
 
     def _bring(
-        self, sequence: GrowingSequence, before: Sequence[int], keys: Sequence[PageKey], keep: AbstractSet[Item]
+        self, sequence: GrowingSequence, before: FoundPrefix, keys: Sequence[PageKey], keep: AbstractSet[Item]
     ) -> None:
         """Starts copies of as many pages of these keys as allowed, which follow the pages `before`."""
-        absent = takewhile(self._is_absent, islice(keys, len(before), None))
-        coming = self._tiers.bring(before, absent, keep)
+        absent = takewhile(self._is_absent, islice(keys, before.num_pages, None))
+        num_spared = max(0, before.num_unseen - sequence.num_found // self._block_size)
+        coming = self._tiers.bring(before.pages, before.num_pages, absent, keep, num_spared)
         self._coming |= dict.fromkeys(coming)
-        sequence.num_brought = len(before) + len(coming) if coming else None
+        sequence.num_brought = before.num_pages + len(coming) if coming else None
 
     def _page_here_or_coming(self, key: PageKey) -> int | None:
         page = self._cache.page_of(key)
@@ -309,22 +375,22 @@ class PrefixReuse:
         """The page is neither in the pool nor coming."""
         return self._cache.page_of(key) is None and key not in self._coming
 
-    def _copy_begun(self, sequence: GrowingSequence, found: Sequence[int]) -> int:
-        """Copies a page that has the first tokens after the pages `found`; returns the number of these tokens."""
-        start = len(found) * self._block_size
+    def _copy_begun(self, sequence: GrowingSequence, num_found: int) -> int:
+        """Copies a page that has the first tokens after the first pages; returns the number of these tokens."""
+        start = num_found * self._block_size
         left = sequence.token_ids[start : start + self._block_size]
         if len(left) == len(sequence.token_ids) - start:
             left = left[:-1]  # the last one is computed, since its logits choose the next token
         if not self._enabled or not left:
             return 0
-        begun = self._cache.find_partial(self._link(sequence, len(found)), left, self._block_size)
+        begun = self._cache.find_partial(self._link(sequence, num_found), left, self._block_size)
         if begun is None:
             return 0
         page, num_tokens = begun
         self._cache.acquire((page,))
         self._cache.count_uses((page,))
         self._copied_from.append(page)
-        self._copies.append(PageCopy(page, sequence.pages[len(found)]))
+        self._copies.append(PageCopy(page, sequence.pages[num_found]))
         return num_tokens
 
     @staticmethod

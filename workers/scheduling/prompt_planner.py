@@ -19,7 +19,7 @@ from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence, by_arrival
 from .planned_step import PlannedChunk, plan_chunk
 from .prefetcher import Prefetcher
-from .prefix_reuse import HeldByOthers, PrefixReuse
+from .prefix_reuse import FoundPrefix, HeldByOthers, PrefixReuse
 from .request_limits import GangLimits, pages_for
 from .running_sequences import RunningSequences
 from .waiting_queue import WaitingQueue
@@ -71,23 +71,27 @@ class PromptPlanner:
             throttled_budget = max(1, int(_THROTTLED_PART * self._limits.max_tokens_per_step))
         num_tokens: dict[GrowingSequence, int] = {}
         self._is_blocked = False
-        prompts, started, is_first = self._running.prompts[:], list[GrowingSequence](), True
+        block_size = self._limits.block_size
+        prompts = [sequence for sequence in self._running.prompts if sequence.num_that_fit(block_size)]
+        started, is_first = list[GrowingSequence](), True
         while budget.num_tokens > 0 and (started or is_first):
             candidates = self.candidates() if may_admit else []
-            left = {s: s.num_unplanned for s in prompts} | {s: s.num_uncomputed - s.num_found for s in candidates}
+            left = {s: s.num_that_fit(block_size) for s in prompts} | {
+                s: s.num_uncomputed - s.num_found for s in candidates
+            }
             credit = self._counters.slack
             if prompts and self._lack_room(candidates):
                 credit = self._counters.burst - self._counters.slack  # clearly less than a newcomer's head start
             granted = self._divide_in_time(left, budget, throttled_budget, credit)
             started = list(self.start(s for s in candidates if granted[s]))
             for sequence in (*prompts, *started):
-                num_tokens[sequence] = min(sequence.num_unplanned, granted[sequence])
+                num_tokens[sequence] = min(sequence.num_that_fit(block_size), granted[sequence])
                 budget.take(sequence.next_position, num_tokens[sequence])
                 throttled_budget -= num_tokens[sequence] if self._latency_mode.throttles(sequence.counter) else 0
             prompts, is_first = [], False
         for sequence in self._start_loaded() if self._is_blocked and may_admit and budget.num_tokens > 0 else ():
             start = sequence.next_position
-            num_tokens[sequence] = max(1, budget.tokens_that_fit(start, sequence.num_unplanned))
+            num_tokens[sequence] = max(1, budget.tokens_that_fit(start, sequence.num_that_fit(block_size)))
             budget.take(start, num_tokens[sequence])
             if not budget.num_tokens:
                 break
@@ -98,7 +102,7 @@ class PromptPlanner:
             most = max(0, throttled_budget) if is_throttled else budget.num_tokens
             num_granted = num_tokens.get(sequence, 0)
             start = sequence.next_position + num_granted
-            more = budget.tokens_that_fit(start, min(sequence.num_unplanned - num_granted, most))
+            more = budget.tokens_that_fit(start, min(sequence.num_that_fit(block_size) - num_granted, most))
             num_tokens[sequence] = num_granted + more
             budget.take(start, more)
             throttled_budget -= more if is_throttled else 0
@@ -336,20 +340,22 @@ class PromptPlanner:
             num_pages = self._prefetcher.num_kv_pages_to_take(sequence)
         self._waiting.await_page(sequence, key, num_pages)
 
-    def _enter(self, sequence: GrowingSequence, found: list[int], older: OlderSequences) -> bool:
+    def _enter(self, sequence: GrowingSequence, found: FoundPrefix, older: OlderSequences) -> bool:
         """Starts a waiting sequence, on the pages `found` of its prefix and new ones for the rest.
 
-        False, and nothing changed, if the pool has no room for it in addition to what older sequences reserve.
+        With a window no more than it ever holds at once; for the rest of its prompt it takes others as it gives these
+        back. False, and nothing changed, if the pool has no room for it in addition to what older sequences reserve.
         """
-        num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - len(found)
+        num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - found.num_pages
+        num_pages = min(num_pages, self._limits.most_pages(sequence.num_uncomputed) - len(found.pages))
         keep = older.wanted | self._waiting.kept_from(sequence)
         num_left_free = older.num_reserved_pages + self._running.reserve.num_pages(sequence, num_pages)
-        if not self._memory.has_room(num_pages + num_left_free, keep, found):
+        if not self._memory.has_room(num_pages + num_left_free, keep, found.pages):
             self._lacked_room = self._is_blocked = True
             return False
-        if self._running and not self._memory.make_room_in_part(num_pages, keep, found):
+        if self._running and not self._memory.make_room_in_part(num_pages, keep, found.pages):
             return False  # the rest of the room is made in the next steps, as running sequences wait for this one
-        self._memory.prefixes.acquire(found)  # first, so that they are not evicted for the new ones
+        self._memory.prefixes.acquire(found.pages)  # first, so that they are not evicted for the new ones
         self._memory.make_room(num_pages, keep)
         sequence.counter_at_start = sequence.counter.value
         if self._waiting.remove(sequence):
@@ -365,7 +371,7 @@ class PromptPlanner:
         if digest is not None:
             self._memory.adapters.acquire(digest)
             num_adapter_pages = len(self._memory.adapters.residence(digest).pages)
-        self._times.start(sequence.held, len(sequence.pages), digest, num_adapter_pages)
+        self._times.start(sequence.held, sequence.num_held_pages, digest, num_adapter_pages)
         return True
 
     def _has_adapter(self, sequence: GrowingSequence) -> bool:

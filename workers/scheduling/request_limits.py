@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..window_pages import most_pages, num_unseen_pages
 from ..wire.messages import SequenceError, SequenceRequest
 
 
@@ -20,6 +21,15 @@ class GangLimits:
     num_pages: int
     max_tokens_per_step: int
     max_num_sequences: int
+    window: int | None = None  # newest tokens whose pages a sequence keeps (`kept_window`); None: all
+
+    def num_unseen_pages(self, num_tokens: int) -> int:
+        """The first pages of a sequence that no layer sees any more, once so many of its tokens are computed."""
+        return num_unseen_pages(num_tokens, self.block_size, self.window)
+
+    def most_pages(self, num_tokens: int) -> int:
+        """The most pages that a sequence of so many tokens holds at once."""
+        return most_pages(num_tokens, self.block_size, self.window, self.max_tokens_per_step)
 
 
 def pages_for(num_tokens: int, block_size: int) -> int:
@@ -48,7 +58,7 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
             f"{num_prompt} prompt tokens{asked} are {over} over the context of {limits.max_model_len} tokens"
         )
     # The last token is never computed, so it takes no room.
-    num_pages = pages_for(wanted - 1, limits.block_size) + num_adapter_pages
+    num_pages = limits.most_pages(wanted - 1) + num_adapter_pages
     if num_pages > limits.num_pages:
         return _invalid(
             f"the request needs {num_pages} pages ({num_adapter_pages} of them for its adapter) and can never fit the "

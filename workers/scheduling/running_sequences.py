@@ -23,6 +23,7 @@ class RunningSequences:
         self.penalised: dict[int, None] = {}  # ids of those with penalties
         self.num_background = 0  # sequences
         self.num_uncomputed = 0  # tokens of all; the scheduler updates it as it commits
+        self.removed: list[int] = []  # ids of those that no plan has named as removed yet
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -72,6 +73,7 @@ class RunningSequences:
     def remove(self, sequence: GrowingSequence) -> None:
         """The sequence must be here."""
         del self.by_id[sequence.sequence_id]
+        self.removed.append(sequence.sequence_id)
         self.reserve.remove(sequence)
         self.penalised.pop(sequence.sequence_id, None)
         self.num_uncomputed -= sequence.num_uncomputed
@@ -81,6 +83,11 @@ class RunningSequences:
         if not own:
             del self.by_tenant[sequence.counter]
         remove_by_arrival(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence)
+
+    def take_removed(self) -> tuple[int, ...]:
+        """Ids of the sequences that were removed since the last call."""
+        removed, self.removed = tuple(self.removed), []
+        return removed
 
     def end_prompts(self) -> None:
         """Moves prompts with at most one unplanned token to `decoding`."""

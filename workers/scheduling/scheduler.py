@@ -71,7 +71,7 @@ class Scheduler:
         self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
         self._times = PageTimes(clock)
         self._waiting = WaitingQueue()
-        self._running = RunningSequences(PageReserve(limits.num_pages, limits.block_size))
+        self._running = RunningSequences(PageReserve(limits.num_pages, limits.block_size, limits.window))
         self.memory = PagedMemory(
             limits.num_pages,
             lambda: self._costs.costs("host").copy_s,
@@ -80,11 +80,11 @@ class Scheduler:
         )
         self._adapters = self.memory.adapters
         self._tiers = TierTraffic(self.memory, tiers or TierSizes(), self._costs)
-        self._prefixes = PrefixReuse(self.memory.prefixes, self._tiers, self._waiting, limits.block_size, prefix_cache)
+        self._prefixes = PrefixReuse(self.memory.prefixes, self._tiers, self._waiting, limits, prefix_cache)
         self._counts, self._arrivals = StepCounts(), 0
         self.latency_mode = LatencyMode(self._counts, self._running)
         self.counters = TenantCounters(limits.max_tokens_per_step, scheduling)
-        self._prefetcher = Prefetcher(self.memory, self._prefixes, pages_of_adapter, limits.block_size, self._waiting)
+        self._prefetcher = Prefetcher(self.memory, self._prefixes, pages_of_adapter, limits, self._waiting)
         self._admission = PromptPlanner(
             self.memory,
             self._prefixes,
@@ -192,7 +192,8 @@ class Scheduler:
         self._prefixes.bound_keys(True)
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
         outdated, pins = self.host_updates.take(computes=bool(decodes or chunks))
-        return StepPlan(step, parts, residences, loads, moves, copies, outdated, tuple(self._running.penalised), pins)
+        penalised, ended_runs = tuple(self._running.penalised), self._running.take_removed()
+        return StepPlan(step, parts, residences, loads, moves, copies, outdated, penalised, pins, ended_runs)
 
     def settle(self, plan: StepPlan, result: StepResult | None) -> StepPlan:
         """Adds the sequences to a plan that was made while the plan before it ran.
@@ -207,6 +208,7 @@ class Scheduler:
         """Forgets a plan that is not executed, because it is empty."""
         assert not (plan.sequences or plan.loads or plan.moves or plan.copies)
         self.host_updates.put_back(plan)
+        self._running.removed.extend(plan.ended_runs)
         del self._uncommitted[plan.step]
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
@@ -264,7 +266,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError if a page leaked, or its holders or an adapter's users are miscounted."""
         running = [*self._running.by_id.values()]
-        held = [*(s.pages for s in running), *self._tiers.holders(), *self._prefixes.holders()]
+        held = [*(s.held_pages for s in running), *self._tiers.holders(), *self._prefixes.holders()]
         self.memory.check_integrity(held)
         self._tiers.check_integrity()
         self._waiting.check_integrity(lambda digest: self._adapters.state(digest) is AdapterState.RESIDENT)
@@ -278,7 +280,12 @@ class Scheduler:
             assert len(sequence.pages) >= pages_for(num_tokens, self._limits.block_size)
             if sequence.adapter_digest is not None:
                 users[sequence.adapter_digest] = users.get(sequence.adapter_digest, 0) + 1
-            assert sequence.held.num_pages == len(sequence.pages), "pages are held whose time is not counted"
+            assert sequence.held.num_pages == sequence.num_held_pages, "pages are held whose time is not counted"
+            num_unseen = self._limits.num_unseen_pages(sequence.num_computed)
+            assert sequence.num_gone <= num_unseen, "a page is gone that a layer sees"
+            assert sequence.num_held_pages <= self._limits.most_pages(sequence.max_length), (
+                "more pages than there may be"
+            )
         assert users == self._adapters.users() == self._times.users(), "an adapter's running sequences are miscounted"
 
     def _prompt_budget(self, num_decodes: int) -> PromptBudget:
@@ -342,6 +349,7 @@ class Scheduler:
             sequence.num_planned -= 1
             if num_computed % block_size == 0:
                 self._prefixes.keep_filled(sequence)
+                self._give_back(sequence)
                 if num_computed % report_tokens == 0:
                     updates.append(self._append(sequence, chosen[sequence.sequence_id]))
                     continue
@@ -356,6 +364,15 @@ class Scheduler:
             logprobs = None if token.logprobs is None else [token.logprobs]
             updates.append(SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs))
 
+    def _give_back(self, sequence: GrowingSequence) -> None:
+        """Releases the pages of a sequence that no layer sees any more."""
+        num_unseen = self._limits.num_unseen_pages(sequence.num_computed)
+        if num_unseen > sequence.num_gone:
+            pages = sequence.give_back(num_unseen)
+            self.memory.prefixes.release(pages)
+            self._times.shrink(sequence.held, len(pages))
+            self._running.reserve.shrink(sequence)
+
     def _commit_chunk(self, chunk: PlannedChunk, result: StepResult, updates: list[SequenceUpdate]) -> None:
         sequence, num_tokens = chunk.sequence, len(chunk.part.token_ids)
         sequence.count_computed(num_tokens)
@@ -363,6 +380,7 @@ class Scheduler:
         sequence.num_planned -= num_tokens
         self._running.num_uncomputed -= num_tokens
         self._prefixes.keep_filled(sequence)
+        self._give_back(sequence)
         if chunk.part.sample is not None:
             self._running.num_uncomputed += 1
             updates.append(self._append(sequence, result.tokens[sequence.sequence_id]))

@@ -19,7 +19,9 @@ def max_length(request: SequenceRequest, num_adapter_pages: int, limits: GangLim
     """The most tokens of the sequence, prompt and answer together."""
     # The last token is never computed, so it takes no room. A sequence with max_tokens always fits the pool, or it
     # would have been refused on arrival.
-    longest = min(limits.max_model_len, (limits.num_pages - num_adapter_pages) * limits.block_size + 1)
+    longest, num_pages = limits.max_model_len, limits.num_pages - num_adapter_pages
+    if limits.most_pages(longest - 1) > num_pages:
+        longest = num_pages * limits.block_size + 1
     max_tokens = request.sampling.max_tokens
     return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)
 

@@ -114,11 +114,14 @@ class TierTraffic:
         """The page of the pool into which this one is being copied; None: it is not."""
         return self._coming.get(key)
 
-    def bring(self, found: Sequence[int], keys: Iterator[PageKey], keep: AbstractSet[Item]) -> list[PageKey]:
+    def bring(
+        self, found: Sequence[int], depth: int, keys: Iterator[PageKey], keep: AbstractSet[Item], num_spared: int = 0
+    ) -> list[PageKey]:
         """Starts copies into the pool of pages that follow the pages `found`. Returns the keys of those copied.
 
-        `keys`: of pages that are neither in the pool nor coming. None is copied if none is in a tier, if computing is
-        cheaper, or if the pool has no room. Copies under way are bounded: call again for the rest.
+        `depth`: pages before the first of them, held or not. `keys`: of pages that are neither in the pool nor coming.
+        `num_spared`: pages that need not be computed, beside these, if these are here. None is copied if none is in a
+        tier, if computing is cheaper, or if the pool has no room. Copies under way are bounded: call again for more.
         """
         first = next(keys, None)
         source = next((name for name, tier in self._tiers.items() if first in tier and self._works(name)), None)
@@ -126,7 +129,7 @@ class TierTraffic:
             return []
         tier = self._tiers[source]
         coming = list(takewhile(tier.__contains__, islice(chain((first,), keys), self._most_in(source))))
-        if not is_worth_bringing(len(coming), self._costs.costs(source)):
+        if not is_worth_bringing(len(coming), self._costs.costs(source), num_spared):
             return []
         if not self._memory.has_room(len(coming), keep, found):
             return []
@@ -135,7 +138,7 @@ class TierTraffic:
         pages = self._memory.allocator.allocate(len(coming)) or ()
         tier.touch(coming)
         move = self._begin("in", source, tier.begin_read(coming), "device", pages, coming)
-        move.depth, move.held = len(found), [*found, *pages]
+        move.depth, move.held = depth, [*found, *pages]
         self._coming |= zip(coming, pages, strict=True)
         return coming
 

@@ -2,7 +2,7 @@
 -- it has deleted. No text in a record or in notes has the quotes that are around a trial's id.
 -- include: ../events.lua
 -- KEYS: adapters, names, version_notes, canaries, pins, pinned, stored_prefix, answers, answer_order
--- KEYS: counts_prefix, comments_prefix, sticky_prefix, updated_trials
+-- KEYS: counts_prefix, comments_prefix, sticky_prefix, updated_trials, unswept_prefix, unswept_tenants
 -- ARGV: tenant, count
 local function delete_trials(text)
   for trial in string.gmatch(text, '"id":"(%x+)"') do
@@ -27,6 +27,7 @@ for _, field in ipairs(fields) do
 end
 if #fields < tonumber(count) then
   redis.call('HDEL', pinned, tenant)
-  redis.call('UNLINK', stored_prefix .. tenant, answers, answer_order)
+  redis.call('UNLINK', stored_prefix .. tenant, unswept_prefix .. tenant, answers, answer_order)
+  redis.call('SREM', unswept_tenants, tenant)
 end
 return #fields

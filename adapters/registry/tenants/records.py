@@ -17,8 +17,9 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and completion
     concurrent_streams: int | None = None  # answers that are made at once
+    uploads_per_minute: int | None = None  # of adapters, those that are refused included
     adapters: int | None = None
-    stored_bytes: int | None = None  # of uploaded tensors, all versions that are kept
+    stored_bytes: int | None = None  # of uploaded tensors and their pages, all that is on disk
     pinned_bytes: int | None = None  # of pinned adapters, for each gang that keeps them
 
 

@@ -79,13 +79,18 @@ class NameState:
         return found
 
 
+def no_version_yet(name: str) -> VersionRefused:
+    """Of the first version of a name that is not to be current."""
+    return VersionRefused(f"{name} has no version yet, and its first one is current: leave activate out")
+
+
 def with_upload(
     state: NameState | None, upload: AdapterVersion, note: VersionNote, *, activate: bool, now: float
 ) -> NameState:
     """The name with a new version, which is its current one if `activate`. The oldest versions may go."""
     if state is None:
         if not activate:
-            raise VersionRefused(f"{upload.name} has no version yet, and its first one is current: leave activate out")
+            raise no_version_yet(upload.name)
         return NameState(upload, _noted(NO_NOTES, upload.version, note))
     notes = _noted(state.notes, upload.version, note)
     if activate:

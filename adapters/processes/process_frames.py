@@ -6,6 +6,9 @@ import struct
 from collections.abc import Sequence
 from typing import IO, Final
 
+LAST: Final = b"last"  # the first frame of an answer: the process answers no other question
+NOT_LAST: Final = b""
+
 _NUMBER: Final = struct.Struct("<Q")
 
 

@@ -1,0 +1,34 @@
+"""What a process beside a router may take: called in that process."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+def yield_to_others(niceness: int) -> None:
+    """Lets all other work of the machine go first."""
+    os.nice(niceness)
+
+
+def bound_memory(num_bytes: int) -> None:
+    """Memory of its own, beside that of mapped files: more is a MemoryError. A no-op where the system has no bound."""
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def bound_cpu(seconds: float) -> None:
+    """The process is ended by SIGXCPU when it has taken so much CPU from now on, and perhaps a second more."""
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds), hard))
+
+
+def resident_bytes() -> int:
+    """What the process takes now. What it once took at most would have the router's own in it, which started it."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0

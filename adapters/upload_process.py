@@ -1,0 +1,137 @@
+"""The process that validates, packs and stores uploads: `python -m motet.adapters.upload_process`.
+
+To parse a header or a config, to hash and to pack hold the interpreter's lock, in a thread too, and every stream of the
+router with it. Here they delay nobody: the process is niced, and bounded in memory and, for each upload, in CPU. It
+answers one question after the other and ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Final, Literal
+
+import msgspec
+
+from .errors import AdapterInvalid, UploadTooLarge
+from .format.content import AdapterContent
+from .format.validation import validate
+from .packing.layout import AdapterLayout, packed_bytes
+from .processes.process_bounds import bound_cpu, bound_memory, resident_bytes, yield_to_others
+from .processes.process_frames import LAST, NOT_LAST, read_frames, write_frames
+from .store.store import AdapterStore
+
+NICENESS: Final = 10  # uploads yield to all other work, large bodies included
+MOST_BYTES: Final = 768 << 20  # of memory, beside the upload's own file, which is mapped
+MOST_RESIDENT_BYTES: Final = 256 << 20  # a process that has grown beyond ends, and the router starts another
+
+CHECK: Final = b"check"  # the first frame of a question; then follow a `Check` and the config
+STORE: Final = b"store"  # what was checked
+FORGET: Final = b"forget"  # it: until then the process holds its file
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    tensors: str  # path of the file
+    store: str  # path of the folder
+    layouts: tuple[AdapterLayout, ...]  # of one base
+    max_packed_bytes: int
+    cpu_s: float  # that the check and what follows may take
+
+
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """What was checked, or stored."""
+
+    digest: str
+    module_ranks: dict[str, int]
+    num_bytes: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    kind: Literal["invalid", "too_large", "disk"]
+    message: str
+    errno: int = 0  # of "disk"
+
+
+Answer = Found | Refused | None
+
+
+class Workbench:
+    """Holds one upload from its check until it is stored or forgotten."""
+
+    def __init__(self) -> None:
+        self._upload: tuple[AdapterContent, Check] | None = None
+        self.is_worn = False  # it has once lacked memory
+
+    @property
+    def is_empty(self) -> bool:
+        return self._upload is None
+
+    def answer(self, frames: list[bytes]) -> Answer:
+        what, *rest = frames
+        try:
+            if what == CHECK:
+                return self._check(msgspec.msgpack.decode(rest[0], type=Check), rest[1])
+            if what == STORE:
+                return self._store()
+            self._upload = None
+            return None
+        except AdapterInvalid as error:
+            return Refused("invalid", str(error))
+        except UploadTooLarge as error:
+            return Refused("too_large", str(error))
+        except OSError as error:
+            return Refused("disk", error.strerror or str(error), error.errno or errno.EIO)
+        except MemoryError:
+            self.is_worn = True
+            return Refused("too_large", f"this adapter takes more than {MOST_BYTES >> 20} MiB of memory to check")
+
+    def _check(self, check: Check, config: bytes) -> Found:
+        self._upload = None
+        bound_cpu(check.cpu_s)
+
+        def check_ranks(module_ranks: Mapping[str, int]) -> None:
+            num_bytes = packed_bytes(check.layouts, module_ranks)
+            if num_bytes > check.max_packed_bytes:
+                raise UploadTooLarge(
+                    f"this adapter takes {num_bytes} bytes in memory "
+                    f"({check.layouts[0].num_pages(module_ranks)} pages), where each module has its largest rank in "
+                    f"all layers: at most {check.max_packed_bytes} are accepted"
+                )
+
+        content = validate(config, Path(check.tensors), check.layouts[0].shape, check_ranks)
+        found = _found(content)
+        self._upload = content, check
+        return found
+
+    def _store(self) -> Found:
+        assert self._upload is not None
+        (content, check), self._upload = self._upload, None
+        return _found(AdapterStore(Path(check.store)).put(content, check.layouts))
+
+
+def _found(content: AdapterContent) -> Found:
+    return Found(content.digest, content.module_ranks, content.num_bytes)
+
+
+def main(source: IO[bytes], sink: IO[bytes]) -> None:
+    yield_to_others(NICENESS)
+    bound_memory(MOST_BYTES)
+    gc.disable()  # an upload is mostly dictionaries, through which searches go again and again
+    gc.freeze()  # what was imported
+    bench = Workbench()
+    while frames := read_frames(source):
+        answer = bench.answer(frames)
+        del frames
+        if bench.is_empty:
+            gc.collect()
+        is_last = bench.is_empty and (bench.is_worn or resident_bytes() > MOST_RESIDENT_BYTES)
+        write_frames(sink, [LAST if is_last else NOT_LAST, msgspec.msgpack.encode(answer)])
+        if is_last:
+            return
+
+
+if __name__ == "__main__":
+    main(sys.stdin.buffer, sys.stdout.buffer)

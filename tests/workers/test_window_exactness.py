@@ -1,0 +1,106 @@
+"""Contexts of many windows against transformers, on a pool in which every page that was given back holds NaN."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from motet.tests.rigs.engine_rig import EngineRig, Stock
+from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
+from motet.workers.execution.executor import LocalExecutor
+from motet.workers.models.config import ModelConfig
+from motet.workers.window_pages import most_pages
+from motet.workers.wire.messages import SamplingParams
+
+pytestmark = pytest.mark.slow
+TOLERANCE = 1e-3  # of logits, in float32
+LONGEST, NUM_TOKENS, BUDGET, BLOCK = 170, 40, 16, 8
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+Asked = tuple[list[int], str | None, Answer]  # prompt, adapter, the oracle's answer
+
+
+@pytest.fixture(scope="module", params=["mistral_window", "mixtral"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stock, Oracle]]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp(request.param)
+    path = write_model(request.param, folder / "model")
+    adapters = write_adapters(path, folder / "adapters")
+    yield Stock.make(path, adapters, folder / "store", BLOCK), Oracle(path, adapters)
+    torch.set_num_threads(num_threads)
+
+
+def questions(oracle: Oracle, seed: int) -> list[Asked]:
+    """Prompts of many windows whose best tokens lead clearly, so that rounding cannot change the answer."""
+    rng, found = random.Random(seed), list[Asked]()
+    while len(found) < 5:
+        own = [None, RECIPES[3].name][len(found) % 2]
+        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(LONGEST // 2, LONGEST))]
+        (answer,) = oracle.answers([prompt], [own], NUM_TOKENS)
+        if answer.margin > 5 * TOLERANCE:
+            found.append((prompt, own, answer))
+    return found
+
+
+def poison(rig: EngineRig) -> int:
+    """Fills all free pages with NaN; returns their number."""
+    executor, free = rig.engine.executor, rig.engine._scheduler.memory.allocator._free
+    assert isinstance(executor, LocalExecutor)
+    executor.runner.pool[torch.tensor(free, dtype=torch.int64)] = torch.nan
+    return len(free)
+
+
+def serve(rig: EngineRig, asked: list[Asked], first_id: int) -> None:
+    for sequence_id, (prompt, adapter, _) in enumerate(asked, first_id):
+        rig.submit(sequence_id, prompt, adapter, GREEDY)
+    while rig.engine.has_work():
+        rig.step()
+        poison(rig)
+    rig.assert_idle()
+    for sequence_id, (_, _, answer) in enumerate(asked, first_id):
+        assert rig.told[sequence_id].error is None
+        assert rig.told[sequence_id].token_ids == answer.token_ids
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_answers_are_the_oracles(model: tuple[Stock, Oracle], prefix_cache: bool) -> None:
+    """All at once, in chunks; and again, with what the cache has of them. The pool holds no two of them whole."""
+    stock, oracle = model
+    asked = questions(oracle, seed=1)
+    window = ModelConfig.from_folder(stock.model_path).window
+    assert window is not None
+    num_adapter_pages = max(stock.num_pages(1, adapter) for _, adapter, _ in asked)
+    num_pages = 2 * most_pages(LONGEST + NUM_TOKENS, BLOCK, window, BUDGET) + num_adapter_pages
+    assert num_pages - num_adapter_pages < 2 * -(-LONGEST // BLOCK)
+    with stock.engine(num_pages, max_tokens_per_step=BUDGET, prefix_cache=prefix_cache) as rig:
+        assert rig.engine._scheduler._limits.window == window
+        for first_id in (0, len(asked)):
+            serve(rig, asked, first_id)
+        assert poison(rig) > 0
+        assert rig.engine.load().counters.num_generated_tokens == 2 * len(asked) * NUM_TOKENS
+
+
+def test_a_window_comes_back_from_host_memory(model: tuple[Stock, Oracle]) -> None:
+    """Preempted again and again, and gone from the pool each time."""
+    stock, oracle = model
+    asked = questions(oracle, seed=2)[:1]
+    with stock.engine(60, max_tokens_per_step=BUDGET, kv_host_bytes=100 * stock.page_bytes) as rig:
+        rig.prefer_copies()
+        scheduler = rig.engine._scheduler
+        prompt, adapter, answer = asked[0]
+        rig.submit(0, prompt, adapter, GREEDY)
+        num_preempted = 0
+        while rig.engine.has_work():
+            rig.step()
+            sequence = scheduler._running.by_id.get(0)
+            if sequence is not None and len(sequence.token_ids) > len(prompt) + 8 * (num_preempted + 1):
+                scheduler._preempt(sequence)
+                scheduler.memory.make_room(scheduler.memory.num_pages_to_take, frozenset())
+                num_preempted += 1
+            poison(rig)
+        assert num_preempted > 2
+        assert rig.told[0].token_ids == answer.token_ids
+        assert rig.engine.load().counters.num_pages_in > 0
