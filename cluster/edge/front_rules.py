@@ -90,7 +90,8 @@ def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] 
     lines.append(f"acl motet_elsewhere {'always_true' if others is None else 'always_false'}")
     lines += [*_source_lines(), *_connection_lines(limits, max_connections), *_header_lines()]
     # Asks what the server can do, not what a route can.
-    lines.append("http-request return status 204 hdr Allow 'GET, POST, PUT, PATCH, DELETE' if METH_OPTIONS { path * }")
+    methods = "hdr Allow 'GET, POST, PUT, PATCH, DELETE'"
+    lines.append(f"http-request return status 204 {methods} if METH_OPTIONS {{ url -m str * }}")
     lines += [*_count_lines(), *_rate_lines(limits), *_keyless_lines(), *_bound_lines(limits)]
     lines.append(f"http-request del-header '^({'|'.join(CONTROL_HEADERS)})$' -m reg")
     has_body = "METH_POST || METH_PUT || METH_DELETE || { method PATCH }"

@@ -323,7 +323,7 @@ def test_a_client_does_not_notice_that_a_router_closes_its_idle_connections(tmp_
         client.connect()
         kept = client.sock
         for _ in range(4):
-            client.request("POST", "/", b"x" * 100)
+            client.request("POST", "/", b"x" * 100, {"Authorization": "Bearer mole"})
             assert client.getresponse().read() == b"ok"
         assert client.sock is kept  # the client's own connection is kept alive
         client.close()

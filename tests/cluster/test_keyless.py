@@ -147,10 +147,12 @@ async def test_refusals_are_counted_and_one_of_them_is_logged(
     router_port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with edge_front(tmp_path, SLOW, router_port) as port, caplog.at_level(logging.INFO):
-        watch, other = EdgeWatch(str(tmp_path / "a.sock")), EdgeWatch(str(tmp_path / "a.sock"))
-        await watch.read()
-        assert watch.refused == dict.fromkeys(REASONS, 0) | {"http": watch.refused["http"]}
-        before = watch.refused["http"]  # whoever looked whether it listens has said nothing
+        first, watch, other = (EdgeWatch(str(tmp_path / "a.sock")) for _ in range(3))
+        await first.read()
+        before = first.refused["http"]  # whoever looked whether it listens has said nothing
+        assert first.refused == dict.fromkeys(REASONS, 0) | {"http": before}
+        await first.stop()
+        caplog.clear()
         for _ in range(3):
             assert raw_answer(port, get("/", b"x-request-id: mine-17\r\n"))[0] == 401
         raw_answer(port, KEYLESS + b"traceparent: \xc3\r\n\r\n")
