@@ -64,6 +64,7 @@ from .bounded_receive import BoundedReceive
 from .gang_demand import GangDemand
 from .garbage_collection import make_garbage_collection_rare
 from .launch_keeper import LaunchKeeper, id_of_this_cluster
+from .placement_keeper import PlacementKeeper
 from .replica_directory import ADDRESS, Metadata, ReplicaDirectory
 from .replica_logging import configure_replica_logging
 from .running_parts import RunningParts
@@ -209,6 +210,7 @@ class RouterReplica:
         own_deployment = serve.get_replica_context().deployment
         await parts.start(ReplicaDirectory(gang.app_name, gang.deployment_name, self._update_gangs))
         await parts.start(ReplicaDirectory(gang.app_name, own_deployment, self._update_routers))
+        await parts.start(PlacementKeeper(gang.app_name, gang.deployment_name))
         return pins
 
     def record_replica_metadata(self) -> dict[str, str]:

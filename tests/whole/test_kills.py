@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -36,6 +38,18 @@ def job(number: int) -> Job:
     body = {"model": model, "prompt": f"{number} capital", "max_tokens": NUM_TOKENS, "ignore_eos": True}
     drawn = {"temperature": 1.2, "seed": number, "frequency_penalty": 0.1 * (number % 3)}
     return Job(OWNER[model], body | (drawn if number % 2 else {"temperature": 0}))
+
+
+# Leaves a placement group by the name of a gang's replica, and waits until it is gone.
+LEFT_BEHIND = """
+import sys, time, ray
+from ray.util.placement_group import placement_group_table
+ray.init(address=sys.argv[1], namespace="serve", log_to_driver=False)
+left = ray.util.placement_group([{"CPU": 0.001}], "STRICT_PACK", sys.argv[2] + "left", lifetime="detached")
+while placement_group_table(left)["state"] != "REMOVED":
+    time.sleep(0.2)
+print("it is gone")
+"""
 
 
 JOBS = [job(number) for number in range(NUM_STREAMS)]
@@ -98,7 +112,7 @@ def _kill_in_the_midst(motet: RunningMotet, undisturbed: list[Heard], kind: str,
         victim.kill()
         if kind == "controller":
             # A new one replaces the gang. Of one that dies just as the new one recovers, Ray Serve keeps the placement
-            # group for ever, and there is no room for another.
+            # group: replacing it then takes as long as `PlacementKeeper` needs.
             gang.kill()
 
     meter = Meter(int(drawn.uniform(0.02, 0.8) * NUM_STREAMS * NUM_TOKENS), kill)
@@ -108,6 +122,19 @@ def _kill_in_the_midst(motet: RunningMotet, undisturbed: list[Heard], kind: str,
     for number, (got, expected) in enumerate(zip(heard, undisturbed, strict=True)):
         assert got == expected, f"stream {number}, {JOBS[number].body}"
     _wait_until_whole(motet, gone=set() if kind == "router" else gangs)
+
+
+def test_room_that_serve_has_lost_sight_of_is_freed_and_no_gang_loses_its_own(motet: RunningMotet) -> None:
+    """As of a gang that dies just as a new controller recovers: its placement group stays, with no replica in it."""
+    _wait_until_whole(motet, gone=set())
+    gangs = _gang_ids(motet)
+    raylet = next(process for process in motet.processes() if process.name() == "raylet")
+    address = next(one.partition("=")[2] for one in raylet.cmdline() if one.startswith("--gcs-address="))
+    command = [sys.executable, "-c", LEFT_BEHIND, address, "SERVE_REPLICA::motet#gang#"]
+    ended = subprocess.run(command, env=raylet.environ(), capture_output=True, text=True, timeout=PATIENCE_S)
+    assert ended.stdout == "it is gone\n", ended.stderr
+    _wait_until_whole(motet, gone=set())
+    assert _gang_ids(motet) == gangs
 
 
 def _wait_until_whole(motet: RunningMotet, gone: set[str]) -> None:
