@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="HAProxy is for Linux"),
 ]
 
+WITH_KEY = b"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer any\r\n"  # the edge refuses what has none
 SERVE = """
 import sys
 import ray
@@ -42,9 +43,9 @@ def test_a_serve_on_such_a_node_has_motets_edge(tmp_path: Path) -> None:
         nodes.start(0)
         status, said = nodes.output(0, ["python", "-c", SERVE, nodes.address, str(port)])
         assert status == 0, said
-        assert raw_answer(port, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")[::2] == (200, b"any")
+        assert raw_answer(port, WITH_KEY + b"\r\n")[::2] == (200, b"any")
         # What a Serve without motet's edge answers with 500.
-        assert raw_answer(port, b"GET / HTTP/1.1\r\nHost: a\r\nx-request-id: \xff\r\n\r\n")[0] == 200
+        assert raw_answer(port, WITH_KEY + b"x-request-id: \xff\r\n\r\n")[0] == 200
         answer = raw_answer(port, b"GARBAGE\r\n\r\n")
         assert answer[0] == 400
         error_of(answer)
