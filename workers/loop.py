@@ -104,7 +104,7 @@ class EngineLoop:
             failed = [SequenceUpdate(sequence_id, error=failure) for sequence_id in sorted(self._submitted)]
             self._submitted.clear()
             if failed:
-                self._on_step(StepReport(failed, self._engine.load()))
+                self._on_step(StepReport(failed, self._times.filled_in(self._engine.load())))
             with self._wake:
                 self._wake.wait_for(lambda: self._stopping or self._inbox)
                 self._submitted.update(m.request.sequence_id for m in self._inbox if isinstance(m, Submit))

@@ -36,5 +36,9 @@ class StepTimes:
         num_loads = load.counters.num_adapter_loads - before.counters.num_adapter_loads
         self._loading_s += num_loads * (now - self._began_at)
         self._ended_at = now
+        return self.filled_in(load)
+
+    def filled_in(self, load: EngineLoad) -> EngineLoad:
+        """The load with the times as of the last step: no counter of an engine ever falls."""
         counters = msgspec.structs.replace(load.counters, busy_s=self._busy_s, loading_s=self._loading_s)
         return EngineLoad(load.gauges, counters)

@@ -37,6 +37,8 @@ class ObservedCosts:
         """Takes in what happened between two loads of one engine."""
         then, now = before.counters, after.counters
         busy_s = now.busy_s - then.busy_s
+        if busy_s < 0:  # of a gang of an earlier version, whose last load had no times: a cost is never negative
+            return
         num_computed = now.num_computed_tokens - then.num_computed_tokens
         num_loads = now.num_adapter_loads - then.num_adapter_loads
         self._steps.add(now.num_steps - then.num_steps, num_computed, busy_s)

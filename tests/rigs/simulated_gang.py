@@ -145,7 +145,8 @@ class SimulatedEngine:
             failure = SequenceError("gang_lost", "the engine failed: as told")
             failed, self.requests = [*self.requests], {}
             updates = [SequenceUpdate(sequence_id, error=failure) for sequence_id in failed]
-            self._on_step(StepReport(updates, self._engine.load(), self._engine.take_residency_changes()))
+            load = self._times.filled_in(self._engine.load())
+            self._on_step(StepReport(updates, load, self._engine.take_residency_changes()))
             return
         for message in inbox:
             self._engine.receive(message)

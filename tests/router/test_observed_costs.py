@@ -36,6 +36,14 @@ def test_a_gang_that_shows_nothing_is_believed() -> None:
     assert counters.observed.costs == BELIEF
 
 
+def test_a_load_without_times_makes_no_cost_negative() -> None:
+    """Such as an engine of an earlier version sends as it fails."""
+    counters = Counters()
+    counters.grow({"num_waiting": 1}, num_steps=100, num_computed_tokens=1000, busy_s=10.0)
+    counters.grow({"num_waiting": 1}, num_steps=1, num_computed_tokens=10, busy_s=-10.0)
+    assert min(counters.observed.costs.s_per_queued_token, counters.observed.costs.s_per_waiting_token) > 0
+
+
 def test_a_steps_length_is_told_from_its_tokens() -> None:
     counters, rng = Counters(), random.Random(1)
     for _ in range(500):
