@@ -171,11 +171,11 @@ class RouterReplica:
         )
         self._app.add_middleware(BoundedReceive)
         _keep_pauses_short()
+        edge = await parts.start(EdgeWatch(RAY_SERVE_HAPROXY_SOCKET_PATH))
+        self._metrics.edge_refused = lambda: edge.refused
         sweeper = asyncio.create_task(self._sweep_forever(config.store_path))
         parts.callback(sweeper.cancel)
         parts.callback(asyncio.create_task(self._measure_redis_forever()).cancel)
-        edge = await parts.start(EdgeWatch(RAY_SERVE_HAPROXY_SOCKET_PATH))
-        self._metrics.edge_refused = lambda: edge.refused
         await parts.start(LoopWatchdog(self._metrics.loop_held_s))
 
     async def _start_launch_keeper(
