@@ -22,7 +22,9 @@ from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, TokenLogprobs
 
 TROUBLE_S = 6.0  # for so long the network is not whole
-SETTLE_S = 4.0  # after which no sequence may be in two gangs; routers connect again within it, after pauses of up to 1 s
+SETTLE_S = (
+    4.0  # after which no sequence may be in two gangs; routers connect again within it, after pauses of up to 1 s
+)
 ORPHAN_S = 40.0  # longer than a run, so that no orphan ends by itself
 LIMITS = GangLimits(
     max_model_len=400, vocab_size=1000, block_size=8, num_pages=100, max_tokens_per_step=24, max_num_sequences=4
