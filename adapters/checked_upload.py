@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -77,7 +77,8 @@ class CheckedUpload:
         """Has the process let go of the upload's file, if it still holds it."""
         if self._is_held and not self._process.is_last:
             self._is_held = False
-            await self._process.ask([FORGET], lambda frames: None)
+            with suppress(ChildEnded, OSError, TimeoutError):  # then the process is ended, and the file let go with it
+                await self._process.ask([FORGET], lambda frames: None)
 
 
 async def _ask(process: ChildProcess, cpu_s: float, *frames: bytes) -> Found:

@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -37,6 +38,7 @@ from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.storage_bounds import StorageBound
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
+from motet.adapters.upload_process import CHECK, FORGET
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, LoraFiles, lora_files, name_of
 from motet.tests.rigs.patience import PATIENCE_S
@@ -501,3 +503,19 @@ async def test_one_that_dies_of_an_upload_is_told_from_one_that_takes_too_long(
             with pytest.raises(expected):
                 await parts.upload("x", lora_files())
     assert parts.store.digests() == []
+
+
+async def test_a_refusal_is_told_though_the_process_has_died(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered = list[bytes](), ChildProcess.ask
+
+    async def ask(process: ChildProcess, frames: Sequence[bytes], read: Any) -> Any:
+        asked.append(frames[0])
+        if frames[0] == FORGET:
+            raise ChildEnded(-signal.SIGKILL)
+        return await answered(process, frames, read)
+
+    monkeypatch.setattr(ChildProcess, "ask", ask)
+    files, bounds = lora_files(), (StorageBound("", None, 10),)
+    with pytest.raises(QuotaExceeded):
+        await parts.uploads.upload("acme", "x", files.config_bytes, files.write(parts.folder), bounds=bounds)
+    assert asked == [CHECK, FORGET]
