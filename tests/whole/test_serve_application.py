@@ -273,7 +273,7 @@ def test_a_rollout_waits_for_what_is_away_and_gives_way_if_it_cannot_be(applicat
     application.wait_until_whole()
     assert before & application.pids("gang")
     eventually(lambda: application.status()["taken_back"] is not None)
-    assert "threads" in application.status()["taken_back"]
+    assert application.status()["taken_back"].startswith("gang: ")
     assert [gang["max_num_sequences"] for gang in application.status()["gangs"]] == [18, 18]
     assert application.ask(KEYS["zoo"]).status_code == 200
     del application.args()["threads"]
