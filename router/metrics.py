@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from ..adapters.registry.starts import StartReport
 from ..workers.wire.messages import FinishReason, RefusalReason, SequenceError
 from .histogram import Histogram
 from .openai_api.errors import ApiError
@@ -40,6 +41,8 @@ class Metrics:
         self.num_upload_bytes = 0  # of adapters that were stored
         self.store_free_bytes: int | None = None  # on the disk of the adapters, a while ago
         self.redis_memory: tuple[int, int] | None = None  # used bytes, and their bound or 0; a while ago
+        self.starts: Sequence[StartReport] = ()  # of replicas that cannot start, a few seconds ago
+        self.taken_back: str | None = None  # why a newer configuration of the application was; None: none was
         self.sweep_asked_at: float | None = None  # time.time() when a sweep was made, or found not to be due
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)  # of sequences that got a first token

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from .. import __version__
 from ..adapters.registry.registry_view import RegistryView
+from ..adapters.registry.starts import StartReport
 from ..workers.wire.engine_load import EngineLoad
 from ..workers.wire.messages import GangInfo
 from .base_model import BaseModel
@@ -36,6 +37,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     model: str
     redis_connected: bool
+    starts: list[StartReport]  # of gangs and routers that cannot start: what they wait for, or why they failed
+    taken_back: str | None  # why the newest configuration gave way to the one before; null: it did not
     gangs: list[dict[str, Any]]  # what each is, and its load
     load: dict[str, Any] | None  # of all of them together; null: none is connected
     open_generations: int
@@ -120,6 +123,8 @@ class OperationsApi:
             version=__version__,
             model=self._base.name,
             redis_connected=self._view.connected,
+            starts=list(self._metrics.starts),
+            taken_back=self._metrics.taken_back,
             gangs=[self._shown(gang, gang_load) for gang, gang_load in self._dispatcher.gangs()],
             load=None if load is None else load.flat(),
             open_generations=self._metrics.num_open_generations,

@@ -15,7 +15,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from .redis_deadline import answered_within
-from .registry_keys import CLUSTER_TOKEN, LAUNCHES, bind_script
+from .registry_keys import CLUSTER_TOKEN, LAUNCHES, ROLLOUTS, bind_script
 
 
 class Launches:
@@ -36,6 +36,7 @@ class Launches:
         """Removes an expired launch."""
         async with answered_within(self._timeout_s):
             await self._client.hdel(LAUNCHES, owner)
+            await self._client.hdel(ROLLOUTS, owner)
 
     async def shared_token(self, token: str) -> str:
         """The secret of routers and gangs of all launches: `token`, if there was none yet."""

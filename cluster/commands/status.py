@@ -24,7 +24,13 @@ def status_lines(
 
     `before`: the status `seconds` earlier, for rates per second; None: totals since the start.
     """
-    return _lines(_merged(status), 0, _merged(before or {}), seconds)
+    shown = _merged(status)
+    for report in shown.pop("starts", ()):
+        problem = "could not start" if report["has_failed"] else "cannot start yet"
+        yield f"a {report['kind']} {problem}: {report['reason']}"
+    if (why := shown.pop("taken_back", None)) is not None:
+        yield f"the configuration before is back, as the newest one cannot run: {why}"
+    yield from _lines(shown, 0, _merged(before or {}), seconds)
 
 
 def _merged(status: Mapping[str, Any]) -> dict[str, Any]:

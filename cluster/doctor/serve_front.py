@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..edge.edge_limits import EdgeLimits, limits_of_environment
 from ..edge.haproxy import is_edge_program
-from ..edge.serve_variables import BINARY_VARIABLE, LASTING_STREAMS, SERVE_FLAGS
+from ..edge.serve_variables import BINARY_VARIABLE, LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
 from .finding import Finding, error, ok, warning
 
 CHECK = "serve"
@@ -19,7 +19,7 @@ OF_PODS = "env of the containers of headGroupSpec and of every workerGroupSpecs 
 class NodeServeFacts:
     """What a node's environment sets for Ray Serve."""
 
-    variables: Mapping[str, str] = field(default_factory=dict)  # those of SERVE_FLAGS and LASTING_STREAMS that are set
+    variables: Mapping[str, str] = field(default_factory=dict)  # those of SERVE_FLAGS and LASTING_… that are set
     program: str = ""  # for HAProxy
     program_is_edge: bool = False
     limits: EdgeLimits | None = None  # that the edge would read from the environment
@@ -43,7 +43,9 @@ def gather_serve() -> NodeServeFacts:
     except ValueError as refusal:
         problem = str(refusal)
     return NodeServeFacts(
-        variables={name: os.environ[name] for name in {**SERVE_FLAGS, **LASTING_STREAMS} if name in os.environ},
+        variables={
+            name: os.environ[name] for name in SERVE_FLAGS | LASTING_STREAMS | LASTING_STARTS if name in os.environ
+        },
         program=program,
         program_is_edge=is_edge_program(program),
         limits=limits,
@@ -94,6 +96,15 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
                 CHECK,
                 f"the environment does not say {', '.join(other)}",
                 why="streams that outlast a change of routers are cut after two minutes, or reach another router",
+                do=f"{OF_PODS} (motet's images have them)",
+            )
+        )
+    if other := [f"{name}={value}" for name, value in LASTING_STARTS.items() if facts.variables.get(name) != value]:
+        findings.append(
+            warning(
+                CHECK,
+                f"the environment does not say {', '.join(other)}",
+                why="Serve gives gangs up for good once three starts of each have failed",
                 do=f"{OF_PODS} (motet's images have them)",
             )
         )

@@ -34,6 +34,9 @@ PATIENT_STARTS = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
 }
+# Serve gives a deployment up for good once so many starts have failed for each of its replicas, 3 by default. motet's
+# replicas pause after a failed start (`replicas/replica_start.py`), and go on for as long as it takes.
+LASTING_STARTS = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1000000"}
 # Makes the C library allocate huge pages, which speeds up reading weights. Native linears allocate them by themselves;
 # this is for other weights: experts', and those that oneDNN packs.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -49,4 +52,4 @@ OWN_NODES = {
 def image_variables(edge_program: str) -> Mapping[str, str]:
     """The environment that an image sets. `edge_program`: where `motet edge-program` has written it in the image."""
     binary = {BINARY_VARIABLE: edge_program}
-    return SERVE_FLAGS | binary | LASTING_STREAMS | PATIENT_STARTS | HUGE_PAGES | OWN_NODES
+    return SERVE_FLAGS | binary | LASTING_STREAMS | LASTING_STARTS | PATIENT_STARTS | HUGE_PAGES | OWN_NODES

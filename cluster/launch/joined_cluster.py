@@ -15,7 +15,7 @@ from typing import Any
 from ..config import ALL_ADDRESSES
 from ..edge.edge_limits import EdgeLimits
 from ..edge.haproxy import is_edge_program
-from ..edge.serve_variables import HUGE_PAGES, LASTING_STREAMS, SERVE_FLAGS
+from ..edge.serve_variables import HUGE_PAGES, LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
 from .cluster_nodes import CannotJoin, addresses_of_nodes
 
 CALL_TIMEOUT_S = 30.0
@@ -51,7 +51,7 @@ class JoinedCluster:
                 log_to_driver=False,
                 logging_level="error",
                 runtime_env={
-                    "env_vars": SERVE_FLAGS | LASTING_STREAMS | HUGE_PAGES,
+                    "env_vars": SERVE_FLAGS | LASTING_STREAMS | LASTING_STARTS | HUGE_PAGES,
                     "worker_process_setup_hook": _edge_of_nodes(limits),
                 },
             )

@@ -32,6 +32,11 @@ def chosen(found: Iterable[FoundLog]) -> list[tuple[FoundLog, int]]:
     return kept
 
 
+def has_logs(session_path: Path) -> bool:
+    """Whether Ray has come so far that there is something to keep."""
+    return any((session_path / LOGS_OF_SESSION).rglob("*"))
+
+
 def keep_logs(session_path: Path, kept_path: Path) -> None:
     """Copies the session's logs to `kept_path`, whose name must be later than those beside it, and removes old ones.
 

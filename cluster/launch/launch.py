@@ -8,11 +8,11 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
@@ -28,7 +28,9 @@ from ..registry_server.redis_server import RedisServer
 from .cluster_nodes import CannotJoin, check_nodes, check_room, room_taken
 from .janitor import Janitor
 from .joined_cluster import JoinedCluster
+from .kept_logs import has_logs
 from .local_serve import (
+    ServeNotStarted,
     check_port_is_free,
     make_session_folder,
     restore_environment,
@@ -37,6 +39,9 @@ from .local_serve import (
     start_serve,
 )
 from .update_check import updated
+
+if TYPE_CHECKING:  # it brings Ray, whose flags are set first
+    from ray.serve.schema import ApplicationStatusOverview
 
 POLL_S = 0.1
 CLUSTER_POLL_S = 2.0  # of a cluster that others run
@@ -252,7 +257,11 @@ class Deployment:
         self._max_gangs = config.scaling_policy.max_gangs
         num_cpus = config.scaling_policy.max_gangs * config.num_cpus_of_a_gang
         # Ray puts a handler before Python's that aborts the process three seconds after a SIGTERM: too soon to stop.
-        start_serve(self._session_path, config.access.port, num_cpus, on_event, self._catch_signals)
+        try:
+            start_serve(self._session_path, config.access.port, num_cpus, on_event, self._catch_signals)
+        except ServeNotStarted as error:
+            logs = f"\nlogs: {self._kept_path}" if has_logs(self._session_path) else ""  # the janitor puts them there
+            raise LaunchError(f"{error}{logs}") from error
         self._catch_signals()
         started = set(psutil.Process().children()) - children
         self._servers = [process for process in started if process.name() in ("gcs_server", "raylet")]
@@ -285,25 +294,47 @@ def _shut_ray_down() -> None:
 def _run_application(
     config: MotetConfig, secrets_path: Path, progress_path: Path | None, *, is_update: bool = False
 ) -> None:
-    """Returns when all replicas are up, however long a model takes to load."""
+    """Returns when all replicas are up, however long a model takes to load. Raises LaunchError at the first failure."""
     from ray import serve
 
     from ..replicas.application import APP, build_application
 
+    application = build_application(config, secrets_path, progress_path, is_update=is_update)
+    # Serve goes on to say these until it has begun with the new application.
+    said = _said_of(serve.status().applications.get(APP))
     try:
-        application = build_application(config, secrets_path, progress_path, is_update=is_update)
-        serve.run(application, name=APP, route_prefix="/")
+        serve.run_many([serve.RunTarget(application, name=APP)], wait_for_applications_running=False)
     except RuntimeError as error:
-        deployments = serve.status().applications[APP].deployments.items()
-        reasons = [
-            f"{name}: {_last_line(deployment.message)}" for name, deployment in deployments if deployment.message
-        ]
-        raise LaunchError(f"the application could not be started: {'; '.join(reasons) or error}") from error
+        raise LaunchError(f"the application could not be started: {error}") from error
+    while (status := serve.status().applications.get(APP)) is None or status.status != "RUNNING":
+        if status is None:
+            raise LaunchError("the application was deleted by another process")
+        said = {name: one for name, one in _said_of(status).items() if said.get(name) == one}
+        if reasons := why_not_running(status, said):
+            raise LaunchError(f"the application could not be started: {'; '.join(reasons)}")
+        time.sleep(POLL_S)
 
 
-def _last_line(message: str) -> str:
-    """The last line of a replica's traceback, which is the error."""
-    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), message)
+def _said_of(status: ApplicationStatusOverview | None) -> dict[str, str]:
+    """What Serve says of each deployment."""
+    return {} if status is None else {name: one.message for name, one in status.deployments.items()}
+
+
+def why_not_running(status: ApplicationStatusOverview, said: Mapping[str, str]) -> list[str]:
+    """Why it will not run, by deployment; empty: it may yet. Serve itself begins failed starts again without end.
+
+    `said`: of deployments of which Serve says what it has said of the application before.
+    """
+    from ..replicas.rollout_keeper import last_line, num_failed_starts
+
+    has_failed = status.status == "DEPLOY_FAILED"
+    reasons = [
+        f"{name}: {last_line(one.message)}"
+        for name, one in status.deployments.items()
+        if name not in said
+        if num_failed_starts(one.message) or (has_failed and one.message)
+    ]
+    return reasons or ([last_line(status.message) or "Serve has given it up"] if has_failed else [])
 
 
 def _wait_until_ready(url: str) -> None:

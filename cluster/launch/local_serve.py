@@ -13,15 +13,24 @@ import secrets
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ..edge.edge_limits import EdgeLimits
 from ..edge.haproxy import write_haproxy
-from ..edge.serve_variables import BINARY_VARIABLE, HUGE_PAGES, LASTING_STREAMS, PATIENT_STARTS, SERVE_FLAGS
+from ..edge.serve_variables import (
+    BINARY_VARIABLE,
+    HUGE_PAGES,
+    LASTING_STARTS,
+    LASTING_STREAMS,
+    PATIENT_STARTS,
+    SERVE_FLAGS,
+)
 from ..progress_log import OnEvent, ignore_event, step
 from ..settings.config_error import ConfigError
+from ..threads import usable_cores
 from .janitor import SESSION_VARIABLE, sweep
 
 LOOPBACK = "127.0.0.1"
@@ -35,6 +44,10 @@ SHORT_PARENT = Path("/tmp")
 NUM_START_ATTEMPTS = 3  # Ray's timeouts that no variable changes are mostly 30 s
 
 _log = logging.getLogger(__name__)
+
+
+class ServeNotStarted(Exception):  # noqa: N818
+    """Ray or Serve did not come up; the message says what was waited for, and how busy the machine is."""
 
 
 def check_port_is_free(host: str, port: int) -> None:
@@ -114,6 +127,7 @@ def serve_environment(session: str, session_path: Path, host: str, limits: EdgeL
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",  # the routers count requests themselves
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         **LASTING_STREAMS,
+        **LASTING_STARTS,
         **PATIENT_STARTS,
         **HUGE_PAGES,
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http_fallback_port),
@@ -135,8 +149,9 @@ def start_serve(
 ) -> None:
     """Starts Ray and Serve; needs `serve_environment` in the environment. `num_cpus`: what all replicas take.
 
-    A start that fails, as it does on a machine too busy for Ray's own timeouts, is tried again from the beginning.
-    `catch_signals` puts the caller's signal handlers back, in place of those that the failed start has left.
+    A start that fails, as it does on a machine too busy for Ray's own timeouts, is tried again from the beginning, and
+    raises ServeNotStarted at last. `catch_signals` puts the caller's signal handlers back, in place of those that the
+    failed start has left.
     """
     with step(on_event, "loading Ray"):
         import ray
@@ -147,16 +162,28 @@ def start_serve(
     if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
         raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags only then")
 
+    began_at, waited_for = time.monotonic(), ""
+
+    def note_step(what: str, done: int, total: int) -> None:
+        nonlocal waited_for
+        waited_for = what
+        on_event(what, done, total)
+
     for attempt in range(1, NUM_START_ATTEMPTS + 1):
         try:
-            _start_serve(session_path, port, num_cpus, on_event)
+            _start_serve(session_path, port, num_cpus, note_step)
             return
         except ValueError:  # of what was asked for: another attempt would not change it
             raise
         except Exception as error:  # Ray has no class of its own for a start that took too long
             if attempt == NUM_START_ATTEMPTS:
-                raise
-            _log.warning("Ray did not start, and is started again: %s", error)
+                seconds = time.monotonic() - began_at
+                raise ServeNotStarted(
+                    f"{waited_for} failed, the last of {attempt} times in {seconds:.0f} s: {_reason(error)}. "
+                    f"This machine has {usable_cores()} cores, and {os.getloadavg()[0]:.1f} processes on average want "
+                    "one: where those are more than the cores, Ray is kept waiting"
+                ) from error
+            _log.warning("Ray did not start, and is started again: %s", _reason(error))
             ray.shutdown()
             catch_signals()
             sweep(os.environ[SESSION_VARIABLE])
@@ -183,6 +210,12 @@ def _start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEve
             http_options=HTTPOptions(host=LOOPBACK, port=port),
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
+
+
+def _reason(error: Exception) -> str:
+    """In one line; some errors of Ray are pages long, with what matters at the end."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else type(error).__name__
 
 
 def set_environment(variables: dict[str, str]) -> dict[str, str | None]:

@@ -16,6 +16,7 @@ from ..scaling import ScalingConfig
 from .autoscaler import autoscaling_config
 from .gang import GangReplica
 from .ingress import RouterReplica
+from .replica_start import MAX_FAILED_STARTS
 
 APP = "motet"
 
@@ -40,7 +41,7 @@ def build_application(
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=gang_end_s(config.timeouts.drain_s),
-        max_constructor_retry_count=1,  # a model that cannot be loaded cannot be loaded again; Redis is waited for
+        max_constructor_retry_count=MAX_FAILED_STARTS,
     )
     routers: Any = serve.deployment(
         serve.ingress()(RouterReplica),
@@ -54,7 +55,7 @@ def build_application(
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
         graceful_shutdown_timeout_s=config.timeouts.router_drain_s,
-        max_constructor_retry_count=3,
+        max_constructor_retry_count=MAX_FAILED_STARTS,
     )
     lasting, exposition = without_live(config), config.exposition
     gangs = _with_version(gangs, lasting.engine, lasting.leader, config.logs, exposition, _place_of_a_gang(config))

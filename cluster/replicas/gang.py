@@ -25,7 +25,6 @@ from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.leader_config import LeaderConfig
 from ..application.live_settings import live_values
 from ..application.model_source import check_model
-from ..application.redis_wait import when_redis_answers
 from ..application.secret_files import read_secrets
 from ..application.shared_token import shared_token
 from ..config import with_options
@@ -38,8 +37,10 @@ from ..settings.config_error import ConfigError
 from .gang_stats import gang_stats
 from .gang_workers import RayWorkers
 from .garbage_collection import make_garbage_collection_rare
+from .launch_keeper import id_of_this_cluster
 from .replica_directory import ADDRESS
 from .replica_logging import configure_replica_logging
+from .replica_start import ReplicaStart
 from .running_parts import RunningParts
 
 if TYPE_CHECKING:  # the module imports torch, which launchers need not: they only name the class below
@@ -67,23 +68,39 @@ class GangReplica:
         gang_id = secrets.token_hex(4)
         replica = serve.get_replica_context().replica_id.unique_id
         self._log = configure_replica_logging(logs, "gang", gang=gang_id, replica=replica)
-        self._config, self._leader = config, leader
+        self._config, self._leader, self._logs = config, leader, logs
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
-        # Before anything that takes long, so that missing secrets fail at once.
-        launch = await asyncio.to_thread(read_secrets, secrets_path)
-        token = await when_redis_answers(partial(shared_token, launch))
+        self._start = ReplicaStart("gang", replica, id_of_this_cluster(), on_event)
+        async with self._start:
+            await self._serve(gang_id, exposition, secrets_path, hub_id, on_event)
+        make_garbage_collection_rare()
+
+    async def _serve(
+        self,
+        gang_id: str,
+        exposition: ExpositionConfig,
+        secrets_path: Path | None,
+        hub_id: str | None,
+        on_event: OnEvent,
+    ) -> None:
+        """Builds the engine and serves it, once all that it needs is there."""
+        config, start = self._config, self._start
+        launch = await start.until("its secrets", partial(asyncio.to_thread, read_secrets, secrets_path))
+        start.redis_url = launch.redis_url
+        token = await start.until("Redis", partial(shared_token, launch))
         host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
-        workers = (
-            None if config.tensor_parallel == 1 else RayWorkers(ray.util.get_current_placement_group(), logs, gang_id)
-        )
-        await asyncio.to_thread(check_model, config.model_path, hub_id, on_event)
+        workers = None
+        if config.tensor_parallel > 1:
+            workers = RayWorkers(ray.util.get_current_placement_group(), self._logs, gang_id)
+        check = partial(asyncio.to_thread, check_model, config.model_path, hub_id, on_event)
+        await start.until("the model", check)
         # In a thread, so that the replica answers Serve while a large model loads.
         engine = await asyncio.to_thread(_build_engine, config, on_event, workers, host)
         info = msgspec.structs.replace(engine.info, gang_id=gang_id)
         metrics = GangMetrics(info, exposition.name)
         self._engine = engine
-        self._server = FrameServer(engine, info, token, leader, metrics.observe)
+        self._server = FrameServer(engine, info, token, self._leader, metrics.observe)
         async with RunningParts() as parts:
             parts.push_async_callback(
                 self._server.stop
@@ -95,7 +112,6 @@ class GangReplica:
             parts.push_async_callback(self._page.stop)
             await self._page.start(host)
             self._parts = parts.pop_all()
-        make_garbage_collection_rare()
         _log.info("gang %s serves %s at %s", info.gang_id, info.model, self._address)
 
     def record_replica_metadata(self) -> dict[str, str]:
@@ -118,6 +134,7 @@ class GangReplica:
             values = live_values("gang", user_config)
         except ConfigError as error:
             if not self._is_up:
+                await self._start.failed(error)
                 raise
             _log.error("the settings stay as they were: %s", error)
             return
@@ -126,7 +143,9 @@ class GangReplica:
 
     async def check_health(self) -> None:
         """Raises when the replica must be replaced."""
-        self._is_up = True
+        if not self._is_up:
+            self._is_up = True
+            await self._start.succeeded()
         if not self._server.healthy:
             raise RuntimeError("the gang's engine or frame server has stopped")
 

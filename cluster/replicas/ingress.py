@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ from ...adapters.registry.launches import Launches
 from ...adapters.registry.preloads import Preloads
 from ...adapters.registry.registry import Registry, connect
 from ...adapters.registry.registry_view import RegistryView
+from ...adapters.registry.rollouts import Rollouts
+from ...adapters.registry.starts import Starts
 from ...adapters.store.store import AdapterStore
 from ...adapters.upload import UploadLimits, UploadService
 from ...router.config import CurrentConfig
@@ -50,7 +53,6 @@ from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
 from ..application.live_settings import live_values
 from ..application.model_source import check_model
-from ..application.redis_wait import when_redis_answers
 from ..application.registration import check_objectives_of, register_router
 from ..application.secret_files import read_secrets
 from ..application.shared_token import shared_token
@@ -67,6 +69,8 @@ from .launch_keeper import LaunchKeeper, id_of_this_cluster
 from .placement_keeper import PlacementKeeper
 from .replica_directory import ADDRESS, Metadata, ReplicaDirectory
 from .replica_logging import configure_replica_logging
+from .replica_start import ReplicaStart
+from .rollout_keeper import RolloutKeeper
 from .running_parts import RunningParts
 
 if TYPE_CHECKING:
@@ -75,6 +79,7 @@ if TYPE_CHECKING:
 SWEEP_INTERVAL_S = 3600.0
 SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due
 REDIS_MEMORY_S = 30.0  # how often each router reads how much memory Redis uses
+STARTS_S = 5.0  # how often each router reads which replicas cannot start
 SWITCH_INTERVAL_S = 0.0005  # after which a thread that renders or tokenizes gives way to the event loop
 
 _log = logging.getLogger(__name__)
@@ -93,12 +98,16 @@ class RouterReplica:
         self._log = configure_replica_logging(config.logs, "router", replica=replica)
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
+        self._begun = begun = ReplicaStart("router", replica, id_of_this_cluster(), on_event)
         with step(on_event, "starting a router"):
-            secrets = await asyncio.to_thread(read_secrets, secrets_path)
-            await asyncio.to_thread(check_model, config.model_path, config.hub_id, on_event)
-            async with RunningParts() as parts:
-                await self._start(parts, config, secrets, secrets_path, gang)
-                self._parts = parts.pop_all()
+            async with begun:
+                secrets = await begun.until("its secrets", partial(asyncio.to_thread, read_secrets, secrets_path))
+                begun.redis_url = secrets.redis_url
+                check = partial(asyncio.to_thread, check_model, config.model_path, config.hub_id, on_event)
+                await begun.until("the model", check)
+                async with RunningParts() as parts:
+                    await self._start(parts, config, secrets, secrets_path, gang)
+                    self._parts = parts.pop_all()
 
     async def _start(
         self, parts: RunningParts, config: MotetConfig, secrets: LaunchSecrets, secrets_path: Path | None, gang: Any
@@ -114,13 +123,13 @@ class RouterReplica:
         self._registry = Registry(redis)
         await self._start_launch_keeper(parts, redis, secrets, secrets_path)
         view = self._view = RegistryView(self._registry)
-        await when_redis_answers(view.start)
+        await self._begun.until("Redis", view.start)
         parts.push_async_callback(view.stop)
-        token = await when_redis_answers(partial(shared_token, secrets))
+        token = await self._begun.until("Redis", partial(shared_token, secrets))
         model = await asyncio.to_thread(ModelConfig.from_folder, config.model_path)
         layouts = layouts_of_gang(model, *config.packing)
         self._uploads = UploadService(
-            await asyncio.to_thread(AdapterStore, config.store_path),
+            await self._begun.until("the store", partial(asyncio.to_thread, AdapterStore, config.store_path)),
             self._registry,
             view,
             layouts=layouts,
@@ -176,6 +185,10 @@ class RouterReplica:
         sweeper = asyncio.create_task(self._sweep_forever(config.store_path))
         parts.callback(sweeper.cancel)
         parts.callback(asyncio.create_task(self._measure_redis_forever()).cancel)
+        cluster = id_of_this_cluster()
+        starts = Starts(redis, cluster)
+        parts.callback(asyncio.create_task(self._read_starts_forever(starts)).cancel)
+        await parts.start(RolloutKeeper(gang.app_name, cluster, Rollouts(redis), starts, self._note_rollout))
         await parts.start(LoopWatchdog(self._metrics.loop_held_s))
 
     async def _start_launch_keeper(
@@ -183,11 +196,13 @@ class RouterReplica:
     ) -> None:
         """Registers this router's base and its launch's keys, and follows changes of these keys."""
         launch = LaunchKeeper(self._registry, Launches(redis), id_of_this_cluster(), partial(_keys_of, secrets_path))
-        await asyncio.to_thread(self._config.serving.data_dir.mkdir, parents=True, exist_ok=True)
-        await when_redis_answers(partial(register_router, self._registry, self._config, launch.owner, secrets.keys))
+        make_folder = partial(self._config.serving.data_dir.mkdir, parents=True, exist_ok=True)
+        await self._begun.until("the data folder", partial(asyncio.to_thread, make_folder))
+        register = partial(register_router, self._registry, self._config, launch.owner, secrets.keys)
+        await self._begun.until("Redis", register)
         # A node's secrets may get a file of keys later.
         given = secrets.keys if secrets_path is not None else secrets.keys or ()
-        await when_redis_answers(partial(launch.start, given))
+        await self._begun.until("Redis", partial(launch.start, given))
         parts.callback(launch.stop)
 
     async def _start_fleet(self, parts: RunningParts, gang: Any, token: str, layout: AdapterLayout) -> PinKeeper:
@@ -225,9 +240,10 @@ class RouterReplica:
         try:
             config = self._config.replaced(**live_values("router", user_config))
             check = partial(check_objectives_of, self._registry, config)
-            await (check() if self._is_up else when_redis_answers(check))
+            await (check() if self._is_up else self._begun.until("Redis", check))
         except (ConfigError, RegistryUnavailable) as error:
             if not self._is_up:
+                await self._begun.failed(error)
                 raise
             _log.error("the settings stay as they were: %s", error)
             return
@@ -240,7 +256,9 @@ class RouterReplica:
 
     async def check_health(self) -> None:
         """Serve's hook: a router that answers is well."""
-        self._is_up = True
+        if not self._is_up:
+            self._is_up = True
+            await self._begun.succeeded()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for the app of a replica."""
@@ -278,6 +296,16 @@ class RouterReplica:
                     _log.warning("the memory of Redis cannot be read, so its alert is silent: %s", error)
                     is_logged = True
             await asyncio.sleep(REDIS_MEMORY_S)
+
+    async def _read_starts_forever(self, starts: Starts) -> None:
+        """Reads which gangs and routers cannot start, for the status and the metrics of this router."""
+        while True:
+            with suppress(RegistryUnavailable):  # what was known before is shown on
+                self._metrics.starts = await starts.reports()
+            await asyncio.sleep(STARTS_S)
+
+    def _note_rollout(self, taken_back: str | None) -> None:
+        self._metrics.taken_back = taken_back
 
     async def _sweep_forever(self, store_path: Path) -> None:
         """Frees the disk of adapters that no name points to any more: one router of all, once in an interval."""

@@ -41,7 +41,7 @@ class ReplicaDirectory:
 
     def start(self) -> None:
         """Needs a running event loop, on which `on_change` is called."""
-        self._listen(_controller())
+        self._listen(serve_controller())
         self._task = asyncio.create_task(self._keep_listening())
 
     def stop(self) -> None:
@@ -65,7 +65,7 @@ class ReplicaDirectory:
             if not self._client.is_running:
                 try:
                     # In a thread: where the head is gone as well, Ray waits a minute or two before it says so.
-                    self._listen(await asyncio.to_thread(_controller))
+                    self._listen(await asyncio.to_thread(serve_controller))
                 except Exception as error:  # Ray's are many, and none may keep it from hearing of the next controller
                     _log.warning("the Serve controller is away; replicas known before stay in use: %s", error)
 
@@ -73,5 +73,6 @@ class ReplicaDirectory:
         self._on_change({one.replica_id.unique_id: one.replica_metadata for one in targets.running_replicas})
 
 
-def _controller() -> Any:
+def serve_controller() -> Any:
+    """Serve's controller, an actor. Raises ValueError where there is none."""
     return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)

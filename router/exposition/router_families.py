@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, get_args
@@ -9,6 +10,7 @@ from typing import Final, get_args
 from prometheus_client.metrics_core import Metric
 
 from ... import __version__
+from ...adapters.registry.starts import Kind
 from ...workers.wire.messages import FinishReason, RefusalReason
 from ..fleet.leader_connection import FaultKind
 from ..metrics import Metrics
@@ -48,6 +50,7 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
         "adapters that the router keeps."
     )
     yield make.gauge("motet_registry_connected", help_text, float(facts.is_registry_connected))
+    yield from _starts(metrics, make)
     if metrics.redis_memory is not None:
         used_bytes, max_bytes = metrics.redis_memory
         yield make.gauge("motet_redis_used_bytes", "Memory that Redis uses, as of the last half minute.", used_bytes)
@@ -73,6 +76,27 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
     )
     edge_refused = {(reason,): count for reason, count in metrics.edge_refused().items()}
     yield make.counters("motet_edge_refused", help_text, ("reason",), edge_refused.items())
+
+
+def _starts(metrics: Metrics, make: Families) -> Iterator[Metric]:
+    waiting = Counter((one.kind,) for one in metrics.starts if not one.has_failed)
+    failed = Counter((one.kind,) for one in metrics.starts if one.has_failed)
+    kinds = [(kind,) for kind in get_args(Kind)]
+    help_text = (
+        "Gangs and routers of this cluster that cannot start because the model, a volume or a secret is away; "
+        "`motet status` says what. They start by themselves when it is back."
+    )
+    yield make.gauges("motet_waiting_starts", help_text, ("kind",), [(kind, waiting[kind]) for kind in kinds])
+    help_text = (
+        "Starts that have failed in the last ten minutes, if none of the kind has succeeded since; `motet status` says "
+        "why. Others begin without end, with pauses of up to a minute."
+    )
+    yield make.gauges("motet_failed_starts", help_text, ("kind",), [(kind, failed[kind]) for kind in kinds])
+    help_text = (
+        "1 if the application has its configuration before again because gangs of the newest one could not start, "
+        "until it is configured anew."
+    )
+    yield make.gauge("motet_rollout_taken_back", help_text, float(metrics.taken_back is not None))
 
 
 def _requests(metrics: Metrics, make: Families) -> Iterator[Metric]:

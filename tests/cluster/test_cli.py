@@ -109,6 +109,21 @@ def test_status_lines_show_sections_and_lists() -> None:
     ]
 
 
+def test_what_cannot_start_is_told_first() -> None:
+    starts = [
+        {"kind": "gang", "reason": "it waits for the model: /m lacks config.json", "has_failed": False},
+        {"kind": "router", "reason": "the port is taken", "has_failed": True},
+    ]
+    status = {"model": "m", "starts": starts, "taken_back": "gang: --threads = 3: too many"}
+    assert list(status_lines(status)) == [
+        "a gang cannot start yet: it waits for the model: /m lacks config.json",
+        "a router could not start: the port is taken",
+        "the configuration before is back, as the newest one cannot run: gang: --threads = 3: too many",
+        "model: m",
+    ]
+    assert list(status_lines(status | {"starts": [], "taken_back": None})) == ["model: m"]
+
+
 def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
     load = engine_load(
         num_running=12,

@@ -18,7 +18,7 @@ from motet.cluster.doctor.secrets_folder import SecretFile, SecretsFacts, check_
 from motet.cluster.doctor.serve_front import NodeServeFacts, RunningServe, check_node_serve, check_running_serve
 from motet.cluster.doctor.shared_folder import FolderFacts, check_folder, check_locks_between
 from motet.cluster.doctor.versions import check_versions
-from motet.cluster.edge.serve_variables import LASTING_STREAMS, SERVE_FLAGS
+from motet.cluster.edge.serve_variables import LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
 from motet.workers.machine_memory import memory_limit
 
 GIB = 1 << 30
@@ -249,7 +249,9 @@ def test_ports(facts: PortFacts, level: str, says: str) -> None:
 
 
 NODE = NodeServeFacts(
-    variables=SERVE_FLAGS | LASTING_STREAMS, program="/opt/motet/bin/motet-haproxy", program_is_edge=True
+    variables=SERVE_FLAGS | LASTING_STREAMS | LASTING_STARTS,
+    program="/opt/motet/bin/motet-haproxy",
+    program_is_edge=True,
 )
 
 
@@ -263,6 +265,7 @@ NODE = NodeServeFacts(
         (replace(NODE, program_is_edge=False), "error", "is not motet's edge"),
         (replace(NODE, program="", program_is_edge=False), "error", "RAY_SERVE_HAPROXY_BINARY_PATH is not set"),
         (replace(NODE, variables=SERVE_FLAGS), "warning", "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=86400"),
+        (replace(NODE, variables=SERVE_FLAGS | LASTING_STREAMS), "warning", "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"),
         (replace(NODE, limits_problem="--max-connections = 1"), "error", "--max-connections = 1"),
     ],
 )

@@ -17,10 +17,13 @@ from ray._private import ray_constants
 from ray.serve._private import constants
 
 from motet.cluster.config import MotetConfig
-from motet.cluster.launch import local_serve
+from motet.cluster.launch import launch, local_serve
 from motet.cluster.launch.janitor import SESSION_VARIABLE, find_processes, sweep
+from motet.cluster.launch.kept_logs import LOGS_OF_SESSION
+from motet.cluster.launch.launch import Deployment, LaunchError
 from motet.cluster.launch.local_serve import (
     NUM_START_ATTEMPTS,
+    ServeNotStarted,
     check_port_is_free,
     free_ports,
     make_session_folder,
@@ -143,7 +146,7 @@ def test_a_start_of_ray_that_takes_too_long_is_tried_again(
     start_serve(tmp_path, 18000, 1)
     assert (stand_in.num_starts, stand_in.num_shutdowns) == (3, 2)
     assert stand_in.num_left == [0, 0, 0]  # nothing of an attempt is left when the next one begins
-    assert caplog.text.count("Ray did not start, and is started again: HTTP proxies not available after 60s.") == 2
+    assert caplog.text.count("Ray did not start, and is started again: HTTP proxies not available after 60s") == 2
     stand_in.close()
 
 
@@ -178,14 +181,50 @@ def test_a_failed_start_is_not_told_as_still_going_on(monkeypatch: pytest.Monkey
     stand_in.close()
 
 
-@pytest.mark.parametrize(
-    ("error", "num_starts"), [(Exception("The current node timed out"), NUM_START_ATTEMPTS), (ValueError("bad"), 1)]
-)
-def test_a_start_of_ray_that_cannot_be_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, num_starts: int
+def test_a_start_of_ray_that_cannot_be_is_given_up_and_says_what_was_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    stand_in = StandInRay(monkeypatch, error, 100)
-    with pytest.raises(type(error), match=str(error)):
+    monkeypatch.setattr(os, "getloadavg", lambda: (12.34, 0.0, 0.0))
+    monkeypatch.setattr(local_serve, "usable_cores", lambda: 2)
+    stand_in = StandInRay(monkeypatch, Exception("Traceback:\n  many lines\nThe current node timed out.\n"), 100)
+    said = (
+        r"^starting Ray Serve failed, the last of 3 times in \d+ s: The current node timed out\. This machine has 2 "
+        r"cores, and 12\.3 processes on average want one: where those are more than the cores, Ray is kept waiting$"
+    )
+    with pytest.raises(ServeNotStarted, match=said):
         start_serve(tmp_path, 18000, 1)
-    assert stand_in.num_starts == num_starts
+    assert stand_in.num_starts == NUM_START_ATTEMPTS
     stand_in.close()
+
+
+def test_what_was_asked_wrongly_of_ray_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in = StandInRay(monkeypatch, ValueError("bad"), 100)
+    with pytest.raises(ValueError, match="bad"):
+        start_serve(tmp_path, 18000, 1)
+    assert stand_in.num_starts == 1
+    stand_in.close()
+
+
+@pytest.mark.parametrize("has_logs", [True, False])
+def test_a_launch_error_says_where_the_logs_of_a_failed_start_lie(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_logs: bool
+) -> None:
+    """And they lie there."""
+
+    def fail(session_path: Path, *given: object) -> None:
+        if has_logs:
+            (session_path / LOGS_OF_SESSION).mkdir(parents=True)
+            (session_path / LOGS_OF_SESSION / "gcs_server.out").write_text("what went wrong\n")
+        raise ServeNotStarted("starting Ray failed")
+
+    monkeypatch.setattr(launch, "start_serve", fail)
+    config = MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path / "data", port=free_ports(1)[0])
+    with pytest.raises(LaunchError, match=r"^starting Ray failed") as raised:
+        Deployment().start(config, lambda *event: None)
+    kept = list((tmp_path / "data" / "logs").rglob("gcs_server.out"))
+    if not has_logs:
+        assert (str(raised.value), kept) == ("starting Ray failed", [])
+        return
+    (log,) = kept
+    assert str(raised.value) == f"starting Ray failed\nlogs: {log.parent}"
+    assert log.read_text() == "what went wrong\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,13 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
+from redis import Redis
 
+from motet.adapters.registry.registry_keys import ROLLOUTS, STARTS
 from motet.cluster.application.secret_files import SECRETS_VARIABLE
 from motet.cluster.config import MotetConfig
 from motet.cluster.edge.haproxy import write_haproxy
-from motet.cluster.edge.serve_variables import BINARY_VARIABLE, LASTING_STREAMS, SERVE_FLAGS
+from motet.cluster.edge.serve_variables import BINARY_VARIABLE, LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
 from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.kube_tools import kustomized, only
@@ -53,9 +56,36 @@ class Application:
 
     def deploy(self) -> None:
         """Returns when the application runs as the config says."""
+        self.configure()
+        self.wait_until_whole()
+
+    def configure(self) -> None:
+        """Has Serve begin with what the config says."""
         answer = self._dashboard.put("/api/serve/applications/", json=self.config)
         assert answer.status_code == 200, answer.text
+
+    def wait_until_whole(self) -> None:
         eventually(self._is_done, lambda: json.dumps(self.details())[-5000:])
+
+    def args(self) -> dict[str, Any]:
+        """The application's arguments, to be changed for the next `configure`."""
+        found: dict[str, Any] = self.config["applications"][0]["args"]
+        return found
+
+    def status(self) -> dict[str, Any]:
+        answer = httpx.get(
+            f"{self.url}/status",
+            headers={"Authorization": f"Bearer {OPERATOR_KEY}"},
+            trust_env=False,
+            timeout=PATIENCE_S,
+        )
+        found: dict[str, Any] = answer.raise_for_status().json()
+        return found
+
+    def noted(self, prefix: str) -> str:
+        """The values of the hashes in Redis whose key begins so."""
+        with Redis.from_url(self.secrets["redis-url"], decode_responses=True) as redis:
+            return " ".join(text for key in redis.keys(f"{prefix}*") for text in redis.hvals(key))
 
     def _is_done(self) -> bool:
         status = self.details()["status"]
@@ -99,12 +129,12 @@ class Application:
         )
 
 
-def trial_config(port: int, data_path: Path) -> dict[str, Any]:
+def trial_config(port: int, model_path: Path, data_path: Path) -> dict[str, Any]:
     """What the trial on Kubernetes is deployed with, but for the places of its files and its port."""
     config = serve_config(only(kustomized(TRIAL), "RayService"))
     config["http_options"]["port"] = port
     (application,) = config["applications"]
-    application["args"] |= {"model": str(DEMO / "base"), "data-dir": str(data_path)}
+    application["args"] |= {"model": str(model_path), "data-dir": str(data_path)}
     application["deployments"] = [{"name": name, "user_config": {}} for name in ("router", "gang")]
     return config
 
@@ -125,15 +155,20 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
     for name, text in secrets.items():
         (secrets_path / name).write_text(text)
     edge = MotetConfig.of(model_path=DEMO / "base").edge
-    variables: dict[str, Any] = SERVE_FLAGS | LASTING_STREAMS | {SECRETS_VARIABLE: str(secrets_path)}
+    variables: dict[str, Any] = SERVE_FLAGS | LASTING_STREAMS | LASTING_STARTS | {SECRETS_VARIABLE: str(secrets_path)}
     variables[BINARY_VARIABLE] = str(write_haproxy(folder / "haproxy", edge, None))
     port, dashboard_port = free_ports(2)
-    config = trial_config(port, folder / "data")
+    config = trial_config(port, folder / "model", folder / "data")
     try:
         with RayNodes([HOST], MOTET_KEYS="", MOTET_OPERATOR_KEY="", **variables) as nodes:
             nodes.start(0, num_cpus=8, dashboard_port=dashboard_port, **{"motet-router": 4.0})
             application = Application(nodes, dashboard_port, config, secrets)
-            application.deploy()
+            application.configure()
+            # Its model is put there while it starts.
+            eventually(lambda: {"gang", "router"} <= set(re.findall(r'"kind":"(\w+)"', application.noted(STARTS))))
+            assert "it waits for the model: " in application.noted(STARTS)
+            (folder / "model").symlink_to(DEMO / "base")
+            application.wait_until_whole()
             eventually(lambda: application.shown_by_front("/ready") == 200)
             yield application
             application.close()
@@ -207,6 +242,43 @@ def test_another_argument_replaces_all(application: Application) -> None:
     eventually(lambda: len(application.pids("gang")) == 2)
     assert gangs_after < application.pids("gang")
     assert application.pids("router") == routers_after
+
+
+def test_a_rollout_waits_for_what_is_away_and_gives_way_if_it_cannot_be(application: Application) -> None:
+    """Two gangs serve before, and after, with the settings before."""
+    model_path = Path(application.args()["model"])
+    gangs = application.pids("gang")
+    assert len(gangs) == 2
+    model_path.unlink()
+    application.args()["max-num-sequences"] = 18
+    application.configure()
+    eventually(lambda: any(one["kind"] == "gang" for one in application.status()["starts"]))
+    report = next(one for one in application.status()["starts"] if one["kind"] == "gang")
+    assert report["reason"].startswith(f"it waits for the model: {model_path} lacks config.json")
+    assert not report["has_failed"]
+    assert application.ask(KEYS["zoo"]).status_code == 200  # by the other gang
+    model_path.symlink_to(DEMO / "base")
+    application.wait_until_whole()
+    eventually(lambda: application.status()["starts"] == [])
+    before = application.pids("gang")
+    assert len(before) == 2 and not before & gangs
+    eventually(lambda: '"max-num-sequences":18' in application.noted(ROLLOUTS))
+
+    application.args()["threads"] = 10_000_000_000  # known only when a gang starts
+    application.configure()
+    eventually(
+        lambda: "threads" not in application.details()["deployed_app_config"]["args"],
+        lambda: json.dumps([application.details(), application.status()])[-5000:],
+    )
+    application.wait_until_whole()
+    assert before & application.pids("gang")
+    eventually(lambda: application.status()["taken_back"] is not None)
+    assert application.status()["taken_back"].startswith("gang: ")
+    assert [gang["max_num_sequences"] for gang in application.status()["gangs"]] == [18, 18]
+    assert application.ask(KEYS["zoo"]).status_code == 200
+    del application.args()["threads"]
+    application.configure()
+    eventually(lambda: application.status()["taken_back"] is None)
 
 
 def _of(read: Any) -> Any:

@@ -1,0 +1,63 @@
+"""What gangs and routers that cannot start yet tell to those that serve: what they wait for, or why they failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+from redis.asyncio import Redis
+
+from .redis_deadline import answered_within
+from .registry_keys import STARTS
+
+Kind = Literal["gang", "router"]
+
+KEPT_S = 600.0  # of a failed start, unless one of its kind has come up since
+FRESH_S = 150.0  # of one that waits, which tells it anew with each try
+
+
+class StartReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one start of a replica."""
+
+    kind: Kind
+    replica: str  # its id; Serve gives each new try another one
+    reason: str  # in words: what it waits for, or why it failed
+    has_failed: bool  # else it waits, and goes on by itself
+    began_at: float  # Unix seconds, as `told_at`
+    told_at: float
+
+
+class Starts:
+    """The reports of one cluster. Raises RegistryUnavailable as `Registry` does."""
+
+    def __init__(
+        self, client: Redis, cluster: str, timeout_s: float = 3.0, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._client: Any = client
+        self._key = STARTS + cluster
+        self._timeout_s, self._clock = timeout_s, clock
+
+    async def tell(self, report: StartReport) -> None:
+        """Takes the place of what this replica has told before."""
+        async with answered_within(self._timeout_s):
+            await self._client.hset(self._key, report.replica, msgspec.json.encode(report).decode())
+            await self._client.expire(self._key, int(2 * KEPT_S))
+
+    async def reports(self) -> Sequence[StartReport]:
+        """Those that still hold, the oldest first. Older ones are deleted."""
+        async with answered_within(self._timeout_s):
+            found: dict[str, str] = await self._client.hgetall(self._key)
+            reports = [msgspec.json.decode(text, type=StartReport) for text in found.values()]
+            now = self._clock()
+            held = [one for one in reports if now - one.told_at < (KEPT_S if one.has_failed else FRESH_S)]
+            if gone := [one.replica for one in reports if one not in held]:
+                await self._client.hdel(self._key, *gone)
+        return sorted(held, key=lambda report: report.began_at)
+
+    async def succeeded(self, kind: Kind, replica: str) -> None:
+        """Deletes what this replica has told, and the failures of its kind, which are over."""
+        over = [one.replica for one in await self.reports() if one.kind == kind and one.has_failed]
+        async with answered_within(self._timeout_s):
+            await self._client.hdel(self._key, replica, *over)

@@ -1,0 +1,178 @@
+"""Brings an application back to the configuration that it was whole with, where gangs of a newer one cannot start.
+
+Serve stops a gang before it starts one of the new configuration, and begins failed starts again without end. What is
+wrong with the new configuration itself would so leave one gang fewer for ever. `motet serve` looks after its own
+updates (`Deployment.update`). For an application that is configured through Serve's REST API one of the routers does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from msgspec import structs
+
+from ...adapters.errors import RegistryUnavailable
+from ...adapters.registry.rollouts import Rollout, Rollouts
+from ...adapters.registry.starts import StartReport, Starts
+from .replica_directory import serve_controller
+from .replica_start import MAX_FAILED_STARTS
+
+LOOK_S = 10.0
+ENOUGH_FAILURES: Final = 3  # of starts, in a row
+CALL_TIMEOUT_S = 30.0
+_RETRYING: Final = re.compile(r"failed to start with exception\. Retrying (\d+) more time")
+
+_log = logging.getLogger(__name__)
+
+
+class Serve(Protocol):
+    """Serve's controller, as far as it is needed here. Both wait for it."""
+
+    def details(self) -> Mapping[str, Any]:
+        """What Serve's REST API tells."""
+
+    def apply(self, config: Mapping[str, Any], now: float) -> None:
+        """Takes a configuration as the REST API does. `now`: what Serve is to note as its time."""
+
+
+class RolloutKeeper:
+    """Looks after one application, in turn with the other routers."""
+
+    def __init__(
+        self,
+        app: str,
+        cluster: str,
+        rollouts: Rollouts,
+        starts: Starts,
+        on_state: Callable[[str | None], None],
+        serve: Serve | None = None,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        """`on_state`: gets why a configuration was taken back, or None; it is called again and again."""
+        self._app, self._cluster, self._rollouts, self._starts = app, cluster, rollouts, starts
+        self._on_state, self._serve, self._sleep = on_state, serve or ServeController(), sleep
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._keep_forever(), name="rollout keeper")
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def look(self) -> None:
+        """Notes a configuration that the application is whole with, and takes one back with which it cannot be."""
+        known = await self._rollouts.get(self._cluster)
+        self._on_state(None if known is None else known.taken_back)
+        if not await self._rollouts.may_look(self._cluster, LOOK_S / 2):
+            return
+        details = await asyncio.to_thread(self._serve.details)
+        application = details["applications"].get(self._app)
+        config = None if application is None else application.get("deployed_app_config")
+        if config is None:  # not through the REST API
+            return
+        if is_whole(application):
+            if known is None or known.good != config or _is_configured_anew(known, application):
+                await self._rollouts.set(self._cluster, Rollout(good=config))
+            return
+        if known is None or known.good == config:
+            return
+        if known.tried_at != (tried_at := application["last_deployed_time_s"]):
+            said = {name: one["message"] for name, one in application["deployments"].items()}
+            await self._rollouts.set(self._cluster, structs.replace(known, tried_at=tried_at, said=said))
+            return
+        failed = [one for one in await self._starts.reports() if one.has_failed and one.began_at > tried_at]
+        if (why := why_not_whole(application, known.said, failed)) is None:
+            return
+        _log.error("the configuration before comes back, as gangs of the new one cannot start: %s", why)
+        now = time.time()
+        await self._rollouts.set(self._cluster, Rollout(good=known.good, taken_back=why, came_back_at=now))
+        await asyncio.to_thread(self._serve.apply, with_application(details, self._app, known.good), now)
+
+    async def _keep_forever(self) -> None:
+        while True:
+            await self._sleep(LOOK_S)
+            try:
+                await self.look()
+            except RegistryUnavailable as error:  # others tell of it
+                _log.debug("the rollout is looked after later: %s", error)
+            except Exception as error:  # Ray's are many, and none may end the looking
+                _log.warning("Serve did not tell of the rollout: %s", error)
+
+
+class ServeController:
+    """Serve of this cluster."""
+
+    def details(self) -> Mapping[str, Any]:
+        import ray
+
+        found: Mapping[str, Any] = ray.get(
+            serve_controller().get_serve_instance_details.remote(), timeout=CALL_TIMEOUT_S
+        )
+        return found
+
+    def apply(self, config: Mapping[str, Any], now: float) -> None:
+        import ray
+        from ray.serve.schema import ServeDeploySchema
+
+        schema = ServeDeploySchema.model_validate(config)
+        ray.get(serve_controller().apply_config.remote(schema, now), timeout=CALL_TIMEOUT_S)
+
+
+def is_whole(application: Mapping[str, Any]) -> bool:
+    """Whether all of its deployments run as its configuration says."""
+    deployments = application["deployments"].values()
+    return application["status"] == "RUNNING" and all(one["status"] == "HEALTHY" for one in deployments)
+
+
+def why_not_whole(application: Mapping[str, Any], said: Mapping[str, str], failed: Sequence[StartReport]) -> str | None:
+    """Why replicas of this configuration cannot start, once enough have failed; None: they may yet.
+
+    `said`: what Serve said of each deployment before; while it says the same, it has not begun with this configuration.
+    `failed`: starts with this configuration. Serve counts also those whose process was killed, but soon says something
+    else.
+    """
+    for name, deployment in application["deployments"].items():
+        # Where there are many, one bad node is no reason.
+        enough = max(ENOUGH_FAILURES, deployment["target_num_replicas"])
+        told = [one for one in failed if one.kind == name]
+        if len(told) >= enough:
+            return f"{name}: {told[-1].reason}"
+        message = deployment["message"]
+        if message != said.get(name) and num_failed_starts(message) >= enough:
+            return f"{name}: {last_line(message)}"
+    return None
+
+
+def _is_configured_anew(known: Rollout, application: Mapping[str, Any]) -> bool:
+    """Whether somebody has said that what came back is what they want."""
+    return known.taken_back is not None and bool(application["last_deployed_time_s"] > known.came_back_at)
+
+
+def with_application(details: Mapping[str, Any], app: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What Serve has been told of all applications, with `config` for `app`: it ends those that are left out."""
+    told = {name: one.get("deployed_app_config") for name, one in details["applications"].items()}
+    told[app] = config
+    return {
+        "target_capacity": details.get("target_capacity"),
+        "applications": [one for one in told.values() if one is not None],
+    }
+
+
+def num_failed_starts(message: str) -> int:
+    """How many starts of a deployment's replicas have failed in a row, by what Serve says of it.
+
+    Of a deployment that already has replicas of this version Serve does not count them.
+    """
+    found = _RETRYING.search(message)
+    return 0 if found is None else MAX_FAILED_STARTS - int(found[1])
+
+
+def last_line(message: str) -> str:
+    """The last line of a replica's traceback, which is the error."""
+    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), message)

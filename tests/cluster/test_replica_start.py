@@ -1,0 +1,250 @@
+"""Replicas that start while Redis, the model or a volume is away, or that cannot start: they wait, and tell."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from motet.adapters.errors import RegistryUnavailable
+from motet.adapters.registry.registry import connect
+from motet.adapters.registry.registry_view import RegistryView
+from motet.adapters.registry.starts import KEPT_S, Kind, StartReport, Starts
+from motet.cluster.application.model_source import ModelUnavailable
+from motet.cluster.config import MotetConfig
+from motet.cluster.edge.serve_variables import LASTING_STARTS
+from motet.cluster.launch_secrets import LaunchSecrets
+from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.replicas import gang, ingress
+from motet.cluster.replicas.gang import GangReplica
+from motet.cluster.replicas.ingress import RouterReplica
+from motet.cluster.replicas.launch_keeper import LaunchKeeper
+from motet.cluster.replicas.replica_start import MAX_FAILED_STARTS, ReplicaStart
+from motet.cluster.replicas.running_parts import RunningParts
+from motet.cluster.settings.config_error import ConfigError
+from motet.tests.rigs.ray_nodes import DEMO
+
+SECRETS = LaunchSecrets(redis_url="redis://127.0.0.1:1")
+
+
+class Enough(Exception):  # noqa: N818
+    """The start has come as far as the test looks."""
+
+
+class HalfGang(GangReplica):
+    def __del__(self) -> None:  # type: ignore[override]
+        """Nobody awaits Serve's hook."""
+
+
+class HalfRouter(RouterReplica):
+    def __del__(self) -> None:  # type: ignore[override]
+        """Nobody awaits Serve's hook."""
+
+
+class Asked:
+    """What asks Redis, in vain for the first times."""
+
+    def __init__(self, num_failures: int = 1) -> None:
+        self.num_failures, self.num_calls = num_failures, 0
+
+    async def __call__(self, *given: object) -> str:
+        self.num_calls += 1
+        if self.num_calls <= self.num_failures:
+            raise RegistryUnavailable("the registry cannot be reached (refused)")
+        return "the answer"
+
+
+def enough(*given: object, **more: object) -> None:
+    raise Enough
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> MotetConfig:
+    return MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path, max_gangs=1)
+
+
+@pytest.fixture
+def without_serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Lets a replica of this module believe that Serve has started it."""
+
+    def stand_in(module: Any) -> None:
+        context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r"), deployment="d")
+        monkeypatch.setattr(module.serve, "get_replica_context", lambda: context)
+        monkeypatch.setattr(module, "configure_replica_logging", lambda *given, **facts: None)
+        monkeypatch.setattr(module.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+
+    return stand_in
+
+
+class Sleeps:
+    """Pauses that end at once."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    async def __call__(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+def a_start(sleep: Sleeps, kind: Kind = "gang", replica: str = "r1", **more: Any) -> ReplicaStart:
+    return ReplicaStart(kind, replica, "cluster-1", sleep=sleep, **more)
+
+
+async def build(start: ReplicaStart, redis_url: str) -> None:
+    async with start:
+        start.redis_url = redis_url
+        raise MemoryError("the GPU is full")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    server = RedisServer(tmp_path / "redis")
+    yield server.start()
+    server.stop()
+
+
+async def told_in(url: str, clock: Callable[[], float] = time.time) -> Sequence[StartReport]:
+    client = connect(url)
+    try:
+        return await Starts(client, "cluster-1", clock=clock).reports()
+    finally:
+        await client.aclose()
+
+
+async def test_what_is_away_is_waited_for_with_growing_pauses_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    sleep, asked, events = Sleeps(), Asked(num_failures=600), list[tuple[str, int]]()
+    with caplog.at_level(logging.WARNING):
+        start = a_start(sleep, on_event=lambda what, done, total: events.append((what, done)))
+        assert await start.until("Redis", asked) == "the answer"
+    assert asked.num_calls == 601
+    assert sleep.seconds[:8] == [1, 2, 4, 8, 16, 32, 60, 60] and set(sleep.seconds[6:]) == {60}
+    assert caplog.messages == ["this gang waits for Redis: the registry cannot be reached (refused)"]
+    assert events == [("waiting for Redis", 0), ("waiting for Redis", 1)]
+
+
+async def test_what_is_not_away_is_raised_at_once() -> None:
+    sleep = Sleeps()
+
+    async def ask() -> None:
+        raise ValueError("this will never do")
+
+    with pytest.raises(ValueError, match="never do"):
+        await a_start(sleep).until("the model", ask)
+    assert sleep.seconds == []
+
+
+async def test_who_waits_tells_others_for_what(server: str, tmp_path: Path) -> None:
+    seen = list[Sequence[StartReport]]()
+    folder = tmp_path / "model"
+
+    async def look(seconds: float) -> None:
+        seen.append(await told_in(server))
+        if len(seen) == 2:
+            folder.mkdir()
+
+    async def ask() -> str:
+        if not folder.is_dir():
+            raise ModelUnavailable(f"{folder} lacks config.json")
+        return "there"
+
+    start = ReplicaStart("gang", "r1", "cluster-1", sleep=look)
+    start.redis_url = server
+    assert await start.until("the model", ask) == "there"
+    assert len(seen) == 2
+    for reports in seen:
+        (report,) = reports
+        assert (report.kind, report.replica, report.has_failed) == ("gang", "r1", False)
+        assert report.reason == f"it waits for the model: {folder} lacks config.json"
+    await start.succeeded()
+    assert await told_in(server) == []
+
+
+async def test_failed_starts_pause_longer_and_longer_until_one_succeeds(server: str) -> None:
+    sleep = Sleeps()
+    for number in range(8):
+        start = a_start(sleep, replica=f"r{number}")
+        with pytest.raises(MemoryError):
+            await build(start, server)
+    assert sleep.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
+    router = a_start(sleep, "router", "r9")
+    router.redis_url = server
+    await router.failed(OSError("it has a count of its own"))
+    assert sleep.seconds[-1] == 1
+    assert [one.reason for one in await told_in(server)].count("the GPU is full") == 8
+    last = a_start(sleep, replica="r8")
+    last.redis_url = server
+    await last.succeeded()
+    assert [one.kind for one in await told_in(server)] == ["router"]
+    assert await told_in(server, lambda: time.time() + KEPT_S) == []
+    assert await told_in(server) == []  # what is too old was deleted
+
+
+async def test_a_failure_is_raised_where_nobody_can_be_told() -> None:
+    sleep = Sleeps()
+    start = a_start(sleep)
+    with pytest.raises(MemoryError):
+        await build(start, "redis://127.0.0.1:1")
+    assert sleep.seconds == [1]
+    await start.succeeded()
+
+
+def test_serve_is_told_to_begin_failed_starts_again_as_often_as_the_application_asks() -> None:
+    assert int(LASTING_STARTS["RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"]) == MAX_FAILED_STARTS
+
+
+async def test_a_gang_whose_settings_are_wrong_pauses_before_the_next_one(
+    config: MotetConfig, without_serve: Callable[[Any], None]
+) -> None:
+    replica = HalfGang.__new__(HalfGang)
+    sleep = Sleeps()
+    replica._is_up, replica._start = False, a_start(sleep)
+    with pytest.raises(ConfigError):
+        await replica.reconfigure({"no-such-setting": 1})
+    assert sleep.seconds == [1]
+    replica._is_up = True
+    await replica.reconfigure({"no-such-setting": 1})
+    assert sleep.seconds == [1]
+
+
+async def test_a_gang_waits_for_redis_before_it_builds_its_engine(
+    config: MotetConfig, monkeypatch: pytest.MonkeyPatch, without_serve: Callable[[Any], None]
+) -> None:
+    without_serve(gang)
+    sleep, token = Sleeps(), Asked(num_failures=3)
+    monkeypatch.setattr(gang, "ReplicaStart", partial(ReplicaStart, sleep=sleep))
+    monkeypatch.setattr(gang, "id_of_this_cluster", lambda: "cluster-1")
+    monkeypatch.setattr(gang, "shared_token", token)
+    monkeypatch.setattr(gang, "read_secrets", lambda path: SECRETS)
+    monkeypatch.setattr(gang, "_build_engine", enough)
+    replica = HalfGang.__new__(HalfGang)
+    with pytest.raises(Enough):
+        await replica.__init__(config.engine, config.leader, config.logs, config.exposition, None, None)  # type: ignore[misc]
+    assert token.num_calls == 4
+    assert sleep.seconds == [1, 2, 4, 1]  # the last before Serve begins the next start
+
+
+async def test_a_router_waits_for_redis_with_all_that_it_asks(
+    config: MotetConfig, monkeypatch: pytest.MonkeyPatch, without_serve: Callable[[Any], None]
+) -> None:
+    without_serve(ingress)
+    asked = {name: Asked() for name in ("register_router", "shared_token", "keeper", "view")}
+    for name in ("register_router", "shared_token"):
+        monkeypatch.setattr(ingress, name, asked[name])
+    monkeypatch.setattr(LaunchKeeper, "start", asked["keeper"])
+    monkeypatch.setattr(RegistryView, "start", asked["view"])
+    monkeypatch.setattr(ingress, "id_of_this_cluster", lambda: "cluster-1")
+    monkeypatch.setattr(ingress, "import_transformers_without_torch", lambda: None)
+    monkeypatch.setattr(ingress, "TextService", SimpleNamespace(from_folder=enough))
+    monkeypatch.setattr(ingress, "AdapterStore", lambda path: None)
+    monkeypatch.setattr(ingress, "UploadService", lambda *given, **more: None)
+    replica = HalfRouter.__new__(HalfRouter)
+    replica._begun = a_start(Sleeps(), "router")
+    with pytest.raises(Enough):
+        await replica._start(RunningParts(), config, SECRETS, None, None)
+    assert {name: one.num_calls for name, one in asked.items()} == dict.fromkeys(asked, 2)
