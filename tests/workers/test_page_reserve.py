@@ -13,7 +13,8 @@ from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import EOS, asking, request, scheduler
 from motet.workers.plan import SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.answer_lengths import NUM_BUCKETS, STARTS, AnswerLengths, bucket_of
-from motet.workers.scheduling.page_reserve import growth, margin, survival
+from motet.workers.scheduling.growing_sequence import GrowingSequence
+from motet.workers.scheduling.page_reserve import PageReserve, growth, margin, survival
 from motet.workers.scheduling.request_limits import GangLimits, pages_for
 from motet.workers.scheduling.scheduler import Scheduler
 
@@ -94,6 +95,34 @@ def test_what_is_known_to_fit_is_not_kept_waiting() -> None:
     for i in range(4):
         s.add(request(i, num_prompt=8, max_tokens=8), 0)
     assert len(s.schedule().sequences) == 4
+
+
+@given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 40), st.integers(0, 39)), min_size=2, max_size=12))
+def test_no_more_is_kept_back_than_answers_can_reach(sequences: list[tuple[int, int, int]]) -> None:
+    """`sequences`: tokens of each prompt, the most of its answer, and those that it has. The last one starts."""
+    reserve = PageReserve(10_000, 16)
+    for number, (num_prompt, most, num_generated) in enumerate(sequences):
+        asked = asking(number, [1] * num_prompt)
+        sequence = GrowingSequence(asked, number, 0, [1] * num_prompt, max_length=num_prompt + most)
+        sequence.token_ids += [1] * min(num_generated, most - 1)
+        num_pages = pages_for(len(sequence.token_ids), 16)
+        if number < len(sequences) - 1:
+            sequence.hold(tuple(range(num_pages)))
+            reserve.add(sequence)
+    kept = reserve.num_pages(sequence, num_pages)
+    assert kept == max(reserve.least, reserve.growth_with(sequence, num_pages))
+    assert kept <= max(reserve.least, sum(-(-most * 9 // 8) / 16 for _, most, _ in sequences) + 1)
+
+
+def test_short_answers_to_long_prompts_cost_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages that are kept back in any case are enough for all of them."""
+    monkeypatch.setattr("motet.workers.scheduling.page_reserve.growth", None)
+    s = scheduler(GangLimits(512, 1000, 16, 1024, 512, 16))
+    for i in range(32):
+        s.add(asking(i, [2 + i] * 477, max_tokens=4), 0)
+    while s.has_work():
+        s.commit(plan := s.schedule(), ending(plan, dict.fromkeys(range(32), 4)))
+    assert s.load().counters.num_generated_tokens == 32 * 4
 
 
 def test_a_gang_that_runs_nothing_keeps_nothing_back() -> None:

@@ -218,6 +218,26 @@ def test_no_step_takes_much_longer_than_the_interval_wherever_its_tokens_look_ba
     assert worst_step_over_interval(max_tokens, seed=1, num_steps=250) <= 1.3
 
 
+def test_steps_have_all_tokens_that_the_interval_allows_after_a_cold_start() -> None:
+    """A flood of prompts on a small model, whose first step was slow: 512 tokens take an eighth of the interval."""
+    s = gang(num_sequences=16, token_interval_s=0.1)
+
+    def step(seconds: float, token_s: float) -> int:
+        plan = s.schedule()
+        num_tokens = sum(len(part.token_ids) for part in plan.sequences)
+        s.observe(plan, seconds + token_s * num_tokens)
+        s.commit(plan, quick_result(plan))
+        return num_tokens
+
+    s.add(asking(0, [1], max_tokens=2), 0)
+    step(0.02, 0.0)
+    step(0.02, 0.0)
+    for i in range(120):
+        s.add(asking(1 + i, [2 + i] * 477, max_tokens=4, tenant=f"tenant-{i % 2}"), 0)
+    num_tokens = [step(0.001, 22e-6) for _ in range(100)]
+    assert num_tokens[8:] == [512] * 92
+
+
 def test_nobody_decodes_so_the_whole_budget_is_used() -> None:
     s = gang(token_interval_s=0.001)
     s.add(asking(0, [1] * 2000, max_tokens=4), 0)
@@ -273,3 +293,26 @@ def test_costs_are_learnt_with_how_far_back_tokens_look(token_s: float, growth: 
     before = costs.prompt_token_s(low)
     costs.observe(0, [(low, 100)], 1000.0)  # a stall
     assert costs.prompt_token_s(low) <= 2 * before
+
+
+_TOKEN_S = 22e-6
+
+
+@given(st.integers(0, 400), st.integers(1, 100), st.floats(1e-3, 0.1), st.integers(0, 2**32))
+def test_a_slow_first_step_is_soon_as_good_as_forgotten(start: int, num_tokens: int, seconds: float, seed: int) -> None:
+    """Though no other step may look as far back as it did."""
+    costs, rng = StepCosts(), random.Random(seed)
+    costs.observe(0, [(start, num_tokens)], seconds)
+    for _ in range(100):
+        chunks = [(rng.randint(100, 200), rng.randint(100, 256)) for _ in range(2)]
+        costs.observe(2, chunks, 0.001 + _TOKEN_S * sum(number for _, number in chunks))
+    assert costs.prompt_token_s(200) == pytest.approx(_TOKEN_S, rel=0.15)
+
+
+def test_steps_with_few_tokens_do_not_make_those_with_many_expensive() -> None:
+    """What a step costs, whatever it computes, is not known: a short prompt's tokens seem to cost ten times more."""
+    costs = StepCosts()
+    for _ in range(50):
+        costs.observe(1, [(0, 8)], 0.001 + 0.002)
+        costs.observe(1, [(200, 512)], 0.001 + 0.002 + 512 * _TOKEN_S)
+    assert costs.prompt_token_s(300) == pytest.approx(_TOKEN_S + 0.002 / 512, rel=0.1)

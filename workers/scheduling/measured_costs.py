@@ -9,7 +9,8 @@ from ..plan import Tier
 
 _FADE = 0.95  # factor on the weight of earlier observations at each new one
 _MAX_TIMES_MEAN = 10.0  # larger observations are cut to this multiple of the mean
-_NUM_TRUSTED = 8  # observations after which large ones are cut
+_NUM_TRUSTED = 8  # observations after which large ones are cut, and the first ones count less
+_COLD = 0.05  # factor on the weight of these: a process that just started has slow steps
 _MAX_TIMES_EXPECTED = 3.0
 _MIN_TOKENS_PER_SEQUENCE = 4  # a step with fewer mostly decodes, and does not show the cost of prompt tokens
 
@@ -82,9 +83,10 @@ class StepCosts:
         if num_tokens:
             context = sum(number * (start + number / 2) for start, number in chunks) / num_tokens
             decode_s = self._decodes.at(num_decodes)  # without decodes too: what a step costs, whatever it computes
-            self._tokens.add(context, max(seconds - decode_s, 0.05 * seconds) / num_tokens)
+            token_s = max(seconds - decode_s, 0.05 * seconds) / num_tokens
+            self._tokens.add(context, token_s, num_tokens)  # few tokens say little of the cost of many
         elif num_decodes:
-            self._decodes.add(num_decodes, seconds)
+            self._decodes.add(num_decodes, seconds, 1)
 
 
 def is_worth_bringing(num_pages: int, costs: PageCosts, num_spared: int = 0) -> bool:
@@ -106,8 +108,9 @@ class _FadingLine:
     """A value that grows linearly with x: weighted regression with a prior, which the first value replaces.
 
     Values fade only as others of about the same x come, within a factor of two, so that it is still known what large
-    ones take after many steps with small ones. Outliers, such as a stall, are cut. Where nearly all values were seen at
-    one x, the slope is taken to be small.
+    ones take after many steps with small ones. Outliers, such as a stall, are cut; the first values, for which that is
+    not possible, count little once there are others. Where nearly all values were seen at one x, the slope is taken to
+    be small.
     """
 
     def __init__(self, prior: float) -> None:
@@ -117,11 +120,16 @@ class _FadingLine:
     def at(self, x: float) -> float:
         return max(self._mean_y + self._slope * (x - self._mean_x), 0.05 * self._mean_y)
 
-    def add(self, x: float, y: float) -> None:
+    def add(self, x: float, y: float, weight: float) -> None:
         if self._num_values >= _NUM_TRUSTED:
             y = min(y, _MAX_TIMES_EXPECTED * self.at(x))
+        if self._num_values == _NUM_TRUSTED:
+            for sums in self._near.values():
+                sums.fade(_COLD)
         self._num_values += 1
-        self._near.setdefault(int(x).bit_length(), _FadingSums()).add(x, y)
+        near = self._near.setdefault(int(x).bit_length(), _FadingSums())
+        near.fade(_FADE)
+        near.add(x, y, weight)
         self._fit()
 
     def _fit(self) -> None:
@@ -139,7 +147,10 @@ class _FadingSums:
     def __init__(self) -> None:
         self.weight = self.x = self.y = self.xx = self.xy = 0.0
 
-    def add(self, x: float, y: float) -> None:
-        self.weight = _FADE * self.weight + 1
-        self.x, self.y = _FADE * self.x + x, _FADE * self.y + y
-        self.xx, self.xy = _FADE * self.xx + x * x, _FADE * self.xy + x * y
+    def fade(self, factor: float) -> None:
+        self.weight, self.x, self.y = factor * self.weight, factor * self.x, factor * self.y
+        self.xx, self.xy = factor * self.xx, factor * self.xy
+
+    def add(self, x: float, y: float, weight: float) -> None:
+        self.weight, self.x, self.y = self.weight + weight, self.x + weight * x, self.y + weight * y
+        self.xx, self.xy = self.xx + weight * x * x, self.xy + weight * x * y

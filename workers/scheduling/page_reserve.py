@@ -101,6 +101,14 @@ class PageReserve:
         """Pages to be left free when a sequence starts that takes `num_pages`; 0 where no sequence runs."""
         if not self._places:
             return 0
+        least = self.least
+        num_tokens = _limit(sequence) + sum([limit * group.num_members for limit, group in self._groups.items()])
+        if num_tokens <= least * self._block_size:
+            return least  # enough even if all answers reach their limits
+        return max(least, self.growth_with(sequence, num_pages))
+
+    def growth_with(self, sequence: GrowingSequence, num_pages: int) -> int:
+        """Pages more than now that running sequences are expected to need, with one that starts on `num_pages`."""
         if self._growth is None:
             self._growth = sum(
                 (
@@ -114,7 +122,7 @@ class PageReserve:
         alive = (self._alive(limit) if group is None else group.alive)[bucket]
         grown = _AHEAD / self._block_size if self._grows(sequence) else 0.0
         own = alive * (num_pages + grown) - num_pages
-        return max(self.least, math.ceil(float((self._growth + own).max())))
+        return math.ceil(float((self._growth + own).max()))
 
     def add(self, sequence: GrowingSequence) -> None:
         """The sequence starts; it shares its first `num_kept_pages` pages with others."""
