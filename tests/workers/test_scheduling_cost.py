@@ -230,6 +230,20 @@ def test_a_long_prompt_arrives_and_starts_in_a_full_pool_little_by_little() -> N
     assert s.load().counters.num_preemptions == 0
 
 
+def test_pages_of_ended_sequences_are_released_as_fast_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each step 8 sequences end that share a document of 64 pages: more than may be released in a step at least."""
+    monkeypatch.setattr(prefix_cache, "MOST_GIVEN_BACK", 32)
+    s, num_added = gang(16), 0
+    for _ in range(300):
+        while s.load().gauges.num_waiting < 16:
+            s.add(asking(num_added, [*_DOCUMENT[:1024], 5 + num_added % 900, 7], max_tokens=2), 0)
+            num_added += 1
+        s.commit(plan := s.schedule(), quick_result(plan))
+    assert num_added > 2000
+    assert s.memory.prefixes.num_leaving < 64 * 8 * 64
+    s.check_integrity()
+
+
 def test_an_engine_does_not_sleep_while_pages_are_to_be_released() -> None:
     steps = LeaderSteps(3000, 4)
     steps.submit(own_prompt(1, 16 * 2000))

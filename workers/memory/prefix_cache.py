@@ -14,6 +14,7 @@ from .partial_page_index import PartialPageIndex
 from .use_count import UseCount
 
 MOST_GIVEN_BACK = 512  # pages of ended sequences that are released in a step
+_CLEARING_STEPS = 32  # or this part of all, if that is more: so that they are released as fast as they come
 
 
 class _Entry(msgspec.Struct, gc=False):
@@ -133,9 +134,12 @@ class PrefixCache:
             self.give_back(self.num_may_give_back)
 
     def begin_step(self) -> None:
-        """Releases pages of ended sequences: at most MOST_GIVEN_BACK until the next call, unless room is short."""
-        self.num_may_give_back = MOST_GIVEN_BACK
-        self.give_back(MOST_GIVEN_BACK)
+        """Releases pages of ended sequences: about MOST_GIVEN_BACK until the next call, unless room is short.
+
+        Short answers on a long document that they share hold far more pages in a step than it computes.
+        """
+        self.num_may_give_back = max(MOST_GIVEN_BACK, self.num_leaving // _CLEARING_STEPS)
+        self.give_back(self.num_may_give_back)
 
     def give_back(self, most: int) -> None:
         """Releases at most this many pages of ended sequences, those of the first ones first."""
