@@ -117,8 +117,10 @@ def parsed(answer: str) -> tuple[dict[str, int], str]:
     for key, count in re.findall(r"\bkey=(\w+) .*\bhttp_req_cnt=(\d+)", answer):
         if key in counts:
             counts[key] = int(count)
-    row = next(csv.DictReader(lines[begins : begins + 2]))
+    row: Mapping[str, str | None] = next(csv.DictReader(lines[begins : begins + 2]), {})
     for reason, column in _OF_STATISTICS.items():
-        counts[reason] = int(row[column])
+        if (count := row.get(column)) is None:
+            raise ValueError(f"its answer ends early: {answer[-200:]!r}")
+        counts[reason] = int(count)
     last = re.search(rf"^{re.escape(LAST)}: type=\w+ value=<(.*)>$", answer, re.MULTILINE)
     return counts, "" if last is None else last[1]

@@ -193,5 +193,6 @@ def _verdict_lines() -> list[str]:
     """What a router's answer says of the key: it is known, or it may be none."""
     return [
         "http-response sc-set-gpt0(2) 1 if { status 200:399 403 429 }",
+        "http-response sc-set-gpt0(2) 0 if { status 401 }",  # it was deleted, or has expired
         "http-response sc-inc-gpc(0,1) if { status 401 404 405 } !{ sc_get_gpt0(2) gt 0 }",
     ]

@@ -7,14 +7,14 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from motet.cluster.edge.edge_watch import EdgeWatch, parsed
 from motet.cluster.edge.front_rules import OPEN_ROUTES, RATE_S, front_lines
-from motet.cluster.edge.refusals import REASONS
+from motet.cluster.edge.refusals import REASONS, TABLE
 from motet.router.text.text import TextService
 from motet.tests.cluster.test_edge import GET, KEYLESS, NARROW, Echo, get, status_soon
 from motet.tests.rigs.all_routes import rig_with_all_routes
@@ -107,6 +107,13 @@ def test_a_flood_of_unknown_keys_costs_no_known_one(slow: int, path: str) -> Non
     assert raw_answer(slow, with_key(path, "guess"), source=OTHER)[0] == int(path[1:])
 
 
+def test_a_key_that_was_deleted_is_an_unknown_one(slow: int) -> None:
+    assert raw_answer(slow, with_key("/", "mole"))[0] == 200
+    statuses = [raw_answer(slow, with_key("/401", "mole"))[0] for _ in range(2 * RATE_S)]
+    assert statuses[:RATE_S] == [401] * RATE_S
+    assert status_soon(slow, with_key("/401", "mole"), 429)[0] == 429
+
+
 def test_a_tenant_that_asks_for_what_is_not_there_uses_up_nothing(slow: int) -> None:
     assert raw_answer(slow, with_key("/", "mole"))[0] == 200
     for _ in range(2 * RATE_S):
@@ -184,3 +191,12 @@ async def test_a_haproxy_that_cannot_be_asked_is_told_once(tmp_path: Path, caplo
     await watch.stop()
     with pytest.raises(ValueError, match="Unknown command"):
         parsed("Unknown command: 'show table'")
+
+
+async def test_an_answer_that_is_cut_off_ends_no_watch(tmp_path: Path) -> None:
+    """A HAProxy that another one takes over from may end within its answer."""
+    answer = f"# table: {TABLE}, type: string\n\n# pxname,svname,ereq,dcon\nhttp_frontend,FRONTEND,3,4\n\n"
+    assert parsed(answer)[0]["http"] == 3
+    for end in range(len(answer) - len("\n\n")):
+        with suppress(ValueError):
+            parsed(answer[:end])
