@@ -92,10 +92,14 @@ class ReplicaStart:
         raise AssertionError("there is always another pause")
 
     async def failed(self, error: Exception) -> None:
-        """Tells why, and returns when another start may begin."""
-        await self._tell(str(error) or type(error).__name__, has_failed=True)
-        num_failures = await self._asked(self._num_failures) or 1
-        pause = pause_s(num_failures)
+        """Tells why, and returns when another start may begin, whether others can be told or not."""
+        num_failures: int | None = None
+        try:
+            await self._tell(str(error) or type(error).__name__, has_failed=True)
+            num_failures = await self._asked(self._num_failures)
+        except Exception as why:  # such as a URL that is none
+            _log.warning("nobody can be told why this %s cannot start: %s", self._kind, why)
+        pause = pause_s(num_failures or 1)
         _log.error("this %s cannot start; the next one begins in %.0f s: %s", self._kind, pause, error)
         await self._sleep(pause)
 

@@ -185,12 +185,17 @@ async def test_failed_starts_pause_longer_and_longer_until_one_succeeds(server: 
     assert await told_in(server) == []  # what is too old was deleted
 
 
-async def test_a_failure_is_raised_where_nobody_can_be_told() -> None:
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "127.0.0.1:6379", ""])  # two are no URLs
+async def test_a_failure_is_raised_after_a_pause_where_nobody_can_be_told(url: str) -> None:
     sleep = Sleeps()
-    start = a_start(sleep)
     with pytest.raises(MemoryError):
-        await build(start, "redis://127.0.0.1:1")
+        await build(a_start(sleep), url)
     assert sleep.seconds == [1]
+
+
+async def test_a_success_is_one_where_nobody_can_be_told() -> None:
+    start = a_start(Sleeps())
+    start.redis_url = "redis://127.0.0.1:1"
     await start.succeeded()
 
 
