@@ -182,12 +182,11 @@ class RouterReplica:
         _keep_pauses_short()
         edge = await parts.start(EdgeWatch(RAY_SERVE_HAPROXY_SOCKET_PATH))
         self._metrics.edge_refused = lambda: edge.refused
-        sweeper = asyncio.create_task(self._sweep_forever(config.store_path))
-        parts.callback(sweeper.cancel)
-        parts.callback(asyncio.create_task(self._measure_redis_forever()).cancel)
+        parts.run(self._sweep_forever(config.store_path))
+        parts.run(self._measure_redis_forever())
         cluster = id_of_this_cluster()
         starts = Starts(redis, cluster)
-        parts.callback(asyncio.create_task(self._read_starts_forever(starts)).cancel)
+        parts.run(self._read_starts_forever(starts))
         await parts.start(RolloutKeeper(gang.app_name, cluster, Rollouts(redis), starts, self._note_rollout))
         await parts.start(LoopWatchdog(self._metrics.loop_held_s))
 
@@ -203,7 +202,7 @@ class RouterReplica:
         # A node's secrets may get a file of keys later.
         given = secrets.keys if secrets_path is not None else secrets.keys or ()
         await self._begun.until("Redis", partial(launch.start, given))
-        parts.callback(launch.stop)
+        parts.push_async_callback(launch.stop)
 
     async def _start_fleet(self, parts: RunningParts, gang: Any, token: str, layout: AdapterLayout) -> PinKeeper:
         """Connects to gangs as they start and end, and calls for a gang where there may be none."""

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import KeyTaken, RegistryUnavailable
 from ...adapters.registry.launches import ExpiredLaunches, Launches
 from ...adapters.registry.registry import Registry
@@ -53,9 +54,8 @@ class LaunchKeeper:
         await self.look()
         self._task = asyncio.create_task(self._look_forever(), name="launch keeper")
 
-    def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+    async def stop(self) -> None:
+        await end_tasks(self._task)
 
     async def look(self) -> None:
         """Takes over keys that have changed, and sends the heartbeat when it is due. Raises RegistryUnavailable."""

@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from msgspec import structs
 
+from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.rollouts import Rollout, Rollouts
 from ...adapters.registry.starts import StartReport, Starts
@@ -61,9 +62,8 @@ class RolloutKeeper:
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep_forever(), name="rollout keeper")
 
-    def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+    async def stop(self) -> None:
+        await end_tasks(self._task)
 
     async def look(self) -> None:
         """Notes a configuration that the application is whole with, and takes one back with which it cannot be."""

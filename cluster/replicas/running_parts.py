@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+from collections.abc import Awaitable, Coroutine
 from contextlib import AsyncExitStack
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from ...adapters.ended_tasks import end_tasks
 
 
 class Part(Protocol):
@@ -29,6 +32,10 @@ class RunningParts(AsyncExitStack):
             await starting
         self.push_async_callback(_stop, part)
         return part
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Has the work done in the background. It is cancelled, and has ended, before what was started earlier stops."""
+        self.push_async_callback(end_tasks, asyncio.create_task(work))
 
 
 async def _stop(part: Part) -> None:

@@ -37,7 +37,7 @@ class Cluster:
     async def start(self) -> None:
         await register_router(self.registry, self.config, self.name, self.keys)
         await self.keeper.start(self.keys)
-        self.keeper.stop()  # the test looks by itself
+        await self.keeper.stop()  # the test looks by itself
 
     async def pass_time(self, seconds: float) -> None:
         for _ in range(int(seconds / BEAT_S)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,3 +181,21 @@ async def test_a_router_whose_start_fails_stops_what_it_had_started(
 
 async def no_tasks_are_left() -> None:
     await eventually_in_loop(lambda: len(asyncio.all_tasks()) == 1)
+
+
+async def test_work_of_a_replica_ends_before_what_it_needs_though_a_cancellation_is_lost() -> None:
+    order = []
+
+    async def work() -> None:
+        with suppress(asyncio.CancelledError):  # as `asyncio.wait_for` does, which redis-py uses as it connects
+            await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            order.append("work")
+
+    async with RunningParts() as parts:
+        parts.callback(order.append, "redis")
+        parts.run(work())
+        await asyncio.sleep(0)
+    assert order == ["work", "redis"]
