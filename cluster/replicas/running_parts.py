@@ -34,7 +34,7 @@ class RunningParts(AsyncExitStack):
         return part
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Has the work done in the background. It is cancelled, and has ended, before what was started earlier stops."""
+        """Has the work done in the background. It is cancelled and has ended before what was started earlier stops."""
         self.push_async_callback(end_tasks, asyncio.create_task(work))
 
 
