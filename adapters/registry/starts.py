@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
@@ -49,7 +50,7 @@ class Starts:
         """Those that still hold, the oldest first. Older ones are deleted."""
         async with answered_within(self._timeout_s):
             found: dict[str, str] = await self._client.hgetall(self._key)
-            reports = [msgspec.json.decode(text, type=StartReport) for text in found.values()]
+            reports = [*_decoded(found.values())]
             now = self._clock()
             held = [one for one in reports if now - one.told_at < (KEPT_S if one.has_failed else FRESH_S)]
             if gone := [one.replica for one in reports if one not in held]:
@@ -61,3 +62,10 @@ class Starts:
         over = [one.replica for one in await self.reports() if one.kind == kind and one.has_failed]
         async with answered_within(self._timeout_s):
             await self._client.hdel(self._key, replica, *over)
+
+
+def _decoded(texts: Iterable[str]) -> Iterator[StartReport]:
+    """Without those of another version of motet that this one cannot read."""
+    for text in texts:
+        with suppress(msgspec.DecodeError):
+            yield msgspec.json.decode(text, type=StartReport)

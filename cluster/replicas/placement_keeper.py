@@ -41,7 +41,10 @@ class PlacementKeeper:
         found = self._look()
         for name in self._seen & found.keys():
             _log.warning("what a dead gang held is freed, as Serve has lost sight of it: %s", name)
-            remove_placement(found[name])
+            try:
+                remove_placement(found[name])
+            except Exception as error:  # the others are freed nevertheless
+                _log.warning("the placement group of %s could not be removed: %s", name, error)
         self._seen = set(found)
 
     async def _keep_forever(self) -> None:

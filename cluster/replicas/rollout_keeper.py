@@ -89,10 +89,13 @@ class RolloutKeeper:
         failed = [one for one in await self._starts.reports() if one.has_failed and one.began_at > tried_at]
         if (why := why_not_whole(application, known.said, failed)) is None:
             return
+        latest = await asyncio.to_thread(self._serve.details)  # what others configured meanwhile stays
+        if latest["applications"].get(self._app, {}).get("last_deployed_time_s") != tried_at:
+            return
         _log.error("the configuration before comes back, as gangs of the new one cannot start: %s", why)
         now = time.time()
         await self._rollouts.set(self._cluster, Rollout(good=known.good, taken_back=why, came_back_at=now))
-        await asyncio.to_thread(self._serve.apply, with_application(details, self._app, known.good), now)
+        await asyncio.to_thread(self._serve.apply, with_application(latest, self._app, known.good), now)
 
     async def _keep_forever(self) -> None:
         while True:

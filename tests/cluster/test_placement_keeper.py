@@ -52,6 +52,21 @@ def test_what_a_dead_gang_holds_is_freed_at_the_second_look(removed: list[str]) 
     assert removed == ["1"]
 
 
+def test_one_that_cannot_be_removed_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[str] = []
+
+    def remove(placement_id: str) -> None:
+        if placement_id == "1":
+            raise RuntimeError("Ray does not know it")
+        removed.append(placement_id)
+
+    monkeypatch.setattr(placement_keeper, "remove_placement", remove)
+    keeper = PlacementKeeper("motet", "gang", lambda: {"a": "1", "b": "2"})
+    keeper.keep()
+    keeper.keep()
+    assert removed == ["2"]
+
+
 @given(looks=st.lists(st.sets(st.sampled_from("abcd")), max_size=12))
 def test_what_has_an_owner_at_every_other_look_stays(looks: list[set[str]]) -> None:
     """Serve makes a placement group before its actor: one look may fall between the two."""

@@ -128,6 +128,15 @@ async def test_what_is_away_is_waited_for_with_growing_pauses_and_told_once(capl
     assert events == [("waiting for Redis", 0), ("waiting for Redis", 1)]
 
 
+async def test_a_report_of_another_version_hides_no_other(server: str) -> None:
+    client = connect(server)
+    await client.hset("motet:{registry}:starts:cluster-1", "r0", '{"kind": "hub"}')
+    await client.aclose()
+    with pytest.raises(MemoryError):
+        await build(a_start(Sleeps()), server)
+    assert [report.replica for report in await told_in(server)] == ["r1"]
+
+
 async def test_what_is_not_away_is_raised_at_once() -> None:
     sleep = Sleeps()
 

@@ -150,6 +150,23 @@ async def test_what_is_configured_afterwards_is_tried(rig: Rig, threads: int) ->
     assert known is not None and known.good == config(threads)
 
 
+async def test_what_is_configured_while_a_router_looks_is_not_overwritten(rig: Rig) -> None:
+    await rig.look()
+    rig.serve.configure(threads=10_000_000_000, at=2.0)
+    await rig.look()
+    rig.serve.set_state("DEPLOYING", "UPDATING", failing(3))
+    seen = rig.serve.details()
+
+    def details() -> Mapping[str, Any]:
+        rig.keeper._serve = rig.serve
+        rig.serve.configure(threads=2, at=3.0)  # by an operator, after the router has asked
+        return seen
+
+    rig.keeper._serve = SimpleNamespace(details=details)
+    await rig.look()
+    assert rig.serve.applied == []
+
+
 async def test_an_application_that_never_was_whole_goes_on_trying(rig: Rig) -> None:
     rig.serve.set_state("DEPLOYING", "UPDATING", failing(1000))
     await rig.look()
