@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
+from unittest.mock import patch
 
 from motet.benchmarks.rigs.virtual_gang import BLOCK_SIZE, MAX_LEN, VOCAB_SIZE, VirtualGang, Work
+from motet.workers.fairness import passing_over
+from motet.workers.scheduling.prefix_reuse import PrefixReuse
 from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.scheduling.waiting_queue import WaitingQueue
 
 _DOCUMENT_TOKENS = 2048
 _NUM_PROMPT, _NUM_OUTPUT = _DOCUMENT_TOKENS + 64, 32
@@ -50,7 +55,39 @@ def shared_documents(
     )
 
 
+def frontier(num_tenants: int, seconds: float) -> dict[str, DocumentFigures]:
+    """By what decides: age, or the prefix, and how often a sequence may be passed over; what evicts pages."""
+    by_age = patch.object(WaitingQueue, "promote", lambda *_: None)
+    by_worth = patch.object(PrefixReuse, "pages_here", lambda *_: list[int]())
+    found = dict[str, DocumentFigures]()
+    with by_age:
+        found["by age, pages evicted by next use"] = shared_documents(num_tenants=num_tenants, seconds=seconds)
+        with by_worth:
+            found["by age"] = shared_documents(num_tenants=num_tenants, seconds=seconds)
+    with by_worth:
+        found["by prefix, pages evicted by worth"] = shared_documents(num_tenants=num_tenants, seconds=seconds)
+    for part in (0.15, 0.25, 0.35, 0.5):
+        with patch.object(passing_over, "_PART_PASSED", part):
+            found[f"by prefix, pages evicted by next use, at most {part} passed over"] = shared_documents(
+                num_tenants=num_tenants, seconds=seconds
+            )
+    return found
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--frontier", type=float, metavar="SECONDS", help="compare policies over this virtual time")
+    if (seconds := parser.parse_args().frontier) is not None:
+        for num_tenants in (1, 4):
+            outcomes = frontier(num_tenants, seconds)
+            by_age = outcomes["by age"]
+            for name, found in outcomes.items():
+                print(
+                    f"{num_tenants} tenants, {name}: {found.found_part:.0%} found, {found.num_answers} answers, p99 "
+                    f"{found.p99_s / by_age.p99_s:.2f} times that by age, shares {found.shares:.2f}",
+                    flush=True,
+                )
+        return
     for num_tenants in (1, 4):
         found = shared_documents(num_tenants=num_tenants)
         print(

@@ -18,12 +18,19 @@ def test_the_least_worth_goes_first(seed: int) -> None:
     rng = random.Random(seed)
     order = IdleOrder()
     model: dict[Item, tuple[float, int, int, int]] = {}  # worth, -depth, number, pages
-    soon: list[str] = []  # the most urgent first
+    soon: list[Item] = []  # adapters, then pages, each the most urgent first
+    digests: list[str] = []
+    pages: list[int] = []
     floor, number = 0.0, 0
     for _ in range(200):
         if rng.random() < 0.1:
-            soon = [f"digest {i}" for i in rng.sample(range(6), rng.randrange(7))]
-            order.want_soon(soon)
+            if rng.random() < 0.5:
+                digests = [f"digest {i}" for i in rng.sample(range(6), rng.randrange(7))]
+                order.want_soon(digests)
+            else:
+                pages = rng.sample(range(12), rng.randrange(8))
+                order.want_pages_soon(pages)
+            soon = [*digests, *pages]
         choices: list[Item] = [rng.randrange(12), f"digest {rng.randrange(6)}"]
         item = rng.choice(choices)
         if item in model:

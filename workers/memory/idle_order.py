@@ -6,10 +6,14 @@ from bisect import bisect_left, insort
 from collections.abc import Container, Iterable
 from collections.abc import Set as AbstractSet
 from heapq import heapify, heappop, heappush
+from itertools import count
 
 import msgspec
 
 Item = str | int  # an adapter's digest, or a page of the prefix cache
+
+_FIRST_PAGE_RANK = 1 << 32
+_ANY_RANK = 1 << 40  # above all ranks
 
 
 class _Idle(msgspec.Struct, frozen=True, gc=False):
@@ -31,8 +35,10 @@ class IdleOrder:
 
     def __init__(self) -> None:
         self._idle: dict[Item, _Idle] = {}
-        self._soon: dict[Item, int] = {}  # rank of items wanted soon, idle or not; 0: the most urgent
-        self._soon_items: tuple[Item, ...] = ()  # the same by rank
+        # Ranks of items wanted soon, idle or not; 0: the most urgent. All adapters come before the pages.
+        self._soon: dict[Item, int] = {}
+        self._soon_adapters: tuple[Item, ...] = ()  # by rank
+        self._soon_pages: tuple[Item, ...] = ()  # by rank, from _FIRST_PAGE_RANK on
         self._soon_ranks: list[int] = []  # of those that are idle, in order
         self._num_soon_pages = 0  # of these
         self._aside: dict[Item, tuple[float, int, int, Item]] = {}  # of items wanted soon: entries not in the heap
@@ -82,14 +88,18 @@ class IdleOrder:
             del self._soon_ranks[bisect_left(self._soon_ranks, self._soon[item])]
         self._aside.pop(item, None)
 
-    def want_soon(self, items: Iterable[Item]) -> None:
-        """Sets the items that will be used soon, the most urgent first."""
-        self._soon_items = tuple(dict.fromkeys(items))
-        self._soon = {item: rank for rank, item in enumerate(self._soon_items)}
-        self._soon_ranks = [rank for item, rank in self._soon.items() if item in self._idle]
-        self._num_soon_pages = self.num_pages_of(self._soon.keys())
-        for item in [item for item in self._aside if item not in self._soon]:
-            heappush(self._heap, self._aside.pop(item))
+    def want_soon(self, digests: Iterable[str]) -> None:
+        """Sets the adapters that will be used soon, the most urgent first."""
+        before, self._soon_adapters = self._soon_adapters, tuple(dict.fromkeys(digests))
+        if before != self._soon_adapters:
+            num_before = bisect_left(self._soon_ranks, _FIRST_PAGE_RANK)
+            self._soon_ranks[:num_before] = self._rank_again(before, self._soon_adapters, 0)
+
+    def want_pages_soon(self, pages: Iterable[int]) -> None:
+        """Sets the pages that will be used soon, the most urgent first; all are less urgent than adapters."""
+        before, self._soon_pages = self._soon_pages, tuple(dict.fromkeys(pages))
+        num_before = bisect_left(self._soon_ranks, _FIRST_PAGE_RANK)
+        self._soon_ranks[num_before:] = self._rank_again(before, self._soon_pages, _FIRST_PAGE_RANK)
 
     def take(self, num_pages: int, keep: AbstractSet[Item]) -> list[Item] | None:
         """Removes items of at least `num_pages` pages, and returns them in the order of eviction.
@@ -97,8 +107,8 @@ class IdleOrder:
         Items that are wanted soon are taken only if all others are not enough, the least urgent first. None, and
         nothing changed, if all items that are not in `keep` are not enough.
         """
-        num_kept_soon = self._num_kept_soon(num_pages, keep)
-        if num_kept_soon is None:
+        first_taken = self._first_taken_soon(num_pages, keep)
+        if first_taken is None:
             return None
         going: list[Item] = []
         passed = []
@@ -112,7 +122,7 @@ class IdleOrder:
             if item in keep:
                 passed.append(entry)
                 continue
-            if self._soon.get(item, num_kept_soon) < num_kept_soon:
+            if self._soon.get(item, first_taken) < first_taken:
                 self._aside[item] = entry
                 continue
             self._floor = max(self._floor, worth)
@@ -129,24 +139,42 @@ class IdleOrder:
         """Raises AssertionError if pages are miscounted, or an idle item could not be found."""
         assert self.num_pages == sum(idle.num_pages for idle in self._idle.values()), "idle pages are miscounted"
         assert self._num_soon_pages == self.num_pages_of(self._soon.keys()), "pages wanted soon are miscounted"
-        assert self._soon_ranks == [rank for item, rank in self._soon.items() if item in self._idle], "ranks are wrong"
+        ranks = {item: rank for rank, item in enumerate(self._soon_adapters)}
+        ranks |= {page: rank for rank, page in enumerate(self._soon_pages, _FIRST_PAGE_RANK)}
+        assert self._soon == ranks and self._soon_ranks == sorted(ranks[item] for item in ranks if item in self._idle)
         assert self._aside.keys() <= self._soon.keys() & self._idle.keys(), "an item is aside for no reason"
         found = {(item, number) for _, _, number, item in (*self._heap, *self._aside.values())}
         assert all((item, idle.number) in found for item, idle in self._idle.items()), "an idle item cannot be found"
 
-    def _num_kept_soon(self, num_pages: int, keep: AbstractSet[Item]) -> int | None:
-        """How many of the most urgent items are kept if `num_pages` are evicted; None: too few can be evicted."""
+    def _rank_again(self, before: tuple[Item, ...], now: tuple[Item, ...], first_rank: int) -> list[int]:
+        """Ranks the items that are wanted now instead of those before; returns the ranks of those that are idle."""
+        for item in before:
+            del self._soon[item]
+            self._num_soon_pages -= self._idle[item].num_pages if item in self._idle else 0
+        self._soon.update(zip(now, count(first_rank), strict=False))
+        idle = [item for item in now if item in self._idle]
+        self._num_soon_pages += sum([self._idle[item].num_pages for item in idle])
+        if self._aside:
+            for item in before:
+                if item in self._aside and item not in self._soon:
+                    heappush(self._heap, self._aside.pop(item))
+        return [self._soon[item] for item in idle]
+
+    def _first_taken_soon(self, num_pages: int, keep: AbstractSet[Item]) -> int | None:
+        """The rank from which on items are taken if `num_pages` are evicted; None: too few can be evicted."""
         kept = self.num_pages_of(keep)
         if num_pages > self.num_pages - kept:
             return None
         kept_soon = sum(self._idle[item].num_pages for item in keep if item in self._soon and item in self._idle)
         short = num_pages - (self.num_pages - self._num_soon_pages - (kept - kept_soon))
-        num_kept_soon = len(self._soon)
+        first_taken = _ANY_RANK
         for rank in reversed(self._soon_ranks):
             if short <= 0:
                 break
-            num_kept_soon, item = rank, self._soon_items[rank]
+            is_page = rank >= _FIRST_PAGE_RANK
+            item = self._soon_pages[rank - _FIRST_PAGE_RANK] if is_page else self._soon_adapters[rank]
+            first_taken = rank
             short -= 0 if item in keep else self._idle[item].num_pages
             if item in self._aside:
                 heappush(self._heap, self._aside.pop(item))
-        return num_kept_soon
+        return first_taken

@@ -15,6 +15,7 @@ from .page_allocator import PageAllocator
 from .prefix_cache import PrefixCache
 
 MOST_EVICTED = 512  # pages in a step, for one sequence that starts while others run
+_WANTED_PER_POOL = 32  # looks at the pages that waiting sequences want, while as many are evicted as the pool has
 _LEAST_GIVEN_BACK = 64  # pages of ended sequences that are released at once where room is short
 
 
@@ -28,16 +29,19 @@ class PagedMemory:
         prefix_page_s: Callable[[PageKey], float],
         idle: IdleOrder | None = None,
         adapter_evicted: Callable[[str], None] = lambda digest: None,
+        wanted_pages: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         """`adapter_page_s`, `prefix_page_s`: what it costs to bring back an evicted page of an adapter, or of KV.
 
         `idle`: another order of eviction, for comparisons. `adapter_evicted`: called with evicted adapters' digests.
+        `wanted_pages`: pages of KV that waiting sequences will use, the most urgent first; they are evicted last.
         """
         self.allocator = PageAllocator(num_pages)
         self._idle = IdleOrder() if idle is None else idle
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
         self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
-        self._adapter_went = adapter_evicted
+        self._adapter_went, self._wanted_pages = adapter_evicted, wanted_pages
+        self._num_evictions_before = -num_pages  # evictions of pages of KV when `wanted_pages` was called last
         self.hosted: set[str] = set()  # digests of adapters in host memory, as the workers have reported
         self._host_changes: dict[str, bool] = {}  # digests added there (True) or removed, since the last report
         self._pin_news: dict[str, str] = {}  # by digest, since the last report
@@ -77,6 +81,10 @@ class PagedMemory:
         short = num_pages - self.allocator.num_free
         if short <= 0:
             return True
+        num_evicted = self.prefixes.num_evictions - self._num_evictions_before
+        if num_evicted * _WANTED_PER_POOL >= self.allocator.num_pages:
+            self._num_evictions_before = self.prefixes.num_evictions
+            self._idle.want_pages_soon(self._wanted_pages())
         going = self._idle.take(short, keep)
         while going is None and self.prefixes.num_leaving:
             self.prefixes.give_back(max(short, _LEAST_GIVEN_BACK))

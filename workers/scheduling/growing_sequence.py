@@ -14,6 +14,8 @@ from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey
 from ..wire.sequence_usage import SequenceUsage
 
+ARRIVAL_STEP = 1 << 24  # between the arrivals of two sequences; sequences that are promoted have values in between
+
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class GrowingSequence:
@@ -65,6 +67,8 @@ class GrowingSequence:
     awaited_key: PageKey | None = None  # that page's
     awaits_page: PageKey | None = None  # it waits until the page with this key is computed or copied
     num_reserved_pages: int = 0  # that it will take when the page that it awaits is copied
+    last_place: int = 0  # once so many sequences of its tenant have left the queue, none passes it over
+    own_arrival: int | None = None  # while it is promoted: its `arrival` before and afterwards
     # Pages of its prefix in the pool or coming, while copies are under way for it; None: no more copies should start.
     num_brought: int | None = None
 
@@ -103,6 +107,11 @@ class GrowingSequence:
         num_tokens = max(0, min(end, self.prepaid.stop) - max(start, self.prepaid.start))
         self.prepaid = range(max(end, self.prepaid.start), self.prepaid.stop)
         return num_tokens
+
+    @property
+    def has_run(self) -> bool:
+        """It has run before, here or at another gang."""
+        return self.began_at is not None or self.num_given_tokens > self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice, repeat, takewhile
 from weakref import WeakValueDictionary
 
+from ..fairness.passing_over import PrefixHere
 from ..memory.idle_order import Item
 from ..memory.prefix_cache import PrefixCache
 from ..plan import PageCopy
@@ -120,6 +122,34 @@ class PrefixReuse:
         if begun is not found and sequence.awaited_key not in self._coming:
             self._await_next(sequence, found, keys)
         return None if sequence.awaited_key in self._coming else found
+
+    def prefix_here(self, sequence: GrowingSequence) -> PrefixHere:
+        """What the pool has of a waiting sequence: a few look-ups, and nothing changes.
+
+        An estimate, as pages before the last one may be gone: mostly the last ones of a prefix are evicted first.
+        """
+        keys, num_pages = sequence.page_keys, self._num_pages_here(sequence)
+        last_key = keys[num_pages - 1] if num_pages else None
+        return PrefixHere(len(sequence.token_ids), num_pages * self._block_size, last_key)
+
+    def pages_here(self, sequences: Iterable[GrowingSequence], most: int) -> list[int]:
+        """At most `most` pages in the pool of the prefixes of these waiting sequences, in this order.
+
+        It takes time linear in these pages.
+        """
+        found: dict[int, None] = {}
+        for sequence in sequences:
+            new: list[int] = []
+            for index in range(min(self._num_pages_here(sequence), most) - 1, -1, -1):
+                page = self._cache.page_of(sequence.page_keys[index])
+                if page in found:  # and with it all before it
+                    break
+                if page is not None:
+                    new.append(page)
+            found |= dict.fromkeys(reversed(new))
+            if len(found) >= most:
+                break
+        return [*islice(found, most)]
 
     def is_known(self, sequence: GrowingSequence) -> bool:
         """Whether the result of the last look-up of its prefix still holds; a cheap check."""
@@ -292,6 +322,14 @@ class PrefixReuse:
         assert computing <= {id(sequence) for sequence in running}
         assert self._tiers.num_moves or None not in self._coming.values()
         assert self._waiting.awaited_keys() <= self._coming.keys(), "a page is awaited that is not coming"
+
+    def _num_pages_here(self, sequence: GrowingSequence) -> int:
+        """First pages of a sequence in the pool, if none before the last of them is gone."""
+        keys, page_of = sequence.page_keys, self._cache.page_of
+        most = min(len(keys), self._num_usable(sequence))
+        if not most or page_of(keys[0]) is None:
+            return 0
+        return bisect_left(range(most), True, key=lambda index: page_of(keys[index]) is None)
 
     def _usable_keys(self, sequence: GrowingSequence) -> list[PageKey]:
         """Keys of the full pages that the sequence need not compute if they are there."""

@@ -174,6 +174,8 @@ class PromptPlanner:
         if not self._memory.has_room(1 + self._running.reserve.least, frozenset()):
             self._lacked_room = True
             return found
+        if self._counters.is_fair:
+            self._waiting.promote(most, self._prefixes.prefix_here)
         held_by_others: HeldByOthers = {}  # valid since no page is released in this method
         turns, again = tee(self._waiting.equipped_in_turn())
         for sequence, older in islice(self._in_turn(turns, again), _MAX_LOOKED_AT):

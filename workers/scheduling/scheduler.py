@@ -28,7 +28,7 @@ from ..wire.page_keys import PageKey
 from ..wire.sequence_usage import SequenceUsage
 from .decodes import Decodes
 from .gang_load import StepCounts, gang_load, tenant_share
-from .growing_sequence import GrowingSequence
+from .growing_sequence import ARRIVAL_STEP, GrowingSequence
 from .measured_costs import MeasuredCosts, StepCosts
 from .page_reserve import PageReserve
 from .planned_step import PlannedChunk, PlannedStep
@@ -42,6 +42,8 @@ from .tier_traffic import TierSizes, TierTraffic
 from .waiting_queue import WaitingQueue
 
 _MAX_LOOK_AHEAD = 256  # waiting sequences whose adapters and pages may be loaded while they wait
+_MAX_PROTECTED = 64  # waiting sequences whose prefixes are evicted last
+_MAX_WANTED_PAGES = 4096  # of these prefixes
 _HEAD_START = 1 << 62  # makes a sequence that another gang began older than all that began here
 _PRIORITY = 1 << 63  # of one step of priority, which outweighs even that
 USAGE_REPORT_PAGES = 8  # report usage to the router every 8 filled pages
@@ -71,12 +73,14 @@ class Scheduler:
         self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
         self._times = PageTimes(clock)
         self._waiting = WaitingQueue()
+        self._ahead: list[GrowingSequence] = []  # waiting sequences that will run next, as of the beginning of the step
         self._running = RunningSequences(PageReserve(limits.num_pages, limits.block_size, limits.window))
         self.memory = PagedMemory(
             limits.num_pages,
             lambda: self._costs.costs("host").copy_s,
             self._prefix_page_s,
             adapter_evicted=self._waiting.adapter_evicted,
+            wanted_pages=lambda: self._prefixes.pages_here(self._ahead, _MAX_WANTED_PAGES),
         )
         self._adapters = self.memory.adapters
         self._tiers = TierTraffic(self.memory, tiers or TierSizes(), self._costs)
@@ -117,7 +121,7 @@ class Scheduler:
         num_adapter_pages = 0 if request.adapter is None else self._pages_of_adapter(request.adapter)
         error = refusal(request, num_adapter_pages, self._limits)
         if error is None:
-            self._arrivals += 1
+            self._arrivals += ARRIVAL_STEP
             arrival = self._arrivals - (_HEAD_START if request.generated_token_ids else 0)
             arrival -= _PRIORITY * request.priority if self.counters.is_fair else 0
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
@@ -172,7 +176,10 @@ class Scheduler:
         self.memory.prefixes.begin_step()
         if not self._running:
             self._prefixes.bound_keys(False)  # no sequence waits for its next token
-        digests = [sequence.adapter_digest for sequence in (*self._waiting.loaded_for(), *self._next_batch())]
+        batch_size = min(self._limits.max_num_sequences, _MAX_LOOK_AHEAD)
+        self._ahead = self._waiting.first(max(batch_size, _MAX_PROTECTED))
+        batch = self._ahead[:batch_size]
+        digests = [sequence.adapter_digest for sequence in (*self._waiting.loaded_for(), *batch)]
         self.memory.want_soon(dict.fromkeys([digest for digest in digests if digest is not None]))
         self._counts.num_fair_preemptions += self._admission.preempt_for_waiting(self._preempt)
         num_preemptions = self._counts.num_preemptions

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import islice
 
 from ..fairness.min_queue import Key, MinQueue
+from ..fairness.passing_over import PrefixHere, most_passed_over, to_promote
 from ..fairness.prices import prompt_price
 from ..fairness.tenant_counters import TenantCounter
 from ..memory.idle_order import Item
 from ..wire.page_keys import PageKey
-from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
+from .growing_sequence import ARRIVAL_STEP, GrowingSequence, by_arrival, remove_by_arrival
 
 _MAX_TENANTS_LOOKED_AT = 64  # in the search for the oldest sequence that lacks its adapter
+_MAX_CHOICE = 64  # sequences of a tenant among which one is promoted
+_MAX_CHOICES = 256  # the same, of all tenants in one call
 
 
 class _TenantQueue:
     """A tenant's waiting sequences, oldest first."""
 
-    __slots__ = ("counter", "equipped", "num_lacking", "num_tokens", "oldest_lacking", "sequences")
+    __slots__ = ("counter", "equipped", "num_lacking", "num_left", "num_tokens", "oldest_lacking", "sequences")
 
     def __init__(self, counter: TenantCounter) -> None:
         self.counter = counter
@@ -30,10 +33,11 @@ class _TenantQueue:
         self.oldest_lacking: list[tuple[int, int]] = []  # a heap of arrival and id; outdated entries too
         self.num_lacking = 0
         self.num_tokens = 0
+        self.num_left = 0  # sequences that have started or ended
 
 
 class WaitingQueue:
-    """First the tenant that was served least, and of a tenant the oldest sequence.
+    """First the tenant that was served least, and of a tenant the oldest sequence, or one that was promoted.
 
     A sequence either lacks its adapter, or is equipped; an equipped one may await a page that is being computed or
     copied. Events wake sequences that cannot start, so no step checks them. Adding, removing and looking at the first
@@ -110,7 +114,9 @@ class WaitingQueue:
         queue = self._by_tenant.get(sequence.counter)
         if queue is None:
             queue = self._by_tenant[sequence.counter] = _TenantQueue(sequence.counter)
-        insort(queue.sequences, sequence, key=by_arrival)
+        index = bisect_left(queue.sequences, sequence.arrival, key=by_arrival)
+        queue.sequences.insert(index, sequence)
+        sequence.last_place = queue.num_left + index + (0 if sequence.has_run else most_passed_over(index))
         self._all.put(queue)
         self._by_id[sequence.sequence_id] = sequence
         self._count_tokens(queue, sequence.num_uncomputed - sequence.num_found)
@@ -130,6 +136,7 @@ class WaitingQueue:
         assert self._by_id.get(sequence.sequence_id) is sequence
         queue = self._by_tenant[sequence.counter]
         remove_by_arrival(queue.sequences, sequence)
+        queue.num_left += 1
         del self._by_id[sequence.sequence_id]
         self._count_tokens(queue, sequence.num_found - sequence.num_uncomputed)
         digest = sequence.adapter_digest
@@ -147,10 +154,33 @@ class WaitingQueue:
                 self._lacking.discard(digest)
         if not queue.sequences:
             del self._by_tenant[sequence.counter]
+        if sequence.own_arrival is not None:
+            sequence.arrival, sequence.own_arrival = sequence.own_arrival, None
         if digest is None or self._loaded_for.get(digest) is not sequence:
             return False
         del self._loaded_for[digest]
         return True
+
+    def promote(self, most: int, prefix_here: Callable[[GrowingSequence], PrefixHere]) -> None:
+        """Moves sequences before older ones of their tenants, if more of their prefixes is in the pool (`to_promote`).
+
+        Only the next `most` that could start are passed over, and no sequence more often than `most_passed_over`. One
+        that was promoted keeps its place until it starts or ends, so that what is loaded or reserved for the first ones
+        stays theirs.
+        """
+        queues = [queue for queue in islice(self._with_equipped.walk(), most) if len(queue.equipped) > 1]
+        num_choices = _MAX_CHOICES
+        for queue in queues:
+            place = 0
+            for _ in range(-(-most // len(queues))):
+                choice = self._choice(queue, place)
+                num_choices -= len(choice)
+                if not choice or num_choices < 0:
+                    break
+                chosen = to_promote([prefix_here(sequence) for _, sequence in choice]) if len(choice) > 1 else None
+                if chosen is not None:
+                    self._promote(queue, choice[chosen][1], choice[0][0])
+                place = choice[0][0] + 1
 
     def begin_load(self, sequence: GrowingSequence) -> None:
         """The adapter of a waiting sequence begins to be loaded for it."""
@@ -277,6 +307,34 @@ class WaitingQueue:
         if is_here is not None:
             digests = {s.adapter_digest for s in all_here if s.adapter_digest is not None}
             assert {digest for digest in digests if not is_here(digest)} == self._lacking, "an adapter came or went"
+
+    def _choice(self, queue: _TenantQueue, place: int) -> list[tuple[int, GrowingSequence]]:
+        """The first sequence from this place on that could start, and those that may pass it over; with places."""
+        choice: list[tuple[int, GrowingSequence]] = []
+        for index in range(place, min(place + _MAX_CHOICE, len(queue.sequences))):
+            sequence = queue.sequences[index]
+            if choice and sequence.request.priority != choice[0][1].request.priority:
+                break
+            if sequence.awaits_page is None and sequence.adapter_digest not in self._lacking:
+                if sequence.own_arrival is None:
+                    choice.append((index, sequence))
+                elif not choice:  # it was promoted already
+                    return [(index, sequence)]
+            if choice and sequence.last_place <= queue.num_left + index:
+                break
+        return choice
+
+    def _promote(self, queue: _TenantQueue, sequence: GrowingSequence, place: int) -> None:
+        """Moves a sequence forward to this place of its tenant's order, where one is that was not promoted."""
+        before, following = queue.sequences[place - 1] if place else None, queue.sequences[place]
+        remove_by_arrival(queue.sequences, sequence)
+        remove_by_arrival(queue.equipped, sequence)
+        sequence.own_arrival = sequence.arrival
+        sequence.arrival = following.arrival - ARRIVAL_STEP + 1
+        if before is not None and before.own_arrival is not None:
+            sequence.arrival = before.arrival + 1
+        queue.sequences.insert(place, sequence)
+        insort(queue.equipped, sequence, key=by_arrival)
 
     def _grouped_by_tenant(self, digest: str) -> dict[_TenantQueue, list[GrowingSequence]]:
         """Sequences that will use the adapter."""
