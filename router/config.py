@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+TextsWithControlTokens = Literal["prompts", "everywhere", "nowhere"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,7 @@ class RouterConfig:
     max_adapter_packed_bytes: int | None  # of an adapter's pages; None: twice max_upload_bytes
     max_body_bytes: int | None  # of a JSON request; None: what the context can hold (bodies/body_limits.py)
     max_held_body_bytes: int  # of JSON requests, of all tenants together, until they are decoded
+    control_tokens: TextsWithControlTokens  # which texts of requests may write control tokens
     max_open_uploads: int  # that arrive at once; more wait their turn unread
     max_tenant_uploads: int  # of these, of one tenant
     upload_bytes_per_s: float  # an upload that comes more slowly on average is given up

@@ -139,7 +139,7 @@ class RouterReplica:
                 max_packed_bytes=config.router.max_adapter_packed_bytes,
             ),
         )
-        text = await asyncio.to_thread(TextService.from_folder, config.model_path)
+        text = await asyncio.to_thread(TextService.from_folder, config.model_path, config.router.control_tokens)
         parts.callback(text.close)
         usage = await parts.start(await _make_usage(redis, config))
         self._metrics.ledger = usage.behind

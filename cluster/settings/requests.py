@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from .setting import Bytes, BytesOrNone, Count, PositiveAmount, PositiveSeconds, Setting, Unit
 from .setting_field import SettingGroup
@@ -31,6 +31,14 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_sequences_per_request: Annotated[
         Count, Setting("Sequences that one request may ask for: its prompts times n.", "live", live_in="router")
     ] = 128
+    control_tokens: Annotated[
+        Literal["prompts", "everywhere", "nowhere"],
+        Setting(
+            "Texts of requests that may write control tokens, such as `<|im_end|>`: prompts (of /v1/completions), "
+            "everywhere (messages of chats, too) or nowhere. In others such a name is text.",
+            "live",
+        ),
+    ] = "prompts"
     max_upload_bytes: Annotated[Bytes, Setting("Largest adapter_model.safetensors that is accepted.", "live")] = 2 << 30
     max_adapter_packed_bytes: Annotated[
         Bytes | None,

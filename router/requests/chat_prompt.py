@@ -9,7 +9,8 @@ from typing import Any
 from ...workers.wire.messages import GangInfo
 from ..openai_api.errors import ApiError, invalid_value, unsupported
 from ..openai_api.request_schema import ChatMessage, ChatRequest
-from ..text.text import MAX_MESSAGES_ON_LOOP, ChatTemplateError, TextService
+from ..text.chat_renderer import ChatTemplateError
+from ..text.text import MAX_MESSAGES_ON_LOOP, TextService
 from .model_limits import check_text
 
 
@@ -32,9 +33,9 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
         )
     except ChatTemplateError as error:
         raise ApiError(400, f"{error}.", param="messages", code="invalid_messages") from error
-    check_text(prompt, text, gang, "messages")
+    check_text(prompt.text, text, gang, "messages")
     # The template writes the special tokens itself.
-    token_ids = await text.encode(prompt, add_special_tokens=bool(request.add_special_tokens))
+    token_ids = await text.encode_chat(prompt, add_special_tokens=bool(request.add_special_tokens))
     if not token_ids:
         raise invalid_value("messages", "the chat template made an empty prompt of them.")
     return token_ids

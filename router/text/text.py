@@ -9,10 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from ..config import TextsWithControlTokens
+from .added_tokens import AddedTokens
+from .chat_renderer import ChatRenderer, ChatTemplateError, RenderedChat
+from .control_names import TEMPLATE_ERRORS, control_names
+from .control_tokens import ControlTokens
 from .model_tokenizer import load_tokenizer
 from .token_bytes import TokenBytes
 from .token_span import max_bytes_per_token
@@ -49,15 +53,14 @@ RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
 )
 
 
-class ChatTemplateError(Exception):
-    """Messages that cannot be made a prompt. `str()` of it is fit for the client."""
-
-
 class TextService:
     """Text and tokens of one model. Safe to share between requests; has no state but the tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer`: of transformers, with a `tokenizers` backend."""
+    def __init__(self, tokenizer: Any, control_tokens: TextsWithControlTokens = "prompts") -> None:
+        """`tokenizer`: of transformers, with a `tokenizers` backend.
+
+        `control_tokens`: which texts of clients may write them: those of completions, those of chats, too, or none.
+        """
         self._templated = tokenizer
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a tokenizer.json may carry these from its training
@@ -65,11 +68,16 @@ class TextService:
         self.token_bytes = TokenBytes(self._backend)
         self._max_bytes_per_token = max_bytes_per_token(self._backend)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
+        self._control_tokens = control_tokens
+        added = AddedTokens(self._backend)
+        names = control_names(added, _template_of(tokenizer), self._apply_template)
+        self._tokens = ControlTokens(self._backend, added, names.in_messages)
+        self._renderer = ChatRenderer(self._apply_template, self._tokens, names.in_answers)
 
     @classmethod
-    def from_folder(cls, path: Path) -> TextService:
+    def from_folder(cls, path: Path, control_tokens: TextsWithControlTokens = "prompts") -> TextService:
         """The service of a model folder in Hugging Face format. Blocking; raises ValueError, see `load_tokenizer`."""
-        return cls(load_tokenizer(path))
+        return cls(load_tokenizer(path), control_tokens)
 
     def close(self) -> None:
         """Ends the threads after their current work."""
@@ -84,13 +92,22 @@ class TextService:
         return -(-num_bytes // self._max_bytes_per_token)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text; off the event loop when it is long."""
+        """Token ids of a client's text; off the event loop when it is long."""
         return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
 
     async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text; off the event loop when they are long together."""
-        work = partial(self._encode_all, texts, add_special_tokens)
+        """Token ids of clients' texts; off the event loop when they are long together."""
+        encode = self._tokens.encode_as_text if self._control_tokens == "nowhere" else self._encode_all
+        work = partial(encode, texts, add_special_tokens=add_special_tokens)
         return await self._done(work, sum(map(len, texts)) <= MAX_CHARS_ON_LOOP)
+
+    async def encode_chat(self, chat: RenderedChat, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a chat's prompt; off the event loop when it is long."""
+        encode, text = self._encode_all, chat.text
+        if chat.aliased is not None:
+            encode, text = self._tokens.encode, chat.aliased
+        work = partial(encode, [text], add_special_tokens=add_special_tokens)
+        return (await self._done(work, len(text) <= MAX_CHARS_ON_LOOP))[0]
 
     async def decode_all(self, token_lists: Sequence[Sequence[int]]) -> list[str]:
         """The text of each list of tokens, without special tokens; off the event loop when they are many together."""
@@ -133,7 +150,7 @@ class TextService:
         add_generation_prompt: bool,
         continue_final_message: bool,
         arguments: Mapping[str, Any],
-    ) -> str:
+    ) -> RenderedChat:
         """The prompt that the model's chat template makes of messages; off the event loop when they may be long.
 
         Raises `ChatTemplateError`.
@@ -144,19 +161,28 @@ class TextService:
         if reserved:
             raise ChatTemplateError(f"chat_template_kwargs may not set {', '.join(reserved)}")
         work = partial(
-            self._templated.apply_chat_template,
+            self._render,
             list(messages),
-            tokenize=False,
+            arguments,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **arguments,
         )
         try:
-            return str(await self._done(work, not arguments and _are_short(messages)))
+            return await self._done(work, not arguments and _are_short(messages))
         except RecursionError as error:
             raise ChatTemplateError("the messages are nested too deeply for the model's chat template") from error
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except TEMPLATE_ERRORS as error:
             raise ChatTemplateError(f"the model's chat template refused the messages: {error}") from error
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], **options: bool
+    ) -> RenderedChat:
+        if self._control_tokens == "everywhere":
+            return RenderedChat(self._apply_template(messages, **options, **arguments))
+        return self._renderer.render(messages, arguments, **options)
+
+    def _apply_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        return str(self._templated.apply_chat_template(messages, tokenize=False, **options))
 
     async def _done(self, work: Callable[[], T], is_short: bool) -> T:
         """The result of the work, which runs here if it is short, else in a thread."""
@@ -164,10 +190,16 @@ class TextService:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+    def _encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         # The batch call releases the GIL, which `encode` holds: a thread alone would not help.
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
+
+
+def _template_of(tokenizer: Any) -> str:
+    """The chat template's source, of several that it may have all."""
+    template = tokenizer.chat_template or ""
+    return "\n".join(template.values()) if isinstance(template, dict) else template
 
 
 def _are_short(messages: Sequence[Mapping[str, Any]]) -> bool:

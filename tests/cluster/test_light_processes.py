@@ -65,7 +65,7 @@ chat = [{"role": "user", "content": "hi"}]
 prompt = asyncio.run(
     text.render_chat(chat, add_generation_prompt=True, continue_final_message=False, arguments={})
 )
-assert asyncio.run(text.encode(prompt, add_special_tokens=False))
+assert asyncio.run(text.encode_chat(prompt, add_special_tokens=False))
 text.close()
 source = demo / "adapters" / "shout"
 config = (source / "adapter_config.json").read_bytes()

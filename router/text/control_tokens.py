@@ -1,0 +1,167 @@
+"""Texts encoded so that control tokens in them are text, but where a chat template wrote them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+from tokenizers import AddedToken, Tokenizer
+
+from .added_tokens import AddedTokens, TokenSpan
+
+_MARK: Final = re.compile("[\ud800-\udfff]")
+_FIRST_MARK: Final = 0xD800
+# Of a plane for private use, so that no normalizer changes them; random, so that no client can write one.
+_FIRST_OF_ALIASES: Final = 0x100000
+_NUM_OF_ALIASES: Final = 0xFFFE
+_ALIAS_CHARS: Final = 8
+
+
+class Marks:
+    """Characters of one request's texts that are hidden, from templates too, by others that JSON cannot hold.
+
+    They are halves of surrogate pairs. So a name whose first character is hidden is no control token.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[str, str] = {}
+
+    def of(self, char: str) -> str:
+        """What stands for this character."""
+        return self._marks.setdefault(char, chr(_FIRST_MARK + len(self._marks)))
+
+    def shown(self, text: str) -> str:
+        """The text with its characters put back."""
+        for char, mark in self._marks.items():
+            text = text.replace(mark, char)
+        return text
+
+
+class ControlTokens:
+    """Encodes with a second tokenizer, which shares the model, and which knows control tokens by secret aliases."""
+
+    def __init__(self, tokenizer: Tokenizer, added: AddedTokens, names: frozenset[str]) -> None:
+        """`names`: those of the added tokens that are control tokens; none is of spaces alone."""
+        self.added = added
+        self.names = names
+        self._firsts = frozenset(name.strip()[0] for name in names)
+        edges = {char for name in names for char in (name.strip()[0], name.strip()[-1])}
+        self._edges = frozenset(char for char in edges if not char.isalnum())
+        self._joined = "\0".join(names)
+        self._aliases = {name: _new_alias() for name in names}
+        self._encoder = _without_added_tokens(tokenizer)
+        in_model = {name for name in added.names if self._encoder.token_to_id(name) is not None}
+        # A model may make a control token of its name, unless that is cut.
+        self._cut = _new_alias() if in_model & names else ""
+        # Above all ids of the tokenizer, so that those of its model mean what they did.
+        num_ids = max(tokenizer.get_vocab().values(), default=0) + 1
+        fillers = [_new_alias() for _ in range(num_ids - self._encoder.get_vocab_size())]
+        self._encoder.add_tokens([AddedToken(alias, normalized=False) for alias in [*fillers, self._cut] if alias])
+        self._encoder.add_tokens([_renamed(token, self._aliases) for token in added.by_id.values()])
+        self._cut_id = self._encoder.token_to_id(self._cut) if self._cut else None
+        self._ids = {
+            self._encoder.token_to_id(self._aliases.get(token.content, token.content)): token_id
+            for token_id, token in added.by_id.items()
+        }
+
+    def may_hold_names(self, text: str) -> bool:
+        """Whether `hide` may find something in it, by a quick check."""
+        return self.added.are_normalized or any(char in text for char in self._firsts) or self.has_pieces(text)
+
+    def has_pieces(self, text: str) -> bool:
+        """Whether a template may make a control token of the text and what it puts around it, or leaves out of it."""
+        return any(char in text for char in self._edges) or self._is_inside_of_a_name(text)
+
+    def _is_inside_of_a_name(self, text: str) -> bool:
+        """Whether a template that writes <> around the text may make a name of it. Words are not looked at."""
+        core = text.strip()
+        return bool(core) and not core.isidentifier() and core in self._joined and core not in self.added.names
+
+    def hide(self, text: str, names: frozenset[str], marks: Marks) -> str:
+        """The text with the first character of each of these tokens hidden."""
+        while spans := [span for span in self.added.find(text) if span.name in names]:
+            parts, end = [], 0
+            for span in spans:
+                first = span.end - len(text[span.start : span.end].lstrip())
+                parts += [text[end:first], marks.of(text[first])]
+                end = first + 1
+            text = "".join([*parts, text[end:]])
+        return text
+
+    def hide_pieces(self, text: str, marks: Marks) -> str:
+        """The text with every character hidden that may begin or end a control token."""
+        parts, end = [], 0
+        for span in self.added.find(text):
+            parts += [self._without_edges(text[end : span.start], marks), text[span.start : span.end]]
+            end = span.end
+        text = "".join([*parts, self._without_edges(text[end:], marks)])
+        if self._is_inside_of_a_name(text):
+            first = len(text) - len(text.lstrip())
+            text = f"{text[:first]}{marks.of(text[first])}{text[first + 1 :]}"
+        return text
+
+    def _without_edges(self, text: str, marks: Marks) -> str:
+        for char in self._edges:
+            if char in text:
+                text = text.replace(char, marks.of(char))
+        return text
+
+    def written(self, text: str) -> list[TokenSpan]:
+        """The control tokens in a text in which others are hidden."""
+        return [span for span in self.added.find(text) if span.name in self.names]
+
+    def with_aliases(self, text: str, marks: Marks) -> str:
+        """For `encode`, a text in which the control tokens that must be text are hidden."""
+        parts, end = [], 0
+        for span in self.written(text):
+            parts += [self._cut_at_marks(text[end : span.start]), self._aliases[span.name]]
+            end = span.end
+        return marks.shown("".join([*parts, self._cut_at_marks(text[end:])]))
+
+    def _cut_at_marks(self, text: str) -> str:
+        return _MARK.sub(lambda mark: mark[0] + self._cut, text) if self._cut else text
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of texts with aliases."""
+        found = self._encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [
+            [self._ids.get(token_id, token_id) for token_id in encoding.ids if token_id != self._cut_id]
+            for encoding in found
+        ]
+
+    def encode_as_text(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of texts, in which nothing is a control token."""
+        marks = Marks()
+        hidden = [self.hide(text, self.names, marks) if self.may_hold_names(text) else text for text in texts]
+        aliased = [self.with_aliases(text, marks) for text in hidden]
+        return self.encode(aliased, add_special_tokens=add_special_tokens)
+
+
+def _new_alias() -> str:
+    return "".join(chr(_FIRST_OF_ALIASES + secrets.randbelow(_NUM_OF_ALIASES)) for _ in range(_ALIAS_CHARS))
+
+
+def _renamed(token: AddedToken, aliases: dict[str, str]) -> AddedToken:
+    return AddedToken(
+        aliases.get(token.content, token.content),
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=token.special,
+    )
+
+
+def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """A tokenizer that does the same around the same model."""
+    made = Tokenizer(tokenizer.model)
+    if tokenizer.normalizer is not None:
+        made.normalizer = tokenizer.normalizer
+    if tokenizer.pre_tokenizer is not None:
+        made.pre_tokenizer = tokenizer.pre_tokenizer
+    if tokenizer.post_processor is not None:
+        made.post_processor = tokenizer.post_processor
+    made.encode_special_tokens = tokenizer.encode_special_tokens
+    return made
