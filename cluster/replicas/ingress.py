@@ -190,7 +190,7 @@ class RouterReplica:
         starts = Starts(redis, cluster)
         parts.run(self._read_starts_forever(starts))
         await parts.start(RolloutKeeper(gang.app_name, cluster, Rollouts(redis), starts, self._note_rollout))
-        await parts.start(LoopWatchdog(self._metrics.loop_held_s))
+        await parts.start(LoopWatchdog(self._metrics.loop_held_s, self._metrics.loop_held_cpu_s))
 
     async def _start_launch_keeper(
         self, parts: RunningParts, redis: Redis, secrets: LaunchSecrets, secrets_path: Path | None
