@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Final
 
 from .histogram import Histogram
@@ -26,9 +27,15 @@ class LoopWatchdog:
     process. It is observed at every tick, so that the histogram's buckets are shares of time.
     """
 
-    def __init__(self, held_s: Histogram) -> None:
-        """`held_s` gets a value at every tick."""
-        self._held_s = held_s
+    def __init__(
+        self, held_s: Histogram, held_cpu_s: Histogram, cpu_clock: Callable[[], float] = time.process_time
+    ) -> None:
+        """Both get a value at every tick: `held_s` the lateness, `held_cpu_s` as much of it as the process computed.
+
+        `cpu_clock`: of all threads, as one that keeps the interpreter's lock holds the loop as well.
+        """
+        self._held_s, self._held_cpu_s, self._cpu_clock = held_s, held_cpu_s, cpu_clock
+        self._computed_s = 0.0  # by `cpu_clock`, when the timer was set
         self._timer: asyncio.TimerHandle | None = None
         self._due_at = 0.0
         self._seen = ""  # what ran on the loop's thread while the timer was late
@@ -48,12 +55,13 @@ class LoopWatchdog:
         self._ended.set()
 
     def _set(self) -> None:
-        self._due_at = time.monotonic() + TICK_S
+        self._due_at, self._computed_s = time.monotonic() + TICK_S, self._cpu_clock()
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
         late_s = max(0.0, time.monotonic() - self._due_at)
         self._held_s.observe(late_s)
+        self._held_cpu_s.observe(min(late_s, self._cpu_clock() - self._computed_s))
         if late_s >= LOG_HELD_S:
             _log.warning("the event loop was held for %.3f s; it was at: %s", late_s, self._seen or "nothing slow")
         self._seen = ""

@@ -48,6 +48,7 @@ class Metrics:
         self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)  # of sequences that got a first token
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence
         self.loop_held_s = Histogram(LOOP_HELD_BOUNDS_S)  # written by the watchdog of the loop
+        self.loop_held_cpu_s = Histogram(LOOP_HELD_BOUNDS_S)  # likewise
         self.num_held_body_bytes = 0  # of JSON bodies that arrive or wait to be decoded
         self.edge_refused: Callable[[], Mapping[str, int]] = dict  # by HAProxy, by reason, while this router watches it
         self.dropped_log_lines: Callable[[], int] = lambda: 0  # set by the log writer

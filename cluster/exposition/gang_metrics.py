@@ -19,6 +19,7 @@ from ...workers.leader.asked_adapters import AskedAdapters
 from ...workers.leader.frame_server import FrameServer
 from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import GangInfo
+from .loaded_adapters import MOST_LISTED, LoadedAdapter, loaded_adapters
 from .lora_requests import lora_requests
 
 STEP_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 30.0, 120.0)
@@ -37,6 +38,8 @@ class GangFacts:
     num_orphans: int
     asked: AskedAdapters
     resident: AbstractSet[str]  # digests of adapters
+    hosted: AbstractSet[int]  # short digests
+    pinned: AbstractSet[str]  # digests
 
     @classmethod
     def of(cls, server: FrameServer) -> GangFacts:
@@ -48,6 +51,8 @@ class GangFacts:
             server.num_orphans,
             server.asked_adapters.copy(),
             frozenset(server.resident_adapters),
+            frozenset(server.hosted_adapters),
+            frozenset(server.pinned_adapters),
         )
 
 
@@ -111,4 +116,11 @@ class GangMetrics:
         help_text = "For gateways: time of this list of adapters that run or are at hand, and of those waited for."
         yield Families({}).gauges(
             "vllm:lora_requests_info", help_text, tuple(labels), [(tuple(labels.values()), time.time())]
+        )
+        loaded = loaded_adapters(asked, facts.resident, facts.hosted, facts.pinned)
+        help_text = (
+            f"For gateways: 1 for each adapter in the pool (level gpu) or in host memory, {MOST_LISTED} at most."
+        )
+        yield make.gauges(
+            "vllm:lora_adapter_loaded", help_text, LoadedAdapter._fields, [(adapter, 1) for adapter in loaded]
         )

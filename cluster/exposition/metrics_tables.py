@@ -36,7 +36,7 @@ def example_router() -> Iterator[Metric]:
 
 
 def example_gang() -> Iterator[Metric]:
-    """All metrics of a gang."""
+    """All metrics of a gang that has one adapter."""
     info = GangInfo(
         gang_id="g",
         model="",
@@ -50,7 +50,18 @@ def example_gang() -> Iterator[Metric]:
         num_threads=1,
         vocab_size=1,
     )
-    facts = GangFacts(EngineLoad(), {}, num_routers=0, num_orphans=0, asked=AskedAdapters(), resident=frozenset())
+    asked = AskedAdapters()
+    asked.names["d"], asked.ranks["d"] = "adapter", 8
+    facts = GangFacts(
+        EngineLoad(),
+        {},
+        num_routers=0,
+        num_orphans=0,
+        asked=asked,
+        resident=frozenset({"d"}),
+        hosted=frozenset(),
+        pinned=frozenset(),
+    )
     return GangMetrics(info, "b").families(facts)
 
 

@@ -42,6 +42,7 @@ from .replica_directory import ADDRESS
 from .replica_logging import configure_replica_logging
 from .replica_start import ReplicaStart
 from .running_parts import RunningParts
+from .serve_port import serve_only_at
 
 if TYPE_CHECKING:  # the module imports torch, which launchers need not: they only name the class below
     from ...workers.loop import EngineLoop
@@ -68,6 +69,7 @@ class GangReplica:
         gang_id = secrets.token_hex(4)
         replica = serve.get_replica_context().replica_id.unique_id
         self._log = configure_replica_logging(logs, "gang", gang=gang_id, replica=replica)
+        serve_only_at(ray.util.get_node_ip_address())
         self._config, self._leader, self._logs = config, leader, logs
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)

@@ -72,6 +72,7 @@ from .replica_logging import configure_replica_logging
 from .replica_start import ReplicaStart
 from .rollout_keeper import RolloutKeeper
 from .running_parts import RunningParts
+from .serve_port import serve_only_at
 
 if TYPE_CHECKING:
     from ...router.oidc.token_verifier import TokenVerifier
@@ -96,6 +97,7 @@ class RouterReplica:
         """
         replica = serve.get_replica_context().replica_id.unique_id
         self._log = configure_replica_logging(config.logs, "router", replica=replica)
+        serve_only_at(ray.util.get_node_ip_address())
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
         self._begun = begun = ReplicaStart("router", replica, id_of_this_cluster(), on_event)
@@ -188,7 +190,7 @@ class RouterReplica:
         starts = Starts(redis, cluster)
         parts.run(self._read_starts_forever(starts))
         await parts.start(RolloutKeeper(gang.app_name, cluster, Rollouts(redis), starts, self._note_rollout))
-        await parts.start(LoopWatchdog(self._metrics.loop_held_s))
+        await parts.start(LoopWatchdog(self._metrics.loop_held_s, self._metrics.loop_held_cpu_s))
 
     async def _start_launch_keeper(
         self, parts: RunningParts, redis: Redis, secrets: LaunchSecrets, secrets_path: Path | None

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from motet.cluster.config import part_config
 from motet.cluster.exposition.exposition_config import ExpositionConfig
 from motet.cluster.exposition.gang_metrics import GangFacts, GangMetrics
+from motet.cluster.exposition.loaded_adapters import MOST_LISTED, loaded_adapters
 from motet.cluster.exposition.lora_requests import MAX_CHARS, lora_requests
 from motet.cluster.exposition.metrics_server import MAX_CONNECTIONS, MetricsServer
 from motet.cluster.exposition.process_page import METRICS_ADDRESS, METRICS_NAME, ProcessPage, targets_of
@@ -26,9 +27,11 @@ from motet.tests.rigs.leader_rig import TOKEN, Router
 from motet.tests.rigs.part_configs import DEFAULTS, leader_config
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
+from motet.workers.leader.asked_adapters import AskedAdapters
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.wire.engine_load import EngineCounters, EngineGauges, EngineLoad
-from motet.workers.wire.messages import AdapterRef, Cancel, SamplingParams, SequenceRequest, Submit
+from motet.workers.wire.messages import AdapterRef, Cancel, Pinned, SamplingParams, SequenceRequest, Submit
+from motet.workers.wire.short_digest import short_digest
 
 LOOPBACK = "127.0.0.1"
 KEY = {"Authorization": "Bearer secret"}
@@ -236,3 +239,68 @@ def test_ten_thousand_adapters_make_a_short_label() -> None:
     labels = lora_requests(names, dict.fromkeys(names, 1), names.keys(), 4096)
     assert len(labels["running_lora_adapters"]) <= MAX_CHARS
     assert labels["running_lora_adapters"].startswith("adapter-of-somebody-9999,")  # asked for last
+
+
+async def test_a_gang_tells_which_adapters_it_has_at_hand() -> None:
+    metrics, engine = GangMetrics(INFO, "llama"), StandInEngine()
+    frames = FrameServer(engine, INFO, TOKEN, leader_config(), metrics.observe)
+    router = Router(await frames.start(LOOPBACK))
+    await router.read()
+
+    def told() -> dict[str, dict[str, str]]:
+        (family,) = (one for one in metrics.families(GangFacts.of(frames)) if one.name == "vllm:lora_adapter_loaded")
+        assert all(sample.value == 1 for sample in family.samples)
+        return {sample.labels["adapter_name"]: sample.labels for sample in family.samples}
+
+    for number, name in enumerate(("support", "sales"), 1):
+        request = SequenceRequest(
+            sequence_id=number,
+            prompt_token_ids=[1, 2],
+            sampling=SamplingParams(max_tokens=1),
+            tenant="acme",
+            adapter=AdapterRef(f"d{number}", {"q_proj": 8, "v_proj": 4 << number}),
+            adapter_name=name,
+        )
+        await router.send(Submit(request))
+    await router.send(Pinned(["d2"]))
+    await eventually_in_loop(lambda: len(told()) == 2 and told()["sales"]["pinned"] == "true")
+    facts = {"model_name": "llama", "level": "gpu", "pinned": "false"}
+    assert told()["support"] == facts | {"adapter_name": "support", "rank": "8"}
+    assert told()["sales"] == facts | {"adapter_name": "sales", "rank": "16", "pinned": "true"}
+    await eventually_in_loop(lambda: frames.num_sequences == 0)
+    engine.host("d2")
+    engine.evict("d1")
+    engine.evict("d2")
+    await eventually_in_loop(lambda: told().keys() == {"sales"} and told()["sales"]["level"] == "cpu")
+    await router.channel.close()
+    await frames.stop()
+
+
+NAMED = st.dictionaries(st.integers(0, 400), st.integers(0, 3), max_size=30)  # names that several share, by digest
+
+
+@given(NAMED, st.sets(st.integers(0, 400)), st.sets(st.integers(0, 400)), st.sets(st.integers(0, 400)))
+def test_each_name_is_told_once_at_its_nearest_level(
+    named: dict[int, int], resident: set[int], hosted: set[int], pinned: set[int]
+) -> None:
+    """Two samples of the same labels would make the whole page unreadable."""
+    asked = AskedAdapters()
+    asked.names = {str(digest): f"name-{name}" for digest, name in named.items()}
+    asked.ranks = dict.fromkeys(asked.names, 8)
+    hosted_shorts = {short_digest(str(digest)) for digest in hosted}
+    found = loaded_adapters(asked, {str(d) for d in resident}, hosted_shorts, {str(d) for d in pinned})
+    levels = {adapter.adapter_name: adapter.level for adapter in found}
+    assert len(levels) == len(found)
+    in_pool = {f"name-{name}" for digest, name in named.items() if digest in resident}
+    in_host = {f"name-{name}" for digest, name in named.items() if digest in hosted}
+    assert levels == dict.fromkeys(in_host, "cpu") | dict.fromkeys(in_pool, "gpu")
+
+
+def test_those_asked_for_last_are_told_of_too_many() -> None:
+    asked = AskedAdapters()
+    asked.names = {str(number): f"name-{number}" for number in range(4 * MOST_LISTED)}
+    asked.ranks = dict.fromkeys(asked.names, 8)
+    in_pool = {str(number) for number in range(100)}
+    found = loaded_adapters(asked, in_pool, {short_digest(digest) for digest in asked.names}, set())
+    newest_hosted = [f"name-{4 * MOST_LISTED - 1 - i}" for i in range(MOST_LISTED - 100)]
+    assert [adapter.adapter_name for adapter in found] == [*(f"name-{99 - i}" for i in range(100)), *newest_hosted]

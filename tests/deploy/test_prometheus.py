@@ -98,7 +98,8 @@ def test_what_is_for_gateways_alone_is_not_kept() -> None:
     rules_of += [("sourceLabels", endpoint["metricRelabelings"]) for endpoint in endpoints]
     for labels, (rule,) in rules_of:
         assert (rule["action"], rule[labels]) == ("drop", ["__name__"])
-        assert {name for name in shown() if re.fullmatch(rule["regex"], name)} == {"vllm:lora_requests_info"}
+        dropped = {name for name in shown() if re.fullmatch(rule["regex"], name)}
+        assert dropped == {"vllm:lora_requests_info", "vllm:lora_adapter_loaded"}
     asked = [job["authorization"], job["http_sd_configs"][0]["authorization"], *(e["authorization"] for e in endpoints)]
     assert {authorization["type"] for authorization in asked} == {"Bearer"}
 

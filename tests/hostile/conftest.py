@@ -7,19 +7,20 @@ run of a person who waits for it, and finds what breaks at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
 
 from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.registry_server.redis_server import RedisServer
-from motet.tests.rigs.neighbour import Neighbour
+from motet.tests.rigs.held_loop import HeldLoop, held_until_now, measured_loop
+from motet.tests.rigs.neighbour import Neighbour, hold
 from motet.tests.rigs.running_motet import BASE, KEYS, RunningMotet, running_motet
 
 HERE = Path(__file__).parent
 ATTACKER, NEIGHBOUR = "globex", "acme"
-RUNNING = pytest.StashKey[tuple[ExitStack, RunningMotet]]()
+RUNNING = pytest.StashKey[tuple[ExitStack, RunningMotet, HeldLoop]]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Ends the folder's motet with the folder's last test: pytest's own scopes know files and sessions only."""
     if RUNNING in item.session.stash and (nextitem is None or HERE not in nextitem.path.parents):
-        stack, _ = item.session.stash[RUNNING]
+        stack, _, _ = item.session.stash[RUNNING]
         del item.session.stash[RUNNING]
         stack.close()
 
@@ -50,13 +51,33 @@ def motet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         options += ["--log-level", "debug", "--log-format", "json"]  # all that could be told; see test_logs.py
         for tenant, key in KEYS.items():
             options += ["--key", f"{tenant}={key}"]  # see test_secrets.py
-        stash[RUNNING] = stack, stack.enter_context(running_motet(data_dir, free_ports(1)[0], *options))
+        motet = stack.enter_context(running_motet(data_dir, free_ports(1)[0], *options))
+        stash[RUNNING] = stack, motet, held_until_now(motet)
     return stash[RUNNING][1]
 
 
 @pytest.fixture
+def held_before(motet: RunningMotet, request: pytest.FixtureRequest) -> HeldLoop:
+    """How its router's loop had been held when it was ready."""
+    return request.session.stash[RUNNING][2]
+
+
+Hold = Callable[..., None]
+
+
+@pytest.fixture
+def holds(motet: RunningMotet, neighbour: Neighbour) -> Hold:
+    """`hold` for this motet and neighbour: takes the attack, and at most how much longer waits become."""
+
+    def holds(attack: Callable[[], AbstractContextManager[object]], *, at_most: float) -> None:
+        hold(neighbour, attack, lambda: measured_loop(motet), at_most=at_most)
+
+    return holds
+
+
+@pytest.fixture
 def neighbour(motet: RunningMotet) -> Neighbour:
-    """Measures, in a process of its own. See `hold` beside it."""
+    """Measures, in a process of its own. See `holds`."""
     return Neighbour(motet.url, KEYS[NEIGHBOUR], BASE)
 
 

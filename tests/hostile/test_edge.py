@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from motet.tests.rigs.edge_front import error_of, raw_answer
-from motet.tests.rigs.neighbour import Neighbour, hold
 from motet.tests.rigs.running_motet import BASE, KEYS, RunningMotet
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: motet\r\n"
@@ -37,12 +36,14 @@ def unfinished(port: int, count: int, source: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("source", ["127.0.0.2", "127.0.0.1"])  # the neighbour asks from the second
-def test_unfinished_headers_cost_a_neighbour_nothing(motet: RunningMotet, neighbour: Neighbour, source: str) -> None:
-    hold(neighbour, lambda: unfinished(port_of(motet), NUM_CONNECTIONS, source), at_most=1.5)
+def test_unfinished_headers_cost_a_neighbour_nothing(
+    motet: RunningMotet, holds: Callable[..., None], source: str
+) -> None:
+    holds(lambda: unfinished(port_of(motet), NUM_CONNECTIONS, source), at_most=1.5)
 
 
 def test_unfinished_bodies_cost_a_neighbour_nothing(
-    motet: RunningMotet, neighbour: Neighbour, scaled: Callable[[int], int]
+    motet: RunningMotet, holds: Callable[..., None], scaled: Callable[[int], int]
 ) -> None:
     @contextmanager
     def stalled() -> Iterator[None]:
@@ -55,7 +56,7 @@ def test_unfinished_bodies_cost_a_neighbour_nothing(
                     one.sendall(head.encode() + b'Content-Length: 100\r\n\r\n{"model"')
             yield
 
-    hold(neighbour, stalled, at_most=1.5)
+    holds(stalled, at_most=1.5)
 
 
 CONTROL = (

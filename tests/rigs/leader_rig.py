@@ -19,6 +19,7 @@ from motet.workers.wire.messages import (
     Frame,
     FromLeader,
     Hello,
+    Pinned,
     SamplingParams,
     SequenceRequest,
     SequenceUpdate,
@@ -47,7 +48,7 @@ class Router:
             metadata=((TOKEN_KEY, token),)
         )
 
-    async def send(self, *messages: Submit | Cancel | ServedElsewhere) -> None:
+    async def send(self, *messages: Submit | Cancel | ServedElsewhere | Pinned) -> None:
         await self.call.write(msgspec.msgpack.encode(ToLeader(list(messages))))
 
     async def read(self) -> Hello | Frame:

@@ -11,17 +11,22 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+import psutil
+
+from motet.tests.rigs.held_loop import HeldLoop
 from motet.tests.rigs.patience import PATIENCE_S
 
 KEY_VARIABLE = "NEIGHBOUR_KEY"
 TIMEOUT_S = 30.0  # a chat that takes longer has failed
 NUM_CHATS_MIN = 30  # of a measurement
 ROUNDS = 4
+IDLE_PROCESSORS = 0.5  # a machine with less is busy: what runs waits for what else runs
+LOOP_HELD_S = 0.025  # a bound of the metric's buckets; tests/router/test_loop_holds.py holds each callback to 10 ms
 
 
 @dataclass
@@ -84,32 +89,53 @@ class Neighbour:
         waits.errors += found["errors"]
 
 
+def are_kept(
+    quiet: Sequence[Waits], attacked: Waits, held: HeldLoop, num_idle_processors: float, at_most: float
+) -> bool:
+    """Whether p50 and p99 of an attack are within `at_most` times those in quiet, of which the slowest counts.
+
+    Who attacks and who measures take the machine's time as well, and one wait of a hundred is theirs soon: while no
+    processor idles, p99 is that of the router's loop, in CPU time of its process, within LOOP_HELD_S.
+    """
+
+    def ratio(share: float) -> float:
+        return attacked.quantile_s(share) / max(waits.quantile_s(share) for waits in quiet)
+
+    if attacked.errors or ratio(0.5) > at_most:
+        return False
+    is_busy = num_idle_processors < IDLE_PROCESSORS
+    return ratio(0.99) <= at_most or (is_busy and held.quantile_s(0.99) <= LOOP_HELD_S)
+
+
 def hold(
     neighbour: Neighbour,
     attack: Callable[[], AbstractContextManager[object]],
+    loop: Callable[[], AbstractContextManager[HeldLoop]],
     *,
     at_most: float,
-    share: float = 0.5,
-    quiet_s: float = 2.0,
-    attacked_s: float = 4.0,
+    quiet_s: float = 3.0,
+    attacked_s: float = 6.0,
 ) -> None:
-    """Fails unless the neighbour's first tokens come within `at_most` times their time in quiet, during an attack.
+    """Fails unless the neighbour's waits are kept, by `are_kept`, and all its chats answered.
 
-    Compared is the `share` quantile. The attack is under way inside its context manager. Quiet is measured before and
-    after it, and the slower counts; a round in which the machine was busy with something else is done again.
+    The attack is under way inside its context manager. `loop` measures the router's. Quiet is measured before and after
+    an attack; a round in which the machine was busy with something else is done again.
     """
     seen = []
     for _ in range(ROUNDS):
         before = neighbour.measured_for(quiet_s)
-        with attack(), neighbour.measuring() as attacked:
-            time.sleep(attacked_s)
+        with loop() as held:
+            psutil.cpu_times_percent()  # the next call tells of the time since this one
+            with attack(), neighbour.measuring() as attacked:
+                time.sleep(attacked_s)
+            idle = psutil.cpu_times_percent().idle / 100
         after = neighbour.measured_for(quiet_s)
-        quiet_s_of_share = max(before.quantile_s(share), after.quantile_s(share))
-        seen.append(f"quiet {before} and {after}; attacked {attacked}")
-        if attacked.quantile_s(share) <= at_most * quiet_s_of_share:
+
+        seen.append(f"quiet {before} and {after}; attacked {attacked}, {held}, {idle:.0%} idle")
+        if are_kept((before, after), attacked, held, idle * (os.cpu_count() or 1), at_most):
             print(seen[-1])
             return
-    raise AssertionError(f"p{100 * share:g} above {at_most:g} times quiet:\n" + "\n".join(seen))
+    raise AssertionError(f"p50 or p99 above {at_most:g} times quiet:\n" + "\n".join(seen))
 
 
 def _ask(host: str, port: int, key: str, model: str) -> float:

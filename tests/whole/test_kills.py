@@ -1,5 +1,7 @@
 """kill -9 of any process of Ray Serve in the middle of 32 streams: every token comes once, and no page is leaked.
 
+Before the first kill: where the processes of such a motet listen.
+
 `--kill-rounds N` kills each kind of process N times; each time another one, at another moment, from `--first-seed`.
 """
 
@@ -18,6 +20,7 @@ import pytest
 from motet.cluster.launch.local_serve import free_ports
 from motet.examples.demo.styles import ADAPTER_STYLES
 from motet.examples.resuming_client import resume_stream
+from motet.tests.rigs.listening_sockets import differences
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, holds_nothing, running_motet
 from motet.tests.rigs.token_streams import Heard, Job, Meter, read_stream, stream_all
@@ -82,6 +85,16 @@ def undisturbed(motet: RunningMotet) -> list[Heard]:
     assert all(len(one.token_ids) == NUM_TOKENS == one.usage["completion_tokens"] for one in heard)
     assert len({one.token_ids for one in heard}) > NUM_STREAMS // 2
     return heard
+
+
+def test_nothing_listens_but_what_the_page_lists(motet: RunningMotet) -> None:
+    found: list[str] = []
+
+    def is_as_listed() -> bool:
+        found[:] = differences([motet.process, *motet.processes()])
+        return not found
+
+    eventually(is_as_listed, lambda: "\n".join(found))  # an HAProxy that has been replaced may still be ending
 
 
 @pytest.mark.parametrize("kind", VICTIMS)

@@ -15,13 +15,15 @@ class AskedAdapters:
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}  # by digest, the one that was asked for last comes last
+        self.ranks: dict[str, int] = {}  # the largest of each adapter that has a name here, by digest
         self.num_open: Counter[str] = Counter()  # unfinished sequences, by digest
         self._digests: dict[int, str] = {}  # of unfinished sequences
 
     def copy(self) -> AskedAdapters:
         """Names and numbers of this moment, for another thread to read."""
         copied = AskedAdapters()
-        copied.names, copied.num_open = dict(self.names), Counter(self.num_open)
+        copied.names, copied.ranks = dict(self.names), dict(self.ranks)
+        copied.num_open = Counter(self.num_open)
         return copied
 
     def begin(self, sequence_id: int, request: SequenceRequest) -> None:
@@ -33,8 +35,10 @@ class AskedAdapters:
         if request.adapter_name:
             self.names.pop(digest, None)
             self.names[digest] = request.adapter_name
+            self.ranks[digest] = max(request.adapter.module_ranks.values(), default=0)
             if len(self.names) > _MAX_NAMES:
-                del self.names[next(iter(self.names))]
+                oldest = next(iter(self.names))
+                del self.names[oldest], self.ranks[oldest]
 
     def end(self, sequence_id: int) -> None:
         """No-op for a sequence that has ended, or that needs no adapter."""

@@ -126,6 +126,16 @@ class FrameServer:
         return self._residency.adapters
 
     @property
+    def hosted_adapters(self) -> AbstractSet[int]:
+        """Short digests of adapters that are in host memory."""
+        return self._residency.hosted
+
+    @property
+    def pinned_adapters(self) -> AbstractSet[str]:
+        """Digests of adapters that routers have pinned."""
+        return self._pinned.digests
+
+    @property
     def load(self) -> EngineLoad:
         """The engine's, as of its last step."""
         return self._load

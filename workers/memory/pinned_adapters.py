@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from typing import Final
 
 from ..wire.messages import Pinned
@@ -20,6 +21,11 @@ class PinnedAdapters:
         self._pins: dict[str, set[str]] = {}  # digests, by router
         self._num_routers: Counter[str] = Counter()  # that pin it, by digest
         self._left_at: dict[str, float] = {}  # routers whose streams have ended
+
+    @property
+    def digests(self) -> AbstractSet[str]:
+        """Of all adapters that a router has pinned."""
+        return self._num_routers.keys()
 
     def receive(self, router: str, message: Pinned) -> dict[str, bool]:
         """Takes a router's message; returns the changes."""
