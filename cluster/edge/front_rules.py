@@ -31,6 +31,7 @@ CONNECTIONS, SOURCES, KEYS = "motet_connections", "motet_sources", "motet_keys"
 KEYLESS, OPEN = "motet_keyless", "motet_open"  # sources of requests without a key, and to open routes
 TABLE_SIZE = "100k"  # more than there can be connections, so that none that is counted makes way for another
 RATE_S = 10  # over which requests a second are counted
+UNKNOWN_RATE_S = 1  # the same of unknown keys, which a router has to look for: bursts of them should be small
 # What a router answers without a key (a test compares them), as it is or with a slash at its end, and what Serve does.
 OPEN_ROUTES = ("/health", "/ready", "/openapi.json")
 OPEN_PATHS = (*OPEN_ROUTES, *(f"{path}/" for path in OPEN_ROUTES), "/-/healthz", "/-/routes")
@@ -61,7 +62,7 @@ def table_lines() -> list[str]:
     """Sections that hold the counts."""
     tables = {
         CONNECTIONS: "type ipv6 size {} expire 60s store conn_cur",
-        SOURCES: f"type ipv6 size {{}} expire 60s store conn_cur,gpc(1),gpc_rate(1,{RATE_S}s)",
+        SOURCES: f"type ipv6 size {{}} expire 60s store conn_cur,gpc(1),gpc_rate(1,{UNKNOWN_RATE_S}s)",
         KEYLESS: f"type ipv6 size {{}} expire 60s store http_req_rate({RATE_S}s)",
         OPEN: f"type ipv6 size {{}} expire 60s store http_req_rate({RATE_S}s)",
         KEYS: "type binary len 32 size {} expire 1h store conn_cur,gpt0",  # gpt0: 1 once a router has accepted it
@@ -165,7 +166,7 @@ def _rate_lines(limits: EdgeLimits) -> list[str]:
     message = f"More than {most} requests a second without a known key come from your address; send it again later."
     over = (
         f"{{ sc_http_req_rate(1) gt {most * RATE_S} }}",
-        f"{{ sc_gpc_rate(0,1) gt {most * RATE_S} }} !{{ var(txn.motet_key),table_gpt0({KEYS}) gt 0 }}",
+        f"{{ sc_gpc_rate(0,1) gt {most * UNKNOWN_RATE_S} }} !{{ var(txn.motet_key),table_gpt0({KEYS}) gt 0 }}",
     )
     return [line for one in over for line in refusal_lines("rate", 429, "too_many_requests", message, one)]
 
