@@ -9,6 +9,7 @@ from ..adapters.registry.starts import StartReport
 from ..workers.wire.messages import FinishReason, RefusalReason, SequenceError
 from .histogram import Histogram
 from .openai_api.errors import ApiError
+from .serve_facts import ServeFacts
 
 FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 QUEUE_WAIT_BOUNDS_S = (0.001, *FIRST_TOKEN_BOUNDS_S, 120.0, 300.0, 600.0)  # up to the start of a gang on a new machine
@@ -43,6 +44,7 @@ class Metrics:
         self.redis_memory: tuple[int, int] | None = None  # used bytes, and their bound or 0; a while ago
         self.starts: Sequence[StartReport] = ()  # of replicas that cannot start, a few seconds ago
         self.taken_back: str | None = None  # why a newer configuration of the application was; None: none was
+        self.serve: ServeFacts | None = None  # a while ago; None: its controller has not answered yet
         self.sweep_asked_at: float | None = None  # time.time() when a sweep was made, or found not to be due
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)  # of sequences that got a first token

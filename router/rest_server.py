@@ -33,6 +33,7 @@ from .models_api import ModelsApi
 from .openai_api.errors import ApiError, internal_error
 from .openapi.openapi_api import OpenApi
 from .operations_api import OperationsApi
+from .operator_key import OperatorKey
 from .quotas.limits_api import LimitsApi
 from .quotas.quotas import Quotas
 from .readiness import Readiness
@@ -60,7 +61,7 @@ def create_app(
     view: RegistryView,  # must be started
     uploads: UploadService,
     text: TextService,
-    operator_key: str,
+    operator_key: str | OperatorKey,
     metrics: Metrics | None = None,
     labels: Mapping[str, str] | None = None,
     targets: Callable[[], Sequence[MetricsTarget]] = tuple,
@@ -110,7 +111,7 @@ def create_app(
     if administration is not None:
         routes += routes_of(TenantsApi(administration, view), KeysApi(administration, view))
     openapi = OpenApi(routes)
-    authenticator, access_log = Authenticator(view, operator_key, tokens), AccessLog(config)
+    authenticator, access_log = Authenticator(view, OperatorKey.of(operator_key), tokens), AccessLog(config)
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.routes = openapi.all_routes
     for route in openapi.all_routes:

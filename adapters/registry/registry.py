@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 
 from ..adapter import AdapterVersion
 from ..base_identity import BaseIdentity
@@ -64,8 +65,11 @@ class NumberedEvent:
     event: RegistryEvent
 
 
-def connect(url: str, timeout_s: float = 2.0) -> Redis:
-    """A client that fails after `timeout_s` and does not retry: motet's own clients may."""
+def connect(url: str, timeout_s: float = 2.0, credentials: CredentialProvider | None = None) -> Redis:
+    """A client that fails after `timeout_s` and does not retry: motet's own clients may.
+
+    `credentials`: asked whenever a connection is made, for a `url` without a password.
+    """
     client: Redis = Redis.from_url(
         url,
         decode_responses=True,
@@ -73,6 +77,7 @@ def connect(url: str, timeout_s: float = 2.0) -> Redis:
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
         retry=Retry(NoBackoff(), 0),
+        credential_provider=credentials,
     )
     return client
 

@@ -21,8 +21,10 @@ from ..client_commands.tenant_commands import tenants
 from ..client_commands.usage_command import usage
 from ..client_commands.version_commands import aliases, canary, versions
 from .chat import Chat
+from .check_command import check
 from .doctor_command import doctor
 from .edge_command import edge_program
+from .scale_command import scale
 from .secret_arguments import hide_secrets
 from .serve_command import serve
 from .status import status_lines
@@ -72,7 +74,21 @@ def status(client: MotetClient, seconds: float) -> None:
         click.echo(line)
 
 
-for _command in (serve, doctor, edge_program, adapters, versions, aliases, canary, preload, residency, pin, unpin):
+for _command in (
+    serve,
+    check,
+    scale,
+    doctor,
+    edge_program,
+    adapters,
+    versions,
+    aliases,
+    canary,
+    preload,
+    residency,
+    pin,
+    unpin,
+):
     main.add_command(_command)
 for _command in (limits, usage, tenants, keys, audit):
     main.add_command(_command)

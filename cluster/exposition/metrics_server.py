@@ -15,6 +15,8 @@ from typing import Final
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from ...router.operator_key import OperatorKey
+
 NUM_PORTS: Final = 64  # that are tried: processes of one machine that share a first port
 MAX_CONNECTIONS: Final = 16  # at once; more are closed
 DEADLINE_S: Final = 10.0  # for a whole scrape, as long as Prometheus waits
@@ -27,10 +29,10 @@ _log = logging.getLogger(__name__)
 class MetricsServer:
     """Answers `GET /metrics`. Belongs to one event loop."""
 
-    def __init__(self, page: Callable[[], Awaitable[bytes]], key: str | None) -> None:
+    def __init__(self, page: Callable[[], Awaitable[bytes]], key: str | OperatorKey | None) -> None:
         """`page` makes the text. `key`: what a scrape must present as a bearer token; None: nothing."""
         self._page = page
-        self._expected = None if key is None else f"Bearer {key}".encode()
+        self._key = None if key is None else OperatorKey.of(key)
         self._server: asyncio.Server | None = None
         self._num_open = 0
 
@@ -77,7 +79,7 @@ class MetricsServer:
             return _response("404 Not Found", b"only /metrics is here\n")
         if method != b"GET":
             return _response("405 Method Not Allowed", b"only GET is answered\n", "Allow: GET")
-        if self._expected is not None and not hmac.compare_digest(_authorization(headers), self._expected):
+        if self._key is not None and not _has_key(headers, self._key.now):
             text = b"the operators' key is needed: Authorization: Bearer KEY\n"
             return _response("401 Unauthorized", text, "WWW-Authenticate: Bearer")
         try:
@@ -85,6 +87,10 @@ class MetricsServer:
         except Exception:
             _log.exception("the page of metrics could not be made")
             return _response("500 Internal Server Error", b"the cause is in the log\n")
+
+
+def _has_key(headers: list[bytes], key: str) -> bool:
+    return hmac.compare_digest(_authorization(headers), f"Bearer {key}".encode())
 
 
 def _authorization(headers: list[bytes]) -> bytes:

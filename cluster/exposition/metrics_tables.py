@@ -14,6 +14,7 @@ from ...router.exposition.families import text_of
 from ...router.exposition.gang_families import GANG
 from ...router.exposition.router_families import RouterFacts, router_families
 from ...router.metrics import Metrics
+from ...router.serve_facts import ServeFacts
 from ...workers.leader.asked_adapters import AskedAdapters
 from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import GangInfo
@@ -31,6 +32,7 @@ def example_router() -> Iterator[Metric]:
     metrics.errors[404, "not_found"] += 1
     metrics.store_free_bytes, metrics.sweep_asked_at, metrics.redis_memory = 1, 1.0, (1, 1)
     metrics.edge_refused = lambda: {"keyless": 1}
+    metrics.serve = ServeFacts(status="RUNNING", num_wanted_gangs=1, max_gangs=1, rollout_s=0.0, is_head_connected=True)
     facts = RouterFacts(num_gangs=1, num_resumed=0, num_moved=0, num_gang_faults={}, is_registry_connected=True)
     return router_families(metrics, facts, {"router": "r", "base": "b"})
 

@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 
 from ...router.exposition.families import text_of
 from ...router.exposition.targets import MetricsTarget, Process
+from ...router.operator_key import OperatorKey
 from ..launch_secrets import operator_key_in
 from .exposition_config import ExpositionConfig
 from .metrics_server import MetricsServer
@@ -27,7 +28,11 @@ class ProcessPage:
     """The page of one router or gang. Belongs to one event loop."""
 
     def __init__(
-        self, config: ExpositionConfig, name: str, operator_key: str | None, metrics: Callable[[], Iterable[Metric]]
+        self,
+        config: ExpositionConfig,
+        name: str,
+        operator_key: str | OperatorKey | None,
+        metrics: Callable[[], Iterable[Metric]],
     ) -> None:
         """`name`: of the router or gang. `operator_key`: None: the one in the data folder. `metrics` is called on the
         loop; what it returns is read in a thread.
@@ -58,7 +63,7 @@ class ProcessPage:
         """What a replica adds to its metadata; empty: there is no page."""
         return {} if self._address is None else {METRICS_ADDRESS: self._address, METRICS_NAME: self._name}
 
-    async def _key(self) -> str | None:
+    async def _key(self) -> str | OperatorKey | None:
         """What a scrape must present; None: nothing."""
         if self._config.metrics_access == "all":
             return None

@@ -15,11 +15,25 @@ from typing import Any
 
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
+from ..application.setting_keys import values_of
 from ..config import scaling_of
 from ..scaling import FleetState, ScalingConfig, ScalingHistory, decide
+from ..settings.setting_field import SettingField
 from ..settings.settings import Settings
 from .gang_stats import NUM_SEQUENCES, gang_load
 
+POLICY_SETTINGS = (
+    "queued_tokens_per_gang",
+    "max_tokens_per_step",  # by which the former is set where nothing says it
+    "pool_pressure",
+    "adapter_loads_per_s",
+    "scale_down_share",
+    "scale_down_after_s",
+    "scale_to_zero_after_s",
+    "tenant_scaling_share",
+    "scaling_window_s",
+    "cold_start_wait_s",
+)
 HISTORY = "history"  # key in the state that Serve keeps for the policy
 SAMPLES_PER_WINDOW = 5
 
@@ -30,12 +44,14 @@ class GangAutoscaler:
     A configuration of Serve may name it as the policy of its own `autoscaling_config`.
     """
 
-    def __init__(self, **config: Any) -> None:
-        """`config`: fields of ScalingConfig, as Serve hands arguments over as JSON; others are the settings' defaults.
+    def __init__(self, settings: Mapping[str, Any] | None = None, **config: Any) -> None:
+        """`settings`: by their keys, as in an application's args. `config`: fields of ScalingConfig, as Serve hands
+        arguments over as JSON; what neither says is the settings' default. Raises ConfigError for a key that is none.
 
         How many gangs there may be each call says: Serve changes these bounds while the policy runs.
         """
-        self._config = replace(scaling_of(Settings()), **config)
+        values = values_of(settings or {}, "settings of the policy", _why_not)
+        self._config = replace(scaling_of(Settings().replaced(**values)), **config)
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         # Monotonic: the context's time would jump with the machine's clock.
@@ -50,6 +66,10 @@ class GangAutoscaler:
             history = ScalingHistory.start(state, config)
         history = history.observe(state, config)
         return decide(state, config, history), {HISTORY: history}
+
+
+def _why_not(field: SettingField) -> str | None:
+    return None if field.name in POLICY_SETTINGS else "the policy does not read it: it belongs into args"
 
 
 def fleet_state(context: AutoscalingContext, now_s: float) -> FleetState:

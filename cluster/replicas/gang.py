@@ -19,13 +19,15 @@ import msgspec
 import ray
 from ray import serve
 
+from ...router.operator_key import OperatorKey
 from ...workers.config import EngineConfig
 from ...workers.engine_messages import TokenInterval
 from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.leader_config import LeaderConfig
 from ..application.live_settings import live_values
 from ..application.model_source import check_model
-from ..application.secret_files import read_secrets
+from ..application.operator_key_watch import OperatorKeyWatch
+from ..application.secret_files import read_secrets, secrets_of_this_node
 from ..application.shared_token import shared_token
 from ..config import with_options
 from ..exposition.exposition_config import ExpositionConfig
@@ -108,8 +110,11 @@ class GangReplica:
                 self._server.stop
             )  # and with it the engine, which holds workers before it is started
             self._address = await self._server.start(host)
+            operator_key = None if launch.operator_key is None else OperatorKey(launch.operator_key)
+            if operator_key is not None and secrets_path is None:
+                await parts.start(OperatorKeyWatch(operator_key, secrets_of_this_node))
             self._page = ProcessPage(
-                exposition, info.gang_id, launch.operator_key, lambda: metrics.families(GangFacts.of(self._server))
+                exposition, info.gang_id, operator_key, lambda: metrics.families(GangFacts.of(self._server))
             )
             parts.push_async_callback(self._page.stop)
             await self._page.start(host)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import shutil
 import sys
@@ -28,7 +29,7 @@ from ...adapters.registry.administration.ended_keys import EndedKeys
 from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.registry.launches import Launches
 from ...adapters.registry.preloads import Preloads
-from ...adapters.registry.registry import Registry, connect
+from ...adapters.registry.registry import Registry
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.rollouts import Rollouts
 from ...adapters.registry.starts import Starts
@@ -40,9 +41,11 @@ from ...router.fleet.dispatch import FleetDispatcher
 from ...router.loop_watchdog import LoopWatchdog
 from ...router.metrics import Metrics
 from ...router.operations_api import router_facts
+from ...router.operator_key import OperatorKey
 from ...router.quotas.quotas import Quotas
 from ...router.residency.pin_keeper import PinKeeper
 from ...router.rest_server import create_app
+from ...router.serve_facts import ServeFacts
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
 from ...router.usage.prices import read_prices
@@ -53,8 +56,10 @@ from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
 from ..application.live_settings import live_values
 from ..application.model_source import check_model
+from ..application.operator_key_watch import OperatorKeyWatch
+from ..application.redis_credentials import connect_with_secrets
 from ..application.registration import check_objectives_of, register_router
-from ..application.secret_files import read_secrets
+from ..application.secret_files import read_secrets, secrets_of_this_node
 from ..application.shared_token import shared_token
 from ..config import MotetConfig
 from ..edge.edge_watch import EdgeWatch
@@ -73,6 +78,7 @@ from .replica_start import ReplicaStart
 from .rollout_keeper import RolloutKeeper
 from .running_parts import RunningParts
 from .serve_port import serve_only_at
+from .serve_watch import ServeWatch
 
 if TYPE_CHECKING:
     from ...router.oidc.token_verifier import TokenVerifier
@@ -120,7 +126,7 @@ class RouterReplica:
         self._metrics.dropped_log_lines = lambda: self._log.num_dropped
         self._gangs: Mapping[str, Metadata] = {}
         self._routers: Mapping[str, Metadata] = {}
-        redis = connect(secrets.redis_url)
+        redis = connect_with_secrets(secrets.redis_url, secrets_of_this_node if secrets_path is None else None)
         parts.push_async_callback(redis.aclose)
         self._registry = Registry(redis)
         await self._start_launch_keeper(parts, redis, secrets, secrets_path)
@@ -153,9 +159,7 @@ class RouterReplica:
         await parts.start(EndedKeys(redis))
         tokens = await _start_token_verifier(parts, config)
         pins = await self._start_fleet(parts, gang, token, layouts[0])
-        operator_key = secrets.operator_key
-        if operator_key is None:
-            operator_key = await asyncio.to_thread(operator_key_in, config.serving.data_dir)
+        operator_key = await self._start_operator_key(parts, secrets, secrets_path)
         name = uuid4().hex[:8]
         self._labels = {"router": name, "base": config.serving.name}
         self._page = ProcessPage(config.exposition, name, operator_key, self._families)
@@ -192,6 +196,17 @@ class RouterReplica:
         await parts.start(RolloutKeeper(gang.app_name, cluster, Rollouts(redis), starts, self._note_rollout))
         await parts.start(LoopWatchdog(self._metrics.loop_held_s, self._metrics.loop_held_cpu_s))
 
+    async def _start_operator_key(
+        self, parts: RunningParts, secrets: LaunchSecrets, secrets_path: Path | None
+    ) -> OperatorKey:
+        """The one of the secrets, and what a node's secrets say later; else the one in the data folder."""
+        if secrets.operator_key is None:
+            return OperatorKey(await asyncio.to_thread(operator_key_in, self._config.serving.data_dir))
+        key = OperatorKey(secrets.operator_key)
+        if secrets_path is None:
+            await parts.start(OperatorKeyWatch(key, secrets_of_this_node))
+        return key
+
     async def _start_launch_keeper(
         self, parts: RunningParts, redis: Redis, secrets: LaunchSecrets, secrets_path: Path | None
     ) -> None:
@@ -209,6 +224,7 @@ class RouterReplica:
     async def _start_fleet(self, parts: RunningParts, gang: Any, token: str, layout: AdapterLayout) -> PinKeeper:
         """Connects to gangs as they start and end, and calls for a gang where there may be none."""
         config = self._config
+        self._admission = config.admission
         self._dispatcher = FleetDispatcher(
             token,
             config.sequence_wait_s,
@@ -227,6 +243,7 @@ class RouterReplica:
         await parts.start(ReplicaDirectory(gang.app_name, gang.deployment_name, self._update_gangs))
         await parts.start(ReplicaDirectory(gang.app_name, own_deployment, self._update_routers))
         await parts.start(PlacementKeeper(gang.app_name, gang.deployment_name))
+        await parts.start(ServeWatch(gang.app_name, gang.deployment_name, self._note_serve))
         return pins
 
     def record_replica_metadata(self) -> dict[str, str]:
@@ -248,8 +265,8 @@ class RouterReplica:
                 raise
             _log.error("the settings stay as they were: %s", error)
             return
-        self._current.now = config.router
-        self._dispatcher.change_admission(config.admission)
+        self._current.now, self._admission = config.router, config.admission
+        self._change_admission()
         try:
             await self._administration.audit.note_settings(config.written)
         except RegistryUnavailable as error:  # they hold all the same; the next router that starts notes them
@@ -276,6 +293,17 @@ class RouterReplica:
 
     def _update_routers(self, replicas: Mapping[str, Metadata]) -> None:
         self._routers = replicas
+
+    def _note_serve(self, facts: ServeFacts) -> None:
+        before, self._metrics.serve = self._metrics.serve, facts
+        if before is None or before.max_gangs != facts.max_gangs:
+            self._change_admission()
+
+    def _change_admission(self) -> None:
+        """By this router's settings, with as many gangs as Serve may have: it is given other bounds while it runs."""
+        serve_facts = self._metrics.serve
+        max_gangs = self._admission.max_gangs if serve_facts is None else max(1, serve_facts.max_gangs)
+        self._dispatcher.change_admission(dataclasses.replace(self._admission, max_gangs=max_gangs))
 
     def _families(self) -> Iterator[Metric]:
         return router_families(self._metrics, router_facts(self._dispatcher, self._view), self._labels)

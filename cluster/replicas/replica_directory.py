@@ -74,5 +74,5 @@ class ReplicaDirectory:
 
 
 def serve_controller() -> Any:
-    """Serve's controller, an actor. Raises ValueError where there is none."""
+    """The handle of Serve's controller. Raises ValueError if there is none. It blocks while Ray searches."""
     return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)

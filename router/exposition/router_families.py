@@ -45,6 +45,7 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
     faults = {(kind,): facts.num_gang_faults.get(kind, 0) for kind in get_args(FaultKind)}
     yield make.counters("motet_gang_faults", help_text, ("kind",), faults.items())
     yield make.gauge("motet_connected_gangs", "Gangs that this router is connected to.", facts.num_gangs)
+    yield from _serve(metrics, make)
     help_text = (
         "1 while this router receives changes of the registry. Without it uploads fail, and chats continue with "
         "adapters that the router keeps."
@@ -102,6 +103,19 @@ def _starts(metrics: Metrics, make: Families) -> Iterator[Metric]:
         "until it is configured anew."
     )
     yield make.gauge("motet_rollout_taken_back", help_text, float(metrics.taken_back is not None))
+
+
+def _serve(metrics: Metrics, make: Families) -> Iterator[Metric]:
+    facts = metrics.serve
+    if facts is None:
+        return
+    yield make.gauge("motet_wanted_gangs", "Gangs that Ray Serve is to run, as it said last.", facts.num_wanted_gangs)
+    help_text = "1 if Serve's controller, which runs on the head, answered when this router asked it last."
+    yield make.gauge("motet_head_connected", help_text, float(facts.is_head_connected))
+    help_text = "1; the label is the status of motet's application in Serve, as its controller said last."
+    yield make.gauges("motet_serve_status", help_text, ("status",), [((facts.status,), 1)])
+    help_text = "For how long Serve has been deploying or replacing routers or gangs; 0: it does not."
+    yield make.gauge("motet_rollout_seconds", help_text, facts.rollout_s)
 
 
 def _requests(metrics: Metrics, make: Families) -> Iterator[Metric]:

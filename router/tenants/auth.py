@@ -14,6 +14,7 @@ from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import KeyRecord, Scope
 from ..access.request_record import record_of
 from ..openai_api.errors import BEARER_CHALLENGE, ApiError, unavailable, unknown_key
+from ..operator_key import OperatorKey
 from .identity import Identity
 
 _MAX_KEY_CHARS = 1024
@@ -36,13 +37,13 @@ class Authenticator:
     def __init__(
         self,
         view: RegistryView,
-        operator_key: str,
+        operator_key: OperatorKey,
         tokens: Tokens | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`tokens`: None: only keys are accepted."""
         self._view, self._tokens, self._clock = view, tokens, clock
-        self._operator_hash = _digest(operator_key)
+        self._operator_key = operator_key
 
     def identify(self, request: Request, scope: Scope) -> Identity:
         """Raises 401 for a missing, unknown or expired key, 403 for a suspended tenant and for a missing scope."""
@@ -78,7 +79,7 @@ class Authenticator:
     def check_operator(self, request: Request) -> None:
         """Raises 401 unless the request has the operators' key. A tenant's key is none."""
         # Digests have one length, so the time of the comparison says nothing about the length of the key.
-        if not hmac.compare_digest(_digest(_credential_of(request)), self._operator_hash):
+        if not hmac.compare_digest(_digest(_credential_of(request)), _digest(self._operator_key.now)):
             raise unknown_key()
 
 

@@ -17,6 +17,7 @@ from ray.serve.config import AutoscalingContext
 from motet.cluster.replicas.autoscaler import GangAutoscaler, autoscaling_config, fleet_state
 from motet.cluster.replicas.gang_stats import gang_load, gang_stats, growth_per_s
 from motet.cluster.scaling import GangLoad
+from motet.cluster.settings.config_error import ConfigError
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.part_configs import scaling_config
 
@@ -75,6 +76,16 @@ def context(
 def policy() -> Any:
     """The policy as Serve makes and wraps it."""
     return _apply_autoscaling_config(CONFIG.policy.get_policy()(**CONFIG.policy.policy_kwargs))
+
+
+def test_a_configuration_of_serve_may_say_the_policys_settings_by_their_keys() -> None:
+    by_key = GangAutoscaler(settings={"pool-pressure": 0.5, "scaling-window": 10, "max-tokens-per-step": 100})
+    said = by_key._config
+    assert (said.pool_pressure, said.window_s, said.queued_tokens_per_gang) == (0.5, 10.0, 1600)
+    with pytest.raises(ConfigError, match="did you mean pool-pressure"):
+        GangAutoscaler(settings={"pool-presure": 0.5})
+    with pytest.raises(ConfigError, match="belongs into args"):
+        GangAutoscaler(settings={"name": "x"})
 
 
 def test_serve_takes_the_policy_as_json_and_brings_it_back() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from motet.cluster.manifests.serve_config import serve_config
 from motet.tests.rigs.kube_tools import (
     CHART,
     NO_PROXY,
@@ -20,7 +21,6 @@ from motet.tests.rigs.kube_tools import (
     templated,
 )
 from motet.tests.rigs.manifest_checks import problems
-from motet.tests.rigs.serve_config import serve_config
 
 PRESETS = CHART / "presets"
 
@@ -112,6 +112,6 @@ def test_another_name_and_live_settings_pass_every_check() -> None:
     assert all(one["metadata"]["name"].split("-")[0] == "blue" for one in manifests)
     (application,) = serve_config(only(manifests, "RayService"))["applications"]
     assert application["deployments"] == [
-        {"name": "router", "user_config": {"max-queue-wait": 30}},
-        {"name": "gang", "user_config": {"max-waiting-sequences": 64}},
+        {"name": "router", "num_replicas": 1, "user_config": {"max-queue-wait": 30}},
+        {"name": "gang", "num_replicas": 1, "user_config": {"max-waiting-sequences": 64}},
     ]

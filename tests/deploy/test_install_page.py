@@ -113,11 +113,14 @@ def test_options_of_what_is_not_run_exist(program: str) -> None:
             assert [one for one in options if not re.search(rf"(^|[\s,]){re.escape(one)}\b", known)] == [], words
 
 
+VERBS = ["install", "template", "repo", "add", "create", "namespace", "secret", "generic", "apply", "get", "label"]
+
+
 def iter_verbs(words: list[str]) -> Iterator[str]:
     """`create secret generic` of such a command."""
     for word in words[1:4]:
-        if word not in ("install", "repo", "add", "create", "namespace", "secret", "generic", "apply", "get", "label"):
+        if word not in VERBS:
             return
         yield word
-        if word in ("install", "apply", "get", "label", "namespace"):
+        if word in ("install", "apply", "get", "label", "namespace", "template"):
             return

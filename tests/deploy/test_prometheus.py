@@ -73,7 +73,7 @@ def test_the_rules_tell_what_they_should() -> None:
 
 def test_a_rule_that_tells_something_else_is_found(tmp_path: Path) -> None:
     """The test of the rules can fail."""
-    broken = RULES.read_text().replace("(motet_connected_gangs) == 0", "(motet_connected_gangs) == 3")
+    broken = RULES.read_text().replace("(motet_connected_gangs) == 0\n", "(motet_connected_gangs) == 3\n")
     (tmp_path / RULES.name).write_text(broken)
     (tmp_path / "rules.test.yaml").write_text((FOLDER / "rules.test.yaml").read_text())
     with pytest.raises(AssertionError, match="MotetNoGang"):
@@ -117,6 +117,36 @@ def test_rules_read_what_is_there() -> None:
     assert recorded() & read, "no alert reads a recording"
 
 
+def groupings_in(query: str) -> Iterator[set[str]]:
+    """The labels of each `by`."""
+    yield from ({one.strip() for one in found.split(",")} for found in re.findall(r"by \(([^)]*)\)", query))
+
+
+def test_a_rule_never_mixes_two_releases() -> None:
+    """Two motets of one name, in two namespaces or two clusters, are two in every rule and on the dashboard."""
+    for rule in rules():
+        assert rule["expr"].count("by (") == len([*groupings_in(rule["expr"])])
+        for labels in groupings_in(rule["expr"]):
+            assert {"cluster", "namespace", "job"} <= labels, rule
+    for query in queries_of_the_dashboard():
+        selectors = re.findall(r"\{([^{}]*)\}", query)
+        assert selectors, query
+        for selector in selectors:
+            assert 'cluster=~"$cluster", namespace=~"$namespace", job="$job"' in selector, query
+
+
+def test_each_alert_fires_and_is_silent_in_a_test_of_its_rule() -> None:
+    tests = yaml.safe_load((FOLDER / "rules.test.yaml").read_text())["tests"]
+    told = [case for test in tests for case in test.get("alert_rule_test", ())]
+    counted = [
+        sample["labels"] for test in tests for one in test.get("promql_expr_test", ()) for sample in one["exp_samples"]
+    ]
+    for name in (rule["alert"] for rule in rules() if "alert" in rule):
+        assert any(one["alertname"] == name and not one.get("exp_alerts") for one in told), f"{name} is never silent"
+        fires = any(one["alertname"] == name and one.get("exp_alerts") for one in told)
+        assert fires or f'{{alertname="{name}"}}' in counted, f"{name} never fires"
+
+
 def test_the_dashboard_reads_what_is_there() -> None:
     queries = [*queries_of_the_dashboard()]
     assert len(queries) > 20
@@ -133,7 +163,7 @@ def test_each_alert_has_its_line_in_the_docs() -> None:
     page = PAGE.read_text()
     for rule in rules():
         if "alert" in rule:
-            path, _, anchor = rule["annotations"]["runbook"].partition("#")
+            path, _, anchor = rule["annotations"]["runbook_url"].partition("#")
             assert path == "docs/metrics.md"
             assert anchor == rule["alert"].lower()
             assert f"### {rule['alert']}\n" in page

@@ -24,7 +24,8 @@ def server(tmp_path: Path) -> Iterator[int]:
     """The port of the server that the container's command starts, in folders of this test."""
     manifests = kustomized(OVERLAYS / "cpu-trial")
     (container,) = only(manifests, "StatefulSet")["spec"]["template"]["spec"]["containers"]
-    config = next(one for one in manifests if one["kind"] == "ConfigMap")["data"]["redis.conf"]
+    maps = [one for one in manifests if one["kind"] == "ConfigMap"]
+    config = next(one for one in maps if one["metadata"]["name"] == "motet-redis")["data"]["redis.conf"]
     (port,) = free_ports(1)
     (tmp_path / "data").mkdir()
     (tmp_path / "redis.conf").write_text(config.replace("port 6379", f"port {port}"))

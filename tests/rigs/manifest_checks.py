@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from motet.cluster.manifests.kuberay_rules import operator_problems
+from motet.cluster.manifests.serve_config import serve_problems
+
 from .kube_schemas import schema_problems
 from .kube_tools import Manifest
-from .kuberay_rules import operator_problems
-from .serve_config import serve_problems
 
 
 def problems(manifests: list[Manifest]) -> Iterator[str]:

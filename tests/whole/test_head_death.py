@@ -66,8 +66,12 @@ class Cluster:
         return len(self.call("GET", "/status", OPERATOR_KEY).raise_for_status().json()["gangs"])
 
     def num_resumed(self) -> int:
+        return self.counted("motet_resumed_sequences_total")
+
+    def counted(self, name: str) -> int:
+        """By the router."""
         lines = self.call("GET", "/metrics", OPERATOR_KEY).raise_for_status().text.splitlines()
-        return int(float(next(line for line in lines if line.startswith("motet_resumed_sequences_total")).split()[1]))
+        return int(float(next(line for line in lines if line.startswith(name)).split()[1]))
 
     def gangs(self) -> Mapping[int, psutil.Process]:
         return {**self.pods.processes(WORKER, GANG), **self.pods.processes(OTHER_WORKER, GANG)}
@@ -106,6 +110,7 @@ def test_streams_uploads_and_new_requests_go_on_without_a_head(cluster: Cluster)
         assert cluster.upload("headless", "spanish").status_code == 201
         assert cluster.complete("headless").status_code == 200
         assert cluster.num_gangs() == 2
+        eventually(lambda: cluster.counted("motet_head_connected") == 0)
 
         cluster.pods.start_head()
         eventually(lambda: cluster.pods.processes(HEAD, "ServeController.listen_for_change"))  # it knows what runs
@@ -114,6 +119,7 @@ def test_streams_uploads_and_new_requests_go_on_without_a_head(cluster: Cluster)
         assert cluster.pods.processes(WORKER, "ServeReplica:motet:router").keys() == routers.keys()
         assert cluster.gangs().keys() == gangs.keys()
         assert cluster.num_resumed() == 0
+        eventually(lambda: cluster.counted("motet_head_connected") == 1)
 
         next(iter(cluster.gangs().values())).kill()  # the head knows what runs, and replaces what dies
         load.wait_for_all()
@@ -130,6 +136,7 @@ def test_a_gang_that_dies_without_a_head_is_replaced_when_there_is_one(cluster: 
     died = next(iter(cluster.gangs().values()))
     died.kill()
     eventually(lambda: cluster.num_gangs() == 1)
+    assert cluster.counted("motet_wanted_gangs") == 2  # as the head said last
     asked_at = time.monotonic()
     assert cluster.complete("pirate").status_code == 200
     assert time.monotonic() - asked_at < HELD_S

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from redis import Redis
 
 from motet.adapters.registry.registry_keys import ROLLOUTS, STARTS
@@ -21,11 +22,11 @@ from motet.cluster.config import MotetConfig
 from motet.cluster.edge.haproxy import write_haproxy
 from motet.cluster.edge.serve_variables import BINARY_VARIABLE, LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
 from motet.cluster.launch.local_serve import free_ports
+from motet.cluster.manifests.serve_config import serve_config
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.kube_tools import kustomized, only
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.ray_nodes import DEMO, RayNodes
-from motet.tests.rigs.serve_config import serve_config
 
 pytestmark = [
     pytest.mark.cluster,
@@ -41,8 +42,15 @@ TRIAL = Path(__file__).parents[2] / "deploy" / "kustomize" / "overlays" / "cpu-t
 class Application:
     """motet on one node, as Serve's REST API sees it."""
 
-    def __init__(self, nodes: RayNodes, dashboard_port: int, config: dict[str, Any], secrets: dict[str, str]) -> None:
-        self.nodes, self.config, self.secrets = nodes, config, secrets
+    def __init__(
+        self,
+        nodes: RayNodes,
+        dashboard_port: int,
+        config: dict[str, Any],
+        secrets: dict[str, str],
+        secrets_path: Path,
+    ) -> None:
+        self.nodes, self.config, self.secrets, self.secrets_path = nodes, config, secrets, secrets_path
         self.url = f"http://{HOST}:{config['http_options']['port']}"
         self._dashboard = httpx.Client(
             base_url=f"http://{HOST}:{dashboard_port}",
@@ -81,6 +89,18 @@ class Application:
         )
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
+
+    def gauge(self, name: str, **labels: str) -> float | None:
+        """Of a router's metrics; None: it has no such series."""
+        answer = httpx.get(
+            f"{self.url}/metrics",
+            headers={"Authorization": f"Bearer {OPERATOR_KEY}"},
+            trust_env=False,
+            timeout=PATIENCE_S,
+        )
+        families = text_string_to_metric_families(answer.raise_for_status().text)
+        samples = (sample for family in families for sample in family.samples if sample.name == name)
+        return next((one.value for one in samples if labels.items() <= one.labels.items()), None)
 
     def noted(self, prefix: str) -> str:
         """The values of the hashes in Redis whose key begins so."""
@@ -162,7 +182,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Applicatio
     try:
         with RayNodes([HOST], MOTET_KEYS="", MOTET_OPERATOR_KEY="", **variables) as nodes:
             nodes.start(0, num_cpus=8, dashboard_port=dashboard_port, **{"motet-router": 4.0})
-            application = Application(nodes, dashboard_port, config, secrets)
+            application = Application(nodes, dashboard_port, config, secrets, secrets_path)
             application.configure()
             # Its model is put there while it starts.
             eventually(lambda: {"gang", "router"} <= set(re.findall(r'"kind":"(\w+)"', application.noted(STARTS))))
@@ -242,6 +262,10 @@ def test_another_argument_replaces_all(application: Application) -> None:
     eventually(lambda: len(application.pids("gang")) == 2)
     assert gangs_after < application.pids("gang")
     assert application.pids("router") == routers_after
+    eventually(lambda: application.gauge("motet_wanted_gangs") == 2)
+    eventually(lambda: application.gauge("motet_serve_status", status="RUNNING") == 1)
+    assert application.gauge("motet_head_connected") == 1
+    assert application.gauge("motet_rollout_seconds") == 0
 
 
 def test_a_rollout_waits_for_what_is_away_and_gives_way_if_it_cannot_be(application: Application) -> None:
@@ -256,6 +280,8 @@ def test_a_rollout_waits_for_what_is_away_and_gives_way_if_it_cannot_be(applicat
     report = next(one for one in application.status()["starts"] if one["kind"] == "gang")
     assert report["reason"].startswith(f"it waits for the model: {model_path} lacks config.json")
     assert not report["has_failed"]
+    eventually(lambda: application.gauge("motet_waiting_starts", kind="gang") == 1)
+    eventually(lambda: (application.gauge("motet_rollout_seconds") or 0) > 0)
     assert application.ask(KEYS["zoo"]).status_code == 200  # by the other gang
     model_path.symlink_to(DEMO / "base")
     application.wait_until_whole()
@@ -274,11 +300,27 @@ def test_a_rollout_waits_for_what_is_away_and_gives_way_if_it_cannot_be(applicat
     assert before & application.pids("gang")
     eventually(lambda: application.status()["taken_back"] is not None)
     assert application.status()["taken_back"].startswith("gang: ")
+    assert application.gauge("motet_rollout_taken_back") == 1
     assert [gang["max_num_sequences"] for gang in application.status()["gangs"]] == [18, 18]
     assert application.ask(KEYS["zoo"]).status_code == 200
     del application.args()["threads"]
     application.configure()
     eventually(lambda: application.status()["taken_back"] is None)
+
+
+def test_another_operators_key_counts_without_a_restart(application: Application) -> None:
+    """The last test: the others have the first key."""
+    routers = application.pids("router")
+    path = application.secrets_path / "operator-key"
+    path.write_text("another-key-of-operators")
+
+    def status(key: str) -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.get(f"{application.url}/status", headers=headers, trust_env=False, timeout=PATIENCE_S).status_code
+
+    eventually(lambda: status("another-key-of-operators") == 200)
+    assert status(OPERATOR_KEY) == 401
+    assert application.pids("router") == routers
 
 
 def _of(read: Any) -> Any:

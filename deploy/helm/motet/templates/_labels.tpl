@@ -22,3 +22,8 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
+
+{{- /* "yes" if settings need servers outside of the cluster, which no network policy opens by itself. */ -}}
+{{- define "motet.outside" -}}
+{{- if or (hasKey .Values.settings "oidc-issuer") (not (hasPrefix "/" .Values.model)) }}yes{{ end -}}
+{{- end }}

@@ -1,7 +1,11 @@
-{{- /* A pod of Ray. Takes root, component, container, account, resources, and what only some have: ports, probes. */ -}}
+{{- /* A pod of Ray. Takes root, component, container, account, image and group, the group's values; and what only some have:
+       ports, probes, spread, hasData (the volumes of adapters and of the base). */ -}}
 {{- define "motet.pod" -}}
 {{- $root := .root -}}
 {{- $values := .root.Values -}}
+{{- $group := .group -}}
+{{- $volumes := concat $values.volumes (default (list) $group.volumes) -}}
+{{- $mounts := concat $values.volumeMounts (default (list) $group.volumeMounts) -}}
 {{- if kindIs "invalid" $values.trustedProxies }}
 {{- fail "trustedProxies is needed: the networks of your ingress or load balancer, such as [10.0.0.0/8], or [] where clients come by their own addresses (docs/scaling/clusters.md)" }}
 {{- end -}}
@@ -9,6 +13,10 @@ metadata:
   labels:
     {{- include "motet.labels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
+  {{- with merge (dict) (default (dict) $group.annotations) $values.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 spec:
   serviceAccountName: {{ .account }}
   automountServiceAccountToken: false
@@ -16,19 +24,11 @@ spec:
   {{- if $values.autoscaling }}
   restartPolicy: Never
   {{- end }}
-  terminationGracePeriodSeconds: 720
+  terminationGracePeriodSeconds: {{ $values.grace.terminationSeconds }}
   securityContext:
     {{- include "motet.podSecurity" $root | nindent 4 }}
-  {{- with $values.image.pullSecrets }}
-  imagePullSecrets:
-    {{- range . }}
-    - name: {{ . }}
-    {{- end }}
-  {{- end }}
-  {{- with .tolerations }}
-  tolerations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- include "motet.pullSecrets" $root | nindent 2 }}
+  {{- include "motet.placement" $group | nindent 2 }}
   {{- with .spread }}
   topologySpreadConstraints:
     - maxSkew: 1
@@ -45,16 +45,15 @@ spec:
       labelSelector: *alike-{{ $.component }}
       matchLabelKeys: [ray.io/cluster]
   {{- end }}
-  {{- if $values.logShipper }}
+  {{- if $values.logShipper.enabled }}
   initContainers:
     - name: log-shipper
-      image: docker.io/fluent/fluent-bit:4.0
-      imagePullPolicy: IfNotPresent
+      image: {{ $values.logShipper.image }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
       restartPolicy: Always
       args: [--config, /etc/log-shipper/fluent-bit.yaml]
       resources:
-        requests: {cpu: 50m, memory: 64Mi, ephemeral-storage: 64Mi}
-        limits: {cpu: 500m, memory: 256Mi, ephemeral-storage: 256Mi}
+        {{- toYaml $values.logShipper.resources | nindent 8 }}
       securityContext:
         {{- include "motet.containerSecurity" $root | nindent 8 }}
       volumeMounts:
@@ -64,7 +63,7 @@ spec:
   {{- end }}
   containers:
     - name: {{ .container }}
-      image: "{{ $values.image.repository }}:{{ $values.image.tag }}"
+      image: {{ .image | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       ports:
         {{- range $name, $port := .ports }}
@@ -78,7 +77,7 @@ spec:
         - {name: RAY_SERVE_PORT_QUARANTINE_S, value: "150"}
         - {name: RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S, value: "5"}
         - {name: RAY_SERVE_HAPROXY_METRICS_ENABLED, value: "0"}
-        - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: "660"}
+        - {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ $values.grace.drainSeconds | quote }}}
         - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
         - {name: RAY_worker_niceness, value: "0"}
         - {name: RAY_gcs_server_request_timeout_seconds, value: "120"}
@@ -91,14 +90,18 @@ spec:
         {{- with $values.trustedProxies }}
         - {name: MOTET_TRUSTED_PROXIES, value: {{ join "," . | quote }}}
         {{- end }}
-        {{- range $name, $value := $values.environment }}
+        {{- range $name, $value := merge (dict) (default (dict) $group.environment) $values.environment }}
+        {{- if kindIs "string" $value }}
         - {name: {{ $name }}, value: {{ $value | quote }}}
+        {{- else }}
+        - {name: {{ $name }}, valueFrom: {{ toJson $value }}}
+        {{- end }}
         {{- end }}
       {{- with .probes }}
       {{- toYaml . | nindent 6 }}
       {{- end }}
       resources:
-        {{- toYaml .resources | nindent 8 }}
+        {{- toYaml $group.resources | nindent 8 }}
       securityContext:
         {{- include "motet.containerSecurity" $root | nindent 8 }}
       volumeMounts:
@@ -107,19 +110,26 @@ spec:
         - {name: shared-mem, mountPath: /dev/shm}
         - {name: cache, mountPath: /var/cache}
         - {name: secrets, mountPath: /etc/motet/secrets, readOnly: true}
+        {{- if .hasData }}
         - {name: store, mountPath: /var/lib/motet}
         {{- if $values.models.enabled }}
         - {name: models, mountPath: /models, readOnly: true}
         {{- end }}
+        {{- end }}
+        {{- with $mounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   volumes:
     - {name: tmp, emptyDir: {sizeLimit: 4Gi}}
     - {name: ray-logs, emptyDir: {sizeLimit: 4Gi}}
-    - {name: shared-mem, emptyDir: {medium: Memory, sizeLimit: {{ .sharedMemory | default "512Mi" }}}}
+    - {name: shared-mem, emptyDir: {medium: Memory, sizeLimit: {{ $group.sharedMemory | default "512Mi" }}}}
     - {name: cache, emptyDir: {sizeLimit: 2Gi}}
     - {name: secrets, secret: {secretName: {{ $values.secretName }}, defaultMode: 0400}}
-    - {name: store, persistentVolumeClaim: {claimName: {{ $root.Release.Name }}-store}}
+    {{- if .hasData }}
+    - {name: store, persistentVolumeClaim: {claimName: {{ $values.store.existingClaim | default (printf "%s-store" $root.Release.Name) }}}}
     {{- if $values.models.enabled }}
-    - {name: models, persistentVolumeClaim: {claimName: {{ $root.Release.Name }}-models, readOnly: true}}
+    - {name: models, persistentVolumeClaim: {claimName: {{ $values.models.existingClaim | default (printf "%s-models" $root.Release.Name) }}, readOnly: true}}
+    {{- end }}
     {{- end }}
     {{- if and $values.autoscaling (eq .component "head") }}
     - {name: autoscaler-tmp, emptyDir: {sizeLimit: 512Mi}}
@@ -131,8 +141,29 @@ spec:
           - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
           - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
     {{- end }}
-    {{- if $values.logShipper }}
+    {{- if $values.logShipper.enabled }}
     - {name: log-shipper, configMap: {name: {{ $root.Release.Name }}-log-shipper}}
     - {name: log-positions, emptyDir: {sizeLimit: 64Mi}}
     {{- end }}
+    {{- with $volumes }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
+{{- /* Where a pod may run and how it ranks, from the values of its group. */ -}}
+{{- define "motet.placement" -}}
+{{- range $key := list "nodeSelector" "affinity" "tolerations" "runtimeClassName" "priorityClassName" }}
+{{- with index $ $key }}
+{{ toYaml (dict $key .) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "motet.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
 {{- end }}

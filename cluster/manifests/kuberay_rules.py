@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .kube_tools import Manifest
+Manifest = dict[str, Any]
 
 MAX_NAME_CHARS = (
     63 - len("-serve-svc") - len("-abcde")

@@ -1,0 +1,191 @@
+"""Other numbers of gangs and routers for a RayService that runs: what is to be changed where, and in which order.
+
+KubeRay compares the configurations of clusters without their numbers. So it hands a new `serveConfigV2` to
+Serve, but leaves `replicas` and its bounds in a RayCluster that runs as they were: pods for more gangs never come.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from .kuberay_rules import Manifest
+from .serve_config import IMPORT_PATH, POLICY
+
+ROUTERS = "routers"  # the group of pods of routers
+
+
+class CannotScale(ValueError):  # noqa: N818
+    """The numbers cannot be taken over, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What is wanted; None: as it is."""
+
+    min_gangs: int | None = None
+    max_gangs: int | None = None
+    num_routers: int | None = None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A JSON patch (RFC 6902) of one object."""
+
+    kind: str  # rayservice or raycluster
+    name: str
+    patch: Sequence[Mapping[str, Any]]
+
+
+def active_cluster(ray_service: Manifest) -> str:
+    """The name of the RayCluster that serves. Raises CannotScale while there is none, or a second one."""
+    status = ray_service.get("status", {})
+    if status.get("pendingServiceStatus", {}).get("rayClusterName"):
+        raise CannotScale("an upgrade is under way: a second cluster starts. Scale when it has taken over")
+    name: str | None = status.get("activeServiceStatus", {}).get("rayClusterName")
+    if not name:
+        raise CannotScale("no cluster of this RayService serves yet")
+    return name
+
+
+def scale_plan(ray_service: Manifest, ray_cluster: Manifest, wanted: Numbers, group: str | None) -> list[Change]:
+    """The changes in their order. `group`: the pods for the gangs; None: there is one such group.
+
+    Raises CannotScale.
+    """
+    config = yaml.safe_load(ray_service["spec"]["serveConfigV2"])
+    scales = bool(ray_cluster["spec"].get("enableInTreeAutoscaling"))
+    before, (least, most) = _bounds(config), _wanted_bounds(_bounds(config), wanted)
+    if least != most and not scales:
+        raise CannotScale("bounds that differ need Ray's autoscaler (autoscaling: true), which is not on")
+    routers = _deployment(config, "router").get("num_replicas", 1)
+    num_routers = routers if wanted.num_routers is None else wanted.num_routers
+    is_less = most < before[1] or num_routers < routers
+    if is_less and not scales:
+        raise CannotScale("without Ray's autoscaler KubeRay would end any pod of a smaller group, also one that serves")
+    if (before[0] == 0) != (least == 0):
+        raise CannotScale("to or from 0 gangs args change as well (min-gangs): change the values, and apply them")
+    _set(config, least, most, num_routers)
+    others = {key: value for key, value in ray_service["spec"]["rayClusterConfig"].items() if key == "workerGroupSpecs"}
+    groups = others["workerGroupSpecs"]
+    name = group or _only_group(groups)
+    # Of several groups of gangs the others keep what they have.
+    rest = [one for one in groups if one["groupName"] not in (ROUTERS, name)]
+    pods = {
+        name: (
+            least - sum(one["minReplicas"] for one in rest),
+            most - sum(one["maxReplicas"] for one in rest),
+        ),
+        ROUTERS: (num_routers, None),
+    }
+    if min(pods[name][0], pods[name][1] or 0) < 0:
+        raise CannotScale(
+            f"the other groups of gangs have more pods than that: name one of them with --group, not {name}"
+        )
+    of_service = _group_patch(groups, "/spec/rayClusterConfig", pods, scales=scales)
+    of_service.append(
+        {"op": "replace", "path": "/spec/serveConfigV2", "value": yaml.safe_dump(config, sort_keys=False)}
+    )
+    of_cluster = _group_patch(ray_cluster["spec"]["workerGroupSpecs"], "/spec", pods, scales=scales)
+    changes = [
+        Change("raycluster", ray_cluster["metadata"]["name"], of_cluster),
+        Change("rayservice", ray_service["metadata"]["name"], of_service),
+    ]
+    return changes[::-1] if is_less else changes  # pods come before their gangs and go after them
+
+
+def _wanted_bounds(before: tuple[int, int], wanted: Numbers) -> tuple[int, int]:
+    least = before[0] if wanted.min_gangs is None else wanted.min_gangs
+    is_fixed = before[0] == before[1]
+    most = wanted.max_gangs if wanted.max_gangs is not None else (least if is_fixed else before[1])
+    if least > most:
+        raise CannotScale(f"at least {least} gangs and at most {most} do not go together: give --max-gangs as well")
+    if most < 1:
+        raise CannotScale("at most 0 gangs: at least 1 is needed")
+    return least, most
+
+
+def _deployment(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """Of motet's application; made if it is missing."""
+    applications = [one for one in config["applications"] if one["import_path"] == IMPORT_PATH]
+    if len(applications) != 1:
+        raise CannotScale(f"serveConfigV2 has {len(applications)} applications of motet: one is needed")
+    deployments = applications[0].setdefault("deployments", [])
+    for one in deployments:
+        if one["name"] == name:
+            found: dict[str, Any] = one
+            return found
+    deployments.append({"name": name})
+    made: dict[str, Any] = deployments[-1]
+    return made
+
+
+def _bounds(config: dict[str, Any]) -> tuple[int, int]:
+    gang = _deployment(config, "gang")
+    scaling = gang.get("autoscaling_config")
+    if scaling is not None:
+        return scaling.get("min_replicas", 1), scaling.get("max_replicas", 1)
+    (application,) = (one for one in config["applications"] if one["import_path"] == IMPORT_PATH)
+    if {"min-gangs", "gangs", "max-gangs"} & application["args"].keys() and "num_replicas" not in gang:
+        raise CannotScale(
+            "args say how many gangs there are, and a change there replaces every process: apply a manifest of this "
+            "version first"
+        )
+    count = gang.get("num_replicas", 1)
+    return count, count
+
+
+def _set(config: dict[str, Any], least: int, most: int, num_routers: int) -> None:
+    _deployment(config, "router")["num_replicas"] = num_routers
+    gang = _deployment(config, "gang")
+    scaling = copy.deepcopy(gang.pop("autoscaling_config", None))
+    gang.pop("num_replicas", None)
+    if least == most and scaling is None:
+        gang["num_replicas"] = least
+        return
+    scaling = scaling or {
+        "upscale_delay_s": 0,
+        "downscale_delay_s": 0,
+        "downscale_to_zero_delay_s": 0,
+        "look_back_period_s": 5,
+        "metrics_interval_s": 1,
+        "policy": {"policy_function": POLICY},
+    }
+    gang["autoscaling_config"] = {**scaling, "min_replicas": least, "max_replicas": most}
+
+
+def _only_group(groups: Sequence[Manifest]) -> str:
+    names = [one["groupName"] for one in groups if one["groupName"] != ROUTERS]
+    if len(names) != 1:
+        raise CannotScale(f"the groups {', '.join(names)} are for gangs: say which one with --group")
+    return str(names[0])
+
+
+def _group_patch(
+    groups: Sequence[Manifest], place: str, pods: Mapping[str, tuple[int, int | None]], *, scales: bool
+) -> list[dict[str, Any]]:
+    """`pods`: least and most of each group that changes; most None: what it was, raised if it is too small."""
+    known = {one["groupName"] for one in groups}
+    if missing := pods.keys() - known:
+        raise CannotScale(
+            f"there is no group of pods {', '.join(sorted(missing))}: there are {', '.join(sorted(known))}"
+        )
+    patch = []
+    for number, group in enumerate(groups):
+        if group["groupName"] not in pods:
+            continue
+        path = f"{place}/workerGroupSpecs/{number}"
+        least, most = pods[group["groupName"]]
+        if most is None:
+            # An update of routers starts all of them before it ends one: keep the room that there was for it.
+            most = max(least, group["maxReplicas"] * least // max(1, group["minReplicas"]))
+        patch.append({"op": "test", "path": f"{path}/groupName", "value": group["groupName"]})
+        values = {"minReplicas": least, "maxReplicas": most}
+        if not scales:  # else Ray's autoscaler writes it
+            values["replicas"] = least
+        patch += [{"op": "add", "path": f"{path}/{key}", "value": value} for key, value in values.items()]
+    return patch
