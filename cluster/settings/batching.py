@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
-
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
-from .setting import Count, Pairs, Refusal, Seconds, Setting, Share, Unit
+from .setting import Count, Pairs, Refusal, Seconds, Setting, Share
 from .setting_field import SettingGroup
 
 
@@ -102,7 +100,7 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = ()
     num_threads: Annotated[
-        Annotated[int, Meta(ge=1, le=1024), Unit("NUMBER")] | Literal["auto"],
+        Count | Literal["auto"],
         Setting(
             "Threads that each worker computes with. auto: on this machine a worker's share of the cores, less what "
             "routers and HAProxy need; on a running cluster as many as its CPUs of Ray (--gang-num-cpus); 1 on a GPU.",

@@ -127,7 +127,6 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
         ("max_gangs", 0, "a whole number from 1"),
         ("max_gangs", 2.5, "a whole number from 1"),
         ("queued_tokens_per_gang", 0, "a whole number from 1"),
-        ("num_threads", 10_000_000_000, "1 to 1024"),
         ("pool_pressure", 1.5, "a number above 0 and at most 1"),
         ("adapter_loads_per_s", 0.0, "a number above 0"),
         ("scale_down_after_s", -1.0, "a number of seconds from 0"),
