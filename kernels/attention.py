@@ -2,8 +2,9 @@
 
 `kv` is one layer of the pool: `[num_pages, 2, block_size, num_kv_heads, head_dim]`, K at index 0 and V at 1. It is a
 strided view, because all layers of a page lie side by side in the pool. A page may hold a part of an adapter instead of
-KV; the batch lists the pages of each sequence. q, k, v, the pool and the result have one dtype, float32 or
-bfloat16; tensors are on one device. KV of eight bits lies in its pages as `float8_kv.py` says, and all else is as here.
+KV; the batch lists the pages of each sequence. Where it lists slabs, `kv` has a layer's first slab and all after
+it: to kernels these are pages. q, k, v, the pool and the result have one dtype, float32 or bfloat16; tensors are on one
+device. KV of eight bits lies in its pages as `float8_kv.py` says, and all else is as here.
 The idea of KV in pages is PagedAttention's (vLLM, arXiv 2309.06180).
 """
 

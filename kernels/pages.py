@@ -42,6 +42,16 @@ def read_pages(pool: torch.Tensor, pages: Sequence[int]) -> torch.Tensor:
     return torch.stack([pool[page] for page in pages])  # page numbers stay on the host, so nothing waits
 
 
+def copy_slabs(pool: torch.Tensor, sources: Sequence[int], target: int, num_slabs: int) -> None:
+    """Copies the first slabs of some pages, one page after the other, to the begin of another page."""
+    places = pool[target, : len(sources) * num_slabs].unflatten(0, (len(sources), num_slabs))
+    if pool.device.type == "cpu":
+        for source, place in zip(sources, places, strict=True):
+            _copy_page(place, pool[source, :num_slabs])
+        return
+    places.copy_(torch.stack([pool[source, :num_slabs] for source in sources]))
+
+
 def _copy_page(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies one contiguous page on the CPU, three times as fast as `index_copy_`.
 

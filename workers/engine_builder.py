@@ -195,6 +195,7 @@ def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig, de
         config.max_tokens_per_step,
         config.max_num_sequences,
         kept_window(model.window, device),
+        model.full_layers,
     )
 
 

@@ -67,6 +67,16 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True):
     target: int
 
 
+class FullLayersCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Copy what layers that see all tokens have in some pages into one dense page; see `window_pages.FullLayers`.
+
+    Before the step's tokens are computed, even if there are none.
+    """
+
+    sources: tuple[int, ...]
+    target: int
+
+
 class SeenTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """All tokens of a sequence that come before the one that is chosen, for penalties."""
 
@@ -91,7 +101,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sequence_id: int
     token_ids: tuple[int, ...]
     start: int  # position of the first of them
-    pages: Int32s  # all of the sequence's pages, enough for these tokens
+    pages: Int32s  # all of the sequence's pages, enough for these tokens; of slabs, see `window_pages.FullLayers`
     adapter: str | None  # digest
     sample: SamplePlan | None  # None: a prompt chunk that is not the last
     is_fed: bool = False  # its one token is chosen by the step before; `token_ids` has a placeholder
@@ -110,6 +120,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     # Ids of sequences that ended or were preempted since the plan before was made. What workers keep of them is dropped
     # before this plan's sequences are computed.
     ended_runs: tuple[int, ...] = ()
+    full_copies: tuple[FullLayersCopy, ...] = ()
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -33,7 +33,7 @@ class PlanAhead:
         """
         if self._plan is not None:
             plan = self._scheduler.settle(self._plan, result)
-            has_anything = bool(plan.sequences or plan.loads or plan.moves or plan.copies)
+            has_anything = bool(plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies)
             if not has_anything:
                 self._scheduler.drop(plan)
             self._plan = plan if has_anything else None

@@ -1,10 +1,51 @@
-"""How many pages of a sequence's KV are needed at once, where all layers see a window of its newest tokens."""
+"""How many pages of a sequence's KV are needed at once, where layers see a window of its newest tokens."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 # Keys before a window that kernels for GPUs may read, and multiply by a weight of zero: a tile of FlashAttention's, the
 # largest of all.
 _TILE_KEYS = 256
+
+
+@dataclass(frozen=True)
+class FullLayers:
+    """The layers that see all tokens, in a base whose other layers see a window.
+
+    Their KV lies in the first slabs of a page. Once the window is past several pages of a sequence, one page, packed
+    densely, holds what these layers have in all of them. Entries of page tables are numbers of slabs: the first one
+    of a block of tokens.
+    """
+
+    layers: tuple[int, ...]
+    num_layers: int  # of the base
+
+    @property
+    def num_full(self) -> int:
+        return len(self.layers)
+
+    @property
+    def slab_order(self) -> tuple[int, ...]:
+        """By layer: which slab of a page has its KV."""
+        others = [layer for layer in range(self.num_layers) if layer not in self.layers]
+        order = [*self.layers, *others]
+        return tuple(order.index(layer) for layer in range(self.num_layers))
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages whose full layers one dense page holds."""
+        return self.num_layers // self.num_full
+
+    def entries(self, pages: Iterable[int]) -> list[int]:
+        """Of pages with the KV of all layers."""
+        return [page * self.num_layers for page in pages]
+
+    def dense_entries(self, pages: Iterable[int]) -> list[int]:
+        """Of the blocks in dense pages."""
+        starts = range(0, self.num_blocks * self.num_full, self.num_full)
+        return [page * self.num_layers + start for page in pages for start in starts]
 
 
 def kept_window(window: int | None, device: str) -> int | None:
@@ -23,13 +64,23 @@ def num_unseen_pages(num_tokens: int, block_size: int, window: int | None) -> in
     return 0 if window is None else max(0, num_tokens + 1 - window) // block_size
 
 
-def most_pages(num_tokens: int, block_size: int, window: int | None, max_tokens_per_step: int) -> int:
+def most_pages(
+    num_tokens: int,
+    block_size: int,
+    window: int | None,
+    max_tokens_per_step: int,
+    full_layers: FullLayers | None = None,
+) -> int:
     """The most pages that a sequence of so many tokens holds at once.
 
     With a window: what the next token sees, and the tokens of two steps, since one is planned while another one runs.
-    Neither end of these is that of a page, and decodes give pages back only when one is full.
+    Neither end of these is that of a page, and decodes give pages back only when one is full. With full layers also the
+    dense pages, and what is short of another one.
     """
     num_pages = -(-num_tokens // block_size)
     if window is None:
         return num_pages
-    return min(num_pages, -(-(window - 1 + 2 * max_tokens_per_step) // block_size) + 2)
+    num_seen = -(-(window - 1 + 2 * max_tokens_per_step) // block_size) + 2
+    if full_layers is not None:
+        num_seen += num_pages // full_layers.num_blocks + full_layers.num_blocks
+    return min(num_pages, num_seen)

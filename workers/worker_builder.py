@@ -107,7 +107,9 @@ def build_executor(
         one_page = pool_of(sharding, config.block_size, dtype, 1, config.kv_dtype)
         geometry = replace(one_page, num_pages=_num_pages_left(ready_runner, one_page, memory, config, parallel))
         window = kept_window(model.window, device.type)
-        if geometry.num_pages < most_pages(context, config.block_size, window, config.max_tokens_per_step):
+        if geometry.num_pages < most_pages(
+            context, config.block_size, window, config.max_tokens_per_step, model.full_layers
+        ):
             _log.warning(
                 "what the GPU has left holds %d tokens and the context has %d: longer requests are refused; does "
                 "another process use this GPU?",

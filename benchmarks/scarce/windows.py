@@ -37,7 +37,13 @@ class Shape:
 
     def limits(self, num_pages: int, num_sequences: int) -> GangLimits:
         sizes = (1 << 17, 1 << 16, BLOCK_SIZE, num_pages, MAX_TOKENS_PER_STEP, num_sequences)
-        if self.num_full or "window" not in {field.name for field in fields(GangLimits)}:
+        known = {field.name for field in fields(GangLimits)}
+        if self.num_full and "full_layers" in known:
+            from motet.workers.window_pages import FullLayers
+
+            full_layers = FullLayers(tuple(range(self.num_full)), self.num_full + self.num_sliding)
+            return GangLimits(*sizes, window=self.window, full_layers=full_layers)
+        if self.num_full or "window" not in known:
             return GangLimits(*sizes)
         return GangLimits(*sizes, window=self.window)
 

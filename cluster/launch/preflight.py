@@ -72,7 +72,7 @@ def check_sizes(config: MotetConfig) -> list[str]:
         return warnings  # a GPU's free memory is known once the model is loaded
     num_pages = pool_bytes // page_bytes
     window = kept_window(model.window, serving.device)
-    num_needed = most_pages(length, block_size, window, batching.max_tokens_per_step)
+    num_needed = most_pages(length, block_size, window, batching.max_tokens_per_step, model.full_layers)
     if num_pages < num_needed:
         warnings.append(
             f"the pool holds {num_pages * block_size} tokens and the context has {length}: longer requests are "

@@ -28,7 +28,7 @@ from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate
-from motet.workers.wire.page_keys import PageKey, first_link, next_keys
+from motet.workers.wire.page_keys import PageKey, dense_key, first_link, next_keys
 
 EOS = 99
 
@@ -77,6 +77,7 @@ class Worker:
         self.num_computed = self.num_copies = 0
         self.sequence_of: Callable[[int], GrowingSequence] | None = None  # to know whose KV a plan means
         self._kv: dict[tuple[int, int], object] = {}  # by page and place in it
+        self._full: dict[tuple[int, int], object] = {}  # of full layers, by entry of a page table and place
         self._tiers: dict[tuple[str, int], list[object]] = {}  # what each page of a tier behind the pool holds
         self._moving: list[PageMove] = []
         self._keys: dict[tuple[object, ...], PageKey] = {}  # by a page's last KV
@@ -106,6 +107,8 @@ class Worker:
         assert not targets & {copy.source for copy in plan.copies}
         for copy in plan.copies:
             self._write_page("device", copy.target, self._read_page("device", copy.source))
+        for dense in plan.full_copies:
+            self._fill_dense(dense.sources, dense.target)
         written = [self._compute(s) for s in plan.sequences]
         written += [{(page, 0) for page in a.pages} for a in plan.adapters]
         assert len(set().union(*written)) == sum(map(len, written)), "two write to the same place"
@@ -152,8 +155,15 @@ class Worker:
     def check_residence(self, s: Scheduler) -> None:
         """Checks that pages which the scheduler calls resident, in any tier, hold the content of their keys."""
         resident: list[tuple[PageKey, list[object]]] = []
+        layers = self.limits.full_layers
+        filling = {copy.target for copy in s._prefixes._full_copies}
         for key, page in s.memory.prefixes._pages.items():
-            resident.append((key, self._read_page("device", page)))
+            if layers is None or s.memory.prefixes._entries[page].num_blocks == 1:
+                resident.append((key, self._read_page("device", page)))
+            elif page not in filling:
+                blocks = [self._read_full(entry) for entry in layers.dense_entries((page,))]
+                assert dense_key(self._key_of(blocks[-1])) == key, "a dense page that is kept holds something else"
+                resident += [(self._key_of(block), block) for block in blocks]
         for tier, slots in s._tiers._tiers.items():
             resident += [(key, self._read_page(tier, slot)) for key, slot in slots._slots.items()]
         for key, content in resident:
@@ -192,7 +202,8 @@ class Worker:
 
     def _write_page(self, tier: str, page: int, content: list[Any]) -> None:
         if tier == "device":
-            self._kv |= {(page, place): kv for place, kv in enumerate(content)}
+            for place, kv in enumerate(content):
+                self._write(page, place, kv)
         else:
             self._tiers[tier, page] = content
 
@@ -210,26 +221,59 @@ class Worker:
                 split = sequence.num_prompt_tokens
                 prompt = token_ids[:split] if s.sample.params.repetition_penalty != 1 else []
                 counts.check_integrity(prompt, token_ids[split : s.start + len(s.token_ids)])
-            window = self.limits.window
+            window, layers = self.limits.window, self.limits.full_layers
             for position in range(0 if window is None else max(0, s.start + 1 - window), s.start):
                 kv = self._kv[self._place(s, position)]
                 assert kv == (owner, tuple(token_ids[: position + 1])), "not the KV of this sequence's token"
+            for position in range(s.start if layers is not None else 0):
+                block, place = divmod(position, self.limits.block_size)
+                kv = self._full[unpacked(s.pages)[block], place]
+                assert kv == (owner, tuple(token_ids[: position + 1])), "not the KV of this sequence's token"
             for position in range(s.start, s.start + len(s.token_ids)):
-                self._kv[self._place(s, position)] = (owner, tuple(token_ids[: position + 1]))
+                self._write(*self._place(s, position), (owner, tuple(token_ids[: position + 1])))
         places = {self._place(s, position) for position in range(s.start, s.start + len(s.token_ids))}
         self.num_computed += len(s.token_ids)
         return places
 
     def _needed(self, s: SequencePlan) -> list[int]:
         """Its pages without those that no layer sees any more."""
-        return unpacked(s.pages).tolist()[self.limits.num_unseen_pages(s.start) :]
+        num_slabs = self._num_slabs
+        return [entry // num_slabs for entry in unpacked(s.pages)[self.limits.num_unseen_pages(s.start) :]]
 
     def _place(self, s: SequencePlan, position: int) -> tuple[int, int]:
-        return unpacked(s.pages)[position // self.limits.block_size], position % self.limits.block_size
+        block, place = divmod(position, self.limits.block_size)
+        page, slab = divmod(unpacked(s.pages)[block], self._num_slabs)
+        assert slab == 0, "all layers are needed, and a dense page has some"
+        return page, place
+
+    @property
+    def _num_slabs(self) -> int:
+        """Of a page, as page tables count."""
+        return 1 if self.limits.full_layers is None else self.limits.full_layers.num_layers
+
+    def _write(self, page: int, place: int, kv: object) -> None:
+        self._kv[page, place] = kv
+        if (layers := self.limits.full_layers) is not None:
+            for entry in layers.dense_entries((page,)):
+                self._full.pop((entry, place), None)
+            self._full[page * layers.num_layers, place] = kv
+
+    def _fill_dense(self, sources: tuple[int, ...], target: int) -> None:
+        layers = self.limits.full_layers
+        assert layers is not None and len(sources) == layers.num_blocks and target not in sources
+        for place in range(self.limits.block_size):
+            self._kv.pop((target, place), None)
+        for source, entry in zip(sources, layers.dense_entries((target,)), strict=True):
+            for place in range(self.limits.block_size):
+                self._full[entry, place] = self._full[source * layers.num_layers, place]
+
+    def _read_full(self, entry: int) -> list[Any]:
+        return [self._full[entry, place] for place in range(self.limits.block_size)]
 
     def _write_adapter(self, residence: Residence) -> None:
         for page in residence.pages:
-            self._kv |= {(page, place): residence.digest for place in range(self.limits.block_size)}
+            for place in range(self.limits.block_size):
+                self._write(page, place, residence.digest)
         self.there[residence.digest] = residence.pages
 
 

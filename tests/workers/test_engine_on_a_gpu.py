@@ -24,7 +24,7 @@ from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, write_adapter
 from motet.tests.rigs.stand_in_gpu.gpu_worker import UNEVEN_BYTES, gpu_of_twins, run_worker_on_gpu, twins
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu
 from motet.tests.rigs.stand_in_gpu.tally import Wait
-from motet.workers import device, device_memory, worker_builder
+from motet.workers import device, device_memory, window_pages, worker_builder
 from motet.workers.config import CPU_POOL_BYTES
 from motet.workers.decoding.token_choice import uniform
 from motet.workers.decoding.token_counts import TokenCounts
@@ -264,3 +264,24 @@ def test_float32_is_refused_on_a_gpu(llama: Stock, monkeypatch: pytest.MonkeyPat
 def test_a_cpu_takes_a_pool_of_its_own_size(llama: Stock) -> None:
     with llama.engine(60, pool_bytes=None) as rig:
         assert rig.engine.info.num_pages == CPU_POOL_BYTES // llama.page_bytes
+
+
+def test_dense_pages_are_filled_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sequence that is longer than a window and what kernels for GPUs read before it (twins read no tiles)."""
+    monkeypatch.setattr(window_pages, "_TILE_KEYS", 20)
+    stock = made("gemma3", tmp_path)
+    prompt = random.Random(7).choices(range(VOCAB_SIZE), k=200)
+    answers = list[list[int]]()
+    with gpu_of_twins():
+        for kind in ("cpu", "cuda"):
+            with stock.engine(90, device=kind, max_tokens_per_step=64) as rig:
+                rig.submit(0, prompt, None, WAYS[0])
+                most_dense = 0
+                while rig.engine.has_work():
+                    rig.step()
+                    running = rig.engine._scheduler._running.by_id.values()
+                    most_dense = max([most_dense, *(len(each.dense_pages) for each in running)])
+                rig.assert_idle()
+                answers.append(rig.told[0].token_ids)
+                assert most_dense > 0
+    assert answers[0] == answers[1]

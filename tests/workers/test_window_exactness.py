@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from motet.tests.rigs.engine_rig import EngineRig, Stock
+from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
@@ -22,7 +23,7 @@ GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 Asked = tuple[list[int], str | None, Answer]  # prompt, adapter, the oracle's answer
 
 
-@pytest.fixture(scope="module", params=["mistral_window", "mixtral"])
+@pytest.fixture(scope="module", params=["mistral_window", "mixtral", "gemma2", "gemma3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stock, Oracle]]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -50,6 +51,7 @@ def poison(rig: EngineRig) -> int:
     executor, free = rig.engine.executor, rig.engine._scheduler.memory.allocator._free
     assert isinstance(executor, LocalExecutor)
     executor.runner.pool[torch.tensor(free, dtype=torch.int64)] = torch.nan
+    executor.runner.pool[executor.runner.num_pages :] = torch.nan  # no sequence's
     return len(free)
 
 
@@ -70,10 +72,12 @@ def test_answers_are_the_oracles(model: tuple[Stock, Oracle], prefix_cache: bool
     """All at once, in chunks; and again, with what the cache has of them. The pool holds no two of them whole."""
     stock, oracle = model
     asked = questions(oracle, seed=1)
-    window = ModelConfig.from_folder(stock.model_path).window
-    assert window is not None
+    config = ModelConfig.from_folder(stock.model_path)
+    window = config.window
+    assert window is not None and (config.full_layers is not None) == (stock.model_path.parent.name.startswith("gemma"))
     num_adapter_pages = max(stock.num_pages(1, adapter) for _, adapter, _ in asked)
-    num_pages = 2 * most_pages(LONGEST + NUM_TOKENS, BLOCK, window, BUDGET) + num_adapter_pages
+    most = most_pages(LONGEST + NUM_TOKENS, BLOCK, window, BUDGET, config.full_layers)
+    num_pages = 2 * (most + (config.full_layers is not None)) + num_adapter_pages
     assert num_pages - num_adapter_pages < 2 * -(-LONGEST // BLOCK)
     with stock.engine(num_pages, max_tokens_per_step=BUDGET, prefix_cache=prefix_cache) as rig:
         assert rig.engine._scheduler._limits.window == window
@@ -81,6 +85,27 @@ def test_answers_are_the_oracles(model: tuple[Stock, Oracle], prefix_cache: bool
             serve(rig, asked, first_id)
         assert poison(rig) > 0
         assert rig.engine.load().counters.num_generated_tokens == 2 * len(asked) * NUM_TOKENS
+
+
+def test_a_gang_of_two_workers_gives_the_same_answers(model: tuple[Stock, Oracle]) -> None:
+    """Each has its part of every page, and fills dense pages from it."""
+    stock, oracle = model
+    asked = questions(oracle, seed=3)
+    config = ModelConfig.from_folder(stock.model_path)
+    num_adapter_pages = max(stock.num_pages(1, adapter) for _, adapter, _ in asked)
+    num_pages = 2 * -(-(LONGEST + NUM_TOKENS) // BLOCK) + num_adapter_pages
+    with gang(stock.gang_config(num_pages, 2, max_tokens_per_step=BUDGET)) as (engine, _):
+        rig = EngineRig(engine, stock.refs)
+        num_dense = 0
+        for sequence_id, (prompt, adapter, _) in enumerate(asked):
+            rig.submit(sequence_id, prompt, adapter, GREEDY)
+        while rig.engine.has_work():
+            rig.step()
+            num_dense += sum(len(each.dense_pages) for each in engine._scheduler._running.by_id.values())
+        rig.assert_idle()
+        assert (num_dense > 0) == (config.full_layers is not None)
+        for sequence_id, (_, _, answer) in enumerate(asked):
+            assert rig.told[sequence_id].token_ids == answer.token_ids
 
 
 def test_a_window_comes_back_from_host_memory(model: tuple[Stock, Oracle]) -> None:

@@ -12,6 +12,7 @@ from ...adapters.packing.layout import AdapterLayout
 from ...kernels.attention import AttentionBatch, PagedAttention
 from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
+from ...kernels.pages import copy_slabs
 from ..decoding.token_choice import begin_sample, sample
 from ..decoding.token_counts import PenalisedSequences, TokenCounts
 from ..memory.pool import PoolGeometry, kv_layers
@@ -147,6 +148,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> dict[int, SampledToken | None]:
         """Computes the plan's tokens; the gang's first worker chooses the next ones, by sequence id."""
+        self._copy_pages(plan)
         if self._parallel.rank == 0:
             self.penalised.follow(plan)
         if not plan.sequences:
@@ -164,6 +166,7 @@ class Runner:
 
         `before`: the step that was begun before this one, which may still run: it chooses the tokens that are fed.
         """
+        self._copy_pages(plan)
         if not plan.sequences:
             self.penalised.follow(plan)
             return BegunStep()
@@ -183,13 +186,20 @@ class Runner:
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Computes the plan's tokens; `[num_samples, vocab]` float32 of the sequences that sample, in batch order."""
+        self._copy_pages(plan)
         return self._logits(self._inputs(plan))
 
-    def _inputs(self, plan: StepPlan, before: BegunStep | None = None) -> StepInputs | DeviceInputs:
-        """Makes the plan's copies of pages within the pool, and lays out its tokens."""
+    def _copy_pages(self, plan: StepPlan) -> None:
+        """Makes the plan's copies within the pool. Later steps may need them, even if no sequence of this one does."""
         if plan.copies:
             content = self._kernels.read_pages(self._pool, [copy.source for copy in plan.copies])
             self._kernels.write_pages(self._pool, [copy.target for copy in plan.copies], content)
+        for dense in plan.full_copies:
+            assert self._geometry.full_layers is not None
+            copy_slabs(self._pool, dense.sources, dense.target, self._geometry.full_layers.num_full)
+
+    def _inputs(self, plan: StepPlan, before: BegunStep | None = None) -> StepInputs | DeviceInputs:
+        """Lays out the plan's tokens."""
         self._known = {residence.digest: (residence, self._paged(residence)) for residence in plan.adapters}
         adapters = {digest: adapter for digest, (_, adapter) in self._known.items()}
         if self._rows is not None:

@@ -12,6 +12,7 @@ from ...kernels.float8_kv import float8_view
 from ...kernels.huge_pages import zeros_in_huge_pages
 from ..config import KVDtype
 from ..models.sharding import ModelSharding
+from ..window_pages import FullLayers
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class PoolGeometry:
     head_dim: int
     dtype: torch.dtype
     kv_dtype: KVDtype = "dtype"  # "dtype": the pool's own
+    full_layers: FullLayers | None = None  # page tables have numbers of slabs; None: of pages, and layers are in order
 
     @property
     def page_bytes(self) -> int:
@@ -49,20 +51,32 @@ def pool_of(
     """The pool of one worker with `num_pages` pages."""
     config, slab = sharding.config, sharding.slab(block_size, kv_dtype, dtype.itemsize)
     kv = (sharding.num_kv_heads, config.head_dim)
-    return PoolGeometry(num_pages, config.num_layers, slab, block_size, *kv, dtype, kv_dtype)
+    return PoolGeometry(num_pages, config.num_layers, slab, block_size, *kv, dtype, kv_dtype, config.full_layers)
 
 
 def make_pool(geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
-    """`[num_pages, num_layers, slab]`. Zeroed, because masked attention still multiplies what it does not see."""
-    shape = (geometry.num_pages, geometry.num_layers, geometry.slab)
+    """`[num_pages, num_layers, slab]`. Zeroed, because masked attention still multiplies what it does not see.
+
+    With one page more where tables have numbers of slabs: kernels may read, and ignore, what lies behind a dense page.
+    """
+    num_pages = geometry.num_pages + (geometry.full_layers is not None)
+    shape = (num_pages, geometry.num_layers, geometry.slab)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=geometry.dtype, device=device)
     return zeros_in_huge_pages(math.prod(shape), geometry.dtype).view(shape)
 
 
 def kv_layers(pool: torch.Tensor, geometry: PoolGeometry) -> tuple[LayerKV, ...]:
-    """The same pages as KV, by layer: `[num_pages, 2, block_size, num_kv_heads, head_dim]`, or `Float8KV` of these."""
+    """The same pages as KV, by layer: `[num_pages, 2, block_size, num_kv_heads, head_dim]`, or `Float8KV` of these.
+
+    Where tables have numbers of slabs, the slabs from the layer's own on: `[num_slabs, …]`.
+    """
     shape = (geometry.block_size, geometry.num_kv_heads, geometry.head_dim)
+    if geometry.full_layers is None:
+        layers = [pool[:, layer] for layer in range(geometry.num_layers)]
+    else:
+        slabs = pool.flatten(0, 1)
+        layers = [slabs[slab:] for slab in geometry.full_layers.slab_order]
     if geometry.kv_dtype == "float8":
-        return tuple(float8_view(pool[:, layer], *shape) for layer in range(geometry.num_layers))
-    return tuple(pool[:, layer].unflatten(1, (2, *shape)) for layer in range(geometry.num_layers))
+        return tuple(float8_view(layer, *shape) for layer in layers)
+    return tuple(layer.unflatten(1, (2, *shape)) for layer in layers)

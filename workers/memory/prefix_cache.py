@@ -21,6 +21,7 @@ class _Entry(msgspec.Struct, gc=False):
     key: PageKey
     depth: int  # pages before it
     adapter: str | None  # digest, if known
+    num_blocks: int  # whose KV it has
     uses: UseCount = msgspec.field(default_factory=UseCount)
     is_outdated: bool = False  # its adapter has no name any more: evicted first, unless a sequence uses the page again
 
@@ -94,17 +95,17 @@ class PrefixCache:
                 self._idle.remove(page)
                 self._rest(page)
 
-    def insert(self, page: int, key: PageKey, depth: int, adapter: str | None = None) -> bool:
+    def insert(self, page: int, key: PageKey, depth: int, adapter: str | None = None, num_blocks: int = 1) -> bool:
         """Keeps a page that a sequence has filled; `depth`: pages before it. False: its content is here already.
 
-        `adapter`: digest with which it was computed, if known.
+        `adapter`: digest with which it was computed, if known. `num_blocks`: pages that would be computed to fill it.
         """
         if key in self._pages:
             return False
         assert page not in self._entries, f"page {page} has a key already"
         self._allocator.share((page,))
         self._pages[key] = page
-        self._entries[page] = entry = _Entry(key, depth, adapter)
+        self._entries[page] = entry = _Entry(key, depth, adapter, num_blocks)
         entry.uses.add(self._idle.num_rounds)
         if adapter is not None:
             self._of_adapters.setdefault(adapter, set()).add(page)
@@ -200,7 +201,7 @@ class PrefixCache:
     def _rest(self, page: int) -> None:
         entry = self._entries[page]
         num_uses = 0.0 if entry.is_outdated else entry.uses.value
-        self._idle.add(page, 1, num_uses, self._page_cost_s(entry.key), entry.depth)
+        self._idle.add(page, 1, num_uses, self._page_cost_s(entry.key) * entry.num_blocks, entry.depth)
 
     def _drop(self, page: int) -> None:
         entry = self._entries.pop(page)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from ...adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
 from ..config import KVDtype
+from ..window_pages import FullLayers
 from .expert_config import ExpertConfig
 from .families import Family, family_of
 from .rotary_config import RotaryConfig, layer_rotaries
@@ -86,9 +87,18 @@ class ModelConfig:
 
     @property
     def window(self) -> int | None:
-        """Newest tokens that a token sees in any layer, itself included; None: some layer sees all."""
+        """Newest tokens that a token sees in the layers with a window, itself included.
+
+        None: too few have one for pages to be given back.
+        """
         windows = [window for window in self.sliding_windows if window is not None]
-        return max(windows) if len(windows) == self.num_layers else None
+        return max(windows) if len(windows) * 2 >= self.num_layers else None
+
+    @property
+    def full_layers(self) -> FullLayers | None:
+        """The layers that see all tokens; None: none does, or too many for pages to be given back."""
+        full = tuple(layer for layer, window in enumerate(self.sliding_windows) if window is None)
+        return FullLayers(full, self.num_layers) if full and self.window is not None else None
 
     def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
         """Elements that a page of `block_size` tokens holds in one layer; see `slab_of_head`."""

@@ -11,10 +11,13 @@ from ..fairness.tenant_counters import TenantCounters
 from ..memory.paged_memory import PagedMemory
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence
+from .prefix_reuse import PrefixReuse
 from .prompt_planner import OlderSequences
 from .request_limits import GangLimits, pages_for
 from .running_sequences import RunningSequences
 from .waiting_queue import WaitingQueue
+
+_MOST_CONDENSED = 64  # dense pages that a step fills
 
 
 class Decodes:
@@ -30,11 +33,14 @@ class Decodes:
         preempt: Callable[[GrowingSequence], None],
         counts: StepCounts,
         times: PageTimes,
+        prefixes: PrefixReuse,
     ) -> None:
         """`preempt` puts a running sequence back into the queue."""
         self._memory, self._waiting, self._running = memory, waiting, running
         self._limits, self._counters = limits, counters
         self._preempt, self._counts, self._times = preempt, counts, times
+        self._prefixes = prefixes
+        self.to_condense: dict[GrowingSequence, None] = {}  # a dense page can stand for pages of these
 
     def plan(self) -> list[GrowingSequence]:
         """Plans the next token of decoding sequences; preempts the last by rank where pages run out."""
@@ -42,6 +48,8 @@ class Decodes:
         budget, block_size = self._limits.max_tokens_per_step, self._limits.block_size
         older: OlderSequences | None = None
         num_preemptions = self._counts.num_preemptions
+        if self.to_condense:
+            self._condense_all()
         if self._limits.window is not None:
             self._grow_prompts()
         for sequence in self._decoding():
@@ -63,6 +71,45 @@ class Decodes:
             planned = [sequence for sequence in planned if sequence.sequence_id in self._running.by_id]
         self._charge_tokens(planned)
         return planned
+
+    def _condense_all(self) -> None:
+        """Fills dense pages in place of pages of which only full layers see anything, at most _MOST_CONDENSED of them.
+
+        Where there is no room for one, the next step tries again.
+        """
+        older = OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
+        num_left = _MOST_CONDENSED
+        for sequence in [*self.to_condense]:
+            if self._running.by_id.get(sequence.sequence_id) is sequence:
+                num_unseen = self._limits.num_unseen_pages(sequence.num_computed)
+                while num_left and sequence.num_gone < num_unseen and self._condense(sequence, older):
+                    num_left -= 1
+                if sequence.num_gone < num_unseen:
+                    continue
+            del self.to_condense[sequence]
+
+    def _condense(self, sequence: GrowingSequence, older: OlderSequences) -> bool:
+        """Gives the sequence's first pages back for a dense one, which another sequence may have filled.
+
+        Others are preempted only for a prompt that could not go on otherwise. False: there is no room.
+        """
+        page = self._prefixes.kept_dense(sequence)
+        if page is not None:
+            self._memory.prefixes.acquire((page,))
+            self._memory.prefixes.count_uses((page,))
+        else:
+            if self._memory.allocator.num_free < 1:
+                older.reach_running(sequence, self._running.rank)
+            is_stuck = not sequence.num_that_fit(self._limits.block_size)
+            if not (self._make_room(sequence, older, 1) if is_stuck else self._memory.make_room(1, older.wanted)):
+                return False
+            (page,) = self._memory.allocator.allocate(1) or ()
+            self._prefixes.fill_dense(sequence, page)
+        pages = sequence.condense(page)
+        self._memory.prefixes.release(pages)
+        self._times.shrink(sequence.held, len(pages) - 1)
+        self._running.reserve.shrink(sequence)
+        return True
 
     def _grow_prompts(self) -> None:
         """Takes pages for prompts in place of those that they have given back.
@@ -91,6 +138,15 @@ class Decodes:
         """
         if self._memory.allocator.num_free < num_pages:
             older.reach_running(sequence, self._running.rank)
+        if not self._make_room(sequence, older, num_pages):
+            return False
+        sequence.grow(self._memory.allocator.allocate(num_pages) or ())
+        self._running.reserve.grow(sequence, num_pages)
+        self._times.grow(sequence.held, num_pages)
+        return True
+
+    def _make_room(self, sequence: GrowingSequence, older: OlderSequences, num_pages: int) -> bool:
+        """Makes room for a running sequence, if need be by preempting others. False: there is none."""
         while not self._memory.make_room(num_pages, older.wanted):
             victim = self._running.victim_for(sequence)
             if victim is not None:
@@ -99,9 +155,6 @@ class Decodes:
                 break  # evicted an older sequence's adapter: otherwise the two would wait for each other
             else:
                 return False
-        sequence.grow(self._memory.allocator.allocate(num_pages) or ())
-        self._running.reserve.grow(sequence, num_pages)
-        self._times.grow(sequence.held, num_pages)
         return True
 
     def _decoding(self) -> list[GrowingSequence]:

@@ -9,7 +9,8 @@ from operator import attrgetter
 
 from ..fairness.page_times import HeldPages
 from ..fairness.tenant_counters import TenantCounter
-from ..plan import Int32s, SamplePlan, SeenTokens, packed
+from ..plan import INT32_BYTES, Int32s, SamplePlan, SeenTokens, packed
+from ..window_pages import FullLayers
 from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey
 from ..wire.sequence_usage import SequenceUsage
@@ -32,7 +33,8 @@ class GrowingSequence:
     num_coming: int = 0  # tokens that uncommitted plans choose
     pages: tuple[int, ...] = ()  # all that it has had, in order; changed by `hold` and `grow`
     num_gone: int = 0  # its first pages that it holds no more: no layer sees them. Their numbers mean nothing
-    packed_pages: Int32s = b""  # the same as plans carry them, updated only when pages are added
+    dense_pages: tuple[int, ...] = ()  # that have what full layers see of its first `num_gone` pages
+    packed_pages: Int32s = b""  # the table as plans carry it, updated only when pages are added or given back
     sequence_id: int = field(init=False)
     sampling: SamplingParams = field(init=False)
     adapter_digest: str | None = field(init=False)  # None: the base
@@ -49,6 +51,8 @@ class GrowingSequence:
     )  # order among waiting sequences, as last computed; the least goes first. Compared with running ones' ranks
     num_at_start: int = 0  # tokens that were cached when its run began
     counter_at_start: float = 0.0  # its tenant's counter when its run began
+    full_layers: FullLayers | None = None  # of the base
+    num_adapter_pages: int = 0
     prepaid: range = range(0)  # positions that it computes again at the cost of the tenant that it was preempted for
     num_counted: int = 0  # its first tokens, which its usage has counted: they are recomputed if they come again
     num_computed_prompt_tokens: int = 0  # for its usage, like the next two; all gangs included
@@ -129,11 +133,11 @@ class GrowingSequence:
 
     @property
     def held_pages(self) -> tuple[int, ...]:
-        return self.pages[self.num_gone :]
+        return (*self.dense_pages, *self.pages[self.num_gone :])
 
     @property
     def num_held_pages(self) -> int:
-        return len(self.pages) - self.num_gone
+        return len(self.pages) - self.num_gone + len(self.dense_pages)
 
     def num_that_fit(self, block_size: int) -> int:
         """Tokens that the next plan could compute on the pages that the sequence has.
@@ -142,14 +146,33 @@ class GrowingSequence:
         """
         return min(self.num_unplanned, len(self.pages) * block_size - self.next_position)
 
-    def hold(self, pages: tuple[int, ...], num_gone: int = 0) -> None:
+    def hold(self, pages: tuple[int, ...], num_gone: int = 0, dense_pages: tuple[int, ...] = ()) -> None:
         """Sets the sequence's pages, the first `num_gone` of which are not held."""
-        self.pages, self.packed_pages, self.num_gone = pages, packed(pages), num_gone
+        self.pages, self.num_gone, self.dense_pages = pages, num_gone, dense_pages
+        layers = self.full_layers
+        self.packed_pages = packed(
+            pages if layers is None else [*layers.dense_entries(dense_pages), *layers.entries(pages[num_gone:])]
+        )
 
     def grow(self, pages: tuple[int, ...]) -> None:
         """Appends pages."""
         self.pages += pages
-        self.packed_pages += packed(pages)
+        self.packed_pages += packed(pages if self.full_layers is None else self.full_layers.entries(pages))
+
+    @property
+    def next_dense(self) -> range:
+        """The pages for which the next dense page will stand."""
+        assert self.full_layers is not None
+        return range(self.num_gone, self.num_gone + self.full_layers.num_blocks)
+
+    def condense(self, dense_page: int) -> tuple[int, ...]:
+        """From now on a dense page stands for its next pages; returns those, which are not held any more."""
+        assert self.full_layers is not None
+        going, table = self.next_dense, self.packed_pages
+        entries = packed(self.full_layers.dense_entries((dense_page,)))
+        self.packed_pages = table[: going.start * INT32_BYTES] + entries + table[going.stop * INT32_BYTES :]
+        self.dense_pages += (dense_page,)
+        return self.give_back(going.stop)
 
     def give_back(self, num_gone: int) -> tuple[int, ...]:
         """From now on its first `num_gone` pages are not held; returns those of them that were.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from ..window_pages import FullLayers
 from .answer_lengths import NUM_BUCKETS, STARTS, AnswerLengths, bucket_of
 from .growing_sequence import GrowingSequence
 
@@ -75,15 +76,19 @@ class _Place:
     bucket: int
     bucket_ends: int  # tokens of the sequence, prompt and answer
     num_pages: int  # that only it holds, as far as known
-    grows: bool  # False: it gives back as many pages as it takes
+    grows: float  # pages for each page of its tokens; less than 1: it gives others back
 
 
 class PageReserve:
     """Predicts how many pages running sequences will need. An update takes constant time, however many run."""
 
-    def __init__(self, num_pages: int, block_size: int, window: int | None = None) -> None:
+    def __init__(
+        self, num_pages: int, block_size: int, window: int | None = None, full_layers: FullLayers | None = None
+    ) -> None:
         """`num_pages`: of the pool. `window`: tokens from which on a sequence gives pages back; None: never."""
         self._num_pool_pages, self._block_size, self._window = num_pages, block_size, window
+        # Pages that it takes from then on for each page of tokens, rounded so that sums are exact.
+        self._late_growth = 0.0 if full_layers is None else round(1024 / full_layers.num_blocks) / 1024
         self._lengths = AnswerLengths()
         self._survival = survival(self._lengths.reach())
         self._num_ends = 0  # since this was computed
@@ -120,7 +125,7 @@ class PageReserve:
         limit, bucket = _limit(sequence), bucket_of(_num_generated(sequence))
         group = self._groups.get(limit)
         alive = (self._alive(limit) if group is None else group.alive)[bucket]
-        grown = _AHEAD / self._block_size if self._grows(sequence) else 0.0
+        grown = self._grows(sequence) * _AHEAD / self._block_size
         own = alive * (num_pages + grown) - num_pages
         return math.ceil(float((self._growth + own).max()))
 
@@ -154,12 +159,12 @@ class PageReserve:
         place.bucket, place.bucket_ends = bucket, sequence.num_prompt_tokens + STARTS[bucket + 1]
 
     def shrink(self, sequence: GrowingSequence) -> None:
-        """The running sequence has given pages back: from now on as many as it takes."""
+        """The running sequence has given pages back: from now on nearly as many as it takes."""
         place = self._places[sequence.sequence_id]
         num_pages = min(place.num_pages, sequence.num_held_pages)
         self._sum_squares += num_pages**2 - place.num_pages**2
-        self._count(place.group, place.bucket, -place.grows, num_pages - place.num_pages)
-        place.num_pages, place.grows = num_pages, False
+        self._count(place.group, place.bucket, self._late_growth - place.grows, num_pages - place.num_pages)
+        place.num_pages, place.grows = num_pages, self._late_growth
 
     def remove(self, sequence: GrowingSequence) -> None:
         """The sequence does not run any more."""
@@ -198,14 +203,14 @@ class PageReserve:
             assert group.num_sequences == counted[limit].num_sequences
             assert group.num_pages == counted[limit].num_pages
 
-    def _grows(self, sequence: GrowingSequence) -> bool:
-        return self._window is None or len(sequence.token_ids) < self._window
+    def _grows(self, sequence: GrowingSequence) -> float:
+        return 1.0 if self._window is None or len(sequence.token_ids) < self._window else self._late_growth
 
     def _alive(self, limit: int) -> _Floats:
         alive: _Floats = self._survival * (_MIDDLES[:, None] + _AHEAD < limit)
         return alive
 
-    def _count(self, group: _Group, bucket: int, num_sequences: int, num_pages: int) -> None:
+    def _count(self, group: _Group, bucket: int, num_sequences: float, num_pages: int) -> None:
         group.num_sequences[bucket] += num_sequences
         group.num_pages[bucket] += num_pages
         self._growth = None

@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 from ..fairness.passing_over import PrefixHere
 from ..memory.idle_order import Item
 from ..memory.prefix_cache import PrefixCache
-from ..plan import PageCopy
-from ..wire.page_keys import PageKey, first_link, next_keys
+from ..plan import FullLayersCopy, PageCopy
+from ..wire.page_keys import PageKey, dense_key, first_link, next_keys
 from .growing_sequence import GrowingSequence
 from .request_limits import GangLimits
 from .tier_traffic import TierTraffic
@@ -32,11 +32,16 @@ class FoundPrefix:
 
     num_pages: int = 0
     pages: Sequence[int] = ()  # the last ones, in the pool
+    dense_pages: Sequence[int] = ()  # in the pool, for those before them
 
     @property
     def num_unseen(self) -> int:
-        """The first pages, which no layer sees: they may be gone."""
+        """The first pages, which no layer sees, or of which dense pages have what is seen: they may be gone."""
         return self.num_pages - len(self.pages)
+
+    @property
+    def held_pages(self) -> Sequence[int]:
+        return (*self.dense_pages, *self.pages) if self.dense_pages else self.pages
 
 
 class PrefixReuse:
@@ -46,7 +51,8 @@ class PrefixReuse:
     side: the first one computes the pages, and the others wait for them.
 
     Where all layers have a window, the first pages of a prefix are needed no more once the window is past them. Then a
-    prefix is found if its last pages are there, those that the token after it sees.
+    prefix is found if its last pages are there, those that the token after it sees. Where some layers have one, dense
+    pages may stand for the first ones.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class PrefixReuse:
         # Full pages that running sequences are about to compute, or (None) that are being copied into the pool.
         self._coming: dict[PageKey, GrowingSequence | None] = {}
         self._copies: list[PageCopy] = []  # for the next plan
+        self._full_copies: list[FullLayersCopy] = []  # for the next plan
         self._copied_from: list[int] = []  # pages that must not change until the plan has ended
         self._num_keys_left = MOST_KEYS  # that may be made in this step
         self.num_cached_tokens = 0  # tokens that were found and not computed, since the start
@@ -111,6 +118,9 @@ class PrefixReuse:
             return None
         keys = self._usable_keys(sequence)
         found = self._in_pool(keys)
+        if len(found.pages) > (most := self._most_found(sequence)):
+            found = self._cut(keys, found, most)
+            keys = keys[: found.num_pages]
         sequence.was_looked_up = True
         self._waiting.set_found(sequence, found.num_pages * self._block_size)
         begun = self._begun(keys, found)
@@ -253,13 +263,13 @@ class PrefixReuse:
         Its first own page begins as a copy of a kept page if the two have enough first tokens in common.
         """
         num_found, num_unseen = found.num_pages, found.num_unseen
-        sequence.hold((*repeat(0, num_unseen), *found.pages, *own), num_unseen)
+        sequence.hold((*repeat(0, num_unseen), *found.pages, *own), num_unseen, tuple(found.dense_pages))
         sequence.num_kept_pages = num_found
         sequence.num_computed = num_found * self._block_size + self._copy_begun(sequence, num_found)
         self.num_cached_tokens += sequence.num_computed
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
-        self._cache.count_uses(found.pages)
+        self._cache.count_uses(found.held_pages)
         self._tiers.touch(sequence.page_keys[num_unseen:num_found])
         for key in sequence.page_keys[num_found:]:
             self._coming.setdefault(key, sequence)
@@ -274,6 +284,38 @@ class PrefixReuse:
         for copy in copies:
             self._copied_from.remove(copy.source)
             self._cache.release((copy.source,))
+
+    def take_full_copies(self) -> tuple[FullLayersCopy, ...]:
+        """Dense pages that the next plan fills. `end_full_copies` must follow."""
+        copies, self._full_copies = tuple(self._full_copies), []
+        return copies
+
+    def end_full_copies(self, copies: Iterable[FullLayersCopy]) -> None:
+        """A plan has filled these dense pages."""
+        for copy in copies:
+            for page in (*copy.sources, copy.target):
+                self._copied_from.remove(page)
+            self._cache.release((*copy.sources, copy.target))
+
+    def kept_dense(self, sequence: GrowingSequence) -> int | None:
+        """The sequence's next dense page, if another sequence has filled it."""
+        key = self._next_dense_key(sequence)
+        return None if key is None else self._cache.page_of(key)
+
+    def fill_dense(self, sequence: GrowingSequence, page: int) -> None:
+        """The next plan fills the sequence's next dense page, which others may use from then on."""
+        depths = sequence.next_dense
+        sources = sequence.pages[depths.start : depths.stop]
+        key = self._next_dense_key(sequence)
+        if key is not None:
+            self._cache.insert(page, key, depths.start, sequence.adapter_digest, len(depths))
+        held = (*sources, page)
+        self._cache.acquire(held)
+        self._copied_from += held
+        self._full_copies.append(FullLayersCopy(sources, page))
+
+    def _next_dense_key(self, sequence: GrowingSequence) -> PageKey | None:
+        return dense_key(sequence.page_keys[sequence.next_dense[-1]]) if self._enabled else None
 
     def holders(self) -> Iterable[tuple[int]]:
         """Pages that copies hold, for integrity checks."""
@@ -313,7 +355,7 @@ class PrefixReuse:
             num_full = sequence.num_computed // self._block_size
             self._make_keys(sequence, num_full)
             keys = sequence.page_keys[:num_full]
-            self._cache.forget(keys)
+            self._cache.forget([*keys, *self._dense_keys(keys)])
             self._tiers.forget(keys)
 
     def check_integrity(self, running: Sequence[GrowingSequence]) -> None:
@@ -344,24 +386,56 @@ class PrefixReuse:
         if self._limits.window is None:
             pages = self._cache.find(keys)
             return FoundPrefix(len(pages), pages)
-        num_pages = self._num_reached(keys, lambda key: self._cache.page_of(key) is not None)
-        return FoundPrefix(num_pages, self._cache.find(islice(keys, self._num_unseen(num_pages), num_pages)))
+        return self._longest(keys, lambda key: self._cache.page_of(key) is not None)[1]
+
+    def _dense_keys(self, keys: Sequence[PageKey]) -> Iterable[PageKey]:
+        """Of the dense pages for pages with these keys."""
+        layers = self._limits.full_layers
+        return () if layers is None else map(dense_key, islice(keys, layers.num_blocks - 1, None, layers.num_blocks))
+
+    def _dense_pages(self, keys: Sequence[PageKey]) -> list[int]:
+        """The first dense pages in the pool."""
+        return self._cache.find(self._dense_keys(keys))
+
+    def _most_found(self, sequence: GrowingSequence) -> int:
+        """Pages of a prefix that the sequence may hold whole, so that the pool has room for the rest."""
+        if self._limits.full_layers is None:
+            return sys.maxsize
+        num_needed = self._limits.needed_pages(sequence.max_length - 1) + sequence.num_adapter_pages
+        return self._limits.num_pages - num_needed
+
+    def _cut(self, keys: Sequence[PageKey], found: FoundPrefix, most: int) -> FoundPrefix:
+        """A shorter prefix with at most so many pages that are whole."""
+        while found.num_pages and len(found.pages) > most:
+            found = self._in_pool(keys[: max(0, found.num_pages - len(found.pages) + most)])
+        return found
 
     def _begun(self, keys: Sequence[PageKey], found: FoundPrefix) -> FoundPrefix:
         """The prefix to which pages are copied from a tier: `found`, or the begin of a window in a longer one."""
-        if self._limits.window is None:
+        if self._limits.window is None or (self._limits.full_layers is not None and not self._dense_pages(keys)):
             return found
-        num_pages = self._num_reached(
+        num_pages, begun = self._longest(
             keys, lambda key: self._page_here_or_coming(key) is not None or self._tiers.holds(key)
         )
-        if num_pages <= found.num_pages:
-            return found
+        return begun if num_pages > found.num_pages else found
+
+    def _longest(self, keys: Sequence[PageKey], is_there: Callable[[PageKey], bool]) -> tuple[int, FoundPrefix]:
+        """The length of the longest prefix of which all that is needed whole `is_there`, and its begin in the pool."""
+        layers, dense_pages = self._limits.full_layers, self._dense_pages(keys)
+        num_dense = 0
+        if layers is not None:
+            num_dense = len(dense_pages) * layers.num_blocks
+            keys = keys[: num_dense + sum(1 for _ in takewhile(is_there, islice(keys, num_dense, None)))]
+        num_pages = self._num_reached(keys, is_there)
         first = self._num_unseen(num_pages)
+        if layers is not None:
+            first = min(first, num_dense)
+            del dense_pages[first // layers.num_blocks :]
         pages = self._cache.find(islice(keys, first, num_pages))
-        return FoundPrefix(first + len(pages), pages)
+        return num_pages, FoundPrefix(first + len(pages), pages, dense_pages)
 
     def _num_reached(self, keys: Sequence[PageKey], is_there: Callable[[PageKey], bool]) -> int:
-        """The most first pages of which all that the token after them sees are there."""
+        """The most first pages of which all that are needed whole for the token after them are there."""
         num_pages = len(keys)
         while num_pages:
             seen = range(num_pages - 1, self._num_unseen(num_pages) - 1, -1)

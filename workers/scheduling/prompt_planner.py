@@ -349,15 +349,16 @@ class PromptPlanner:
         back. False, and nothing changed, if the pool has no room for it in addition to what older sequences reserve.
         """
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - found.num_pages
-        num_pages = min(num_pages, self._limits.most_pages(sequence.num_uncomputed) - len(found.pages))
+        most = self._limits.most_pages(sequence.num_uncomputed) - len(found.held_pages)
+        num_pages = min(num_pages, max(1, most))
         keep = older.wanted | self._waiting.kept_from(sequence)
         num_left_free = older.num_reserved_pages + self._running.reserve.num_pages(sequence, num_pages)
-        if not self._memory.has_room(num_pages + num_left_free, keep, found.pages):
+        if not self._memory.has_room(num_pages + num_left_free, keep, found.held_pages):
             self._lacked_room = self._is_blocked = True
             return False
-        if self._running and not self._memory.make_room_in_part(num_pages, keep, found.pages):
+        if self._running and not self._memory.make_room_in_part(num_pages, keep, found.held_pages):
             return False  # the rest of the room is made in the next steps, as running sequences wait for this one
-        self._memory.prefixes.acquire(found.pages)  # first, so that they are not evicted for the new ones
+        self._memory.prefixes.acquire(found.held_pages)  # first, so that they are not evicted for the new ones
         self._memory.make_room(num_pages, keep)
         sequence.counter_at_start = sequence.counter.value
         if self._waiting.remove(sequence):

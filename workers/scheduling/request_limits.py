@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..window_pages import most_pages, num_unseen_pages
+from ..window_pages import FullLayers, most_pages, num_unseen_pages
 from ..wire.messages import SequenceError, SequenceRequest
 
 
@@ -22,14 +22,24 @@ class GangLimits:
     max_tokens_per_step: int
     max_num_sequences: int
     window: int | None = None  # newest tokens whose pages a sequence keeps (`kept_window`); None: all
+    full_layers: FullLayers | None = None  # with a window: layers that see all tokens nevertheless; None: none does
 
     def num_unseen_pages(self, num_tokens: int) -> int:
-        """The first pages of a sequence that no layer sees any more, once so many of its tokens are computed."""
-        return num_unseen_pages(num_tokens, self.block_size, self.window)
+        """The first pages of a sequence that are not needed whole any more, once so many of its tokens are computed.
+
+        No layer sees them. With full layers: as many of those that only these see as whole dense pages hold.
+        """
+        num_unseen = num_unseen_pages(num_tokens, self.block_size, self.window)
+        return num_unseen if self.full_layers is None else num_unseen - num_unseen % self.full_layers.num_blocks
 
     def most_pages(self, num_tokens: int) -> int:
         """The most pages that a sequence of so many tokens holds at once."""
-        return most_pages(num_tokens, self.block_size, self.window, self.max_tokens_per_step)
+        return most_pages(num_tokens, self.block_size, self.window, self.max_tokens_per_step, self.full_layers)
+
+    def needed_pages(self, num_tokens: int) -> int:
+        """Pages of a pool in which a sequence of so many tokens always gets on: a dense page is filled before others
+        are given back for it."""
+        return min(pages_for(num_tokens, self.block_size), self.most_pages(num_tokens) + (self.full_layers is not None))
 
 
 def pages_for(num_tokens: int, block_size: int) -> int:
@@ -58,7 +68,7 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
             f"{num_prompt} prompt tokens{asked} are {over} over the context of {limits.max_model_len} tokens"
         )
     # The last token is never computed, so it takes no room.
-    num_pages = limits.most_pages(wanted - 1) + num_adapter_pages
+    num_pages = limits.needed_pages(wanted - 1) + num_adapter_pages
     if num_pages > limits.num_pages:
         return _invalid(
             f"the request needs {num_pages} pages ({num_adapter_pages} of them for its adapter) and can never fit the "

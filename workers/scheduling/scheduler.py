@@ -74,7 +74,9 @@ class Scheduler:
         self._times = PageTimes(clock)
         self._waiting = WaitingQueue()
         self._ahead: list[GrowingSequence] = []  # waiting sequences that will run next, as of the beginning of the step
-        self._running = RunningSequences(PageReserve(limits.num_pages, limits.block_size, limits.window))
+        self._running = RunningSequences(
+            PageReserve(limits.num_pages, limits.block_size, limits.window, limits.full_layers)
+        )
         self.memory = PagedMemory(
             limits.num_pages,
             lambda: self._costs.costs("host").copy_s,
@@ -111,6 +113,7 @@ class Scheduler:
             self._preempt,
             self._counts,
             self._times,
+            self._prefixes,
         )
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._host_adapter_stats = HostAdapterStats()
@@ -127,7 +130,14 @@ class Scheduler:
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
             longest = max_length(request, num_adapter_pages, self._limits)
             sequence = GrowingSequence(
-                request, arrival, seed, token_ids, stop_ids(request, self._eos_token_ids), longest
+                request,
+                arrival,
+                seed,
+                token_ids,
+                stop_ids(request, self._eos_token_ids),
+                longest,
+                full_layers=self._limits.full_layers,
+                num_adapter_pages=num_adapter_pages,
             )
             sequence.counter = self.counters.join(request.tenant, request.weight, request.is_background)
             self.latency_mode.observe(sequence)
@@ -198,9 +208,12 @@ class Scheduler:
         residences = tuple([self._adapters.residence(digest) for digest in used if digest is not None])
         self._prefixes.bound_keys(True)
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
+        full_copies = self._prefixes.take_full_copies()
         outdated, pins = self.host_updates.take(computes=bool(decodes or chunks))
         penalised, ended_runs = tuple(self._running.penalised), self._running.take_removed()
-        return StepPlan(step, parts, residences, loads, moves, copies, outdated, penalised, pins, ended_runs)
+        return StepPlan(
+            step, parts, residences, loads, moves, copies, outdated, penalised, pins, ended_runs, full_copies
+        )
 
     def settle(self, plan: StepPlan, result: StepResult | None) -> StepPlan:
         """Adds the sequences to a plan that was made while the plan before it ran.
@@ -213,7 +226,7 @@ class Scheduler:
 
     def drop(self, plan: StepPlan) -> None:
         """Forgets a plan that is not executed, because it is empty."""
-        assert not (plan.sequences or plan.loads or plan.moves or plan.copies)
+        assert not (plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies)
         self.host_updates.put_back(plan)
         self._running.removed.extend(plan.ended_runs)
         del self._uncommitted[plan.step]
@@ -223,6 +236,7 @@ class Scheduler:
         updates: list[SequenceUpdate] = []
         self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
         self._prefixes.end_copies(plan.copies)
+        self._prefixes.end_full_copies(plan.full_copies)
         self._host_adapter_stats = stats = result.host_adapter_stats
         if stats.came or stats.went or stats.pin_news:
             self.memory.note_hosted(stats.came, stats.went, stats.pin_news)
@@ -290,9 +304,8 @@ class Scheduler:
             assert sequence.held.num_pages == sequence.num_held_pages, "pages are held whose time is not counted"
             num_unseen = self._limits.num_unseen_pages(sequence.num_computed)
             assert sequence.num_gone <= num_unseen, "a page is gone that a layer sees"
-            assert sequence.num_held_pages <= self._limits.most_pages(sequence.max_length), (
-                "more pages than there may be"
-            )
+            most = self._limits.most_pages(sequence.max_length)
+            assert sequence.num_held_pages <= most or self._limits.full_layers, "more pages than there may be"
         assert users == self._adapters.users() == self._times.users(), "an adapter's running sequences are miscounted"
 
     def _prompt_budget(self, num_decodes: int) -> PromptBudget:
@@ -372,9 +385,11 @@ class Scheduler:
             updates.append(SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs))
 
     def _give_back(self, sequence: GrowingSequence) -> None:
-        """Releases the pages of a sequence that no layer sees any more."""
+        """Releases the pages of a sequence that no layer sees any more; with full layers in the next steps."""
         num_unseen = self._limits.num_unseen_pages(sequence.num_computed)
-        if num_unseen > sequence.num_gone:
+        if num_unseen > sequence.num_gone and self._limits.full_layers is not None:
+            self._decodes.to_condense[sequence] = None
+        elif num_unseen > sequence.num_gone:
             pages = sequence.give_back(num_unseen)
             self.memory.prefixes.release(pages)
             self._times.shrink(sequence.held, len(pages))

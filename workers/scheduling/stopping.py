@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Set as AbstractSet
 
 from ..wire.messages import FinishReason, SequenceError, SequenceRequest
@@ -20,8 +21,8 @@ def max_length(request: SequenceRequest, num_adapter_pages: int, limits: GangLim
     # The last token is never computed, so it takes no room. A sequence with max_tokens always fits the pool, or it
     # would have been refused on arrival.
     longest, num_pages = limits.max_model_len, limits.num_pages - num_adapter_pages
-    if limits.most_pages(longest - 1) > num_pages:
-        longest = num_pages * limits.block_size + 1
+    if limits.needed_pages(longest - 1) > num_pages:
+        longest = bisect_right(range(longest), num_pages, key=limits.needed_pages)
     max_tokens = request.sampling.max_tokens
     return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)
 

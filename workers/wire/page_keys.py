@@ -39,6 +39,11 @@ def next_keys(link: PageKey, token_ids: Sequence[int], start: int, block_size: i
     return keys
 
 
+def dense_key(key: PageKey) -> PageKey:
+    """The key of a dense page whose last block has this key in a page of all layers."""
+    return bytes([key[0] ^ 0xFF]) + key[1:]
+
+
 def short_key(key: PageKey) -> int:
     """64 bits of a key: enough for a router to guess which gang has a page, and too few to share pages by."""
     return int.from_bytes(key[:8], "big")
