@@ -95,7 +95,7 @@ def create_app(
     apis: list[object] = [
         CompletionsApi(config, base, dispatcher, view, text, metrics, accounts, shadows),
         ModelsApi(base, view),
-        AdaptersApi(config, uploads, metrics, quotas),
+        AdaptersApi(config, uploads, metrics, text, quotas),
         VersionsApi(uploads, counts),
         ResidencyApi(uploads, dispatcher, view, counts, preloads, pins),
         LimitsApi(quotas, uploads),

@@ -18,8 +18,10 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import msgspec
 
 from ...adapters.errors import AdapterInvalid
+from ...adapters.format.own_tokenizer import NO_TOKENIZER, OwnTokenizer, read_own_tokenizer
 from ...adapters.names import check_name
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -53,6 +55,11 @@ class AdapterInfo:
     targets: tuple[str, ...]
     num_bytes: int
     fields: Mapping[str, Any] = field(repr=False, compare=False)  # the server's whole JSON
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Why it may answer otherwise than where it was trained."""
+        return tuple(self.fields.get("warnings", ()))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> AdapterInfo:
@@ -123,7 +130,8 @@ class MotetClient:
     ) -> tuple[AdapterInfo, bool]:
         """The registered version, and whether it is new. `on_progress(sent, total)` counts the tensors' bytes.
 
-        The tensors are streamed from disk. Without `activate` the version that was current stays so.
+        The tensors are streamed from disk. Of its tokenizer, which is not served, only what the server compares with
+        the base's is sent: RequestRefused if the adapter needs tokens that the base does not have. Without `activate` the version that was current stays so.
         """
         _check_name(name)
         config_path, tensors_path = (folder / file for file in ADAPTER_FILES)
@@ -135,11 +143,15 @@ class MotetClient:
                 )
             if not path.is_file():
                 raise ClientError(f"{path} is missing: an adapter folder holds {' and '.join(ADAPTER_FILES)}")
+        data = {"name": name, **({} if activate else {"activate": "false"}), **({"note": note} if note else {})}
+        tokenizer = _own_tokenizer(folder)
+        if tokenizer != NO_TOKENIZER:
+            data["tokenizer"] = msgspec.json.encode(tokenizer).decode()
         with _MeteredFile(tensors_path, on_progress) as tensors:
             response = self._request(
                 "POST",
                 "/v1/adapters",
-                data={"name": name, **({} if activate else {"activate": "false"}), **({"note": note} if note else {})},
+                data=data,
                 files={
                     "adapter_config.json": (config_path.name, config_path.read_bytes(), "application/json"),
                     "adapter_model.safetensors": (tensors_path.name, tensors, "application/octet-stream"),
@@ -254,6 +266,13 @@ def _check_name(name: str) -> None:
     try:
         check_name(name)
     except AdapterInvalid as error:
+        raise ClientError(str(error)) from error
+
+
+def _own_tokenizer(folder: Path) -> OwnTokenizer:
+    try:
+        return read_own_tokenizer(folder)
+    except (AdapterInvalid, OSError) as error:
         raise ClientError(str(error)) from error
 
 

@@ -9,6 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Column
 
+from ...adapters.format.own_tokenizer import tokenizer_files
 from ..byte_size import format_byte_size
 from ..client.client import ADAPTER_FILES, AdapterInfo, MotetClient
 from ..client.client_options import with_client
@@ -36,6 +37,9 @@ def adapters() -> None:
 def upload(client: MotetClient, name: str, folder: Path, activate: bool, note: str) -> None:
     """Upload the adapter in FOLDER (as PEFT saves it) under NAME. New content makes a new version."""
     console = Console(stderr=True)
+    unserved = tokenizer_files(folder)
+    if unserved:
+        click.echo(f"not served: {', '.join(unserved)}. Chats use the base's tokenizer and chat template", err=True)
     tensors_path = folder / ADAPTER_FILES[1]
     silent = not console.is_terminal and tensors_path.is_file() and tensors_path.stat().st_size < SILENT_BYTES
     with ProgressDisplay(console) as progress:
@@ -48,6 +52,7 @@ def upload(client: MotetClient, name: str, folder: Path, activate: bool, note: s
         )
     done = "uploaded" if created else "already there:"
     click.echo(f"{done} {adapter.name} version {adapter.version}, rank {adapter.rank}, digest {adapter.digest[:12]}")
+    _print_warnings([adapter])
 
 
 @adapters.command(name="list")
@@ -82,6 +87,12 @@ def delete(client: MotetClient, name: str) -> None:
     """Delete the adapter NAME."""
     client.delete_adapter(name)
     click.echo(f"deleted {name}")
+
+
+def _print_warnings(found: list[AdapterInfo]) -> None:
+    for adapter in found:
+        for warning in adapter.warnings:
+            click.echo(f"warning: {adapter.name}: {warning}", err=True)
 
 
 def _print_adapters(found: list[AdapterInfo]) -> None:

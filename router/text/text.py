@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from ...adapters.format.own_tokenizer import template_digest
 from ..config import TextsWithControlTokens
 from .added_tokens import AddedTokens
 from .chat_renderer import ChatRenderer, ChatTemplateError, RenderedChat
@@ -78,6 +79,18 @@ class TextService:
     def from_folder(cls, path: Path, control_tokens: TextsWithControlTokens = "prompts") -> TextService:
         """The service of a model folder in Hugging Face format. Blocking; raises ValueError, see `load_tokenizer`."""
         return cls(load_tokenizer(path), control_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """Of a token of the vocabulary, added ones included; None: it is none."""
+        return self._backend.token_to_id(token)
+
+    @property
+    def template_digest(self) -> str:
+        """Of the template of chats; empty: there is none."""
+        template = self._templated.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return template_digest(template) if template else ""
 
     def close(self) -> None:
         """Ends the threads after their current work."""

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Final, Literal
 
 import msgspec
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,6 +28,8 @@ from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_reque
 from ..quotas.quotas import Quotas
 from ..route import route
 from ..tenants.identity import Identity
+from ..text.text import TextService
+from .tokenizer_check import tokenizer_warnings
 from .upload_form import AdapterForm, check_form, declared_bytes, receive_upload
 from .upload_spool import UploadSpool
 
@@ -46,6 +49,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int  # of the tensors as uploaded
     packed_bytes: int  # that it takes in a gang's memory; 0: from before this was recorded
     created_at: int  # Unix time, seconds
+    warnings: tuple[str, ...] = ()  # why it may answer otherwise than where it was trained
     object: Literal["adapter"] = "adapter"
 
 
@@ -59,11 +63,17 @@ class AdaptersApi:
     """Handlers of a tenant's adapters. They ask the registry itself and not this router's copy of it."""
 
     def __init__(
-        self, config: CurrentConfig, uploads: UploadService, metrics: Metrics, quotas: Quotas | None = None
+        self,
+        config: CurrentConfig,
+        uploads: UploadService,
+        metrics: Metrics,
+        text: TextService,
+        quotas: Quotas | None = None,
     ) -> None:
         """`quotas`: None: there are none."""
         self._config = config
         self._metrics = metrics
+        self._text = text
         self._quotas = quotas
         self._uploads = uploads
         self._spool = UploadSpool(config.now.spool_path, config.now.min_free_bytes)
@@ -98,7 +108,7 @@ class AdaptersApi:
         # Held until the adapter is stored, because until then the spool takes disk.
         async with self._open_uploads.of(tenant):
             try:
-                adapter, created = await self._receive(request, identity)
+                adapter, created, warnings = await self._receive(request, identity)
             except AdapterInvalid as error:
                 raise ApiError(400, str(error), code="invalid_adapter") from error
             except VersionRefused as error:
@@ -110,9 +120,11 @@ class AdaptersApi:
         record_of(request.scope).model = adapter.name
         self._metrics.upload_s.observe(time.perf_counter() - started_at)
         self._metrics.num_upload_bytes += adapter.num_bytes
-        return Response(msgspec.json.encode(_shown(adapter)), 201 if created else 200, media_type="application/json")
+        shown = structs.replace(_shown(adapter), warnings=warnings)
+        return Response(msgspec.json.encode(shown), 201 if created else 200, media_type="application/json")
 
-    async def _receive(self, request: Request, identity: Identity) -> tuple[AdapterVersion, bool]:
+    async def _receive(self, request: Request, identity: Identity) -> tuple[AdapterVersion, bool, tuple[str, ...]]:
+        """The version, whether it is new, and warnings."""
         config = self._config.now
         pace = ArrivalPace(config.upload_idle_s, config.upload_bytes_per_s, config.upload_deadline_s)
         check_form(request, config.max_upload_bytes)
@@ -120,7 +132,8 @@ class AdaptersApi:
             form = await receive_upload(
                 request, tensors_path, config.max_upload_bytes, config.upload_idle_s, pace, room
             )
-            return await self._uploads.upload(
+            warnings = tokenizer_warnings(form.tokenizer, self._text)
+            adapter, created = await self._uploads.upload(
                 identity.name,
                 form.name,
                 form.config,
@@ -132,6 +145,7 @@ class AdaptersApi:
                 bounds=storage_bounds(identity.tenant, identity.key),
                 take_room=room.pack,
             )
+        return adapter, created, warnings
 
     @route(
         "GET",

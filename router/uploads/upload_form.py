@@ -16,6 +16,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
+from ...adapters.format.own_tokenizer import NO_TOKENIZER, OwnTokenizer
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from ...adapters.registry.versions.name_state import MAX_NOTE_CHARS
 from ..bodies.body_limits import ArrivalPace
@@ -28,11 +29,13 @@ if TYPE_CHECKING:  # the library has it for type checkers only
 NAME_FIELD: Final = "name"
 NOTE_FIELD: Final = "note"
 ACTIVATE_FIELD: Final = "activate"
+TOKENIZER_FIELD: Final = "tokenizer"  # a JSON `OwnTokenizer`
 FIELDS: Final = (NAME_FIELD, CONFIG_FILE, TENSORS_FILE)
-OPTIONAL_FIELDS: Final = (NOTE_FIELD, ACTIVATE_FIELD)
+OPTIONAL_FIELDS: Final = (NOTE_FIELD, ACTIVATE_FIELD, TOKENIZER_FIELD)
 MAX_NAME_BYTES: Final = 1024
 MAX_NOTE_BYTES: Final = 4 * MAX_NOTE_CHARS
 MAX_CONFIG_BYTES: Final = 1 << 20
+MAX_TOKENIZER_BYTES: Final = 1 << 19  # some ten thousand added tokens
 MAX_FRAMING_BYTES: Final = 1 << 16  # boundaries and headers of the parts
 FLUSH_BYTES: Final = 1 << 20  # tensors in memory are written to disk when they reach this size
 
@@ -64,6 +67,7 @@ class UploadForm:
     config: bytes  # adapter_config.json
     note: str = ""  # of the uploader, on this version
     activate: bool = True  # the name points to it from now on
+    tokenizer: OwnTokenizer = NO_TOKENIZER  # that it was trained with, and that is not served
 
 
 def declared_bytes(request: Request) -> int | None:
@@ -82,6 +86,7 @@ def check_form(request: Request, max_tensors_bytes: int) -> bytes:
     if content_type != b"multipart/form-data" or not boundary:
         raise _bad_form(f"The body must be multipart/form-data with the parts {', '.join(FIELDS)}.")
     largest = max_tensors_bytes + MAX_CONFIG_BYTES + MAX_NAME_BYTES + MAX_NOTE_BYTES + MAX_FRAMING_BYTES
+    largest += MAX_TOKENIZER_BYTES
     if (declared_bytes(request) or 0) > largest:
         raise _too_large(TENSORS_FILE, max_tensors_bytes)
     return boundary
@@ -100,6 +105,7 @@ async def receive_upload(
         NAME_FIELD: MAX_NAME_BYTES,
         NOTE_FIELD: MAX_NOTE_BYTES,
         ACTIVATE_FIELD: len("false"),
+        TOKENIZER_FIELD: MAX_TOKENIZER_BYTES,
         CONFIG_FILE: MAX_CONFIG_BYTES,
         TENSORS_FILE: max_tensors_bytes,
     }
@@ -185,7 +191,7 @@ class _FormReader:
             name = self._fields[NAME_FIELD].decode()
         except UnicodeDecodeError as error:
             raise _bad_form("The adapter's name is not UTF-8.", NAME_FIELD) from error
-        return UploadForm(name, bytes(self._fields[CONFIG_FILE]), self._note(), self._activate())
+        return UploadForm(name, bytes(self._fields[CONFIG_FILE]), self._note(), self._activate(), self._tokenizer())
 
     def _note(self) -> str:
         try:
@@ -201,6 +207,13 @@ class _FormReader:
         if value not in (b"", b"true", b"false"):
             raise _bad_form(f"The part '{ACTIVATE_FIELD}' is true or false.", ACTIVATE_FIELD)
         return value != b"false"
+
+    def _tokenizer(self) -> OwnTokenizer:
+        value = bytes(self._fields[TOKENIZER_FIELD])
+        try:
+            return msgspec.json.decode(value, type=OwnTokenizer) if value else NO_TOKENIZER
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _bad_form(f"The part '{TOKENIZER_FIELD}' is malformed: {error}.", TOKENIZER_FIELD) from error
 
     def _begin_part(self) -> None:
         self._part = ""

@@ -31,6 +31,7 @@ def fake(server: FakeMotet) -> Iterator[FakeMotet]:
     server.adapters.clear()
     server.chats.clear()
     server.break_stream_with = None
+    server.lacks_tokens, server.warnings = False, []
 
 
 @pytest.fixture
@@ -60,6 +61,26 @@ def test_upload_list_delete(fake: FakeMotet, folder: Path) -> None:
     assert "195 KiB" in listed.stdout
     assert motet(fake, "adapters", "delete", "pirate").stdout == "deleted pirate\n"
     assert fake.adapters == {}
+
+
+def test_what_is_not_served_of_an_adapter_is_told(fake: FakeMotet, folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "added_tokens.json").write_text('{"<think>": 320}')
+    fake.warnings = ["the adapter's chat template is not the base's"]
+    uploaded = motet(fake, "adapters", "upload", "pirate", str(folder))
+    assert uploaded.exit_code == 0, uploaded.output
+    assert uploaded.stderr.splitlines() == [
+        "not served: added_tokens.json, chat_template.jinja. Chats use the base's tokenizer and chat template",
+        "warning: pirate: the adapter's chat template is not the base's",
+    ]
+    fake.lacks_tokens = True
+    refused = motet(fake, "adapters", "upload", "pirate", str(folder))
+    assert refused.exit_code == 1
+    assert "the adapter's tokenizer adds tokens" in refused.stderr
+    (folder / "added_tokens.json").write_text("{")
+    broken = motet(fake, "adapters", "upload", "pirate", str(folder))
+    assert broken.exit_code == 1
+    assert "added_tokens.json is not JSON" in broken.stderr
 
 
 def test_long_names_are_whole_and_json_is_the_servers(fake: FakeMotet, folder: Path) -> None:

@@ -27,6 +27,8 @@ class FakeMotet:
         self.page_size = 1000  # of the list of adapters
         self.num_pages = 0  # of it that were asked for
         self.uploaded_bytes = 0
+        self.lacks_tokens = False  # those that adapters' tokenizers add
+        self.warnings: list[str] = []  # of every adapter that is uploaded
         self.chats: list[dict[str, Any]] = []
         self.break_stream_with: str | None = None  # "error": an error event; "cut": the connection ends early
         self.url = ""
@@ -63,6 +65,9 @@ class FakeMotet:
             async with request.form() as form:
                 name, config = form["name"], json.loads(await form["adapter_config.json"].read())  # type: ignore[union-attr]
                 tensors = await form["adapter_model.safetensors"].read()  # type: ignore[union-attr]
+                own = json.loads(str(form.get("tokenizer", "{}")))
+            if self.lacks_tokens and own.get("added_tokens"):
+                raise HTTPException(400, "the adapter's tokenizer adds tokens")
             self.uploaded_bytes += len(tensors)
             digest = hashlib.sha256(tensors).hexdigest()
             held = self.adapters.get(str(name))
@@ -75,6 +80,7 @@ class FakeMotet:
                 "rank": config["r"],
                 "targets": config["target_modules"],
                 "bytes": len(tensors),
+                "warnings": self.warnings,
             }
             return JSONResponse(self.adapters[str(name)], 201)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -16,11 +17,12 @@ import psutil
 import pytest
 
 from motet.adapters.errors import AdapterInvalid, RegistryUnavailable, UploadTooLarge
+from motet.adapters.format.own_tokenizer import template_digest
 from motet.router.text.text import TextService
 from motet.router.uploads import adapters_api
 from motet.router.uploads.upload_spool import UploadSpool
 from motet.tests.rigs.patience import PATIENCE_S, eventually, eventually_in_loop
-from motet.tests.rigs.router_rig import HEADERS, RouterRig, serving, text_service
+from motet.tests.rigs.router_rig import CHAT_TEMPLATE, HEADERS, RouterRig, serving, text_service
 
 CONFIG = b'{"peft_type": "LORA"}'
 TENSORS = bytes(range(256)) * 10_000  # larger than what is flushed at once
@@ -79,12 +81,46 @@ async def test_upload_again_and_anew(rig: RouterRig) -> None:
         "bytes": 1234,
         "packed_bytes": 0,
         "created_at": 1700000000,
+        "warnings": [],
         "object": "adapter",
     }
     assert again.json() == first.json()
     assert anew.json()["version"] == 2
     assert rig.registry.uploaded[0] == ("acme", "pirate", CONFIG, digest)
     assert spooled(rig) == []
+
+
+def tokenizer_part(**own: Any) -> bytes:
+    return part("tokenizer", json.dumps(own).encode())
+
+
+async def test_tokens_that_the_base_lacks_are_refused(rig: RouterRig) -> None:
+    of_base = {token: rig.text.token_id(token) for token in ("<|start|>", "<|end|>")}
+    parts = (NAME_PART, CONFIG_PART, TENSORS_PART)
+    for added in ({**of_base, "<think>": 320}, {"<|end|>": 7}):
+        refused = await send(rig, tokenizer_part(added_tokens=added), *parts)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_adapter")
+        assert f"adds tokens that the base's does not have, or has under another id: {list(added)[-1]}." in refused.text
+    assert rig.registry.uploaded == []
+    taken = await send(rig, tokenizer_part(added_tokens=of_base), *parts)
+    assert (taken.status_code, taken.json()["warnings"]) == (201, [])
+
+
+async def test_another_chat_template_is_warned_of(rig: RouterRig) -> None:
+    parts = (NAME_PART, CONFIG_PART, TENSORS_PART)
+    same = await send(rig, tokenizer_part(chat_template=template_digest(CHAT_TEMPLATE)), *parts)
+    assert (same.status_code, same.json()["warnings"]) == (201, [])
+    other = await send(rig, tokenizer_part(chat_template=template_digest("{{ messages }}")), *parts)
+    assert other.status_code == 200
+    (warning,) = other.json()["warnings"]
+    assert warning.startswith("the adapter's chat template is not the base's")
+
+
+@pytest.mark.parametrize("own", [b"{", b"[]", b'{"tokens": {}}', b'{"added_tokens": {"a": "b"}}', b'"\xff"'])
+async def test_a_malformed_tokenizer_part_is_refused(rig: RouterRig, own: bytes) -> None:
+    refused = await send(rig, NAME_PART, CONFIG_PART, TENSORS_PART, part("tokenizer", own))
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokenizer")
+    assert rig.registry.uploaded == []
 
 
 async def test_the_parts_may_come_in_any_order(rig: RouterRig) -> None:

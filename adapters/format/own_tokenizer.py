@@ -1,0 +1,75 @@
+"""The tokenizer in an adapter's folder. It is not served: what it has beside the base's is compared with the base's.
+
+A client sends what is compared, which is small, and not the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ..errors import AdapterInvalid
+from .strict_json import parse_object
+
+TEMPLATE_FILE: Final = "chat_template.jinja"
+_ADDED_FILE, _FAST_FILE, _CONFIG_FILE = "added_tokens.json", "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILES: Final = (
+    _ADDED_FILE,
+    TEMPLATE_FILE,
+    "chat_template.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    _FAST_FILE,
+    "tokenizer.model",
+    _CONFIG_FILE,
+    "vocab.json",
+)
+
+
+class OwnTokenizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    added_tokens: Mapping[str, int] = {}  # ids by text, beside the ordinary vocabulary
+    chat_template: str = ""  # its `template_digest`; empty: it has none
+
+
+NO_TOKENIZER: Final = OwnTokenizer()
+
+
+def template_digest(template: str) -> str:
+    """SHA-256, hex, of what a template renders by: line ends and the last one of a file do not count."""
+    return hashlib.sha256(template.replace("\r\n", "\n").rstrip("\n").encode()).hexdigest()
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Names of the files of a tokenizer in an adapter's folder."""
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def read_own_tokenizer(folder: Path) -> OwnTokenizer:
+    """What the folder's tokenizer adds. Raises AdapterInvalid, which names the file, for one that cannot be read."""
+    config = _object(folder / _CONFIG_FILE)
+    added: dict[str, Any] = {**_object(folder / _ADDED_FILE)}
+    try:
+        added |= {token["content"]: int(number) for number, token in config.get("added_tokens_decoder", {}).items()}
+        added |= {token["content"]: token["id"] for token in _object(folder / _FAST_FILE).get("added_tokens", [])}
+        template = _template(folder, config)
+        return msgspec.convert({"added_tokens": added, "chat_template": template}, OwnTokenizer)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        message = f"the tokenizer in {folder} cannot be read ({error}): save it again, or remove it"
+        raise AdapterInvalid(message) from error
+
+
+def _template(folder: Path, config: Mapping[str, Any]) -> str:
+    """The digest of the template of chats: a file of its own goes first, as in transformers."""
+    path = folder / TEMPLATE_FILE
+    template = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(template, list):  # several, each with its name
+        template = next((one["template"] for one in template if one["name"] == "default"), None)
+    return template_digest(template) if template else ""
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return parse_object(path.read_bytes(), path.name) if path.is_file() else {}
