@@ -57,10 +57,10 @@ class UploadProcesses:
 
 
 class CheckedUpload:
-    """`module_ranks`: as in `AdapterVersion`. `num_bytes`: of its tensors."""
+    """`module_ranks`, `base`: as in `AdapterVersion`. `num_bytes`: of its tensors."""
 
     def __init__(self, process: ChildProcess, cpu_s: float, found: Found) -> None:
-        self.digest, self.num_bytes = found.digest, found.num_bytes
+        self.digest, self.num_bytes, self.base = found.digest, found.num_bytes, found.base
         self.module_ranks: Mapping[str, int] = found.module_ranks
         self._process, self._cpu_s = process, cpu_s
         self._is_held = True

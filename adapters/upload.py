@@ -85,6 +85,7 @@ class UploadService:
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
         take_room: Callable[[int], None] = lambda num_bytes: None,
+        check_base: Callable[[str], None] = lambda base: None,
     ) -> tuple[AdapterVersion, bool]:
         """The version with this content, and whether this upload made it: the same content does not.
 
@@ -92,7 +93,8 @@ class UploadService:
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
         removes both afterwards. Once this returns, the adapter is on disk. `incarnation` and `entry`: see
-        `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise.
+        `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise, as
+        may `check_base`, which gets the base that the config names.
 
         Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without `activate`,
         QuotaExceeded if more would be stored than `bounds` let, and UploadUnchecked and RegistryUnavailable, after
@@ -104,6 +106,7 @@ class UploadService:
         data, num_bytes = await asyncio.to_thread(self._within_limits, config, tensors)
         async with self._places.of(tenant):  # until it is registered, so that the next one finds it counted
             async with self._processes.checked(data, tensors, num_bytes, self.limits.packed_bytes_limit) as upload:
+                check_base(upload.base)
                 await self._check_registrable(tenant, name, upload, bounds, activate=activate)
                 take_room(packed_bytes(self._layouts, upload.module_ranks))
                 await upload.store()
@@ -114,6 +117,7 @@ class UploadService:
                 module_ranks=upload.module_ranks,
                 num_bytes=upload.num_bytes,
                 packed_bytes=packed_bytes(self._layouts, upload.module_ranks),
+                base=upload.base,
                 activate=activate,
                 note=note,
                 incarnation=incarnation,

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import IO, Final, Literal
 
 import msgspec
+from msgspec import structs
 
 from .errors import AdapterInvalid, UploadTooLarge
 from .format.content import AdapterContent
+from .format.peft import named_base
 from .format.validation import validate
 from .packing.layout import AdapterLayout, packed_bytes
 from .processes.process_bounds import bound_cpu, bound_memory, resident_bytes, yield_to_others
@@ -47,6 +49,7 @@ class Found(msgspec.Struct, frozen=True, tag=True):
     digest: str
     module_ranks: dict[str, int]
     num_bytes: int
+    base: str = ""  # that the config names; not of what was stored
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -102,7 +105,7 @@ class Workbench:
                 )
 
         content = validate(config, Path(check.tensors), check.layouts[0].shape, check_ranks)
-        found = _found(content)
+        found = structs.replace(_found(content), base=named_base(config))
         self._upload = content, check
         return found
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+AdapterBase = Literal["any", "warn", "match"]
 TextsWithControlTokens = Literal["prompts", "everywhere", "nowhere"]
 
 
@@ -18,6 +19,8 @@ class RouterConfig:
 
     model_name: str  # the base's name in `model`
     spool_path: Path  # uploads lie here while they arrive; made if absent; the store's file system is the best one
+    adapter_base: AdapterBase  # whether adapters may name another base: so, with a warning, or not
+    base_aliases: str  # more names of the base, with commas between them
     max_upload_bytes: int  # of adapter_model.safetensors
     max_adapter_packed_bytes: int | None  # of an adapter's pages; None: twice max_upload_bytes
     max_body_bytes: int | None  # of a JSON request; None: what the context can hold (bodies/body_limits.py)

@@ -62,6 +62,7 @@ def create_app(
     uploads: UploadService,
     text: TextService,
     operator_key: str | OperatorKey,
+    base_names: Sequence[str] = (),  # beside the served one
     metrics: Metrics | None = None,
     labels: Mapping[str, str] | None = None,
     targets: Callable[[], Sequence[MetricsTarget]] = tuple,
@@ -95,7 +96,7 @@ def create_app(
     apis: list[object] = [
         CompletionsApi(config, base, dispatcher, view, text, metrics, accounts, shadows),
         ModelsApi(base, view),
-        AdaptersApi(config, uploads, metrics, text, quotas),
+        AdaptersApi(config, uploads, metrics, text, base_names, quotas),
         VersionsApi(uploads, counts),
         ResidencyApi(uploads, dispatcher, view, counts, preloads, pins),
         LimitsApi(quotas, uploads),

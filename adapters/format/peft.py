@@ -14,6 +14,7 @@ from .peft_fields import refuse_fields
 from .strict_json import parse_object
 
 MAX_PARAMETERS = 2048  # names in target_parameters: more than layers times parameters of any base
+MAX_BASE_CHARS = 512  # of the base's name, which records keep
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 MODULE_PATHS = {module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES}
@@ -83,6 +84,18 @@ def parse_config(data: bytes) -> LoraConfig:
             key: _alpha(alpha, f"alpha_pattern[{shown(key)}]") for key, alpha in _pattern(config, "alpha_pattern")
         },
     )
+
+
+def named_base(data: bytes) -> str:
+    """The base that the config in `data` names, a hub's name or a path; empty: none. Raises AdapterInvalid."""
+    name = parse_object(data, CONFIG_FILE).get("base_model_name_or_path") or ""
+    if not isinstance(name, str):
+        raise AdapterInvalid(f"base_model_name_or_path = {shown(name)}: a name or a path is needed")
+    if len(name) > MAX_BASE_CHARS:
+        raise AdapterInvalid(
+            f"base_model_name_or_path has {len(name)} characters: at most {MAX_BASE_CHARS} are accepted"
+        )
+    return name
 
 
 def tensor_name(layer: int, module: str, letter: str) -> str:

@@ -30,7 +30,7 @@ COMPUTED = frozenset(
 # Why nothing that is computed depends on them, whatever they hold.
 HARMLESS: Mapping[str, str] = {
     "auto_mapping": "which Python class the base had",
-    "base_model_name_or_path": "where the base lay; shapes decide what fits",
+    "base_model_name_or_path": "where the base lay: base_names.py compares it; shapes decide what fits",
     "corda_config": "read where init_lora_weights is corda, which is refused; a converted adapter keeps it",
     "ensure_weight_tying": "for embeddings and the output layer, which are refused as targets",
     "eva_config": "how A was drawn before training; ranks that it chose are in rank_pattern",

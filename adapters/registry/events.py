@@ -78,6 +78,7 @@ class _Facts(msgspec.Struct):
     num_bytes: int
     created_at: float
     packed_bytes: int = 0  # none in records from before it was counted
+    base: str = ""  # none in records from before it was kept
     revision: int = 0  # none in records from before versions had a history: those are older than all others
     rollout: msgspec.Raw = msgspec.Raw()
 
@@ -94,6 +95,8 @@ def encode_facts(adapter: AdapterVersion) -> str:
     }
     if adapter.packed_bytes:
         facts["packed_bytes"] = adapter.packed_bytes
+    if adapter.base:
+        facts["base"] = adapter.base
     if adapter.rollout:
         facts["rollout"] = msgspec.Raw(adapter.rollout)
     return msgspec.json.encode(facts).decode()[1:]
@@ -113,6 +116,7 @@ def decode_adapter(field: str, record: str) -> AdapterVersion:
         num_bytes=facts.num_bytes,
         created_at=facts.created_at,
         packed_bytes=facts.packed_bytes,
+        base=sys.intern(facts.base),
         revision=facts.revision,
         rollout=bytes(facts.rollout),
     )

@@ -58,6 +58,7 @@ class NameRecords:
         module_ranks: Mapping[str, int],
         num_bytes: int,
         packed_bytes: int = 0,
+        base: str = "",
         activate: bool = True,
         note: VersionNote | None = None,
         incarnation: int | None = None,
@@ -83,7 +84,7 @@ class NameRecords:
                 if same is not None:
                     return state, last_version, same
             version = last_version + 1
-            upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now, packed_bytes)
+            upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now, packed_bytes, base)
             return with_upload(state, upload, own, activate=activate, now=now), version, None
 
         state, found, version = await self._change(f"{tenant}/{name}", add, entry, incarnation, bounds)

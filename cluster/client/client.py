@@ -131,7 +131,9 @@ class MotetClient:
         """The registered version, and whether it is new. `on_progress(sent, total)` counts the tensors' bytes.
 
         The tensors are streamed from disk. Of its tokenizer, which is not served, only what the server compares with
-        the base's is sent: RequestRefused if the adapter needs tokens that the base does not have. Without `activate` the version that was current stays so.
+        the base's is sent: RequestRefused if the adapter needs tokens that the base does not have.
+
+        Without `activate` the version that was current stays so.
         """
         _check_name(name)
         config_path, tensors_path = (folder / file for file in ADAPTER_FILES)

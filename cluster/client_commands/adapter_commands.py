@@ -65,6 +65,7 @@ def list_adapters(client: MotetClient, as_json: bool) -> None:
         print_json([adapter.fields for adapter in found])
     else:
         _print_adapters(found)
+        _print_warnings(found)
 
 
 @adapters.command()
@@ -78,6 +79,7 @@ def show(client: MotetClient, name: str, as_json: bool) -> None:
         print_json(adapter.fields)
     else:
         _print_adapters([adapter])
+        _print_warnings([adapter])
 
 
 @adapters.command()

@@ -54,6 +54,7 @@ from ...router.versions.canary_book import CanaryBook
 from ...router.versions.canary_judge import CanaryJudge
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
+from ..application.base_folder_names import names_of_folder
 from ..application.live_settings import live_values
 from ..application.model_source import check_model
 from ..application.operator_key_watch import OperatorKeyWatch
@@ -172,6 +173,7 @@ class RouterReplica:
             uploads=self._uploads,
             text=text,
             operator_key=operator_key,
+            base_names=await asyncio.to_thread(names_of_folder, config.model_path),
             metrics=self._metrics,
             labels=self._labels,
             administration=self._administration,

@@ -39,6 +39,26 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "live",
         ),
     ] = "prompts"
+    adapter_base: Annotated[
+        Literal["any", "warn", "match"],
+        Setting(
+            "What becomes of uploads of adapters whose config names another base: any takes them, warn takes them and "
+            "says so in the answer and in lists, match refuses them.",
+            "live",
+            live_in="router",
+        ),
+    ] = "warn"
+    base_aliases: Annotated[
+        str,
+        Unit("NAMES", "names with commas between them"),
+        Setting(
+            "More names of the base that adapters may name, beside --name, the model's folder and `_name_or_path` in "
+            "its config.json.",
+            "live",
+            live_in="router",
+            unset="none",
+        ),
+    ] = ""
     max_upload_bytes: Annotated[Bytes, Setting("Largest adapter_model.safetensors that is accepted.", "live")] = 2 << 30
     max_adapter_packed_bytes: Annotated[
         Bytes | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Final, Literal
@@ -14,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.adapter import AdapterVersion
+from ...adapters.base_names import BaseNames
 from ...adapters.errors import AdapterInvalid, NoSuchName, VersionRefused
 from ...adapters.registry.tenants.storage_bounds import storage_bounds
 from ...adapters.registry.versions.name_state import VersionNote
@@ -68,12 +70,14 @@ class AdaptersApi:
         uploads: UploadService,
         metrics: Metrics,
         text: TextService,
+        base_names: Sequence[str],
         quotas: Quotas | None = None,
     ) -> None:
         """`quotas`: None: there are none."""
         self._config = config
         self._metrics = metrics
         self._text = text
+        self._base_names = tuple(base_names)
         self._quotas = quotas
         self._uploads = uploads
         self._spool = UploadSpool(config.now.spool_path, config.now.min_free_bytes)
@@ -120,7 +124,7 @@ class AdaptersApi:
         record_of(request.scope).model = adapter.name
         self._metrics.upload_s.observe(time.perf_counter() - started_at)
         self._metrics.num_upload_bytes += adapter.num_bytes
-        shown = structs.replace(_shown(adapter), warnings=warnings)
+        shown = structs.replace(self._shown(adapter), warnings=warnings)
         return Response(msgspec.json.encode(shown), 201 if created else 200, media_type="application/json")
 
     async def _receive(self, request: Request, identity: Identity) -> tuple[AdapterVersion, bool, tuple[str, ...]]:
@@ -133,6 +137,13 @@ class AdaptersApi:
                 request, tensors_path, config.max_upload_bytes, config.upload_idle_s, pace, room
             )
             warnings = tokenizer_warnings(form.tokenizer, self._text)
+            others: list[str] = []  # what is wrong with the base that it names
+
+            def check_base(base: str) -> None:
+                others.extend(self._base_warnings(base))
+                if others and self._config.now.adapter_base == "match":
+                    raise AdapterInvalid(others[0])
+
             adapter, created = await self._uploads.upload(
                 identity.name,
                 form.name,
@@ -144,8 +155,9 @@ class AdaptersApi:
                 entry=identity.entry(request, "adapter.upload", form.name),
                 bounds=storage_bounds(identity.tenant, identity.key),
                 take_room=room.pack,
+                check_base=check_base,
             )
-        return adapter, created, warnings
+        return adapter, created, (*warnings, *others)
 
     @route(
         "GET",
@@ -160,7 +172,7 @@ class AdaptersApi:
         """By name."""
         list_page = partial(self._uploads.list_page, identity.name)
         adapters, more = await read_page(list_page, _name, page_request(request))
-        return await list_answer(map(_shown, adapters), [*map(_name, adapters)], more)
+        return await list_answer(map(self._shown, adapters), [*map(_name, adapters)], more)
 
     @route(
         "GET",
@@ -176,7 +188,7 @@ class AdaptersApi:
         if adapter is None:
             raise _not_found(name)
         record_of(request.scope).model = name
-        return _shown(adapter)
+        return self._shown(adapter)
 
     @route(
         "DELETE",
@@ -193,18 +205,27 @@ class AdaptersApi:
         record_of(request.scope).model = name
         return DeletedAdapter(name=name)
 
+    def _base_warnings(self, base: str) -> tuple[str, ...]:
+        """What is wrong with the base that an adapter names."""
+        config = self._config.now
+        if config.adapter_base == "any":
+            return ()
+        names = BaseNames((config.model_name, *self._base_names, *config.base_aliases.split(",")))
+        problem = names.mismatch(base)
+        return () if problem is None else (problem,)
 
-def _shown(adapter: AdapterVersion) -> Adapter:
-    return Adapter(
-        name=adapter.name,
-        version=adapter.version,
-        digest=adapter.digest,
-        rank=adapter.rank,
-        targets=adapter.targets,
-        bytes=adapter.num_bytes,
-        packed_bytes=adapter.packed_bytes,
-        created_at=int(adapter.created_at),
-    )
+    def _shown(self, adapter: AdapterVersion) -> Adapter:
+        return Adapter(
+            name=adapter.name,
+            version=adapter.version,
+            digest=adapter.digest,
+            rank=adapter.rank,
+            targets=adapter.targets,
+            bytes=adapter.num_bytes,
+            packed_bytes=adapter.packed_bytes,
+            created_at=int(adapter.created_at),
+            warnings=self._base_warnings(adapter.base),
+        )
 
 
 def _not_found(name: str) -> NoSuchName:

@@ -35,7 +35,7 @@ OPTIONAL_FIELDS: Final = (NOTE_FIELD, ACTIVATE_FIELD, TOKENIZER_FIELD)
 MAX_NAME_BYTES: Final = 1024
 MAX_NOTE_BYTES: Final = 4 * MAX_NOTE_CHARS
 MAX_CONFIG_BYTES: Final = 1 << 20
-MAX_TOKENIZER_BYTES: Final = 1 << 19  # some ten thousand added tokens
+MAX_TOKENIZER_BYTES: Final = 1 << 18  # some ten thousand added tokens, compared in milliseconds
 MAX_FRAMING_BYTES: Final = 1 << 16  # boundaries and headers of the parts
 FLUSH_BYTES: Final = 1 << 20  # tensors in memory are written to disk when they reach this size
 

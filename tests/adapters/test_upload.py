@@ -36,6 +36,7 @@ from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_keys import SWEEP
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.storage_bounds import StorageBound
+from motet.adapters.registry.versions.rollout import versions_of
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.adapters.upload_process import CHECK, FORGET
@@ -480,6 +481,22 @@ async def test_an_upload_that_is_over_leaves_no_file_open(parts: Parts) -> None:
     mapped = [mapping.path for process in processes for mapping in process.memory_maps()]
     assert mapped
     assert str(tensors) not in mapped
+
+
+async def test_the_base_that_a_config_names_is_kept_with_its_version(parts: Parts) -> None:
+    def refuse(base: str) -> None:
+        raise AdapterInvalid(f"not {base}")
+
+    first, second = lora_files(seed=1), lora_files(seed=2)
+    first.config["base_model_name_or_path"] = "Qwen/Qwen3-8B"
+    with pytest.raises(AdapterInvalid, match="not Qwen/Qwen3-8B"):
+        await parts.uploads.upload("acme", "x", first.config_bytes, first.write(parts.folder), check_base=refuse)
+    assert parts.store.digests() == []
+    for files in (first, second):
+        await parts.upload("x", files)
+    current = await parts.registry.get("acme", "x")
+    assert current is not None
+    assert [(one.version, one.base) for one in versions_of(current)] == [(2, ""), (1, "Qwen/Qwen3-8B")]
 
 
 async def test_a_process_that_ended_is_replaced(parts: Parts) -> None:

@@ -17,6 +17,9 @@ from motet.cluster.settings.settings import Settings
 LIVE = [field.name for field in fields_of(Settings) if field.mark.change == "live"]
 # What a setting becomes that one more does not suit.
 OTHERS = {
+    "control_tokens": "nowhere",
+    "adapter_base": "match",
+    "base_aliases": "mirror",
     "kv_host_bytes": 1 << 20,
     "access_log": False,
     "tenant_queue_share": 0.25,

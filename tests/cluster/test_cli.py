@@ -73,6 +73,8 @@ def test_what_is_not_served_of_an_adapter_is_told(fake: FakeMotet, folder: Path)
         "not served: added_tokens.json, chat_template.jinja. Chats use the base's tokenizer and chat template",
         "warning: pirate: the adapter's chat template is not the base's",
     ]
+    for command in (["list"], ["show", "pirate"]):
+        assert motet(fake, "adapters", *command).stderr == uploaded.stderr.splitlines(keepends=True)[1]
     fake.lacks_tokens = True
     refused = motet(fake, "adapters", "upload", "pirate", str(folder))
     assert refused.exit_code == 1

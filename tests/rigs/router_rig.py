@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
+from motet.adapters.format.peft import named_base
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.preloads import Preloads
@@ -246,9 +247,11 @@ class FakeRegistry:
         self.connected = True
         self.quotas: dict[str, Quota] = {}  # by tenant
 
-    def add(self, tenant: str, name: str, digest: str = "d" * 64) -> AdapterVersion:
+    def add(self, tenant: str, name: str, digest: str = "d" * 64, base: str = "") -> AdapterVersion:
         version = self.adapters[tenant, name].version + 1 if (tenant, name) in self.adapters else 1
-        adapter = AdapterVersion(tenant, name, version, digest, {"q_proj": 8, "v_proj": 4}, 1234, 1700000000.5)
+        adapter = AdapterVersion(
+            tenant, name, version, digest, {"q_proj": 8, "v_proj": 4}, 1234, 1700000000.5, base=base
+        )
         self.adapters[tenant, name] = adapter
         return adapter
 
@@ -287,7 +290,7 @@ class FakeUploads:
         self._registry = registry
 
     async def upload(
-        self, tenant: str, name: str, config: bytes, tensors: Path, *, activate: bool = True, **given: object
+        self, tenant: str, name: str, config: bytes, tensors: Path, *, activate: bool = True, **given: Any
     ) -> tuple[AdapterVersion, bool]:
         self._answer()
         hasher = hashlib.sha256()
@@ -295,11 +298,13 @@ class FakeUploads:
             while chunk := file.read(1 << 20):
                 hasher.update(chunk)
         digest = hasher.hexdigest()
+        base = named_base(config)
+        given["check_base"](base)
         self._registry.uploaded.append((tenant, name, config, digest))
         held = self._registry.held(tenant, name)
         if held is not None and held.digest == digest:
             return held, False
-        return self._registry.add(tenant, name, digest), True
+        return self._registry.add(tenant, name, digest, base), True
 
     async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
         self._answer()

@@ -90,6 +90,28 @@ async def test_upload_again_and_anew(rig: RouterRig) -> None:
     assert spooled(rig) == []
 
 
+async def test_an_adapter_of_another_base_is_warned_of_or_refused(tmp_path: Path, text: TextService) -> None:
+    config = part("adapter_config.json", b'{"base_model_name_or_path": "Qwen/Qwen3-8B"}', "c")
+    parts = (NAME_PART, config, TENSORS_PART)
+    rig = RouterRig(tmp_path / "spool", text, max_upload_bytes=LIMIT, adapter_base="match", base_aliases="other")
+    refused = await send(rig, *parts)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_adapter")
+    assert "was trained on 'Qwen/Qwen3-8B'" in refused.text
+    assert rig.registry.uploaded == []
+    rig.config.now = replace(rig.config.now, base_aliases="other, qwen3-8b")
+    assert (await send(rig, *parts)).json()["warnings"] == []
+    rig.config.now = replace(rig.config.now, base_aliases="other", adapter_base="any")
+    assert (await send(rig, *parts)).json()["warnings"] == []
+    rig.config.now = replace(rig.config.now, adapter_base="warn")
+    uploaded = await send(rig, *parts)
+    (warning,) = uploaded.json()["warnings"]
+    assert "was trained on 'Qwen/Qwen3-8B'" in warning
+    async with rig.client() as client:
+        shown = (await client.get("/v1/adapters/pirate")).json()
+        (listed,) = (await client.get("/v1/adapters")).json()["data"]
+    assert shown["warnings"] == listed["warnings"] == [warning]
+
+
 def tokenizer_part(**own: Any) -> bytes:
     return part("tokenizer", json.dumps(own).encode())
 

@@ -31,6 +31,7 @@ class VersionFacts(msgspec.Struct, frozen=True, array_like=True):
     created_at: float
     module_ranks: Mapping[str, int]
     packed_bytes: int = 0
+    base: str = ""
 
 
 class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -98,6 +99,7 @@ def facts_of(adapter: AdapterVersion) -> VersionFacts:
         adapter.created_at,
         adapter.module_ranks,
         adapter.packed_bytes,
+        adapter.base,
     )
 
 
@@ -133,5 +135,6 @@ def _adapter(current: AdapterVersion, facts: VersionFacts) -> AdapterVersion:
         num_bytes=facts.num_bytes,
         created_at=facts.created_at,
         packed_bytes=facts.packed_bytes,
+        base=facts.base,
         revision=current.revision,
     )
