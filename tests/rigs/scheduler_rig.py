@@ -103,8 +103,8 @@ class Worker:
         own = {page for s in plan.sequences for page in self._needed(s)}
         targets = {copy.target for copy in plan.copies}
         assert len(targets) == len(plan.copies), "two copies into one page"
-        # With full layers a sequence may begin with more kept pages than it needs later, and take one for its next token
-        # only in the next step.
+        # With full layers a sequence may begin with more kept pages than it needs later, and take one for its next
+        # token only in the next step.
         assert targets <= own or self.limits.full_layers is not None, "a copy that no sequence needs"
         assert not targets & {copy.source for copy in plan.copies}
         for copy in plan.copies:
