@@ -20,7 +20,7 @@ from motet.cluster.application.base_folder_names import names_of_folder
         ("mirror/QWEN3-8b/", "qwen3-8b"),
         ("/models/Qwen3-8B", "qwen3-8b"),
         ("C:\\models\\Qwen3-8B", "qwen3-8b"),
-        ("/root/.cache/huggingface/hub/models--Qwen--Qwen3-8B/snapshots/" + "0a" * 20, "qwen3-8b"),
+        ("/hub/models--Qwen--Qwen3-8B/snapshots/" + "0a" * 20, "qwen3-8b"),
         ("models--gpt2", "gpt2"),
         ("/data/models/Qwen--Qwen3-8B", "qwen3-8b"),
     ],

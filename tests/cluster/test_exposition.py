@@ -271,6 +271,9 @@ async def test_a_gang_tells_which_adapters_it_has_at_hand() -> None:
     engine.host("d2")
     engine.evict("d1")
     engine.evict("d2")
+    params = SamplingParams(max_tokens=1)
+    await router.send(Submit(SequenceRequest(sequence_id=3, prompt_token_ids=[1], sampling=params, tenant="acme")))
+    # Its step reports both.
     await eventually_in_loop(lambda: told().keys() == {"sales"} and told()["sales"]["level"] == "cpu")
     await router.channel.close()
     await frames.stop()

@@ -129,6 +129,8 @@ def events(monkeypatch: pytest.MonkeyPatch, redis_client: Redis, redis_url: str)
         is_made = kind in (TextService, FleetDispatcher)
         note(kind, "__init__" if is_made else "start", "start")
         note(kind, "close" if is_made else "stop", "stop")
+    # Else what asks Ray first starts one in this process, which may already have another gRPC.
+    monkeypatch.setattr("ray._private.auto_init_hook.enable_auto_connect", False)
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="r"), deployment="router")
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
     log = SimpleNamespace(num_dropped=0, close=lambda: noted.append("close the log"))

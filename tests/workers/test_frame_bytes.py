@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import grpc
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from motet.tests.rigs.leader_rig import TOKEN, Leader, Router, submit
@@ -191,6 +191,7 @@ def test_who_has_most_unread_gives_way_until_half_is_free(num_values: dict[str, 
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "drop", "end", "take"]), st.integers(0, 3), st.integers(0, 9))))
+@example([("add", 0, 0), ("end", 0, 0), ("take", 0, 0), ("add", 0, 0), ("add", 0, 0)])
 def test_what_is_unread_is_counted(changes: list[tuple[str, int, int]]) -> None:
     unsent = UnsentUpdates()
     ended: set[int] = set()

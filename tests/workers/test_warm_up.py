@@ -66,7 +66,7 @@ def test_steps_that_are_left_out_are_missed(llama: Stock, monkeypatch: pytest.Mo
     """Prompts alone, as a worker once computed them, leave kernels to be compiled while it serves."""
     monkeypatch.setattr(runner, "warm_up_steps", lambda limits: ((Rows(length, 0, 0),) for length in (2, 16, 128)))
     _, later = specialisations_of(llama, seed=1)
-    assert {name for name, *_ in later} == {"split_kernel", "decode_kernel", "combine_kernel"}
+    assert {name for name, *_ in later} >= {"split_kernel", "decode_kernel", "combine_kernel"}
 
 
 @pytest.mark.parametrize("limits", [StepLimits(320, 6, 256), StepLimits(2048, 256, 8192), StepLimits(4, 9, 3)])

@@ -107,6 +107,7 @@ class UnsentUpdates:
         """The updates of the next frame. Nothing is left behind of them."""
         if self._is_plain and len(self._by_id) <= _MAX_PLAIN:
             plain, self._by_id = self._by_id, {}
+            self._ended.clear()
             return [*plain.values()]  # type: ignore[list-item]  # what is unread is not plain
         taken = self._take_parts()
         self._is_plain = not self._by_id
