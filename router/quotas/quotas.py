@@ -294,11 +294,14 @@ class Quotas:
     async def _renew(self) -> None:
         now_us, share = clock_us(), LoopShare()
         for name, holder in list(self._holders.items()):
-            if all(grant.is_idle and not grant.level(now_us).backlog_us for grant in holder.grants):
+            is_idle = all(grant.is_idle and not grant.level(now_us).backlog_us for grant in holder.grants)
+            if is_idle and self._holders.get(name) is holder:
                 del self._holders[name]
+            await share.pause()
         for grant in list(self._grants.values()):
             if grant.in_use:
                 self._sender.send(grant)
+            await share.pause()
         for response_id, account in list(self._accounts.items()):
             if account.reserved and self._accounts.get(response_id) is account:  # it has not ended
                 self._charge(account, account.request.progress())
