@@ -7,8 +7,9 @@ from typing import Final
 
 import msgspec
 
+from ..openai_api.chat_messages import ChatMessage
 from ..openai_api.errors import invalid_value
-from ..openai_api.request_schema import ChatMessage, ChatRequest, CompletionRequest, GenerationFields
+from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from ..openai_api.unsupported_fields import refuse_unsupported
 
 # A token of text is about 4 bytes; 12 where JSON escapes each character, as Python's `json` does. Long tokens (runs of
@@ -19,6 +20,8 @@ MOST_BYTES: Final = 16 << 20  # unless the operator says otherwise
 MAX_MESSAGES: Final = 8192  # of a chat, parts of all of them together, and prompts
 MAX_NAME_CHARS: Final = 1024  # of names and ids
 MAX_FREE_BYTES: Final = 128 << 10  # of what is passed on to the chat template as it came, as JSON
+MAX_ARGUMENTS_CHARS: Final = 256 << 10  # of one tool call: it is parsed at once
+MAX_CALLS_CHARS: Final = 512 << 10  # of the arguments of all tool calls of a chat
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,30 @@ def check_extent(request: GenerationFields, context: int | None) -> None:
         raise invalid_value("messages", f"they have {num_parts} parts: at most {most} together are accepted.")
 
 
-def without_ballast(request: GenerationFields) -> GenerationFields:
-    """The request of a large body without values that nothing looks at. Raises 400 for what is too large to pass on."""
+def check_free(request: GenerationFields) -> GenerationFields:
+    """The same request, of a large body. Raises 400 for values that are too large to pass on, or not supported."""
     refuse_unsupported(request)
-    request = msgspec.structs.replace(request, tools=None)  # accepted only where they are not looked at
     if isinstance(request, ChatRequest):
-        _check_free(request.chat_template_kwargs, "chat_template_kwargs")
-        _check_free([message.tool_calls for message in request.messages if message.tool_calls], "messages")
+        for param in ("chat_template_kwargs", "tools", "functions", "documents"):
+            _check_free(getattr(request, param), param)
+        num_left = MAX_CALLS_CHARS
         for position, message in enumerate(request.messages):
             _check_names(message, position)
+            num_left -= _arguments_chars(message, position)
+        if num_left < 0:
+            what = f"the arguments of all tool calls have over {MAX_CALLS_CHARS} characters."
+            raise invalid_value("messages", what)
     return request
+
+
+def _arguments_chars(message: ChatMessage, position: int) -> int:
+    """Of all tool calls of the message."""
+    calls = [call.function for call in message.tool_calls or ()]
+    sizes = [len(call.arguments or "") for call in [*calls, *filter(None, [message.function_call])]]
+    if max(sizes, default=0) > MAX_ARGUMENTS_CHARS:
+        what = f"arguments of at most {MAX_ARGUMENTS_CHARS} characters are accepted."
+        raise invalid_value(f"messages[{position}].tool_calls", what)
+    return sum(sizes)
 
 
 def _check_names(message: ChatMessage, position: int) -> None:
@@ -89,5 +106,4 @@ def _check_names(message: ChatMessage, position: int) -> None:
 def _check_free(value: object, param: str) -> None:
     num_bytes = len(msgspec.json.encode(value))
     if num_bytes > MAX_FREE_BYTES:
-        what = "the tool calls of all messages" if param == "messages" else "it"
-        raise invalid_value(param, f"{what} has {num_bytes} bytes of JSON: at most {MAX_FREE_BYTES} are accepted.")
+        raise invalid_value(param, f"it has {num_bytes} bytes of JSON: at most {MAX_FREE_BYTES} are accepted.")

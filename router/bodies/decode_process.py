@@ -17,7 +17,7 @@ from ...adapters.processes.process_frames import LAST, NOT_LAST, read_frames, wr
 from ..openai_api.errors import ApiError, invalid_value
 from ..openai_api.json_body import decode
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
-from .body_limits import check_extent, without_ballast
+from .body_limits import check_extent, check_free
 from .packed_request import PackedRequest, packed
 
 NICENESS: Final = 5  # large bodies yield to all other work
@@ -58,7 +58,7 @@ def _packed(question: Question, body: bytes) -> PackedRequest:
     request = decode(body, _DECODERS[question.kind])
     check_extent(request, question.context)
     try:
-        return packed(without_ballast(request))
+        return packed(check_free(request))
     except OverflowError:
         message = "The request's body has a whole number of more than 63 bits."
         raise ApiError(400, message, code="invalid_value") from None

@@ -7,13 +7,14 @@ Pieces let others in between.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Final, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from ..openai_api.chat_messages import ChatMessage, ToolCall
 from ..openai_api.prompt_field import same_kind
-from ..openai_api.request_schema import ChatMessage, ChatRequest, CompletionRequest, ContentPart, GenerationFields
+from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 
 PIECE_CHARS: Final = 128 << 10
 PIECE_IDS: Final = 64 << 10
@@ -33,8 +34,8 @@ class PackedRequest(NamedTuple):
 def packed(request: GenerationFields) -> PackedRequest:
     """Raises a 400 for a prompt that mixes texts and token ids."""
     if isinstance(request, ChatRequest):
-        found: list[str | list[int]] = [text for message in request.messages for text in _texts_of(message)]
-        bare = [_with_texts(message, iter([""] * len(_texts_of(message)))) for message in request.messages]
+        found: list[str | list[int]] = []
+        bare = [_with_texts(message, lambda text: _taken(text, found)) for message in request.messages]
         request = msgspec.structs.replace(request, messages=bare)
     else:
         assert isinstance(request, CompletionRequest)
@@ -57,7 +58,9 @@ def unpacked(packed_request: PackedRequest, kind: type[R]) -> R:
     values = [_joined(what, [next(pieces) for _ in range(num_pieces)]) for what, num_pieces in shapes]
     if isinstance(request, ChatRequest):
         texts = (value for value in values if isinstance(value, str))
-        return msgspec.structs.replace(request, messages=[_with_texts(message, texts) for message in request.messages])
+        return msgspec.structs.replace(
+            request, messages=[_with_texts(message, lambda _: next(texts)) for message in request.messages]
+        )
     assert isinstance(request, CompletionRequest)
     is_one = isinstance(request.prompt, str) or request.prompt == [0]
     return msgspec.structs.replace(request, prompt=values[0] if is_one else values)
@@ -81,18 +84,35 @@ def _values_of(prompt: str | Sequence[str | int | list[int]]) -> list[str | list
     return [same_kind(value, kind, position) for position, value in enumerate(prompt)]
 
 
-def _texts_of(message: ChatMessage) -> list[str]:
+_TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal")
+
+
+def _taken(text: str, found: list[str | list[int]]) -> str:
+    found.append(text)
+    return ""
+
+
+def _with_texts(message: ChatMessage, change: Callable[[str], str]) -> ChatMessage:
+    """The message with those of its texts changed, in a fixed order, that may be long."""
+    replace = msgspec.structs.replace
+    changed: dict[str, Any] = {}
+    for field in _TEXTS:
+        if isinstance(text := getattr(message, field), str):
+            changed[field] = change(text)
     if isinstance(message.content, list):
-        return [part.text for part in message.content if part.text is not None]
-    return [] if message.content is None else [message.content]
+        changed["content"] = [
+            part if part.text is None else replace(part, text=change(part.text)) for part in message.content
+        ]
+    if message.tool_calls:
+        changed["tool_calls"] = [_with_arguments(call, change) for call in message.tool_calls]
+    return replace(message, **changed) if changed else message
 
 
-def _with_texts(message: ChatMessage, texts: Iterator[str]) -> ChatMessage:
-    content = message.content
-    if isinstance(content, list):
-        parts = [part if part.text is None else ContentPart(part.type, next(texts)) for part in content]
-        return msgspec.structs.replace(message, content=parts)
-    return message if content is None else msgspec.structs.replace(message, content=next(texts))
+def _with_arguments(call: ToolCall, change: Callable[[str], str]) -> ToolCall:
+    if call.function.arguments is None:
+        return call
+    function = msgspec.structs.replace(call.function, arguments=change(call.function.arguments))
+    return msgspec.structs.replace(call, function=function)
 
 
 def _text_pieces(text: str) -> list[bytes]:

@@ -11,14 +11,19 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from .chat_messages import MAX_DOCUMENTS, MAX_TOOLS, ChatMessage, FunctionDefinition, NamedFunction, Tool, ToolChoice
+
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]  # text that may become one is held back
 TokenId = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+    Meta(description="Where the chat template knows it."),
+]
 MAX_LOGIT_BIASES = 1024  # each bias costs time at every token
 MAX_TIMEOUT_S = 86_400
-Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -29,10 +34,6 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that would change the answer and that motet does not support. See `unsupported_fields.py`."""
 
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -42,7 +43,6 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     audio: Any = None
     modalities: Any = None
     web_search_options: Any = None
-    documents: Any = None
     chat_template: Any = None
     suffix: Any = None
     prompt_embeds: Any = None
@@ -56,6 +56,20 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: Any = None
     include_stop_str_in_output: Any = None
     return_tokens_as_token_ids: Any = None
+    regex: Any = None  # SGLang's, as are the next six
+    json_schema: Any = None
+    ebnf: Any = None
+    lora_path: Any = None
+    stop_regex: Any = None
+    no_stop_trim: Any = None
+    custom_logit_processor: Any = None
+    structural_tag: Any = None  # vLLM's, as are the next five
+    guided_whitespace_pattern: Any = None
+    repetition_detection: Any = None
+    detokenize: Any = None
+    thinking_token_budget: Any = None
+    vllm_xargs: Any = None
+    verbosity: Any = None
 
 
 class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
@@ -94,7 +108,18 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=1024, description="KV is shared only with equal salts.")] | None = None
 
 
-class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
+class RefusedInCompletions(GenerationFields, frozen=True, kw_only=True):
+    """Fields of chats that would change a completion if they meant something there."""
+
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    documents: Any = None
+    reasoning_effort: Any = None
+
+
+class CompletionRequest(RefusedInCompletions, frozen=True, kw_only=True):
     prompt: Annotated[
         str | list[str | int | list[int]], Meta(description="A text, several, token ids, or several lists of them.")
     ]
@@ -104,21 +129,19 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     ) = None
 
 
-class ContentPart(msgspec.Struct, frozen=True):
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, frozen=True):
-    role: Role
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS, description="The template shows them.")] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: (
+        Annotated[list[FunctionDefinition], Meta(max_length=MAX_TOOLS, description="`tools`, of old.")] | None
+    ) = None
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
+    documents: (
+        Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS, description="The template shows them.")] | None
+    ) = None
+    reasoning_effort: Effort | None = None
     max_completion_tokens: Count | None = None
     logprobs: Annotated[bool | None, Meta(description="For each token, its own.")] = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20, description="And so many of the likeliest.")] | None = None

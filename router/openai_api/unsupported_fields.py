@@ -7,13 +7,14 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from .errors import unsupported
-from .request_schema import ChatRequest, GenerationFields, UnsupportedFields
+from .request_schema import ChatRequest, CompletionRequest, GenerationFields, RefusedInCompletions, UnsupportedFields
 
 # Values of these fields that are accepted, because they ask for what motet does anyway.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
     {
         "tools": ([],),
-        "tool_choice": ("none", "auto"),  # "auto" without tools chooses none
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "response_format": ({"type": "text"},),
@@ -27,19 +28,36 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "skip_special_tokens": (True,),
         "include_stop_str_in_output": (False,),
         "return_tokens_as_token_ids": (False,),
+        "no_stop_trim": (False,),
+        "detokenize": (True,),
+        "vllm_xargs": ({},),
+        "verbosity": ("medium",),
     }
+)
+
+
+_OF_TOOL_CALLS: Final = ("tool_choice", "parallel_tool_calls", "function_call")  # of chats
+
+
+def refused_fields(kind: type[GenerationFields]) -> tuple[str, ...]:
+    """The fields of these requests of which only neutral values are accepted."""
+    refused = {*UnsupportedFields.__struct_fields__, *_OF_TOOL_CALLS}
+    if issubclass(kind, RefusedInCompletions):
+        refused |= set(RefusedInCompletions.__struct_fields__) - set(GenerationFields.__struct_fields__)
+    return tuple(field for field in kind.__struct_fields__ if field in refused)
+
+
+_REFUSED: Final[Mapping[type[GenerationFields], tuple[str, ...]]] = MappingProxyType(
+    {kind: refused_fields(kind) for kind in (ChatRequest, CompletionRequest)}
 )
 
 
 def refuse_unsupported(request: GenerationFields) -> None:
     """Raises a 400 that names the first field with a value that is not supported."""
-    no_tool_is_called = request.tool_choice == "none"
-    for field in UnsupportedFields.__struct_fields__:
+    for field in _REFUSED[type(request)]:
         value = getattr(request, field)
-        if value is None or (field == "tools" and no_tool_is_called):
-            continue
         # The type counts, because False == 0 in Python.
-        if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(field, ())):
+        if value is not None and not any(type(value) is type(one) and value == one for one in NEUTRAL.get(field, ())):
             raise unsupported(field, _advice(field))
     if isinstance(request, ChatRequest) and request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of", "a chat has none but one equal to n; leave it out.")
@@ -47,8 +65,6 @@ def refuse_unsupported(request: GenerationFields) -> None:
 
 def _advice(field: str) -> str:
     accepted = NEUTRAL.get(field)
-    if field == "tools":
-        return "tools are not called here; leave it out, or send tool_choice 'none'."
     if accepted is None:
         return "it is not supported here; leave it out."
     return f"of its values only {' or '.join(repr(value) for value in accepted)} is supported here, or leave it out."

@@ -10,14 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from ..openai_api.request_schema import ChatRequest, CompletionRequest, UnsupportedFields
+from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from ..openai_api.unsupported_fields import refused_fields
 from .document import Schema
 from .error_codes import ERRORS, EVERYWHERE, OF_NO_ROUTE
 from .schema_words import name_of, shown_name, words_of
 
 _BLOCK: Final = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _CODE: Final = re.compile(r"^- `(\w+)`:", re.MULTILINE)
-_GENERATION: Final = {"chat": ChatRequest.__name__, "completions": CompletionRequest.__name__}
+_GENERATION: Final[Mapping[str, type[GenerationFields]]] = MappingProxyType(
+    {"chat": ChatRequest, "completions": CompletionRequest}
+)
 
 
 def with_tables(page: str, document: Schema) -> str:
@@ -76,7 +79,7 @@ def _given(operation: Schema) -> str:
 
 def _fields(document: Schema) -> str:
     """Of generation, without those that are refused."""
-    chat, text = (document["components"]["schemas"][name]["properties"] for name in _GENERATION.values())
+    chat, text = (document["components"]["schemas"][kind.__name__]["properties"] for kind in _GENERATION.values())
     rows = []
     for name in dict.fromkeys((*chat, *text)):
         places = {"both": chat} if chat.get(name) == text.get(name) else {"chat": chat, "completions": text}
@@ -90,7 +93,8 @@ def _fields(document: Schema) -> str:
 
 
 def _is_refused(where: str, name: str) -> bool:
-    return name in UnsupportedFields.__struct_fields__ or (where, name) == ("chat", "echo")
+    kinds = _GENERATION.values() if where == "both" else (_GENERATION[where],)
+    return all(name in refused_fields(kind) for kind in kinds) or (where, name) == ("chat", "echo")
 
 
 def _meaning(schema: Schema) -> tuple[str, str]:
@@ -100,19 +104,22 @@ def _meaning(schema: Schema) -> tuple[str, str]:
 
 
 def _refused(document: Schema) -> str:
-    fields = document["components"]["schemas"][CompletionRequest.__name__]["properties"]
-    rows = [
-        (f"`{name}`", words_of(fields[name], with_null=False) if "enum" in fields[name] else "an empty list")
-        for name in UnsupportedFields.__struct_fields__
-    ]
-    return _table(("field", "accepted"), [*rows, ("`echo` in a chat", "")])
+    chat, text = (
+        {f"`{name}`": words_of(document["components"]["schemas"][kind.__name__]["properties"][name], with_null=False)
+         for name in refused_fields(kind)}
+        for kind in _GENERATION.values()
+    )  # fmt: skip
+    both = [(name, accepted) for name, accepted in chat.items() if text.get(name) == accepted]
+    only = [(f"{name} in a chat", accepted) for name, accepted in chat.items() if text.get(name) != accepted]
+    only += [(f"{name} in completions", accepted) for name, accepted in text.items() if chat.get(name) != accepted]
+    return _table(("field", "accepted"), [*both, *only, ("`echo` in a chat", "")])
 
 
 def _types(document: Schema) -> str:
     """Of all other bodies, and of answers."""
     rows = []
     for name, schema in document["components"]["schemas"].items():
-        if name in _GENERATION.values():
+        if name in {kind.__name__ for kind in _GENERATION.values()}:
             continue
         required = schema.get("required", ())
         shown = f"`{shown_name(name)}`"

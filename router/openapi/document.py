@@ -12,8 +12,8 @@ import msgspec
 
 from ... import __version__
 from ..openai_api.errors import ErrorBody
-from ..openai_api.request_schema import UnsupportedFields
-from ..openai_api.unsupported_fields import NEUTRAL
+from ..openai_api.request_schema import GenerationFields
+from ..openai_api.unsupported_fields import NEUTRAL, refused_fields
 from ..route import RouteSpec
 from .error_codes import ERRORS, by_status, codes_of
 
@@ -72,8 +72,8 @@ class _Types:
         self._schemas = [*zip(types, schemas, strict=True)]
         _forget_written(self.components)
         for kind in types:
-            if isinstance(kind, type) and issubclass(kind, UnsupportedFields):
-                _restrict(self.components[kind.__name__])
+            if isinstance(kind, type) and issubclass(kind, GenerationFields):
+                _restrict(self.components[kind.__name__], kind)
 
     def schema(self, kind: Any) -> Schema:
         return next(schema for known, schema in self._schemas if known is kind)
@@ -91,12 +91,11 @@ def _forget_written(schema: Any) -> None:
             _forget_written(value)
 
 
-def _restrict(schema: Schema) -> None:
+def _restrict(schema: Schema, kind: type[GenerationFields]) -> None:
     """Adds which values of unsupported fields are accepted."""
-    for field in UnsupportedFields.__struct_fields__:
-        # What `tools` holds does not matter where `tool_choice` says that none is called.
-        accepted = {} if field == "tools" else {"enum": [None, *NEUTRAL.get(field, ())]}
-        schema["properties"][field] = {**accepted, "default": None, "description": _REFUSED}
+    for field in refused_fields(kind):
+        accepted = [None, *NEUTRAL.get(field, ())]
+        schema["properties"][field] = {"enum": accepted, "default": None, "description": _REFUSED}
 
 
 def _types_of(routes: Sequence[RouteSpec]) -> list[Any]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 from ...workers.wire.messages import GangInfo
-from ..openai_api.errors import ApiError, invalid_value, unsupported
-from ..openai_api.request_schema import ChatMessage, ChatRequest
+from ..openai_api.chat_messages import ChatMessage
+from ..openai_api.errors import ApiError, invalid_value
+from ..openai_api.request_schema import ChatRequest
 from ..text.chat_renderer import ChatTemplateError
-from ..text.text import MAX_MESSAGES_ON_LOOP, TextService
+from ..text.template_forms import TemplateForms
+from ..text.text import MAX_CHARS_ON_LOOP, MAX_MESSAGES_ON_LOOP, TextService
 from .model_limits import check_text
+from .template_messages import template_messages, template_tools, template_variables
 
 
 async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -> list[int]:
@@ -20,16 +23,16 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
     if continues and request.add_generation_prompt:
         raise invalid_value("continue_final_message", "it cannot go with add_generation_prompt: true.")
     begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    if len(request.messages) <= MAX_MESSAGES_ON_LOOP:
-        messages = _as_template_expects(request.messages)
-    else:
-        messages = await asyncio.to_thread(_as_template_expects, request.messages)
+    convert = partial(template_messages, request.messages, text.forms)
+    messages = convert() if _are_few(request.messages) else await asyncio.to_thread(convert)
     try:
         prompt = await text.render_chat(
             messages,
             add_generation_prompt=begins,
             continue_final_message=continues,
-            arguments=request.chat_template_kwargs or {},
+            arguments=template_variables(request, text.forms),
+            tools=template_tools(request),
+            documents=request.documents,
         )
     except ChatTemplateError as error:
         raise ApiError(400, f"{error}.", param="messages", code="invalid_messages") from error
@@ -41,28 +44,15 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
     return token_ids
 
 
-def _as_template_expects(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages as plain values, which templates need."""
-    return [_fields_of(message, position) for position, message in enumerate(messages)]
+def fields_not_shown(request: ChatRequest, forms: TemplateForms) -> list[str]:
+    """Fields that the template leaves out of the prompt, as it does in transformers."""
+    tools = [] if forms.shows_tools else [field for field in ("tools", "functions") if getattr(request, field)]
+    return tools + (["documents"] if request.documents and not forms.shows_documents else [])
 
 
-def _fields_of(message: ChatMessage, position: int) -> dict[str, Any]:
-    """Newer clients call the role "system" "developer"."""
-    role = "system" if message.role == "developer" else message.role
-    content = _text_of(message, f"messages[{position}].content")
-    if content is None and message.tool_calls is None:
-        raise invalid_value(f"messages[{position}].content", "a text is needed.")
-    fields: dict[str, Any] = {"role": role, "content": content or "", "name": message.name}
-    fields |= {"tool_calls": message.tool_calls, "tool_call_id": message.tool_call_id}
-    return {key: value for key, value in fields.items() if value is not None}
-
-
-def _text_of(message: ChatMessage, param: str) -> str | None:
-    if not isinstance(message.content, list):
-        return message.content
-    for position, part in enumerate(message.content):
-        if part.type != "text":
-            raise unsupported(f"{param}[{position}].type", f"only 'text' parts are supported here, not {part.type!r}.")
-        if part.text is None:
-            raise invalid_value(f"{param}[{position}].text", "a text is needed.")
-    return "\n".join(part.text or "" for part in message.content)
+def _are_few(messages: Sequence[ChatMessage]) -> bool:
+    """Whether they convert in no time, by a quick check."""
+    if len(messages) > MAX_MESSAGES_ON_LOOP:
+        return False
+    calls = (call.function for message in messages for call in message.tool_calls or ())
+    return sum(len(call.arguments or "") for call in calls) <= MAX_CHARS_ON_LOOP

@@ -88,9 +88,11 @@ class _Hider:
         self._answer_names = answer_names
 
     def message(self, message: Message) -> Message:
-        """A role is one of a few words, which the template knows."""
+        """A role is one of a few words, which the template knows. What tools are called with is no answer's text."""
         names = self._answer_names if message.get("role") == _ANSWERER else self.names
-        return _with_same_role(message, lambda one: self.value(one, names))
+        changed = _with_same_role(message, lambda one: self.value(one, names))
+        calls = message.get("tool_calls")
+        return {**changed, "tool_calls": self.value(calls, self.names)} if calls else changed
 
     def value(self, value: Any, names: frozenset[str]) -> Any:
         """A copy of any value of JSON."""

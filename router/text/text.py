@@ -19,6 +19,7 @@ from .chat_renderer import ChatRenderer, ChatTemplateError, RenderedChat
 from .control_names import TEMPLATE_ERRORS, control_names
 from .control_tokens import ControlTokens
 from .model_tokenizer import load_tokenizer
+from .template_forms import template_forms
 from .token_bytes import TokenBytes
 from .token_span import max_bytes_per_token
 
@@ -39,6 +40,8 @@ RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
     {
         "conversation",
         "messages",
+        "tools",
+        "documents",
         "tokenize",
         "chat_template",
         "add_generation_prompt",
@@ -71,7 +74,9 @@ class TextService:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         self._control_tokens = control_tokens
         added = AddedTokens(self._backend)
-        names = control_names(added, _template_of(tokenizer), self._apply_template)
+        template = _template_of(tokenizer)
+        names = control_names(added, template, self._apply_template)
+        self.forms = template_forms(template, self._apply_template)
         self._tokens = ControlTokens(self._backend, added, names.in_messages)
         self._renderer = ChatRenderer(self._apply_template, self._tokens, names.in_answers)
 
@@ -163,16 +168,21 @@ class TextService:
         add_generation_prompt: bool,
         continue_final_message: bool,
         arguments: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> RenderedChat:
         """The prompt that the model's chat template makes of messages; off the event loop when they may be long.
 
-        Raises `ChatTemplateError`.
+        The messages are in the forms that `forms` says. `arguments`: more of the template's. Raises
+        `ChatTemplateError`.
         """
         if self._templated.chat_template is None:
             raise ChatTemplateError("this model has no chat template, so it cannot chat; use /v1/completions")
         reserved = sorted(RESERVED_TEMPLATE_ARGUMENTS.intersection(arguments))
         if reserved:
             raise ChatTemplateError(f"chat_template_kwargs may not set {', '.join(reserved)}")
+        lists = {"tools": tools, "documents": documents}
+        arguments = {**arguments, **{name: [*one] for name, one in lists.items() if one}}
         work = partial(
             self._render,
             list(messages),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields, UnsupportedFields
+from motet.router.openai_api.unsupported_fields import refused_fields
 from motet.router.openapi.api_page import with_tables
 from motet.router.openapi.error_codes import ERRORS
 from motet.tests.rigs.made_api_page import made_page
@@ -57,8 +58,8 @@ def test_every_field_that_is_obeyed_is_in_the_table() -> None:
         table.setdefault(where, set()).update(names(field))
     common = set(GenerationFields.__struct_fields__) - set(UnsupportedFields.__struct_fields__)
     assert table["both"] == common
-    assert table["completions"] == own_fields(CompletionRequest)
-    assert table["chat"] == own_fields(ChatRequest) - {"echo"}  # which is refused
+    assert table["completions"] == own_fields(CompletionRequest) - set(refused_fields(CompletionRequest))
+    assert table["chat"] == own_fields(ChatRequest) - {"echo", *refused_fields(ChatRequest)}
 
 
 def test_bounds_and_meanings_come_with_the_fields() -> None:
@@ -72,7 +73,8 @@ def test_bounds_and_meanings_come_with_the_fields() -> None:
 
 def test_every_field_that_is_refused_is_named() -> None:
     assert {name for field, _ in rows("refused") for name in names(field)} == {
-        *UnsupportedFields.__struct_fields__,
+        *refused_fields(ChatRequest),
+        *refused_fields(CompletionRequest),
         "echo",
     }
 

@@ -195,7 +195,15 @@ def test_a_request_comes_out_of_its_pieces_as_it_went_in(fields: dict[str, Any])
 
 def test_a_chat_comes_out_of_its_pieces_as_it_went_in() -> None:
     messages = [
-        {"role": "system", "content": None, "tool_calls": [{"id": "1", "x": [1.5, None, True]}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning": "hm" * 100_000,
+            "tool_calls": [
+                {"id": "1", "function": {"name": "f", "arguments": '{"a":"' + "b" * 200_000 + '"}'}},
+                {"function": {"name": "g"}},
+            ],
+        },
         {"role": "user", "content": "你" * 200_000, "name": "n"},
         {
             "role": "user",

@@ -10,6 +10,13 @@ from motet.tests.rigs.router_rig import BASE, EOS, RouterRig, chunks_of, events_
 
 ANSWER = "the 猫 fox"
 HELLO = [{"role": "user", "content": "hello"}]
+NAMED = {"type": "function", "function": {"name": "f"}}
+RESULT = [{"role": "tool", "content": "3", "tool_call_id": "1"}]
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
 
 
 @pytest.fixture(scope="module")
@@ -162,10 +169,31 @@ async def test_max_completion_tokens_goes_before_max_tokens(rig: RouterRig) -> N
         ({"logprobs": 1}, "logprobs"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [{"type": "function"}], "tool_choice": "auto"}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+        ({"tools": [NAMED] * 257}, "tools"),
+        ({"tools": [NAMED], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": NAMED}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}},
+            "tool_choice",
+        ),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"functions": [{"name": ""}]}, "functions[0].name"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"documents": ["text"]}, "documents[0]"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"regex": "a+"}, "regex"),
+        ({"lora_path": "/adapter"}, "lora_path"),
+        ({"detokenize": False}, "detokenize"),
+        ({"chat_template_kwargs": {"tools": []}}, "messages"),
+        ({"messages": [*HELLO, {"role": "assistant", "audio": {"id": "a"}}]}, "messages[1].audio"),
+        ({"messages": [{"role": "user", "content": [{"type": "refusal"}]}]}, "messages[0].content[0].refusal"),
+        ({"messages": [*HELLO, calling("[1]"), *RESULT]}, "messages[1].tool_calls[0].function.arguments"),
+        ({"messages": [*HELLO, calling('{"a":'), *RESULT]}, "messages[1].tool_calls[0].function.arguments"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy"}}, "audio"),

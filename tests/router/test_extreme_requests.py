@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
 
-from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest, UnsupportedFields
+from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from motet.router.openai_api.unsupported_fields import refused_fields
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_model
@@ -70,14 +70,14 @@ ROUTES = (
 
 @pytest.mark.parametrize(("route", "kind", "needed"), ROUTES, ids=["completions", "chats"])
 async def test_each_field_with_each_value(
-    stock: Stock, engine: EngineRig, tmp_path: Path, route: str, kind: type[msgspec.Struct], needed: dict[str, str]
+    stock: Stock, engine: EngineRig, tmp_path: Path, route: str, kind: type[GenerationFields], needed: dict[str, str]
 ) -> None:
     start = {"model": json.dumps(BASE), **needed, "max_tokens": "1"}
     num_served = 0
     scripted = RouterRig(tmp_path / "spool", text_service())  # the engine's model is too small for texts
     async with scripted.client() if kind is ChatRequest else client_of(EngineDispatcher(engine), stock) as client:
         for field in kind.__struct_fields__:
-            is_refused = field in UnsupportedFields.__struct_fields__
+            is_refused = field in refused_fields(kind)
             values = OTHERS if is_refused else (*NUMBERS, *TEXTS, *OTHERS, *(BIASES if field == "logit_bias" else ()))
             for value in values:
                 num_served += await check(client, route, body_of({**start, field: value})) == 200

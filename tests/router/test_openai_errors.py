@@ -86,7 +86,7 @@ async def test_refused_fields_are_named(rig: RouterRig, fields: dict[str, Any], 
     [
         {"response_format": {"type": "text"}},
         {"suffix": None},
-        {"tools": [{"type": "function"}], "tool_choice": "none"},
+        {"tool_choice": "none"},
         {"tools": []},
         {"skip_special_tokens": True},
         {"logit_bias": None, "stop": None, "stream_options": None, "n": None},
