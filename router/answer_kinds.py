@@ -10,11 +10,14 @@ from ..workers.wire.messages import GangInfo
 from .answers.answer_shape import AnswerHead, AnswerShape
 from .answers.chat_answer import ChatAnswer
 from .answers.completion_answer import CompletionAnswer
+from .answers.message_parts import MessageShape
 from .openai_api.errors import invalid_value, unsupported
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from .requests.best_of import check_best_of
 from .requests.chat_prompt import chat_prompt
 from .requests.completion_prompts import completion_prompts, count_prompts
+from .requests.tool_choice import answer_reader, check_tools, is_old
+from .text.response_reader import ResponseReader
 from .text.text import TextService
 
 R = TypeVar("R", bound=GenerationFields)
@@ -27,6 +30,7 @@ class PromptTokens:
 
     token_lists: Sequence[list[int]]
     echoes: Sequence[str] = ()  # the text of each prompt, where the answer repeats it; empty: it does not
+    reader: ResponseReader | None = None  # of the answers' text; None: it is shown as it is
 
 
 class AnswerKind(Protocol[R]):
@@ -74,9 +78,11 @@ class Chat:
             raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid_value("top_logprobs", "it needs logprobs to be true.")
+        check_tools(request)
 
     async def tokenize(self, request: ChatRequest, text: TextService, gang: GangInfo) -> PromptTokens:
-        return PromptTokens([await chat_prompt(request, text, gang)])
+        token_ids, prompt = await chat_prompt(request, text, gang)
+        return PromptTokens([token_ids], reader=await answer_reader(request, text.answer_format, prompt))
 
     def max_tokens(self, request: ChatRequest, room: int) -> int | None:
         return request.max_completion_tokens or request.max_tokens
@@ -85,6 +91,7 @@ class Chat:
         return (request.top_logprobs or 0) if request.logprobs else None
 
     def shape(self, head: AnswerHead, request: ChatRequest, prompts: PromptTokens, text: TextService) -> ChatAnswer:
+        formats = text.answer_format
         return ChatAnswer(
             head,
             text.token_bytes,
@@ -92,6 +99,7 @@ class Chat:
             prompt=prompts.token_lists[0],
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
+            message=MessageShape(head.id, 24 if formats is None else formats.num_id_chars, is_old(request)),
         )
 
 

@@ -234,6 +234,7 @@ def _generation(
         priority=request.priority or 0,
         is_background=identity.tenant.is_background or request.service_tier == BACKGROUND_TIER,
         is_echoed=bool(tokens.echoes),
+        reader=tokens.reader,
     )
     if request.best_of is not None and request.best_of > generation.n:
         return with_best_of(generation, request.best_of)

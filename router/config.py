@@ -26,6 +26,7 @@ class RouterConfig:
     max_body_bytes: int | None  # of a JSON request; None: what the context can hold (bodies/body_limits.py)
     max_held_body_bytes: int  # of JSON requests, of all tenants together, until they are decoded
     control_tokens: TextsWithControlTokens  # which texts of requests may write control tokens
+    response_template: str  # of answers: auto, none, the name of a format, or a file
     max_open_uploads: int  # that arrive at once; more wait their turn unread
     max_tenant_uploads: int  # of these, of one tenant
     upload_bytes_per_s: float  # an upload that comes more slowly on average is given up

@@ -41,7 +41,9 @@ async def answer_id(
 
     def fingerprint(version: AdapterVersion | None) -> bytes:
         stop, digest = generation.stop.strings, None if version is None else version.digest
-        return fingerprint_of(generation.tenant, digest, prompts, generation.n, stop, generation.keep_token_ids)
+        reading = [] if generation.reader is None else generation.reader.reading.identity
+        parts = [generation.tenant, digest, prompts, generation.n, stop, generation.keep_token_ids, *reading]
+        return fingerprint_of(*parts)
 
     if position is None:
         return new_response_id(prefix, int(time.time()), fingerprint(choice.version)), choice

@@ -148,7 +148,10 @@ class RouterReplica:
                 max_packed_bytes=config.router.max_adapter_packed_bytes,
             ),
         )
-        text = await asyncio.to_thread(TextService.from_folder, config.model_path, config.router.control_tokens)
+        router = config.router
+        text = await asyncio.to_thread(
+            TextService.from_folder, config.model_path, router.control_tokens, router.response_template
+        )
         parts.callback(text.close)
         usage = await parts.start(await _make_usage(redis, config))
         self._metrics.ledger = usage.behind

@@ -39,6 +39,16 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "live",
         ),
     ] = "prompts"
+    response_template: Annotated[
+        str,
+        Unit("NAME", "a name or a path"),
+        Setting(
+            "How the model writes its thoughts and tool calls: auto (its own response template, else what its chat "
+            "template is known for), none (all of an answer is content), a format of docs/tools.md, or a file with a "
+            "response template of transformers.",
+            "live",
+        ),
+    ] = "auto"
     adapter_base: Annotated[
         Literal["any", "warn", "match"],
         Setting(

@@ -6,7 +6,6 @@ from msgspec import UNSET
 
 from ..generation.choice import Delta
 from ..openai_api.answer_schema import (
-    AnswerMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -18,6 +17,7 @@ from ..openai_api.answer_schema import (
 )
 from .answer_shape import AnswerHead, WholeChoice
 from .logprobs_json import ChatLogprobsJson
+from .message_parts import MessageShape, WholeMessage
 from .openai_logprobs import BytesOfToken, chat_logprobs
 
 
@@ -33,6 +33,7 @@ class ChatAnswer:
         prompt: list[int],
         with_logprobs: bool,
         with_token_ids: bool,
+        message: MessageShape,
     ) -> None:
         self._head = head
         self._bytes_of = bytes_of
@@ -40,6 +41,7 @@ class ChatAnswer:
         self._prompt = prompt
         self._with_logprobs = with_logprobs
         self._with_token_ids = with_token_ids
+        self._message = message
 
     def opening(self, usage: ChunkUsage) -> list[ChatChunk]:
         """A chunk with the role for each choice; the first one has the prompt's tokens, too, if they are asked for."""
@@ -55,9 +57,9 @@ class ChatAnswer:
         head = self._head
         choice = ChatChunkChoice(
             index,
-            ChatDelta(content=delta.text if delta.text else UNSET),
+            self._message.delta(index, delta),
             self._logprobs(delta) if delta.logprobs else None,
-            delta.finish_reason,
+            self._message.finish_reason(delta.finish_reason, has_called=delta.has_called),
             delta.token_ids if self._with_token_ids else UNSET,
         )
         return ChatChunk(head.id, head.created, head.model, [choice], usage)
@@ -66,15 +68,16 @@ class ChatAnswer:
         head = self._head
         return ChatChunk(head.id, head.created, head.model, [], usage)
 
-    def gathering(self) -> WholeChoice:
-        return WholeChoice(ChatLogprobsJson(self._bytes_of) if self._with_logprobs else None)
+    def gathering(self) -> WholeMessage:
+        return WholeMessage(ChatLogprobsJson(self._bytes_of) if self._with_logprobs else None)
 
     def choice(self, index: int, whole: WholeChoice) -> ChatChoice:
+        assert isinstance(whole, WholeMessage)
         return ChatChoice(
             index,
-            AnswerMessage(whole.text),
+            self._message.message(index, whole),
             whole.logprobs,
-            whole.finish_reason,
+            self._message.finish_reason(whole.finish_reason, has_called=whole.has_called),
             whole.token_ids if self._with_token_ids else UNSET,
         )
 

@@ -164,7 +164,6 @@ class GenerationResponse:
                     raise wrong_position("it is the end of the answer, and the answer has not ended.")
                 usage = self._chunk_usage(style)
                 opening = b"" if self._has_opened else await self._start_events(send, usage, style)
-                self._num_sent += 1
                 if not delta.is_empty:
                     line = style.event_ids.line(generation.num_tokens)
                     await self._send_body(send, opening + line + _event(shape.chunk(index, delta, usage)))
@@ -228,6 +227,7 @@ class GenerationResponse:
             await response(scope, receive, send)
 
     async def _send_body(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        self._num_sent += 1
         self._num_sent_bytes += len(body)
         await send({"type": "http.response.body", "body": body, "more_body": more})
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...workers.wire.messages import FinishReason, SequenceUpdate, TokenLogprobs
+from ..text.response_reader import Piece
 from ..text.stop_strings import StopMatcher, StopStrings
 from ..text.text import Detokenizer
 
@@ -27,10 +29,12 @@ class Delta(NamedTuple):
     token_ids: list[int]  # kept only if asked for
     logprobs: list[ShownToken]
     finish_reason: FinishReason | None
+    pieces: Sequence[Piece] = ()  # of a message, in place of the text that they were read from
+    has_called: bool = False  # with the finish reason: the answer calls tools
 
     @property
     def is_empty(self) -> bool:
-        return not self.text and not self.token_ids and not self.logprobs and self.finish_reason is None
+        return not (self.text or self.token_ids or self.logprobs or self.pieces) and self.finish_reason is None
 
 
 class _HeldToken(NamedTuple):

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
@@ -17,14 +17,16 @@ from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..loop_share import LoopShare
 from ..metrics import Metrics
-from ..openai_api.answer_schema import PromptTokensDetails, Usage
+from ..openai_api.answer_schema import CompletionTokensDetails, PromptTokensDetails, Usage
 from ..openai_api.stream_position import wrong_position
+from ..text.response_reader import ResponseReader
 from ..text.stop_strings import StopStrings
 from ..text.text import TextService
 from .beam_search import BeamRules
 from .beam_stops import BeamStops
 from .beam_streams import BeamRun
 from .choice import Choice, Delta
+from .message_choice import MessageChoice
 from .portions import portions
 from .seeds import seeded
 
@@ -68,6 +70,7 @@ class GenerationRequest:
     cache_salt: str = ""  # the tenant's sequences share KV only where this is the same
     timeout_s: float | None = None  # from the request's arrival to the last token; None: as long as it takes
     is_echoed: bool = False  # the answer's text begins with the prompt's
+    reader: ResponseReader | None = None  # at each answer's start; None: text is shown as it is
     weight: float = 1.0  # of the tenant
     priority: int = 0  # among the tenant's own
     is_background: bool = False  # it yields to everybody's other requests
@@ -86,16 +89,7 @@ class Generation:
     ) -> None:
         """`started_at`: when the request came, by `time.perf_counter()`."""
         self.request = request
-        self.choices = [
-            Choice(
-                text.detokenizer(prompt.token_ids, is_echoed=request.is_echoed),
-                request.stop,
-                keep_token_ids=request.keep_token_ids,
-                keep_logprobs=request.keep_logprobs,
-            )
-            for prompt in request.prompts
-            for _ in range(request.n)
-        ]
+        self.choices = [_choice(request, prompt, text) for prompt in request.prompts for _ in range(request.n)]
         self._dispatcher = dispatcher
         self._text = text
         self._metrics = metrics
@@ -200,7 +194,11 @@ class Generation:
         completion_tokens = sum(self.num_tokens)
         num_cached = self.num_cached_tokens
         details = UNSET if num_cached is None else PromptTokensDetails(num_cached)
-        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+        reasoned: CompletionTokensDetails | UnsetType = UNSET
+        if self.request.reader is not None:
+            found = (choice.num_reasoning_tokens for choice in self.choices if isinstance(choice, MessageChoice))
+            reasoned = CompletionTokensDetails(sum(found))
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details, reasoned)
 
     def progress(self) -> Progress:
         """What gangs have computed for the answer so far, whether its client received it or not."""
@@ -332,6 +330,18 @@ class Generation:
             metrics.queue_wait_s.observe(max(0.0, elapsed_s - computing_s))  # two machines' clocks
         self._updated_at[index] = metrics.last_token_at = now
         metrics.num_completion_tokens += num_tokens
+
+
+def _choice(request: GenerationRequest, prompt: Prompt, text: TextService) -> Choice:
+    reader = request.reader
+    read_as = None if reader is None else reader.reading.format
+    detokenizer = text.detokenizer(prompt.token_ids, is_echoed=request.is_echoed, read_as=read_as)
+    keep_token_ids, keep_logprobs = request.keep_token_ids, request.keep_logprobs
+    if reader is None:
+        return Choice(detokenizer, request.stop, keep_token_ids=keep_token_ids, keep_logprobs=keep_logprobs)
+    return MessageChoice(
+        reader.copy(), detokenizer, request.stop, keep_token_ids=keep_token_ids, keep_logprobs=keep_logprobs
+    )
 
 
 def _split(update: SequenceUpdate, num_tokens: int) -> tuple[SequenceUpdate, SequenceUpdate]:

@@ -17,11 +17,16 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int  # whose KV was found in the prefix cache and not computed
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int  # of the completion's, marks of the model's thoughts included
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # UNSET until it is known
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of answers that are taken apart
 
 
 ChunkUsage = Usage | None | UnsetType  # None in all chunks but the last, if usage was asked for; UNSET if it was not
@@ -72,16 +77,43 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+ChatFinishReason = FinishReason | Literal["tool_calls", "function_call"]
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str  # JSON of an object
+
+
+class CalledTool(msgspec.Struct, frozen=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class CalledToolDelta(msgspec.Struct, frozen=True):
+    """A whole call: half of one cannot be taken back where the rest is none."""
+
+    index: int
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class ChatDelta(msgspec.Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the same, as others call it
+    tool_calls: list[CalledToolDelta] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -96,16 +128,20 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class AnswerMessage(msgspec.Struct, frozen=True):
-    content: str
+    content: str | None  # None where there are only calls
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CalledTool] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | msgspec.Raw | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     token_ids: list[int] | UnsetType = UNSET
 
 

@@ -138,6 +138,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
         Annotated[list[FunctionDefinition], Meta(max_length=MAX_TOOLS, description="`tools`, of old.")] | None
     ) = None
     function_call: Literal["none", "auto"] | NamedFunction | None = None
+    include_reasoning: Annotated[bool | None, Meta(description="False: leave the model's thoughts out.")] = None
     documents: (
         Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS, description="The template shows them.")] | None
     ) = None

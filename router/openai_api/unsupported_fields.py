@@ -36,12 +36,9 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
 )
 
 
-_OF_TOOL_CALLS: Final = ("tool_choice", "parallel_tool_calls", "function_call")  # of chats
-
-
 def refused_fields(kind: type[GenerationFields]) -> tuple[str, ...]:
     """The fields of these requests of which only neutral values are accepted."""
-    refused = {*UnsupportedFields.__struct_fields__, *_OF_TOOL_CALLS}
+    refused = {*UnsupportedFields.__struct_fields__}
     if issubclass(kind, RefusedInCompletions):
         refused |= set(RefusedInCompletions.__struct_fields__) - set(GenerationFields.__struct_fields__)
     return tuple(field for field in kind.__struct_fields__ if field in refused)

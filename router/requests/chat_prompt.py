@@ -17,8 +17,11 @@ from .model_limits import check_text
 from .template_messages import template_messages, template_tools, template_variables
 
 
-async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -> list[int]:
-    """The token ids of the messages, rendered by the model's chat template. Raises 400."""
+async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -> tuple[list[int], str]:
+    """The token ids of the messages, rendered by the model's chat template; and the text if an answer begins in it.
+
+    Raises 400.
+    """
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise invalid_value("continue_final_message", "it cannot go with add_generation_prompt: true.")
@@ -41,7 +44,7 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
     token_ids = await text.encode_chat(prompt, add_special_tokens=bool(request.add_special_tokens))
     if not token_ids:
         raise invalid_value("messages", "the chat template made an empty prompt of them.")
-    return token_ids
+    return token_ids, prompt.text if begins or continues else ""
 
 
 def fields_not_shown(request: ChatRequest, forms: TemplateForms) -> list[str]:

@@ -15,6 +15,7 @@ from tokenizers.decoders import DecodeStream
 from ...adapters.format.own_tokenizer import template_digest
 from ..config import TextsWithControlTokens
 from .added_tokens import AddedTokens
+from .answer_format import BY_TEMPLATE, AnswerFormat, answer_format
 from .chat_renderer import ChatRenderer, ChatTemplateError, RenderedChat
 from .control_names import TEMPLATE_ERRORS, control_names
 from .control_tokens import ControlTokens
@@ -60,10 +61,16 @@ RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
 class TextService:
     """Text and tokens of one model. Safe to share between requests; has no state but the tokenizer."""
 
-    def __init__(self, tokenizer: Any, control_tokens: TextsWithControlTokens = "prompts") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        control_tokens: TextsWithControlTokens = "prompts",
+        response_template: str = BY_TEMPLATE,
+    ) -> None:
         """`tokenizer`: of transformers, with a `tokenizers` backend.
 
         `control_tokens`: which texts of clients may write them: those of completions, those of chats, too, or none.
+        `response_template`: of answers, see `answer_format`, which raises ValueError.
         """
         self._templated = tokenizer
         self._backend: Tokenizer = tokenizer.backend_tokenizer
@@ -75,15 +82,23 @@ class TextService:
         self._control_tokens = control_tokens
         added = AddedTokens(self._backend)
         template = _template_of(tokenizer)
+        self.answer_format = answer_format(response_template, tokenizer, added.names)
+        self._hidden: dict[AnswerFormat, frozenset[int]] = {}  # special tokens by format; of one model's there are two
+        self._special_ids = {token_id: token.content for token_id, token in added.by_id.items() if token.special}
         names = control_names(added, template, self._apply_template)
         self.forms = template_forms(template, self._apply_template)
         self._tokens = ControlTokens(self._backend, added, names.in_messages)
         self._renderer = ChatRenderer(self._apply_template, self._tokens, names.in_answers)
 
     @classmethod
-    def from_folder(cls, path: Path, control_tokens: TextsWithControlTokens = "prompts") -> TextService:
+    def from_folder(
+        cls,
+        path: Path,
+        control_tokens: TextsWithControlTokens = "prompts",
+        response_template: str = BY_TEMPLATE,
+    ) -> TextService:
         """The service of a model folder in Hugging Face format. Blocking; raises ValueError, see `load_tokenizer`."""
-        return cls(load_tokenizer(path), control_tokens)
+        return cls(load_tokenizer(path), control_tokens, response_template)
 
     def token_id(self, token: str) -> int | None:
         """Of a token of the vocabulary, added ones included; None: it is none."""
@@ -137,13 +152,26 @@ class TextService:
         texts = await self.decode_all(token_lists)
         return [text[: len(text) - self._num_cut(ids)] for text, ids in zip(texts, token_lists, strict=True)]
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], *, is_echoed: bool = False) -> Detokenizer:
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, is_echoed: bool = False, read_as: AnswerFormat | None = None
+    ) -> Detokenizer:
         """A new one for a sequence that continues this prompt.
+
+        `read_as`: special tokens that this format names are shown.
 
         `is_echoed`: bytes at the prompt's end that are no character yet come with the first piece, as the character
         that they turn out to be, and are not in the prompt's own text (`echoes`).
         """
-        return Detokenizer(self._backend, self._context(prompt_token_ids), is_echoed=is_echoed)
+        context = self._context(prompt_token_ids)
+        hidden = None if read_as is None else self._hidden_by(read_as)
+        return Detokenizer(self._backend, context, is_echoed=is_echoed, hidden=hidden)
+
+    def _hidden_by(self, answers: AnswerFormat) -> frozenset[int]:
+        """The special tokens that it does not name."""
+        if answers not in self._hidden:
+            names = self._special_ids.items()
+            self._hidden[answers] = frozenset(token_id for token_id, name in names if not answers.names(name))
+        return self._hidden[answers]
 
     def _num_cut(self, prompt_token_ids: Sequence[int]) -> int:
         """How many characters at the end of the prompt's text are bytes that are none yet."""
@@ -236,21 +264,35 @@ def _are_short(messages: Sequence[Mapping[str, Any]]) -> bool:
 class Detokenizer:
     """Text of one growing sequence. The pieces and the flush joined are the text of all tokens."""
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, is_echoed: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int],
+        *,
+        is_echoed: bool = False,
+        hidden: frozenset[int] | None = None,
+    ) -> None:
         """`context`: the last tokens before it. A character that they begin comes whole, with the first piece.
+
+        `hidden`: tokens without a text. None: the special ones.
 
         `is_echoed`: if nothing ends that character, its bytes are flushed all the same, as the prompt's text lacks
         them.
         """
         self._is_echoed = is_echoed
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(list(context), skip_special_tokens=True)
+        self._hidden: frozenset[int] = hidden or frozenset()
+        self._skips_special = hidden is None
+        context = [token_id for token_id in context if token_id not in self._hidden]
+        self._stream = self._stream_after(context)
         self._pending: list[int] = []  # tokens since the last piece
         # Context that may end inside of a character, as long as it is not clear what becomes of that.
         self._cut_context = list(context) if self._decode(context).endswith(_CUT) else None
 
     def step(self, token_id: int) -> str:
         """The text that this token completes; empty for a special token or in the middle of a character."""
+        if token_id in self._hidden:
+            return ""
         self._pending.append(token_id)
         if self._cut_context is not None:
             return self._complete(self._cut_context)
@@ -270,7 +312,7 @@ class Detokenizer:
         text = self._decode([*context, *self._pending])
         if text.endswith(_CUT):
             return ""
-        self._stream = DecodeStream([*context, *self._pending], skip_special_tokens=True)
+        self._stream = self._stream_after([*context, *self._pending])
         self._cut_context = None
         self._pending.clear()
         return text[self._num_chars_of(context, text) :]
@@ -292,7 +334,10 @@ class Detokenizer:
         return longest
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special))
+
+    def _stream_after(self, token_ids: Sequence[int]) -> DecodeStream:
+        return DecodeStream(list(token_ids), skip_special_tokens=self._skips_special)
 
     def _restart(self) -> str | None:
         """The text of the pending tokens.
@@ -301,7 +346,7 @@ class Detokenizer:
         run decodes to replacement characters then. The stream continues after the last piece.
         """
         *earlier, last = self._pending
-        self._stream = DecodeStream(earlier, skip_special_tokens=True)
+        self._stream = self._stream_after(earlier)
         return self._stream.step(self._tokenizer, last)
 
     def flush(self) -> str:

@@ -18,6 +18,7 @@ LIVE = [field.name for field in fields_of(Settings) if field.mark.change == "liv
 # What a setting becomes that one more does not suit.
 OTHERS = {
     "control_tokens": "nowhere",
+    "response_template": "none",
     "adapter_base": "match",
     "base_aliases": "mirror",
     "kv_host_bytes": 1 << 20,

@@ -180,7 +180,6 @@ async def test_max_completion_tokens_goes_before_max_tokens(rig: RouterRig) -> N
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}},
             "tool_choice",
         ),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"functions": [{"name": ""}]}, "functions[0].name"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"documents": ["text"]}, "documents[0]"),

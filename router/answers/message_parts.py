@@ -1,0 +1,110 @@
+"""What a delta adds to a chat's message, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec import UNSET, UnsetType
+
+from ...workers.wire.messages import FinishReason
+from ..generation.choice import Delta
+from ..openai_api.answer_schema import (
+    AnswerMessage,
+    CalledFunction,
+    CalledTool,
+    CalledToolDelta,
+    ChatDelta,
+    ChatFinishReason,
+)
+from ..text.call_parsing import Call
+from ..text.response_reader import TextPiece
+from .answer_shape import WholeChoice
+from .logprobs_json import LogprobsJson
+
+_NUM_SHORT_ID_CHARS: Final = 9
+
+
+class WholeMessage(WholeChoice):
+    """All deltas of one choice of a chat, joined. `text`: the content."""
+
+    def __init__(self, logprobs: LogprobsJson | None) -> None:
+        super().__init__(logprobs)
+        self.reasoning: list[str] = []
+        self.calls: list[Call] = []
+        self.has_called = False
+
+    def add(self, delta: Delta) -> None:
+        super().add(delta)
+        self.has_called = delta.has_called
+        for piece in delta.pieces:
+            if isinstance(piece, Call):
+                self.calls.append(piece)
+            else:
+                (self._texts if piece.part == "content" else self.reasoning).append(piece.text)
+
+
+@dataclass(frozen=True)
+class MessageShape:
+    """How calls are shown. `is_old`: as `function_call`."""
+
+    answer_id: str
+    num_id_chars: int = 24
+    is_old: bool = False
+
+    def delta(self, index: int, delta: Delta) -> ChatDelta:
+        """Of the choice with this index."""
+        if not delta.pieces:
+            return ChatDelta(content=delta.text if delta.text else UNSET)
+        reasoning = _joined(delta, "reasoning") or UNSET
+        calls = _calls_of(delta)
+        return ChatDelta(
+            content=_joined(delta, "content") or UNSET,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
+            tool_calls=UNSET
+            if self.is_old or not calls
+            else [CalledToolDelta(call.number, self._id(index, call), _function(call)) for call in calls],
+            function_call=self._old_call(calls),
+        )
+
+    def message(self, index: int, whole: WholeMessage) -> AnswerMessage:
+        """Of the choice with this index."""
+        content, calls = whole.text, whole.calls
+        reasoning = "".join(whole.reasoning)
+        return AnswerMessage(
+            content if content or not calls else None,
+            reasoning=reasoning or UNSET,
+            reasoning_content=reasoning or UNSET,
+            tool_calls=UNSET
+            if self.is_old or not calls
+            else [CalledTool(self._id(index, call), _function(call)) for call in calls],
+            function_call=self._old_call(calls),
+        )
+
+    def finish_reason(self, reason: FinishReason | None, *, has_called: bool) -> ChatFinishReason | None:
+        """An answer that was cut off is that, whatever it has called before."""
+        if reason != "stop" or not has_called:
+            return reason
+        return "function_call" if self.is_old else "tool_calls"
+
+    def _id(self, index: int, call: Call) -> str:
+        """The same again where a stream is resumed."""
+        digest = hashlib.sha256(f"{self.answer_id}/{index}/{call.number}".encode()).hexdigest()
+        return digest[:_NUM_SHORT_ID_CHARS] if self.num_id_chars == _NUM_SHORT_ID_CHARS else f"call_{digest[:24]}"
+
+    def _old_call(self, calls: list[Call]) -> CalledFunction | UnsetType:
+        return _function(calls[0]) if self.is_old and calls else UNSET
+
+
+def _joined(delta: Delta, part: str) -> str:
+    return "".join(piece.text for piece in delta.pieces if isinstance(piece, TextPiece) and piece.part == part)
+
+
+def _calls_of(delta: Delta) -> list[Call]:
+    return [piece for piece in delta.pieces if isinstance(piece, Call)]
+
+
+def _function(call: Call) -> CalledFunction:
+    return CalledFunction(call.name, call.arguments)

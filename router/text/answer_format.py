@@ -1,0 +1,152 @@
+"""How a model writes its answers: which part of the text is thought, which is a tool call, and which is content."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from ...adapters.format.own_tokenizer import template_digest
+from .answer_formats import FORMATS, KNOWN_TEMPLATES, MARKERS, Spec
+from .template_forms import REASONING_NAMES
+
+BY_TEMPLATE: Final = "auto"
+NO_FORMAT: Final = "none"
+_CALLS: Final = "tool_calls"
+_NUM_DIGEST_CHARS: Final = 16
+_PROBE_CHARS: Final = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerFormat:
+    """A response template of transformers. `name`: of the table's, or whose it is."""
+
+    name: str
+    spec: Mapping[str, Any]
+    template: Any  # transformers' `ResponseTemplate`
+
+    @cached_property
+    def has_calls(self) -> bool:
+        return _CALLS in self.template.fields
+
+    @cached_property
+    def has_reasoning(self) -> bool:
+        return any(name in REASONING_NAMES for name in self.template.fields)
+
+    @cached_property
+    def without_calls(self) -> AnswerFormat:
+        """For answers in which no tool may be called: what looks like a call is text."""
+        return _without(self, _CALLS)
+
+    @property
+    def num_id_chars(self) -> int:
+        """Of a call's id. Mistral's chat templates refuse others than those of nine."""
+        return 9 if self.name.startswith("mistral") else 24
+
+    def names(self, token: str) -> bool:
+        """Whether the template has this text, also within a pattern."""
+        return any(token in text for text in self._texts)
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        return [text.replace("\\", "") for text in _strings(self.spec["fields"])]
+
+
+def answer_format(chosen: str, tokenizer: Any, vocabulary: frozenset[str]) -> AnswerFormat | None:
+    """The format that an operator has chosen, else the model's own, else the one that its chat template is known for.
+
+    None: nothing is known of it, or an operator has turned it off. `vocabulary`: the added tokens. Blocking; raises
+    ValueError for one that cannot be read.
+    """
+    source = tokenizer.chat_template or ""
+    if isinstance(source, dict):
+        source = "\n".join(source.values())
+    if chosen == NO_FORMAT or not source:
+        return None
+    if chosen in FORMATS:
+        return named_format(chosen)
+    if chosen != BY_TEMPLATE:
+        return _of_file(Path(chosen))
+    own = getattr(tokenizer, "response_template", None)
+    if own is not None:
+        return _loaded("mistral, the model's own" if "[TOOL_CALLS]" in source else "the model's own", own)
+    name = known_format(source)
+    if name is None:
+        return None
+    found = named_format(name)
+    think = found.spec["fields"].get("reasoning", {}).get("open", "")
+    return found if think in source or think in vocabulary else _without(found, "reasoning")
+
+
+def named_format(name: str) -> AnswerFormat:
+    return _loaded(name, FORMATS[name])
+
+
+def known_format(source: str) -> str | None:
+    """The name of the format that a chat template has, by its digest, else by the markers in it."""
+    if (name := KNOWN_TEMPLATES.get(template_digest(source)[:_NUM_DIGEST_CHARS])) is not None:
+        return name
+    return next((name for name, texts in MARKERS if all(text in source for text in texts)), None)
+
+
+def _of_file(path: Path) -> AnswerFormat:
+    if not path.is_file():
+        known = ", ".join((BY_TEMPLATE, NO_FORMAT, *FORMATS))
+        raise ValueError(f"response-template: {str(path)!r} is neither a file nor one of {known}")
+    try:
+        spec = msgspec.json.decode(path.read_bytes())
+    except msgspec.DecodeError as error:
+        raise ValueError(f"response-template: {path} is no JSON ({error})") from error
+    return _loaded(str(path), spec)
+
+
+def _loaded(name: str, spec: Spec) -> AnswerFormat:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    try:
+        template = load_response_template(spec)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"response-template: {name} is no response template of transformers ({error})") from error
+    for field in template.fields.values():
+        if field.content == "xml-inline":
+            _check_tag_pattern(field.content_args.get("tag_pattern"), name)
+        for pattern in (field.open_re, field.close_re):
+            match = None if pattern is None else pattern.search("x" * _PROBE_CHARS, partial=True)
+            if match is not None and match.partial and match.start() < _PROBE_CHARS:
+                raise ValueError(
+                    f"response-template: the pattern {pattern.pattern!r} of {field.name} in {name} matches only when "
+                    "all of the answer has come, which cannot be streamed: choose one without it"
+                )
+    return AnswerFormat(name, spec, template)
+
+
+def _check_tag_pattern(pattern: object, name: str) -> None:
+    """Raises ValueError."""
+    try:
+        groups = re.compile(str(pattern)).groupindex if pattern is not None else {}
+    except re.error as error:
+        raise ValueError(f"response-template: the tag_pattern {pattern!r} in {name} is no pattern ({error})") from error
+    if not {"key", "value"} <= groups.keys():
+        raise ValueError(f"response-template: the tag_pattern {pattern!r} in {name} has no groups 'key' and 'value'")
+
+
+def _without(found: AnswerFormat, field: str) -> AnswerFormat:
+    fields = {name: spec for name, spec in found.spec["fields"].items() if name != field}
+    return _loaded(found.name, {**found.spec, "fields": fields}) if fields else found
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a value of JSON but keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _strings(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(one)

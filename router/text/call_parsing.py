@@ -1,0 +1,236 @@
+"""Tool calls out of the text that a model has written for them, in time linear in its length."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+# Of a region whose format has patterns that are not known to be linear.
+MAX_CHARS_OF_OTHERS: Final = 16_384
+# A region that has ended without a mark can be told from half of one.
+SELF_DELIMITING: Final = frozenset({"json", "python-call-list"})
+_QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_BARE_KEY: Final = re.compile(r"(?<=[{,])(\s*+)(\w++)(\s*+):")
+_LITERAL_END: Final = re.compile(r"\(\?P<value>\.\*\?\)(\\s\*|\\n\?)?([<\w/|>\]\[]+)\Z")
+_PLACEHOLDER: Final = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+_TRUTHS: Final[Mapping[str, bool]] = MappingProxyType({"true": True, "1": True, "false": False, "0": False})
+_NO_NUMBERS: Final = (float("inf"), float("-inf"))
+
+
+class Call(NamedTuple):
+    number: int  # among those of the answer, from 0
+    name: str
+    arguments: str  # JSON of an object
+
+
+@dataclass(frozen=True)
+class KnownTools:
+    """The tools of a request: for each its parameters' schemas by name."""
+
+    properties: Mapping[str, Mapping[str, Any]]
+
+    def typed(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments, with texts read as the types that the tool's schema names."""
+        schemas = self.properties[name]
+        return {key: _typed(value, _types_of(schemas.get(key))) for key, value in arguments.items()}
+
+
+def calls_of(body: str, field: Any, captures: Mapping[str, str], tools: KnownTools) -> list[tuple[str, str]]:
+    """Name and arguments, as JSON of an object, of each call in a region of the response template's field.
+
+    Raises ValueError for text that is none.
+    """
+    try:
+        parsed = _parsed(body, field.content, field.content_args)
+        items = parsed if field.transform_each else [parsed]
+        if not isinstance(items, list):
+            raise ValueError("it is no list")
+        return [call for item in items for call in _calls(_transformed(item, field, captures), tools)]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _calls(value: Any, tools: KnownTools) -> Iterator[tuple[str, str]]:
+    for one in value if isinstance(value, list) else [value]:
+        function = one.get("function", one) if isinstance(one, dict) else None
+        if not isinstance(function, dict):
+            raise ValueError("it is no object")
+        name = function.get("name")
+        if not isinstance(name, str) or name not in tools.properties:
+            raise ValueError("it names none of the request's tools")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict):
+            raise ValueError("its arguments are no object")
+        yield name, _as_json(tools.typed(name, arguments))
+
+
+def _as_json(arguments: dict[str, Any]) -> str:
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return json.dumps(arguments, allow_nan=False)
+    return text
+
+
+def _parsed(body: str, parser: str, args: Mapping[str, Any]) -> Any:
+    if parser == "json":
+        return _json(body, args)
+    if parser == "xml-inline" and (ending := _LITERAL_END.search(args["tag_pattern"])) is not None:
+        return _tags(body, args, ending[2])
+    from transformers.utils.chat_parsing.content_parsers import parse_content
+
+    if parser != "python-call-list" and len(body) > MAX_CHARS_OF_OTHERS:
+        raise ValueError(f"it has more than {MAX_CHARS_OF_OTHERS} characters")
+    return parse_content(body.strip(), parser, args)
+
+
+def _json(body: str, args: Mapping[str, Any]) -> Any:
+    if args.get("string_delims") or args.get("unquoted_keys"):
+        body = _strict(body, dict(args.get("string_delims", ())), has_bare_keys=bool(args.get("unquoted_keys")))
+    separator = args.get("separator")
+    if separator is None:
+        return json.loads(body)
+    found, decoder, position = [], json.JSONDecoder(), 0
+    while True:
+        value, position = decoder.raw_decode(body, len(body) - len(body[position:].lstrip()))
+        found.append(value)
+        rest = body[position:].lstrip()
+        if not rest:
+            return found
+        if not rest.startswith(separator):
+            raise ValueError("something follows its JSON")
+        position = len(body) - len(rest) + len(separator)
+
+
+def _strict(body: str, delimiters: Mapping[str, str], *, has_bare_keys: bool) -> str:
+    """JSON of text with keys without quotes, and with strings between other marks."""
+    begins = re.compile("|".join(map(re.escape, ['"', *delimiters])))
+    parts, position = [], 0
+    while True:
+        begin = begins.search(body, position)
+        between = body[position : None if begin is None else begin.start()]
+        if has_bare_keys:  # what stands before decides whether it is a key
+            between = _BARE_KEY.sub(r'\1"\2"\3:', between)
+        parts.append(between)
+        if begin is None:
+            return "".join(parts)
+        if begin[0] == '"':
+            quoted = _QUOTED.match(body, begin.start())
+            if quoted is None:
+                raise ValueError("a string does not end")
+            parts.append(quoted[0])
+            position = quoted.end()
+        else:
+            end = body.find(delimiters[begin[0]], begin.end())
+            if end < 0:
+                raise ValueError("a string does not end")
+            parts.append(json.dumps(body[begin.end() : end]))
+            position = end + len(delimiters[begin[0]])
+
+
+def _tags(body: str, args: Mapping[str, Any], ending: str) -> dict[str, Any]:
+    """`xml-inline`, of a pattern that ends with a text: what has no such end behind it is not looked at."""
+    pattern = args["tag_pattern"]
+    trims_all = r"\s*(?P<value>.*?)\s*" in pattern
+    if trims_all:  # the pattern would try every space of a long run
+        pattern = pattern.replace(r"\s*(?P<value>.*?)\s*", "(?P<value>.*?)")
+    compiled = re.compile(pattern, re.DOTALL)
+    parser = args.get("value_parser") or {}
+    found: dict[str, Any] = {}
+    *pieces, _ = body.split(ending)
+    for piece in pieces:
+        match = compiled.search(piece + ending)
+        if match is None:
+            continue
+        value = match["value"].strip() if trims_all else match["value"]
+        if parser.get("name", "text") != "text":
+            value = _parsed_value(value, parser)
+        elif parser and parser.get("args", {}).get("strip", True):
+            value = value.strip()
+        key = match["key"]
+        if args.get("merge_duplicates") and key in found:
+            found[key] = [*(found[key] if isinstance(found[key], list) else [found[key]]), value]
+        else:
+            found[key] = value
+    return found
+
+
+def _parsed_value(value: str, parser: Mapping[str, Any]) -> Any:
+    args = parser.get("args", {})
+    try:
+        return _parsed(value, parser["name"], args)
+    except ValueError:
+        if args.get("allow_non_json"):
+            return value.strip()
+        raise
+
+
+def _transformed(item: Any, field: Any, captures: Mapping[str, str]) -> Any:
+    if field.transform is None:
+        return item
+    scope = {**captures, **item} if field.transform_each else {**captures, "content": item}
+    return _filled(field.transform, scope)
+
+
+def _filled(template: Any, scope: Mapping[str, Any]) -> Any:
+    if isinstance(template, dict):
+        return {key: _filled(value, scope) for key, value in template.items()}
+    if isinstance(template, list):
+        return [_filled(value, scope) for value in template]
+    place = _PLACEHOLDER.fullmatch(template) if isinstance(template, str) else None
+    if place is None:
+        return template
+    value: Any = scope
+    for key in place[1].split("."):
+        value = value[key]
+    return value
+
+
+def _types_of(schema: Any) -> tuple[str, ...]:
+    """The types that a parameter's schema names, those of its alternatives included."""
+    if not isinstance(schema, dict):
+        return ()
+    named = schema.get("type")
+    types = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    found = [one for one in types if isinstance(one, str)]
+    for keyword in ("anyOf", "oneOf"):
+        alternatives = schema.get(keyword)
+        for one in alternatives if isinstance(alternatives, list) else []:
+            if isinstance(one, dict) and isinstance(one.get("type"), str):
+                found.append(one["type"])
+    return tuple(found)
+
+
+def _typed(value: Any, types: tuple[str, ...]) -> Any:
+    """The first of the types that the text can be read as, else the text."""
+    if not isinstance(value, str):
+        return value
+    for name in types:
+        try:
+            read = _TRUTHS[value.strip().lower()] if name == "boolean" else json.loads(value)
+        except (ValueError, KeyError, RecursionError):
+            if name == "null" and value.strip() == "None":
+                return None
+            continue
+        is_number = isinstance(read, int | float) and not isinstance(read, bool) and read == read
+        if name == "integer" and is_number and read not in _NO_NUMBERS and read == int(read):
+            return int(read)
+        if name == "number" and is_number and read not in _NO_NUMBERS:
+            return read
+        if (
+            (name == "boolean" and isinstance(read, bool))
+            or (name == "null" and read is None)
+            or (name == "object" and isinstance(read, dict))
+            or (name == "array" and isinstance(read, list))
+        ):
+            return read
+    return value

@@ -1,0 +1,295 @@
+"""An answer's text, as it comes, taken apart into thoughts, tool calls and content.
+
+It reads response templates of transformers as transformers' own `ResponseParser` does, with three differences. What is
+shown after k characters follows from these k alone, however they were cut, so that a resumed stream goes on exactly
+where it was. The work for a character is bounded: transformers copies all of the text for each piece. And text that
+looks like a call and is none is content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, NamedTuple
+
+from .answer_format import AnswerFormat
+from .call_parsing import SELF_DELIMITING, Call, KnownTools, calls_of
+from .template_forms import REASONING_NAMES
+
+Part = Literal["content", "reasoning"]
+MAX_HELD_CHARS: Final = 1024  # what may become a mark and has not by then is none
+_CONTEXT_CHARS: Final = 64  # before the text to look at, for patterns that look behind
+_MAX_KEPT_CHARS: Final = 512
+_PIECE_CHARS: Final = 512  # so that no pattern looks far ahead again and again
+_MAX_EMPTY_MARKS: Final = 4  # in a row at one place
+_CALLS: Final = "tool_calls"
+
+
+class TextPiece(NamedTuple):
+    part: Part
+    text: str
+
+
+Piece = TextPiece | Call
+
+
+class _Text:
+    """One part of the message as it grows. Spaces at the edges of a region are left out."""
+
+    def __init__(self) -> None:
+        self.has_any = False
+        self._in_region = False
+        self._spaces: list[str] = []  # that are shown if more comes in this region
+
+    def begin(self) -> None:
+        self._in_region = False
+        self._spaces = []
+
+    def copy(self) -> _Text:
+        found = copy(self)
+        found._spaces = [*self._spaces]
+        return found
+
+    def add(self, text: str, join: str, *, strip: bool) -> str:
+        """What is shown of it now."""
+        if not strip:
+            shown = (join if self.has_any and not self._in_region else "") + text
+            self.has_any = self._in_region = True
+            return shown
+        if not self._in_region:
+            text = text.lstrip()
+            if not text:
+                return ""
+        kept = text.rstrip()
+        shown = ""
+        if kept:
+            before = "".join(self._spaces) if self._in_region else join if self.has_any else ""
+            shown = before + kept
+            self.has_any = self._in_region = True
+            self._spaces = []
+        if len(kept) < len(text):
+            self._spaces.append(text[len(kept) :])
+        return shown
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How to read the answers to one request."""
+
+    format: AnswerFormat
+    tools: KnownTools
+    with_reasoning: bool = True  # the client sees it
+    max_calls: int | None = None  # that it sees; None: all
+
+    @property
+    def identity(self) -> list[object]:
+        """What decides, beside the text, what is shown."""
+        return [self.format.name, self.with_reasoning, self.max_calls, self.format.has_calls, [*self.tools.properties]]
+
+
+@dataclass
+class _Region:
+    field: Any  # of the template; None: text before the first mark of a template that has no place for it
+    captures: dict[str, str] = field(default_factory=dict)
+    mark: str = ""  # the text that has opened it
+    body: list[str] = field(default_factory=list)  # of a tool call
+    has_text: bool = False
+
+
+class ResponseReader:
+    """Reads one answer. `num_scanned`: characters that patterns have been shown, for tests of the cost."""
+
+    def __init__(self, reading: Reading, prompt: str) -> None:
+        """`prompt`: what the chat template has made of the messages, which may have a part of the answer."""
+        self.reading = reading
+        template = reading.format.template
+        self.num_scanned = 0
+        self._template = template
+        self.num_calls = 0
+        self._implicit = None if template.implicit is None else template.fields[template.implicit]
+        self._opens = [one for one in template.fields.values() if one.open_re is not None]
+        self._texts: dict[Part, _Text] = {"content": _Text(), "reasoning": _Text()}
+        self._buffer, self._position = "", 0
+        self._num_empty_marks = 0
+        self._region = _Region(self._implicit)
+        self._has_opened = False
+        self._outside: list[str] = []  # text outside of all regions, as long as there has been none
+        self._out: list[Piece] = []
+        self._feed(_begun(template, prompt))
+        self._out.clear()
+        self.num_calls = 0
+
+    def copy(self) -> ResponseReader:
+        """Another one at the same place."""
+        found = copy(self)
+        found._texts = {part: text.copy() for part, text in self._texts.items()}
+        found._region = replace(self._region, captures={**self._region.captures}, body=[*self._region.body])
+        found._outside, found._out = [*self._outside], []
+        return found
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next character is, as far as is known, a part of the model's thoughts."""
+        return self._region.field is not None and _part_of(self._region.field) == "reasoning"
+
+    def feed(self, text: str) -> list[Piece]:
+        """What the text adds to the message."""
+        self._feed(text)
+        return self._taken()
+
+    def finish(self) -> list[Piece]:
+        """What is left. The reader is used up after it."""
+        self._advance(is_end=True)
+        self._close("", is_marked=False)
+        if not self._has_opened and self._outside:
+            self._show("content", "".join(self._outside), "", strip=True)
+        return self._taken()
+
+    def _taken(self) -> list[Piece]:
+        out, self._out = self._out, []
+        return out
+
+    def _feed(self, text: str) -> None:
+        for start in range(0, len(text), _PIECE_CHARS):
+            if self._position > _MAX_KEPT_CHARS:
+                cut = self._position - _CONTEXT_CHARS
+                self._buffer, self._position = self._buffer[cut:], _CONTEXT_CHARS
+            self._buffer += text[start : start + _PIECE_CHARS]
+            self._advance(is_end=False)
+
+    def _advance(self, *, is_end: bool) -> None:
+        while True:
+            found, hold = self._scan(is_end=is_end)
+            if found is not None:
+                self._take_mark(*found)
+                continue
+            end = len(self._buffer)
+            if not is_end and end - hold > MAX_HELD_CHARS:
+                self._add_to(hold + 1)
+                continue
+            self._add_to(end if is_end else hold)
+            return
+
+    def _scan(self, *, is_end: bool) -> tuple[tuple[Any, Any] | None, int]:
+        """The first mark that is certain, with its field; and where what may become a mark begins."""
+        buffer, position = self._buffer, self._position
+        hold, best_key, best = len(buffer), None, None
+        for one, is_open in self._watched():
+            pattern = one.open_re if is_open else one.close_re
+            self.num_scanned += len(buffer) - position
+            match = pattern.search(buffer, position, partial=not is_end)
+            if match is None:
+                continue
+            if not is_end and (match.partial or self._may_grow(one, is_open, match)):
+                hold = min(hold, match.start())
+                continue
+            key = (match.start(), match.start() - match.end(), not is_open, one.name)
+            if best_key is None or key < best_key:
+                best_key, best = key, (one if is_open else None, match)
+        if best is not None and best[1].start() >= hold:
+            best = None
+        return best, hold
+
+    def _watched(self) -> Sequence[tuple[Any, bool]]:
+        region = self._region.field
+        if region is not None and region is not self._implicit:
+            return [] if region.close_re is None else [(region, False)]
+        watched = [(one, True) for one in self._opens]
+        if self._implicit is not None and self._implicit.close_re is not None:
+            watched.append((self._implicit, False))
+        return watched
+
+    def _may_grow(self, one: Any, is_open: bool, match: Any) -> bool:
+        """Whether more text could make another match of it."""
+        literals = one.open_literals if is_open else one.close_literals
+        if match.end() != len(self._buffer):
+            if literals is not None:
+                return False
+            pattern = one.open_re if is_open else one.close_re
+            longer = pattern.match(self._buffer + "\0", match.start())
+            return longer is None or longer.span() != match.span() or longer.groupdict() != match.groupdict()
+        if match.start() == match.end() or literals is None:
+            return True
+        return bool(one.open_literal_can_extend if is_open else one.close_literal_can_extend)
+
+    def _take_mark(self, opened: Any, match: Any) -> None:
+        is_empty = match.start() == match.end()
+        if is_empty and match.start() == self._position:
+            self._num_empty_marks += 1
+            if self._num_empty_marks > _MAX_EMPTY_MARKS:  # the template would go round for ever
+                self._num_empty_marks = 0
+                if self._position < len(self._buffer):
+                    self._add_to(self._position + 1)
+                    return
+        else:
+            self._num_empty_marks = 0
+        self._add_to(match.start())
+        self._position = match.end()
+        captures = {name: text for name, text in match.groupdict().items() if text is not None}
+        if opened is None:
+            self._region.captures |= captures
+            self._close(match[0])
+        else:
+            self._close("")
+            self._region = _Region(opened, captures, match[0])
+            self._has_opened = True
+            if opened.name != _CALLS:
+                self._texts[_part_of(opened)].begin()
+
+    def _add_to(self, end: int) -> None:
+        """Takes the buffer up to here as text of the region."""
+        text, self._position = self._buffer[self._position : end], max(self._position, end)
+        if not text:
+            return
+        region = self._region
+        if region.field is None:
+            if not self._has_opened:
+                self._outside.append(text)
+        elif region.field.name == _CALLS:
+            region.body.append(text)
+        else:
+            args = region.field.content_args
+            join = "\n" if region.field.join is None else region.field.join
+            self._show(_part_of(region.field), text, join, strip=bool(args.get("strip", True)))
+
+    def _show(self, part: Part, text: str, join: str, *, strip: bool) -> None:
+        shown = self._texts[part].add(text, join, strip=strip)
+        if shown and (part == "content" or self.reading.with_reasoning):
+            self._out.append(TextPiece(part, shown))
+
+    def _close(self, mark: str, *, is_marked: bool = True) -> None:
+        """Ends the region. `is_marked`: by a mark, be it another region's; else by the end of the answer."""
+        region = self._region
+        self._region = _Region(self._implicit)
+        if region.field is not None and region.field.name == _CALLS:
+            body = "".join(region.body)
+            try:
+                if not is_marked and region.field.close_re is not None and region.field.content not in SELF_DELIMITING:
+                    raise ValueError("it does not end")
+                found = calls_of(body, region.field, region.captures, self.reading.tools)
+                self._out += [Call(self.num_calls + number, *call) for number, call in enumerate(found)]
+                self.num_calls += len(found)
+                limit = self.reading.max_calls
+                if limit is not None:
+                    self._out = [one for one in self._out if isinstance(one, TextPiece) or one.number < limit]
+            except ValueError:
+                self._texts["content"].begin()
+                self._show("content", region.mark + body + mark, "\n", strip=True)
+        if self._implicit is not None:
+            self._texts[_part_of(self._implicit)].begin()
+
+
+def _part_of(one: Any) -> Part:
+    return "reasoning" if one.name in REASONING_NAMES else "content"
+
+
+def _begun(template: Any, prompt: str) -> str:
+    """What the prompt has of the answer: all behind the last start of one."""
+    if template.start_anchor_literals is not None:
+        ends = [prompt.rfind(text) + len(text) for text in template.start_anchor_literals if text in prompt]
+        return prompt[max(ends) :] if ends else ""
+    end = None
+    for match in template.start_anchor_re.finditer(prompt):
+        end = match.end()
+    return "" if end is None else prompt[end:]

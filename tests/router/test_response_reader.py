@@ -1,0 +1,246 @@
+"""Answers taken apart: each format against transformers' own parser, cut everywhere, and at what cost."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.utils.chat_parsing import parse_response
+
+from motet.router.text.answer_format import NO_FORMAT, answer_format, known_format
+from motet.router.text.answer_formats import FORMATS
+from motet.router.text.response_reader import MAX_HELD_CHARS, Piece
+from motet.tests.rigs.answer_samples import SAMPLES, TOOLS, message_of, message_of_sample, reader_of
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"n": 3}}\n</tool_call>'
+
+
+def read(name: str, *texts: str, prompt: str = "", **options: Any) -> dict[str, Any]:
+    reader = reader_of(name, prompt, **options)
+    pieces: list[Piece] = []
+    for text in texts:
+        pieces += reader.feed(text)
+    return message_of([*pieces, *reader.finish()])
+
+
+def test_every_format_has_a_sample() -> None:
+    assert SAMPLES.keys() == FORMATS.keys()
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_message_is_read_as_transformers_reads_it(name: str) -> None:
+    sample = SAMPLES[name]
+    found = read(name, sample.text, prompt=sample.prompt)
+    assert found == message_of_sample(sample)
+    if sample.is_alike:
+        assert found == parse_response(sample.text, FORMATS[name], prefix=sample.prompt, tools=TOOLS)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_what_is_shown_follows_from_the_text_alone(name: str) -> None:
+    """Cut in two at every character, and character by character; and what is out at each place is the same, too."""
+    sample = SAMPLES[name]
+    reader, out, shown = reader_of(name, sample.prompt), [], []
+    for char in sample.text:
+        out += reader.feed(char)
+        shown.append(message_of(out))
+    whole = message_of([*out, *reader.finish()])
+    assert whole == message_of_sample(sample)
+    for cut in range(1, len(sample.text)):
+        reader = reader_of(name, sample.prompt)
+        first = reader.feed(sample.text[:cut])
+        assert message_of(first) == shown[cut - 1]
+        assert reader.copy().finish() == reader.copy().finish()
+        assert message_of([*first, *reader.feed(sample.text[cut:]), *reader.finish()]) == whole
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_cut_answer_has_whole_calls_or_none(name: str) -> None:
+    sample = SAMPLES[name]
+    calls = message_of_sample(sample).get("tool_calls", [])
+    for cut in range(len(sample.text)):
+        found = read(name, sample.text[:cut], prompt=sample.prompt).get("tool_calls", [])
+        assert found == calls[: len(found)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_texts_of_marks_are_read_alike_however_they_are_cut(seed: int) -> None:
+    chance = random.Random(seed)
+    for name, sample in SAMPLES.items():
+        parts = [sample.text[a : a + chance.randint(1, 30)] for a in chance.choices(range(len(sample.text)), k=12)]
+        text = "".join(parts)
+        cuts = sorted(chance.choices(range(len(text) + 1), k=5))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert read(name, *pieces) == read(name, text) == read(name, *text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{}</tool_call>",
+        "<tool_call>{not json</tool_call>",
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>',
+        '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>',
+        "<tool_call>[1, null]</tool_call>",
+        f"<tool_call>{'[' * 100_000}</tool_call>",
+        f'<tool_call>{{"name": "f", "arguments": {{"n": {"1" * 10_000}}}}}</tool_call>',
+        '<tool_call>{"name": "f", "argum',
+    ],
+)
+def test_what_is_no_call_is_content(text: str) -> None:
+    assert read("hermes", text) == {"content": text}
+
+
+def test_half_of_a_surrogate_pair_in_arguments_is_json() -> None:
+    found = reader_of("hermes").feed('<tool_call>{"name": "f", "arguments": {"a": "\\ud800é"}}</tool_call>')
+    assert found[0].arguments.encode() == b'{"a": "\\ud800\\u00e9"}'  # type: ignore[union-attr]
+
+
+def test_texts_are_read_as_the_types_that_the_schema_names() -> None:
+    def typed(schema: Any, text: str) -> Any:
+        body = f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+        ours = reader_of("glm")
+        ours.reading.tools.properties["f"]["a"] = schema  # type: ignore[index]
+        found = message_of(ours.feed(body))["tool_calls"][0]["function"]["arguments"]["a"]
+        theirs = parse_response(body, FORMATS["glm"], prefix="", tools=tools)
+        assert theirs["tool_calls"][0]["function"]["arguments"]["a"] == found
+        return found
+
+    assert typed({"type": "integer"}, "3.0") == 3
+    assert typed({"type": "number"}, "1.5") == 1.5
+    assert typed({"type": "boolean"}, "True") is True
+    assert typed({"type": "object"}, '{"b": [1]}') == {"b": [1]}
+    assert typed({"anyOf": [{"type": "null"}, {"type": "string"}]}, "null") is None
+    assert typed({"type": "string"}, "75001") == "75001"
+    assert typed({"type": "integer"}, "many") == "many"
+    assert typed({"type": ["array", "string"]}, "[1, 2]") == [1, 2]
+
+
+def test_spaces_at_edges_are_left_out_and_parts_are_lines() -> None:
+    text = f"  \n a  b \n{CALL}\n\n c  \n{CALL} \n"
+    assert read("hermes", text)["content"] == "a  b\nc"
+
+
+def test_the_answer_begins_where_the_prompt_ends() -> None:
+    old = "<|im_start|>assistant\n<think>no</think>an answer<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n"
+    assert read("hermes", "x</think>y", prompt=old + "<|im_start|>assistant\n<think>\n") == {
+        "reasoning": "x",
+        "content": "y",
+    }
+    assert read("hermes", " goes on", prompt=old + "<|im_start|>assistant\nIt") == {"content": " goes on"}
+    assert read("hermes", "x</think>y", prompt="no answer begins <think>") == {"content": "x</think>y"}
+
+
+def test_only_what_is_asked_for_is_shown() -> None:
+    text = f"<think>t</think>c{CALL}{CALL}"
+    assert "reasoning" not in read("hermes", text, with_reasoning=False)
+    assert len(read("hermes", text, max_calls=1)["tool_calls"]) == 1
+
+
+def test_text_without_a_mark_is_content_where_content_has_one() -> None:
+    assert read("gpt-oss", "just ", "text") == {"content": "just text"}
+    assert read("gpt-oss", "noise<|channel|>final<|message|>text<|return|>") == {"content": "text"}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_cost_is_linear(name: str) -> None:
+    """Hostile texts: each mark again and again, whole and half, a million braces, spaces without end."""
+    sample = SAMPLES[name]
+    marks = [sample.text[start : start + 9] for start in range(0, len(sample.text), 17)]
+    opening = sample.text[: sample.text.find("f") + 8]
+    for text in (*marks, opening, "{", "{{,", '"', '\\"', " ", "<", "[", "`", "<parameter=a>", "<arg_key>a", '<|"|>'):
+        num_repeats = 1_500 // len(text)
+        reader = reader_of(name, sample.prompt)
+        for _ in range(num_repeats):
+            reader.feed(text)
+        reader.finish()
+        assert reader.num_scanned <= 4 * MAX_HELD_CHARS * num_repeats * len(text)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize(
+    "unit", ["{", "[", '"', '\\"', ",", " ", "\n", "a", "{,", '{"a":', "<parameter=a>", "<arg_key>a</arg_key>", '<|"|>']
+)
+def test_a_call_of_hostile_text_takes_no_time(name: str, unit: str) -> None:
+    """A quadratic pattern would take minutes."""
+    opening = {
+        "hermes": "<tool_call>",
+        "qwen-xml": "<tool_call><function=f>\n<parameter=a>",
+        "glm": "<tool_call>f\n<arg_key>a</arg_key><arg_value>",
+        "llama-json": '{"name": "f", "parameters": ',
+        "pythonic": "[f(",
+        "lfm": "<|tool_call_start|>[f(",
+        "mistral": "[TOOL_CALLS]",
+        "mistral-args": "[TOOL_CALLS]f[ARGS]",
+        "gemma": "<|tool_call>call:f{",
+        "gpt-oss": "<|channel|>commentary to=functions.f<|message|>",
+        "deepseek": f"{'<｜tool▁call▁begin｜>'}function<｜tool▁sep｜>f\n```json\n",
+        "deepseek-3.1": "<｜tool▁call▁begin｜>f<｜tool▁sep｜>",
+        "think": "<think>",
+    }[name]
+    text = opening + unit * (50_000 // len(unit)) + "</parameter></arg_value></tool_call><tool_call|>"
+    found = read(name, text)
+    assert found.keys() <= {"content", "reasoning", "tool_calls"}
+
+
+def tokenizer(template: str, own: Any = None) -> Any:
+    return SimpleNamespace(chat_template=template, response_template=own)
+
+
+def test_the_format_follows_from_the_operator_the_model_and_the_chat_template(tmp_path: Path) -> None:
+    hermes = "<|im_start|> <tool_call> <think>"
+    none: frozenset[str] = frozenset()
+
+    def name_of(chosen: str, template: str, own: Any = None) -> str | None:
+        found = answer_format(chosen, tokenizer(template, own), none)
+        return None if found is None else found.name
+
+    assert name_of("auto", hermes) == "hermes"
+    assert name_of("auto", "plain") is None
+    assert name_of(NO_FORMAT, hermes) is None
+    assert name_of("glm", hermes) == "glm"
+    assert name_of("auto", hermes, own=FORMATS["gemma"]) == "the model's own"
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps(FORMATS["glm"]))
+    assert name_of(str(path), hermes) == str(path)
+    with pytest.raises(ValueError, match="neither a file nor one of"):
+        name_of("other", hermes)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="no response template"):
+        name_of(str(path), hermes)
+    late = {"open_pattern": r"(?=[\s\S]*?</think>)", "close": "</think>"}
+    with pytest.raises(ValueError, match="cannot be streamed"):
+        name_of("auto", hermes, own={"start_anchor": "a", "fields": {"reasoning": late, "content": {}}})
+
+
+def test_thoughts_are_only_looked_for_where_the_model_knows_their_marks() -> None:
+    template = "<|im_start|> <tool_call>"
+    found = answer_format("auto", tokenizer(template), frozenset())
+    assert found is not None and not found.has_reasoning and found.has_calls
+    found = answer_format("auto", tokenizer(template), frozenset({"<think>"}))
+    assert found is not None and found.has_reasoning
+    assert not found.without_calls.has_calls
+
+
+@pytest.mark.parametrize(
+    ("texts", "name"),
+    [
+        ("<|im_start|> <tool_call> <function=", "qwen-xml"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("[TOOL_CALLS] [ARGS]", "mistral-args"),
+        ('<|start_header_id|>assistant "parameters"', "llama-json"),
+        ("<|header_start|>assistant [func_name1(", "pythonic"),
+        ("<｜tool▁call▁begin｜>", "deepseek-3.1"),
+        ("<think> </think>", "think"),
+        ("hello", None),
+    ],
+)
+def test_a_chat_template_is_known_by_its_marks(texts: str, name: str | None) -> None:
+    assert known_format(texts) == name

@@ -1,0 +1,247 @@
+"""Chats whose answers think and call tools, through the routes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from motet.router.answers import generation_response
+from motet.router.text.text import TextService
+from motet.tests.rigs.router_rig import BASE, HEADERS, RouterRig, chunks_of, events_of, serving, text_service
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <tool_call> <think> #}"
+)
+ASK = [{"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
+THOUGHT, CONTENT = "the fox", "So, 猫:"
+CALLS = [("f", '{"n": 3}'), ("g", "{}")]
+CALLING = "".join(f'<tool_call>{{"name": "{name}", "arguments": {given}}}</tool_call>' for name, given in CALLS)
+ANSWER = f"<think>{THOUGHT}</think>\n\n{CONTENT}\n{CALLING}"
+
+
+@pytest.fixture(scope="module")
+def text() -> TextService:
+    return text_service(TEMPLATE)
+
+
+@pytest.fixture
+def rig(tmp_path: Path, text: TextService) -> RouterRig:
+    rig = RouterRig(tmp_path / "spool", text)
+    rig.dispatcher.context = 4096
+    rig.dispatcher.answer = rig.ids(ANSWER)
+    return rig
+
+
+async def post(rig: RouterRig, **fields: Any) -> Any:
+    headers = fields.pop("headers", {})
+    async with rig.client() as client:
+        body = {"model": BASE, "messages": ASK, **fields}
+        return await client.post("/v1/chat/completions", json=body, headers=headers)
+
+
+async def choice_of(rig: RouterRig, **fields: Any) -> Any:
+    response = await post(rig, **fields)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def joined(chunks: list[Any], index: int = 0) -> Any:
+    """The choice that a stream's chunks make, as clients join them."""
+    message: dict[str, Any] = {"role": None, "content": None, "refusal": None}
+    reason = None
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] != index:
+                continue
+            delta = choice["delta"]
+            message["role"] = delta.get("role", message["role"])
+            for part in ("content", "reasoning", "reasoning_content"):
+                if delta.get(part):
+                    message[part] = (message.get(part) or "") + delta[part]
+            for call in delta.get("tool_calls", []):
+                calls = message.setdefault("tool_calls", [])
+                assert call["index"] == len(calls), "each call is whole"
+                calls.append({key: value for key, value in call.items() if key != "index"})
+            if "function_call" in delta:
+                message["function_call"] = delta["function_call"]
+            reason = choice["finish_reason"] or reason
+    return message, reason
+
+
+async def test_a_whole_answer_has_thoughts_content_and_calls(rig: RouterRig) -> None:
+    response = (await post(rig, tools=TOOLS)).json()
+    choice = response["choices"][0]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["content"] == CONTENT
+    assert message["reasoning"] == message["reasoning_content"] == THOUGHT
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]] == CALLS
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len({*ids}) == 2 and all(call_id.startswith("call_") for call_id in ids)
+    assert {call["type"] for call in message["tool_calls"]} == {"function"}
+    details = response["usage"]["completion_tokens_details"]
+    assert details == {"reasoning_tokens": 1 + len(rig.ids(f"{THOUGHT}</think>"))}, "from the mark's last token on"
+
+
+async def test_the_deltas_of_a_stream_make_the_whole_message(rig: RouterRig) -> None:
+    whole = await choice_of(rig, tools=TOOLS, seed=1)
+    chunks = chunks_of(await post(rig, tools=TOOLS, seed=1, stream=True, stream_options={"include_usage": True}))
+    message, reason = joined(chunks)
+    assert reason == whole["finish_reason"]
+    for one in (message, whole["message"]):
+        for number, call in enumerate(one["tool_calls"]):
+            assert call.pop("id").startswith("call_"), number
+    assert message == whole["message"]
+    assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+async def test_a_stream_that_is_resumed_anywhere_goes_on_as_it_was(rig: RouterRig) -> None:
+    events = events_of((await post(rig, tools=TOOLS, stream=True)).content)
+    expected = joined([event.chunk for event in events[:-1]])
+    assert len(expected[0]["tool_calls"]) == 2
+    for number, event in enumerate(events[:-1]):
+        resumed = await post(rig, tools=TOOLS, stream=True, headers={"Last-Event-ID": event.id})
+        assert resumed.status_code == 200
+        again = [one.chunk for one in events_of(resumed.content)[:-1]]
+        assert joined([*(one.chunk for one in events[: number + 1]), *again]) == expected
+
+
+async def test_another_reading_resumes_no_stream(rig: RouterRig) -> None:
+    events = events_of((await post(rig, tools=TOOLS, stream=True)).content)
+    headers = {"Last-Event-ID": events[3].id}
+    refused = await post(rig, tools=TOOLS, stream=True, headers=headers, include_reasoning=False)
+    assert refused.status_code == 400
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 120, 7))
+async def test_a_cut_answer_ends_with_length_and_has_no_half_call(rig: RouterRig, num_tokens: int) -> None:
+    whole = await choice_of(rig, tools=TOOLS, max_tokens=num_tokens)
+    assert whole["finish_reason"] == "length"
+    calls = [(one["function"]["name"], one["function"]["arguments"]) for one in whole["message"].get("tool_calls", [])]
+    assert calls == CALLS[: len(calls)]
+    message, reason = joined(chunks_of(await post(rig, tools=TOOLS, max_tokens=num_tokens, stream=True)))
+    assert reason == "length"
+    assert (message["content"] or "") == (whole["message"]["content"] or "")
+
+
+async def test_without_tools_or_with_none_chosen_a_call_is_text(rig: RouterRig) -> None:
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = await choice_of(rig, **fields)
+        assert choice["finish_reason"] == "stop"
+        assert choice["message"]["content"] == f"{CONTENT}\n{CALLING}"
+        assert choice["message"]["reasoning"] == THOUGHT
+
+
+async def test_thoughts_are_left_out_if_so_asked(rig: RouterRig) -> None:
+    message = (await choice_of(rig, tools=TOOLS, include_reasoning=False))["message"]
+    assert "reasoning" not in message and message["content"] == CONTENT
+    chunks = chunks_of(await post(rig, tools=TOOLS, include_reasoning=False, stream=True))
+    assert THOUGHT not in json.dumps(chunks)
+    assert all(choice["delta"] or choice["finish_reason"] for chunk in chunks for choice in chunk["choices"])
+
+
+async def test_no_more_than_one_call_if_so_asked(rig: RouterRig) -> None:
+    message = (await choice_of(rig, tools=TOOLS, parallel_tool_calls=False))["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+
+
+async def test_content_is_null_beside_calls(rig: RouterRig) -> None:
+    rig.dispatcher.answer = rig.ids(CALLING)
+    assert (await choice_of(rig, tools=TOOLS))["message"]["content"] is None
+
+
+async def test_functions_of_old_are_answered_as_such(rig: RouterRig) -> None:
+    functions = [tool["function"] for tool in TOOLS]
+    choice = await choice_of(rig, functions=functions)
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == {"name": "f", "arguments": '{"n": 3}'}
+    assert "tool_calls" not in choice["message"]
+    message, reason = joined(chunks_of(await post(rig, functions=functions, stream=True)))
+    assert reason == "function_call" and message["function_call"] == choice["message"]["function_call"]
+
+
+async def test_only_allowed_tools_are_called(rig: RouterRig) -> None:
+    allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}
+    choice = await choice_of(rig, tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["g"]
+    assert '"name": "f"' in choice["message"]["content"]
+
+
+async def test_log_probabilities_are_of_all_tokens(rig: RouterRig) -> None:
+    whole = await choice_of(rig, tools=TOOLS, logprobs=True)
+    assert b"".join(bytes(token["bytes"]) for token in whole["logprobs"]["content"]).decode() == ANSWER
+    chunks = chunks_of(await post(rig, tools=TOOLS, logprobs=True, stream=True))
+    logprobs = [choice["logprobs"] or {"content": []} for chunk in chunks for choice in chunk["choices"]]
+    assert [token for one in logprobs for token in one["content"]] == whole["logprobs"]["content"]
+
+
+async def test_every_choice_has_calls_of_its_own(rig: RouterRig) -> None:
+    response = (await post(rig, tools=TOOLS, n=3)).json()
+    ids = [call["id"] for choice in response["choices"] for call in choice["message"]["tool_calls"]]
+    assert len({*ids}) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"functions": [TOOLS[0]["function"]], "function_call": {"name": "f"}}, "function_call"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]},
+                },
+            },
+            "tool_choice",
+        ),
+    ],
+)
+async def test_a_wrong_choice_is_named(rig: RouterRig, fields: dict[str, Any], param: str) -> None:
+    response = await post(rig, **fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+async def test_tools_are_refused_where_the_form_of_calls_is_not_known(tmp_path: Path) -> None:
+    plain = RouterRig(tmp_path / "spool", text_service())
+    response = await post(plain, tools=TOOLS)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
+    plain.dispatcher.answer = plain.ids("hi")
+    assert (await choice_of(plain, tools=TOOLS, tool_choice="none"))["message"]["content"] == "hi"
+
+
+async def test_a_stream_whose_tokens_show_nothing_yet_is_kept_alive(
+    rig: RouterRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_response, "HEADERS_AFTER_S", 0.001)
+    monkeypatch.setattr(generation_response, "HEARTBEAT_S", 0.001)
+    rig.dispatcher.answer = rig.ids('<tool_call>{"name": "f", "arguments": {}' + " " * 3000)
+    body = (await post(rig, tools=TOOLS, stream=True)).content
+    assert body.count(b": waiting\n\n") >= 2
+
+
+async def test_the_client_of_openai_reads_it(rig: RouterRig) -> None:
+    with serving(rig.app) as url:
+        key = HEADERS["Authorization"].removeprefix("Bearer ")
+        request: Any = {"model": BASE, "messages": ASK, "tools": TOOLS}
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            messages: list[Any] = [(await client.chat.completions.create(**request)).choices[0].message]
+            async with client.chat.completions.stream(**request) as stream:
+                async for _ in stream:
+                    pass
+                messages.append((await stream.get_final_completion()).choices[0].message)
+    for message in messages:
+        assert [(one.function.name, one.function.arguments) for one in message.tool_calls] == CALLS
+        assert (message.content, message.reasoning_content) == (CONTENT, THOUGHT)
