@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec import structs
+
 from .adapter import AdapterVersion
 from .checked_upload import CheckedUpload, UploadProcesses
-from .errors import UploadTooLarge
+from .errors import NoSuchName, UploadTooLarge
 from .format.peft import CONFIG_FILE, TENSORS_FILE
 from .names import check_name, check_tenant
 from .packing.layout import AdapterLayout, packed_bytes
 from .registry.digest_set import DigestSet
 from .registry.events import AdapterSet
+from .registry.name_records import no_such_name
 from .registry.registry import Registry
 from .registry.registry_view import RegistryView
 from .registry.stored_counts import Unswept
@@ -26,6 +29,7 @@ from .registry.tenants.audit_entry import AuditEntry
 from .registry.tenants.storage_bounds import StorageBound, StorageUse, check_storage
 from .registry.versions.name_state import NameState, VersionNote, no_version_yet
 from .registry.versions.rollout import MAX_VERSIONS, versions_of
+from .sight import PLAIN_SIGHT, Sight
 from .store.store import BEGINNINGS, AdapterStore
 from .tenant_places import TenantPlaces
 
@@ -127,9 +131,19 @@ class UploadService:
         self._view.apply(AdapterSet(current))
         return adapter, created
 
-    async def state(self, tenant: str, name: str) -> NameState:
-        """The name with its history. Raises NoSuchName, RegistryUnavailable."""
-        return await self._registry.names.get(tenant, name)
+    async def state(self, tenant: str, name: str, sight: Sight = PLAIN_SIGHT) -> NameState:
+        """The name with its history, if the caller sees it. Raises NoSuchName, RegistryUnavailable."""
+        return await self._registry.names.get(tenant, await self._registered(tenant, name, sight))
+
+    async def _registered(self, tenant: str, asked: str, sight: Sight) -> str:
+        """The registered name that the caller means, which may not be there. Raises NoSuchName."""
+        names = sight.names(asked)
+        if not names:
+            raise no_such_name(asked)
+        if len(names) == 1:
+            return names[0]
+        found = await self._registry.get_many([(tenant, name) for name in names])
+        return next((adapter.name for adapter in found if adapter is not None), asked)
 
     async def change(
         self,
@@ -139,33 +153,45 @@ class UploadService:
         entry: AuditEntry | None = None,
         incarnation: int | None = None,
         most_pinned_bytes: int | None = None,
+        sight: Sight = PLAIN_SIGHT,
     ) -> NameState:
         """The name after a change (`name_state.py`). The other arguments: see `NameRecords.change`.
 
         Raises as the change does, NoSuchName, TenantGone, QuotaExceeded, RegistryUnavailable.
         """
+        name = await self._registered(tenant, name, sight)
+        entry = entry and structs.replace(entry, target=name)
         state = await self._registry.names.change(tenant, name, change, entry, incarnation, most_pinned_bytes)
         self._view.apply(AdapterSet(state.current))
         return state
 
-    async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> bool:
-        """Deletes the name with its versions; whether there was one. Sequences that run on it finish.
+    async def delete(
+        self, tenant: str, name: str, entry: AuditEntry | None = None, sight: Sight = PLAIN_SIGHT
+    ) -> str | None:
+        """Deletes the name with its versions; the name as it was registered, or None: the caller sees none of it.
 
-        Raises RegistryUnavailable.
+        Sequences that run on it finish. Raises RegistryUnavailable.
         """
-        deleted = await self._registry.delete(tenant, name, entry)
+        try:
+            name = await self._registered(tenant, name, sight)
+        except NoSuchName:
+            return None
+        deleted = await self._registry.delete(tenant, name, entry and structs.replace(entry, target=name))
         if deleted is None:
-            return False
+            return None
         self._view.apply(deleted)
-        return True
+        return name
 
-    async def list_page(self, tenant: str, after: str, limit: int) -> Sequence[AdapterVersion]:
-        """At most `limit` of them, from behind the name `after`. Raises RegistryUnavailable."""
-        return await self._registry.list_adapters(tenant, after, limit)
+    async def list_page(
+        self, tenant: str, after: str, limit: int, sight: Sight = PLAIN_SIGHT
+    ) -> Sequence[AdapterVersion]:
+        """At most `limit` of those that the caller sees, from behind the name `after`. Raises RegistryUnavailable."""
+        return await self._registry.list_adapters(tenant, after, limit, sight)
 
-    async def get(self, tenant: str, name: str) -> AdapterVersion | None:
-        """The name's current version. Raises RegistryUnavailable."""
-        return await self._registry.get(tenant, name)
+    async def get(self, tenant: str, name: str, sight: Sight = PLAIN_SIGHT) -> AdapterVersion | None:
+        """The name's current version, if the caller sees it. Raises RegistryUnavailable."""
+        found = await self._registry.get_many([(tenant, one) for one in sight.names(name)])
+        return next((adapter for adapter in found if adapter is not None), None)
 
     async def sweep(self, older_than_s: float = 3600.0, rest_s: float = 0.0) -> int | None:
         """Removes stored adapters that no name has had as a version for `older_than_s`, and returns their number.

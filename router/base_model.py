@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from ..adapters.adapter import AdapterVersion
+from ..adapters.names import split_selector
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.registry.versions.rollout import selected
 from ..workers.wire.messages import GangInfo
 from .fleet.dispatch import Dispatcher
 from .fleet.probe import probe
 from .openai_api.errors import model_not_found, unavailable
+from .tenants.identity import Identity
 
 
 class BaseModel:
@@ -50,25 +52,25 @@ class BaseModel:
             raise unavailable("No gang of workers is connected yet, try again.", "gang_lost")
         return gang
 
-    async def adapter(self, tenant: str, model: str) -> AdapterVersion | None:
+    async def adapter(self, identity: Identity, model: str) -> AdapterVersion | None:
         """The current version of the adapter that a request's `model` names, `name` or `name@…`; None: the base itself.
 
-        Raises 404 for a name that the tenant does not have; what stands behind an @ is not looked at.
+        Raises 404 for a name that the caller does not see; what stands behind an @ is not looked at.
         Raises RegistryUnavailable for an adapter that this router does not keep in memory while Redis is away.
         """
         if model == self.name:
             return None
-        current = await resolved(self._view, tenant, model.partition("@")[0])
+        current = await resolved(self._view, identity, split_selector(model)[0])
         if current is None:
             raise model_not_found(model)
         return current
 
 
-async def resolved(view: RegistryView, tenant: str, model: str) -> AdapterVersion | None:
-    """The version that `name`, `name@3` or `name@alias` is for the tenant; None: there is none.
+async def resolved(view: RegistryView, identity: Identity, model: str) -> AdapterVersion | None:
+    """The version that `name`, `name@3` or `name@alias` is for the caller; None: there is none.
 
     Raises RegistryUnavailable.
     """
-    name, is_selected, selector = model.partition("@")
-    current = await view.resolve(tenant, name)
-    return selected(current, selector) if is_selected and current is not None else current
+    name, selector = split_selector(model)
+    current = await view.resolve(identity.name, name, identity.sight)
+    return selected(current, selector) if selector is not None and current is not None else current

@@ -38,7 +38,7 @@ from .route import route
 from .tenants.identity import Identity
 from .text.text import TextService
 from .versions.shadow_sender import ShadowSender
-from .versions.version_choice import adapter_ref, choose_version, version_header
+from .versions.version_choice import choose_version, on_adapter, version_header
 
 R = TypeVar("R", bound=GenerationFields)
 
@@ -132,7 +132,7 @@ class CompletionsApi:
             position = requested_position(
                 http, is_stream=request.stream, tenant=identity.name, keys=self._view.stream_keys
             )
-            choice = choose_version(await self._base.adapter(identity.name, request.model), request, identity)
+            choice = choose_version(await self._base.adapter(identity, request.model), request, identity)
             record.model = request.model
             self._check(request, kind)
             await self._base.wait_for_first_gang()
@@ -143,7 +143,7 @@ class CompletionsApi:
         head = AnswerHead(str(response_id), response_id.created, request.model)
         record.answer = head.id[-NUM_ANSWER_CHARS:]
         if choice.version is not None:
-            generation = replace(generation, adapter=adapter_ref(choice.version), adapter_name=request.model)
+            generation = on_adapter(generation, choice.version, request.model)
         style = self._stream_style(request, identity, head, position)
         if style is not None:
             num_seen = () if position is None else position.num_tokens

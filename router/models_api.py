@@ -39,7 +39,7 @@ class ModelsApi:
         errors=("registry_unavailable",),
     )
     async def list(self, request: Request, identity: Identity) -> Response:
-        """The base first, then the tenant's adapters by name."""
+        """The base first, then the adapters that you see, by name."""
         wanted = page_request(request)
         models: list[Model] = []
         if wanted.after is None:
@@ -47,7 +47,9 @@ class ModelsApi:
             wanted = PageRequest(wanted.limit - 1)
         elif wanted.after == self._base.name:
             wanted = PageRequest(wanted.limit)
-        adapters, more = await read_page(partial(self._view.list_adapters, identity.name), _name, wanted)
+        adapters, more = await read_page(
+            partial(self._view.list_adapters, identity.name, sight=identity.sight), _name, wanted
+        )
         models += map(self._adapter_model, adapters)
         return await list_answer(models, [model.id for model in models], more)
 
@@ -59,12 +61,12 @@ class ModelsApi:
         errors=("model_not_found", "registry_unavailable"),
     )
     async def show(self, request: Request, identity: Identity) -> Model:
-        """The base, or an adapter of the tenant's."""
+        """The base, or an adapter that you see."""
         name = request.path_params["model"].removesuffix("/")
         if name == self._base.name:
             model = self._base_model()
         else:
-            version = await resolved(self._view, identity.name, name)
+            version = await resolved(self._view, identity, name)
             if version is None:
                 raise model_not_found(name)
             model = structs.replace(self._adapter_model(version), id=name)

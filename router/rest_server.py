@@ -128,6 +128,8 @@ class _Route(Route):
 
     def __init__(self, path: str, endpoint: Endpoint, methods: list[str]) -> None:
         super().__init__(path, endpoint, methods=methods)
+        # A user's private adapter is `~user/name`; possessive, so that "~user" alone is never taken for a name.
+        self.path_regex = re.compile(self.path_regex.pattern.replace("(?P<name>[^/]+)", "(?P<name>(?:~[^/]*/)?+[^/]+)"))
         if not path.endswith(("/", ":path}")):
             self.path_regex = re.compile(f"{self.path_regex.pattern.removesuffix('$')}/?$")
 

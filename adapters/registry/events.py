@@ -104,7 +104,7 @@ def encode_facts(adapter: AdapterVersion) -> str:
 
 def decode_adapter(field: str, record: str) -> AdapterVersion:
     """The version that `field`, "tenant/name", and `record`, "version digest facts", describe."""
-    tenant, name = field.split("/")
+    tenant, name = field.split("/", 1)
     version, digest, text = record.split(" ", 2)
     facts = _decode_facts(text)
     return AdapterVersion(
@@ -128,7 +128,7 @@ def decode_event(fields: dict[str, str]) -> RegistryEvent:
     if kind == "set":
         return AdapterSet(decode_adapter(field, value))
     if kind == "delete":
-        tenant, name = field.split("/")
+        tenant, name = field.split("/", 1)
         return AdapterDeleted(tenant, name, *map(int, value.split(" ")))
     if kind == "key":
         if value.startswith("{"):

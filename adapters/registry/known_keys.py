@@ -103,6 +103,7 @@ def _compact(record: KeyRecord) -> KeyRecord:
         tenant=sys.intern(record.tenant),
         scopes=ALL_OF_A_TENANT if record.scopes == ALL_OF_A_TENANT else record.scopes,
         label=record.label,
+        user=record.user,
         created_at=record.created_at,
         expires_at=record.expires_at,
         quota=_NO_QUOTA if record.quota == _NO_QUOTA else record.quota,

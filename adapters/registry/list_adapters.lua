@@ -1,11 +1,8 @@
--- Returns field and record, in turn, of at most `count` of the tenant's adapters: those that follow the name `after`
--- (empty: from the first).
+-- Returns field and record, in turn, of at most `count` adapters: those whose fields are from `start` to `stop`.
 -- KEYS: adapters, names
--- ARGV: tenant, after, count
-local first = '[' .. tenant .. '/'
-if after ~= '' then first = '(' .. tenant .. '/' .. after end
+-- ARGV: start, stop, count
 local found = {}
-for _, field in ipairs(redis.call('ZRANGEBYLEX', names, first, '(' .. tenant .. '0', 'LIMIT', 0, count)) do
+for _, field in ipairs(redis.call('ZRANGEBYLEX', names, start, stop, 'LIMIT', 0, count)) do
   found[#found + 1] = field
   found[#found + 1] = redis.call('HGET', adapters, field)
 end

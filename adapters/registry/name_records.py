@@ -194,5 +194,9 @@ def _refuse(bounds: Sequence[StorageBound], key_id: str, *counts: int | str) -> 
 
 def _existing(state: NameState | None, name: str) -> NameState:
     if state is None:
-        raise NoSuchName(f"The adapter `{name}` does not exist.")
+        raise no_such_name(name)
     return state
+
+
+def no_such_name(name: str) -> NoSuchName:
+    return NoSuchName(f"The adapter `{name}` does not exist.")

@@ -22,6 +22,7 @@ from ..adapter import AdapterVersion
 from ..base_identity import BaseIdentity
 from ..errors import KeyTaken
 from ..names import check_tenant
+from ..sight import PLAIN_SIGHT, Sight
 from .digest_set import DigestSet
 from .events import AdapterDeleted, RegistryEvent, decode_adapter, decode_event, decode_key
 from .lease import Lease
@@ -159,17 +160,24 @@ class Registry:
             record = await self._command("HGET", ADAPTERS, field)
         return None if record is None else decode_adapter(field, record)
 
-    async def list_adapters(self, tenant: str, after: str = "", limit: int = PAGE_SIZE) -> Sequence[AdapterVersion]:
-        """At most `limit` of the tenant's adapters, sorted by name, beginning behind the name `after`.
+    async def list_adapters(
+        self, tenant: str, after: str = "", limit: int = PAGE_SIZE, sight: Sight = PLAIN_SIGHT
+    ) -> Sequence[AdapterVersion]:
+        """At most `limit` of the tenant's adapters that the caller sees, by name, beginning behind the name `after`.
 
         `after` need not be the name of an adapter, as of one that was deleted since. Fewer than `limit`: there are no
-        more. At most PAGE_SIZE a call, so that no list stops Redis for long.
+        more. At most PAGE_SIZE a call, so that no list stops Redis for long. One round trip for each of the ranges.
         """
         check_tenant(tenant)
         if not 1 <= limit <= PAGE_SIZE:
             raise ValueError(f"limit = {limit}: 1 to {PAGE_SIZE} adapters a call are accepted")
-        async with self._bounded():
-            found = await self._list_adapters(tenant=tenant, after=after, count=limit)
+        found: list[str] = []
+        for first, end in sight.ranges():
+            count = limit - len(found) // 2
+            if count and after < end:
+                start = f"({tenant}/{after}" if after > first else f"[{tenant}/{first}"
+                async with self._bounded():
+                    found += await self._list_adapters(start=start, stop=f"({tenant}/{end}", count=count)
         return [decode_adapter(field, record) for field, record in zip(found[::2], found[1::2], strict=True)]
 
     async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> AdapterDeleted | None:

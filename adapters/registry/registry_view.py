@@ -12,6 +12,7 @@ from hashlib import sha256
 from ..adapter import AdapterVersion
 from ..ended_tasks import end_tasks
 from ..errors import RegistryUnavailable
+from ..sight import PLAIN_SIGHT, Sight
 from .adapter_lookups import AdapterLookups
 from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent, TenantSet, decode_key, decode_tenant
 from .kept_adapters import KeptAdapters, Name
@@ -85,32 +86,44 @@ class RegistryView:
         await self._lookups.stop()
         self._connected = False
 
-    async def resolve(self, tenant: str, name: str) -> AdapterVersion | None:
-        """The current version of the tenant's adapter; None: the tenant has none of this name.
+    async def resolve(self, tenant: str, name: str, sight: Sight = PLAIN_SIGHT) -> AdapterVersion | None:
+        """The current version of the tenant's adapter that a name means to a caller; None: he sees none of this name.
 
         Raises RegistryUnavailable for a name that is not kept and cannot be looked up.
         """
-        known, adapter = self._names.find((tenant, name))
-        if known:
-            return adapter
+        names = sight.names(name)
+        for number, one in enumerate(names):
+            known, adapter = self._names.find((tenant, one))
+            if not known:
+                return await self._look_up(tenant, names[number:])
+            if adapter is not None:
+                return adapter
+        return None
+
+    async def _look_up(self, tenant: str, names: Sequence[str]) -> AdapterVersion | None:
+        """The first of these that there is."""
         if not self._connected:
             raise RegistryUnavailable(
                 "the registry cannot be reached, and this router does not keep this name: try again in a moment"
             )
-        return await self._lookups.get((tenant, name), _LOOKUP_S)
+        found = await asyncio.gather(*(self._lookups.get((tenant, one), _LOOKUP_S) for one in names))
+        return next((adapter for adapter in found if adapter is not None), None)
 
-    async def list_adapters(self, tenant: str, after: str = "", limit: int = PAGE_SIZE) -> Sequence[AdapterVersion]:
-        """At most `limit` of the tenant's adapters, sorted by name, from behind the name `after`.
+    async def list_adapters(
+        self, tenant: str, after: str = "", limit: int = PAGE_SIZE, sight: Sight = PLAIN_SIGHT
+    ) -> Sequence[AdapterVersion]:
+        """At most `limit` of the tenant's adapters that the caller sees, sorted by name, from behind the name `after`.
 
         They are read from the registry. While that cannot be reached, a view that is whole lists its copy; another one
         raises RegistryUnavailable.
         """
         try:
-            return await self._registry.list_adapters(tenant, after, limit)
+            return await self._registry.list_adapters(tenant, after, limit, sight)
         except RegistryUnavailable:
             if not self.is_whole:
                 raise
-            return [adapter for adapter in self._names.of(tenant) if adapter.name > after][:limit]
+            seen = [adapter for adapter in self._names.of(tenant) if sight.sees(adapter.name)]
+            return [adapter for adapter in seen if adapter.name > after][:limit]
 
     def key(self, key: str) -> KeyRecord | None:
         """What is known of an API key; None: there is no such key."""

@@ -22,7 +22,7 @@ import msgspec
 
 from ...adapters.errors import AdapterInvalid
 from ...adapters.format.own_tokenizer import NO_TOKENIZER, OwnTokenizer, read_own_tokenizer
-from ...adapters.names import check_name
+from ...adapters.names import PRIVATE, check_name
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -126,6 +126,7 @@ class MotetClient:
         on_progress: Callable[[int, int], None] | None = None,
         *,
         activate: bool = True,
+        is_private: bool = False,
         note: str = "",
     ) -> tuple[AdapterInfo, bool]:
         """The registered version, and whether it is new. `on_progress(sent, total)` counts the tensors' bytes.
@@ -133,7 +134,7 @@ class MotetClient:
         The tensors are streamed from disk. Of its tokenizer, which is not served, only what the server compares with
         the base's is sent: RequestRefused if the adapter needs tokens that the base does not have.
 
-        Without `activate` the version that was current stays so.
+        Without `activate` the version that was current stays so. `is_private`: it belongs to the key's user alone.
         """
         _check_name(name)
         config_path, tensors_path = (folder / file for file in ADAPTER_FILES)
@@ -145,7 +146,9 @@ class MotetClient:
                 )
             if not path.is_file():
                 raise ClientError(f"{path} is missing: an adapter folder holds {' and '.join(ADAPTER_FILES)}")
-        data = {"name": name, **({} if activate else {"activate": "false"}), **({"note": note} if note else {})}
+        data = {"name": name, **({"note": note} if note else {})}
+        data |= {} if activate else {"activate": "false"}
+        data |= {"private": "true"} if is_private else {}
         tokenizer = _own_tokenizer(folder)
         if tokenizer != NO_TOKENIZER:
             data["tokenizer"] = msgspec.json.encode(tokenizer).decode()
@@ -266,7 +269,7 @@ class _MeteredFile(io.FileIO):
 
 def _check_name(name: str) -> None:
     try:
-        check_name(name)
+        check_name(name.removeprefix(f"{PRIVATE}/"))  # the tenant's, where the user has one of that name, too
     except AdapterInvalid as error:
         raise ClientError(str(error)) from error
 

@@ -32,9 +32,10 @@ def adapters() -> None:
 @click.argument("name")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--activate/--no-activate", default=True, help="Whether NAME refers to the new version from now on.")
+@click.option("--private", "is_private", is_flag=True, help="Only the key's user and administrators see it.")
 @click.option("--note", metavar="TEXT", default="", help="What is new, for the list of versions.")
 @with_client
-def upload(client: MotetClient, name: str, folder: Path, activate: bool, note: str) -> None:
+def upload(client: MotetClient, name: str, folder: Path, activate: bool, is_private: bool, note: str) -> None:
     """Upload the adapter in FOLDER (as PEFT saves it) under NAME. New content makes a new version."""
     console = Console(stderr=True)
     unserved = tokenizer_files(folder)
@@ -48,6 +49,7 @@ def upload(client: MotetClient, name: str, folder: Path, activate: bool, note: s
             folder,
             None if silent else lambda sent, total: progress(f"uploading {name}", sent, total),
             activate=activate,
+            is_private=is_private,
             note=note,
         )
     done = "uploaded" if created else "already there:"

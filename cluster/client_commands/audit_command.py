@@ -17,15 +17,16 @@ PATH = "/v1/admin/audit"
 
 @click.command()
 @click.option("--tenant", help="Only changes of this tenant, its keys and its adapters.")
+@click.option("--user", help="Only what this user of the tenant did.")
 @click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="Maximum number of entries.")
 @json_option
 @with_operator_client
-def audit(client: MotetClient, tenant: str | None, limit: int, as_json: bool) -> None:
+def audit(client: MotetClient, tenant: str | None, user: str | None, limit: int, as_json: bool) -> None:
     """Show who changed which tenant, key or adapter, the newest change first; for operators."""
     found: list[dict[str, Any]] = []
     more, after = True, ""
     while more and len(found) < limit:
-        asked = {"limit": min(limit - len(found), 1000), "after": after, "tenant": tenant or ""}
+        asked = {"limit": min(limit - len(found), 1000), "after": after, "tenant": tenant or "", "user": user or ""}
         page = client.call("GET", f"{PATH}?{urlencode({name: value for name, value in asked.items() if value})}")
         found += page["data"]
         more, after = page["has_more"], page["last_id"]
@@ -35,7 +36,7 @@ def audit(client: MotetClient, tenant: str | None, limit: int, as_json: bool) ->
     rows = [
         (
             time_text(entry["at"]),
-            " ".join(filter(None, (entry["actor"]["kind"], entry["actor"]["id"]))),
+            " ".join(filter(None, (entry["actor"]["kind"], entry["actor"]["id"], entry["actor"]["user"]))),
             entry["action"],
             entry["tenant"],
             entry["target"],

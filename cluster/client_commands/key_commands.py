@@ -36,6 +36,7 @@ def keys() -> None:
 @click.option(
     "--expires-in", type=lifetime_s, metavar="TIME", help="How long it is valid, for example 90d. Default: forever."
 )
+@click.option("--user", metavar="NAME", help="The tenant's user whose key it is. Default: it is no user's.")
 @quota_option
 @json_option
 @with_operator_client
@@ -45,11 +46,17 @@ def create(
     scopes: tuple[str, ...],
     label: str | None,
     expires_in: float | None,
+    user: str | None,
     bounds: tuple[tuple[str, int | None], ...],
     as_json: bool,
 ) -> None:
     """Make a key for TENANT. It is shown only once."""
-    body: dict[str, Any] = {"scopes": list(scopes) or None, "expires_in_s": expires_in, "quota": dict(bounds)}
+    body: dict[str, Any] = {
+        "scopes": list(scopes) or None,
+        "expires_in_s": expires_in,
+        "quota": dict(bounds),
+        "user": user,
+    }
     _print_new_key(
         client.call("POST", f"{path_of(tenant)}/keys", body if label is None else {**body, "label": label}), as_json
     )
@@ -107,6 +114,7 @@ def _print_keys(keys: Sequence[Mapping[str, Any]]) -> None:
         (
             key["id"],
             key["tenant"],
+            key["user"],
             " ".join(key["scopes"]),
             time_text(key["expires_at"]) or "never",
             quota_text(key["quota"]),
@@ -115,4 +123,4 @@ def _print_keys(keys: Sequence[Mapping[str, Any]]) -> None:
         )
         for key in keys
     ]
-    print_table(("id", "tenant", "scopes", "expires", "quota", "created", "label"), rows)
+    print_table(("id", "tenant", "user", "scopes", "expires", "quota", "created", "label"), rows)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ...adapters.names import split_selector
 from ..client.client import MotetClient
 from ..client.client_options import with_client
 from .adapter_commands import path_of
@@ -19,7 +20,7 @@ from .output import json_option, print_json, print_table
 @with_client
 def preload(client: MotetClient, model: str, gangs: int) -> None:
     """Load MODEL at gangs before it is requested: NAME, or NAME@VERSION with a number or an alias."""
-    name, _, version = model.partition("@")
+    name, version = split_selector(model)
     body = {"gangs": gangs, **({"version": version} if version else {})}
     begun = client.call("POST", f"{path_of(name)}/preload", body)
     click.echo(f"loading version {begun['version']} of {name} at {_gangs(begun['gangs'])}: see motet residency {name}")

@@ -29,7 +29,7 @@ _NUMBERS: Final = (
     default="day",
     show_default=True,
     metavar="WHAT",
-    help="day, hour, adapter or key, or several with commas between them; with --all also tenant.",
+    help="day, hour, adapter, key or user, or several with commas between them; with --all also tenant.",
 )
 @click.option("--from", "start", metavar="TIME", help="A day (2026-11-22) or a full hour (2026-11-22T13:00), UTC.")
 @click.option("--to", "end", metavar="TIME", help="The first time that is left out.")
@@ -53,7 +53,7 @@ def usage(
 
 def _print_usage(found: dict[str, Any]) -> None:
     rows = [*found["data"], {**found["total"], "start": "total"}]
-    fields = ["start", "tenant", "adapter", "version", "key_id"]
+    fields = ["start", "tenant", "adapter", "version", "key_id", "user"]
     shown = [name for name in fields if name == "start" or any(row.get(name) is not None for row in rows)]
     always = ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
     numbers = [name for name in _NUMBERS if name in always or found["total"].get(name) not in (None, 0, "0")]

@@ -230,6 +230,9 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     oidc_tenant_claim: Annotated[
         str, Meta(min_length=1), Unit("NAME"), Setting("The claim of a token that names its tenant.")
     ] = "tenant"
+    oidc_user_claim: Annotated[
+        str, Meta(min_length=1), Unit("NAME"), Setting("The claim of a token that names its tenant's user.")
+    ] = "sub"
     oidc_scopes_claim: Annotated[
         str, Meta(min_length=1), Unit("NAME"), Setting("The claim of a token that lists its scopes.")
     ] = "scope"

@@ -42,6 +42,7 @@ class KeyShown(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     scopes: list[Scope]
     label: str
+    user: str | None  # of the tenant, whose key it is; null: the tenant's own
     created_at: int | None  # Unix seconds; null: it was configured
     expires_at: float | None  # Unix seconds; null: never
     quota: QuotaShown
@@ -66,6 +67,7 @@ class ActorShown(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["operator", "key", "token", "configuration", "judge"]
     id: str | None  # of a key; the subject of a token
     tenant: str | None
+    user: str | None  # of the tenant
 
 
 class AuditShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +114,7 @@ def shown_entry(written: WrittenEntry) -> AuditShown:
     return AuditShown(
         id=written.id,
         at=written.at,
-        actor=ActorShown(kind=actor.kind, id=actor.id or None, tenant=actor.tenant or None),
+        actor=ActorShown(kind=actor.kind, id=actor.id or None, tenant=actor.tenant or None, user=actor.user or None),
         action=entry.action,
         tenant=entry.tenant or None,
         target=entry.target or None,
@@ -132,6 +134,7 @@ def _key_fields(key: KeyRecord) -> dict[str, Any]:
         "tenant": key.tenant,
         "scopes": sorted(key.scopes),
         "label": key.label,
+        "user": key.user or None,
         "created_at": int(key.created_at) or None,
         "expires_at": key.expires_at,
         "quota": _quota(key.quota),

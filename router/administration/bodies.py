@@ -13,6 +13,7 @@ _MOST = 1 << 53  # what every JSON reader keeps exactly
 _TEN_YEARS_S = 10 * 365 * 86_400
 Bound = Annotated[int, Meta(ge=0, le=_MOST)] | None  # null: none
 Weight = Annotated[float, Meta(ge=0.001, le=1000)]
+UserName = Annotated[str, Meta(min_length=1, max_length=64)]
 Label = Annotated[str, Meta(max_length=200)]
 Lifetime = Annotated[float, Meta(gt=0, le=_TEN_YEARS_S)]  # seconds from now on
 Scopes = Annotated[list[Scope], Meta(min_length=1, max_length=8)]
@@ -56,6 +57,7 @@ class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     label: Label = ""
     expires_in_s: Lifetime | None = None  # None: it does not expire, or with the key that makes it
     quota: QuotaBody = QuotaBody()
+    user: UserName | None = None  # of the tenant, whose key it is; None: the tenant's own
 
 
 class KeyChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

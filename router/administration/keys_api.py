@@ -11,11 +11,13 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.errors import NoSuchKey, RegistryUnavailable
+from ...adapters.errors import AdapterInvalid, NoSuchKey, RegistryUnavailable
+from ...adapters.names import check_user
 from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.audit_entry import Actor
 from ...adapters.registry.tenants.records import ALL_OF_A_TENANT, KeyRecord
+from ..openai_api.errors import invalid_value
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
 from ..route import route
 from ..tenants.identity import Identity, operators
@@ -28,6 +30,7 @@ OWN_KEYS: Final = "/v1/keys"
 _OF_TENANT: Final = f"{TENANTS}/{{tenant}}/keys"
 _KEY: Final = "/v1/admin/keys/{key_id}"
 _OWN_KEY: Final = f"{OWN_KEYS}/{{key_id}}"
+_QUERY: Final = {**PAGE_QUERY, "user": str}
 _ONE: Final = ("key_not_found", "tenant_ending", "registry_unavailable")
 _MAKING: Final = ("too_many_keys", "tenant_not_found", "tenant_ending", "registry_unavailable")
 _ROTATING: Final = ("too_many_keys", *_ONE)
@@ -47,7 +50,7 @@ class KeysApi:
         "GET",
         _OF_TENANT,
         summary="List a tenant's keys.",
-        query=PAGE_QUERY,
+        query=_QUERY,
         answers={200: ListPage[KeyShown]},
         errors=("tenant_not_found", "registry_unavailable"),
     )
@@ -88,7 +91,7 @@ class KeysApi:
         "GET",
         OWN_KEYS,
         summary="List the keys of your tenant.",
-        query=PAGE_QUERY,
+        query=_QUERY,
         answers={200: ListPage[KeyShown]},
         errors=("registry_unavailable",),
     )
@@ -118,7 +121,12 @@ class KeysApi:
     async def _list(self, request: Request, tenant: str) -> Response:
         wanted = page_request(request)
         await self._view.catch_up()
-        keys = [key for key in self._view.keys.keys_of(tenant) if key.key_id > (wanted.after or "")]
+        user = request.query_params.get("user")
+        keys = [
+            key
+            for key in self._view.keys.keys_of(tenant)
+            if key.key_id > (wanted.after or "") and user in (None, key.user)
+        ]
         page = keys[: wanted.limit]
         return await list_answer(map(shown_key, page), [key.key_id for key in page], len(keys) > len(page))
 
@@ -130,6 +138,7 @@ class KeysApi:
             label=body.label,
             expires_at=None if body.expires_in_s is None else self._clock() + body.expires_in_s,
             quota=quota_of(body.quota),
+            user="" if body.user is None else _user(body.user),
         )
 
     async def _create(self, wanted: KeyRecord, actor: Actor) -> KeyMade:
@@ -170,3 +179,11 @@ class KeysApi:
         """
         with suppress(RegistryUnavailable):
             await self._view.catch_up()
+
+
+def _user(name: str) -> str:
+    try:
+        check_user(name)
+    except AdapterInvalid as error:
+        raise invalid_value("user", f"{error}.") from error
+    return name

@@ -108,20 +108,24 @@ class TenantsApi:
         "GET",
         AUDIT,
         summary="Show who changed what, the newest change first.",
-        query={**PAGE_QUERY, "tenant": str},
+        query={**PAGE_QUERY, "tenant": str, "user": str},
         answers={200: ListPage[AuditShown]},
         errors=("registry_unavailable",),
     )
     async def audit(self, request: Request) -> Response:
-        """The newest entries, or those before the entry `after`; with `tenant` only those about it."""
+        """The newest entries, or those before the entry `after`; with `tenant` only those about it, with `user` of
+        those only what this user did.
+        """
         wanted = page_request(request)
         if wanted.after is not None and not _is_entry_id(wanted.after):
             raise invalid_value("after", "it is no id of an entry.")
-        tenant = request.query_params.get("tenant", "")
+        tenant, user = (request.query_params.get(name, "") for name in ("tenant", "user"))
+        if user and not tenant:
+            raise invalid_value("user", "it is a tenant's: name the tenant too.")
         if tenant:
             _check_name(tenant)
         limit = min(wanted.limit, _MAX_ENTRIES)
-        entries = await self._audit.read(wanted.after or "", limit + 1, tenant)
+        entries = await self._audit.read(wanted.after or "", limit + 1, tenant, user)
         page = entries[:limit]
         return await list_answer(map(shown_entry, page), [entry.id for entry in page], len(entries) > limit)
 

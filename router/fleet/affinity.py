@@ -57,6 +57,7 @@ class RoutingRequest:
     tenant: str = ""  # whose it is
     weight: float = 1.0  # its tenant's
     is_background: bool = False  # it yields to all others
+    owner: str = ""  # the user whose private adapter it is
 
 
 @dataclass(frozen=True)

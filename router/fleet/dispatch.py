@@ -126,11 +126,11 @@ class Dispatcher(Protocol):
         They end with "gang_lost" if their gang is lost. Each gets "overloaded" if it still waits after `wait_s`.
         """
 
-    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
-        """The connected gangs that have this adapter for this tenant, by their ids, and the fastest tier that has it.
+    def residency(self, asker: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+        """The connected gangs that have this adapter for this asker, by their ids, and the fastest tier that has it.
 
-        They have lately got sequences of the tenant with it from this router, or are among `known_gangs`. Gangs that
-        have the same content only for other tenants are left out.
+        They have lately got its sequences with it from this router, or are among `known_gangs`. Gangs that
+        have the same content only for others are left out. `asker`: see `adapter_uses.py`.
         """
 
     def load(self) -> EngineLoad | None:
@@ -230,12 +230,12 @@ class FleetDispatcher:
         gang_ids = self._fleet.bring(sequences, wait_s)
         return dict(zip(gang_ids, sequences[: len(gang_ids)], strict=True))
 
-    def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
+    def residency(self, asker: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
         found: dict[str, AdapterTier] = {}
         for one in self._fleet.connected:
             if one.info is not None:
                 is_known = one.info.gang_id in known_gangs
-                if (tier := one.known.tier_for(tenant, digest, is_known=is_known)) is not None:
+                if (tier := one.known.tier_for(asker, digest, is_known=is_known)) is not None:
                     found[one.info.gang_id] = tier
         return found
 

@@ -227,6 +227,7 @@ class Fleet:
             sequence.request.tenant,
             sequence.request.weight,
             sequence.request.is_background,
+            sequence.request.owner,
         )
 
     def _able(self, sequence: OpenSequence) -> dict[str, LeaderConnection]:

@@ -10,7 +10,7 @@ from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import Frame, Hello
 from ...workers.wire.short_digest import short_digest
 from ..fairness.fair_queue import FairQueue
-from ..residency.adapter_uses import AdapterUses
+from ..residency.adapter_uses import AdapterUses, asker_of
 from .affinity import GangView, RoutingConfig, RoutingRequest
 from .observed_costs import ObservedCosts
 
@@ -103,17 +103,17 @@ class KnownGang:
             del self._expected_pages[next(iter(self._expected_pages))]
         if request.digest is not None:
             self._open[request.digest] += 1
-            self._uses.begun(request.digest, request.tenant)
+            self._uses.begun(request.digest, asker_of(request.tenant, request.owner))
 
-    def ended(self, digest: str | None, sequence_key: str = "", tenant: str = "") -> None:
-        """A sequence of the tenant with this adapter and this key that was sent there has ended."""
+    def ended(self, digest: str | None, sequence_key: str = "", asker: str = "") -> None:
+        """A sequence of this asker with this adapter and this key that was sent there has ended."""
         if sequence_key:
             self._open_keys[sequence_key] -= 1
             if not self._open_keys[sequence_key]:
                 del self._open_keys[sequence_key]
         if digest is not None:
             self._open[digest] -= 1
-            self._uses.ended(digest, tenant)
+            self._uses.ended(digest, asker)
             if not self._open[digest]:
                 del self._open[digest]
                 self._forget_uses(digest)
@@ -136,16 +136,16 @@ class KnownGang:
         """Why the gang cannot keep a pinned adapter in host memory; None: it has reported no failure."""
         return self._failed_pins.get(short_digest(digest))
 
-    def tier_for(self, tenant: str, digest: str, *, is_known: bool = False) -> AdapterTier | None:
-        """As `tier_of`, as far as it follows from the tenant's own sequences that this router has sent lately.
+    def tier_for(self, asker: str, digest: str, *, is_known: bool = False) -> AdapterTier | None:
+        """As `tier_of`, as far as it follows from the asker's own sequences that this router has sent lately.
 
         `is_known`: another router has sent some. An adapter that has left the pool may be back because of other
         tenants.
         """
         tier = self.tier_of(digest)
-        if tier is None or is_known or self._uses.is_lately_by(digest, tenant):
+        if tier is None or is_known or self._uses.is_lately_by(digest, asker):
             return tier
-        return "host" if self._uses.is_lately_by(digest, tenant, has_left_pool=True) else None
+        return "host" if self._uses.is_lately_by(digest, asker, has_left_pool=True) else None
 
     def num_cached_pages(self, page_keys: Iterable[int]) -> int:
         """How many of a sequence's first full pages are there, or coming as far as this router can know."""

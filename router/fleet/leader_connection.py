@@ -44,6 +44,7 @@ from ...workers.wire.stream_options import (
     STREAM_SERVICE,
     TOKEN_KEY,
 )
+from ..residency.adapter_uses import asker_of
 from .affinity import RoutingConfig, RoutingRequest
 from .awaiting_reconnect import AwaitingReconnect, CutOffSequence
 from .known_gang import KnownGang
@@ -219,7 +220,9 @@ class LeaderConnection:
         del self._sequences[self._ids.pop(sequence)]
         self._unbegun.pop(sequence, None)
         request, adapter = sequence.request, sequence.request.adapter
-        self.known.ended(None if adapter is None else adapter.digest, request.key, request.tenant)
+        self.known.ended(
+            None if adapter is None else adapter.digest, request.key, asker_of(request.tenant, request.owner)
+        )
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
@@ -298,7 +301,9 @@ class LeaderConnection:
         """Submits the sequences again that the leader has kept of a connection that broke."""
         for sequence in self._awaiting_reconnect.take(orphans):
             digest = sequence.request.adapter.digest if sequence.request.adapter else None
-            self._start(sequence, RoutingRequest(digest, 0, 0, tenant=sequence.request.tenant))
+            self._start(
+                sequence, RoutingRequest(digest, 0, 0, tenant=sequence.request.tenant, owner=sequence.request.owner)
+            )
             self._unbegun.pop(sequence, None)
 
     async def _exchange(self, call: Any) -> None:

@@ -66,7 +66,8 @@ class GenerationRequest:
     beams: Sequence[BeamRules] = ()  # one for each prompt, n wide: the choices are beams; empty: they are drawn
     request_id: str = ""  # for logs
     key: str = ""  # of the answer; empty: its client cannot come back for its sequences
-    adapter_name: str = ""  # as its client calls it; empty: the base
+    adapter_name: str = ""  # as its client calls it, for metrics; empty: the base, or a private one
+    owner: str = ""  # the user whose private adapter it is; empty: the tenant's
     cache_salt: str = ""  # the tenant's sequences share KV only where this is the same
     timeout_s: float | None = None  # from the request's arrival to the last token; None: as long as it takes
     is_echoed: bool = False  # the answer's text begins with the prompt's
@@ -268,6 +269,7 @@ class Generation:
                 tenant=request.tenant,
                 adapter=request.adapter,
                 adapter_name=request.adapter_name,
+                owner=request.owner,
                 cache_salt=request.cache_salt,
                 request_id=request.request_id,
                 weight=request.weight,

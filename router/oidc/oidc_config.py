@@ -17,6 +17,7 @@ class OidcConfig:
     oidc_audience: str  # that a token must be for
     oidc_algorithms: str
     oidc_tenant_claim: str  # that names the tenant
+    oidc_user_claim: str  # that names the tenant's user
     oidc_scopes_claim: str  # that names scopes, as a list or with spaces between them
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 import jwt
 
 from ...adapters.errors import AdapterInvalid
-from ...adapters.names import check_tenant
+from ...adapters.names import check_tenant, check_user
 from ...adapters.registry.tenants.records import KeyRecord, Scope
 from ..tenants.auth import TokensUnavailable
 from .issuer_keys import IssuerKeys, PublicKey
@@ -109,13 +109,36 @@ class TokenVerifier:
         claimed = claims.get(self._config.oidc_scopes_claim)
         words = claimed.split(" ") if isinstance(claimed, str) else claimed if isinstance(claimed, list) else []
         scopes = frozenset(scope for scope in _SCOPES if scope in words)
+        user = claims.get(self._config.oidc_user_claim)
+        if not isinstance(user, str) or not 0 < len(user) <= MAX_SUBJECT_CHARS:
+            return None  # whoever it is would see what is no user's alone
         # One id for all tokens of a subject, so that what it uses is counted together.
         key_id = f"oidc-{sha256(f'{issuer} {subject}'.encode()).hexdigest()[:16]}"
         expires_at = int(claims["exp"]) + LEEWAY_S
         made_at = int(claims["iat"]) + LEEWAY_S if "iat" in claims else 0.0
-        key = KeyRecord(key_id=key_id, tenant=tenant, scopes=scopes, created_at=made_at, expires_at=expires_at)
+        key = KeyRecord(
+            key_id=key_id,
+            tenant=tenant,
+            scopes=scopes,
+            created_at=made_at,
+            expires_at=expires_at,
+            user=self._user(user, issuer),
+        )
         return key, subject
+
+    def _user(self, claimed: str, issuer: str) -> str:
+        """The user's name: what the claim says, or a digest of what is no name, or means another at each issuer."""
+        try:
+            check_user(claimed)
+        except AdapterInvalid:
+            return _digest_name(claimed, issuer)
+        is_of_issuer = self._config.oidc_user_claim == "sub" and len(self.issuers) > 1
+        return _digest_name(claimed, issuer) if is_of_issuer else claimed
 
     def _forget(self) -> None:
         """A provider's keys have changed: tokens that were signed with a removed key are no longer accepted."""
         self._verified.clear()
+
+
+def _digest_name(claimed: str, issuer: str) -> str:
+    return f"oidc-{sha256(f'{issuer} {claimed}'.encode()).hexdigest()[:32]}"

@@ -1,7 +1,8 @@
 """Which tenants' sequences use an adapter at one gang, or have done so lately.
 
 Adapters are kept by content, and several tenants may have the same. What a tenant learns about the place of its adapter
-must follow from its own sequences: else it could upload another tenant's bytes and see whether they are in use.
+must follow from its own sequences: else it could upload another tenant's bytes and see whether they are in use. So a
+user's private adapter has uses of its own, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from ...workers.wire.short_digest import short_digest
 LATELY_S: Final = 300.0  # after a tenant's last use, in which other tenants' uses of the same content may show
 
 
+def asker_of(tenant: str, owner: str) -> str:
+    """Whose use of an adapter it is. `owner`: the user whose private adapter it is; empty: it is the tenant's."""
+    return f"{tenant}~{owner}" if owner else tenant
+
+
 @dataclass(slots=True)
 class _Use:
     num_open: int = 0
@@ -28,33 +34,33 @@ class AdapterUses:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._uses: dict[str, dict[str, _Use]] = {}  # by digest and tenant
+        self._uses: dict[str, dict[str, _Use]] = {}  # by digest and asker
         self._digests: dict[int, str] = {}  # the same ones, by short digest
 
     def __len__(self) -> int:
         return len(self._uses)
 
-    def begun(self, digest: str, tenant: str) -> None:
-        """A sequence of the tenant with this adapter is on its way there."""
+    def begun(self, digest: str, asker: str) -> None:
+        """A sequence of the asker with this adapter is on its way there."""
         if digest not in self._uses:
             self._uses[digest] = {}
             self._digests[short_digest(digest)] = digest
-        use = self._uses[digest].setdefault(tenant, _Use())
+        use = self._uses[digest].setdefault(asker, _Use())
         use.num_open += 1
         use.has_left_pool = False
 
-    def ended(self, digest: str, tenant: str) -> None:
+    def ended(self, digest: str, asker: str) -> None:
         """Such a sequence has ended."""
-        use = self._uses[digest][tenant]
+        use = self._uses[digest][asker]
         use.num_open -= 1
         use.ended_at = self._clock()
 
-    def is_lately_by(self, digest: str, tenant: str, *, has_left_pool: bool = False) -> bool:
-        """Whether a sequence of the tenant uses it, or did so within LATELY_S.
+    def is_lately_by(self, digest: str, asker: str, *, has_left_pool: bool = False) -> bool:
+        """Whether a sequence of the asker uses it, or did so within LATELY_S.
 
         If it has left the pool since that one began, it counts only where the caller says that this is so.
         """
-        use = self._uses.get(digest, {}).get(tenant)
+        use = self._uses.get(digest, {}).get(asker)
         if use is None or (use.has_left_pool and not has_left_pool):
             return False
         return use.num_open > 0 or self._clock() - use.ended_at < LATELY_S

@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from ...adapters.registry.tenants.audit_entry import Actor, AuditEntry
 from ...adapters.registry.tenants.records import KeyRecord, TenantRecord
+from ...adapters.sight import Sight
 from ..access.request_record import record_of
 
 
@@ -22,12 +23,26 @@ class Identity:
         """The tenant's."""
         return self.tenant.name
 
+    @property
+    def user(self) -> str:
+        """Of the tenant; empty: the key is no user's."""
+        return self.key.user
+
+    @property
+    def is_admin(self) -> bool:
+        return "admin" in self.key.scopes
+
+    @property
+    def sight(self) -> Sight:
+        """Which of the tenant's adapters may be seen."""
+        return Sight(self.user, self.is_admin)
+
     def actor(self, request: Request) -> Actor:
         """For the audit log."""
         request_id = record_of(request.scope).request_id
         if self.subject:
-            return Actor(kind="token", id=self.subject, tenant=self.name, request_id=request_id)
-        return Actor(kind="key", id=self.key.key_id, tenant=self.name, request_id=request_id)
+            return Actor(kind="token", id=self.subject, tenant=self.name, user=self.user, request_id=request_id)
+        return Actor(kind="key", id=self.key.key_id, tenant=self.name, user=self.user, request_id=request_id)
 
     def entry(self, request: Request, action: str, target: str) -> AuditEntry:
         """A change of the tenant's own things, for the audit log."""

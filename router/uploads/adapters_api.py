@@ -19,6 +19,7 @@ from ...adapters.base_names import BaseNames
 from ...adapters.errors import AdapterInvalid, NoSuchName, VersionRefused
 from ...adapters.registry.tenants.storage_bounds import storage_bounds
 from ...adapters.registry.versions.name_state import VersionNote
+from ...adapters.sight import owner_of
 from ...adapters.tenant_places import TenantPlaces
 from ...adapters.upload import UploadService
 from ..access.request_record import record_of
@@ -136,6 +137,7 @@ class AdaptersApi:
             form = await receive_upload(
                 request, tensors_path, config.max_upload_bytes, config.upload_idle_s, pace, room
             )
+            name = identity.sight.uploaded(form.name, is_private=form.is_private)
             warnings = tokenizer_warnings(form.tokenizer, self._text)
             others: list[str] = []  # what is wrong with the base that it names
 
@@ -146,13 +148,13 @@ class AdaptersApi:
 
             adapter, created = await self._uploads.upload(
                 identity.name,
-                form.name,
+                name,
                 form.config,
                 tensors_path,
                 activate=form.activate,
-                note=VersionNote(form.note, identity.key.key_id),
+                note=VersionNote(form.note, identity.key.key_id, owner_of(name) or identity.user),
                 incarnation=identity.tenant.incarnation,
-                entry=identity.entry(request, "adapter.upload", form.name),
+                entry=identity.entry(request, "adapter.upload", name),
                 bounds=storage_bounds(identity.tenant, identity.key),
                 take_room=room.pack,
                 check_base=check_base,
@@ -170,7 +172,7 @@ class AdaptersApi:
     )
     async def list(self, request: Request, identity: Identity) -> Response:
         """By name."""
-        list_page = partial(self._uploads.list_page, identity.name)
+        list_page = partial(self._uploads.list_page, identity.name, sight=identity.sight)
         adapters, more = await read_page(list_page, _name, page_request(request))
         return await list_answer(map(self._shown, adapters), [*map(_name, adapters)], more)
 
@@ -184,10 +186,10 @@ class AdaptersApi:
     async def show(self, request: Request, identity: Identity) -> Adapter:
         """The version that requests with its name get now."""
         name = request.path_params["name"]
-        adapter = await self._uploads.get(identity.name, name)
+        adapter = await self._uploads.get(identity.name, name, identity.sight)
         if adapter is None:
             raise _not_found(name)
-        record_of(request.scope).model = name
+        record_of(request.scope).model = adapter.name
         return self._shown(adapter)
 
     @route(
@@ -200,10 +202,12 @@ class AdaptersApi:
     async def delete(self, request: Request, identity: Identity) -> DeletedAdapter:
         """Requests that are under way finish on it."""
         name = request.path_params["name"]
-        if not await self._uploads.delete(identity.name, name, identity.entry(request, "adapter.delete", name)):
+        entry = identity.entry(request, "adapter.delete", name)
+        deleted = await self._uploads.delete(identity.name, name, entry, identity.sight)
+        if deleted is None:
             raise _not_found(name)
-        record_of(request.scope).model = name
-        return DeletedAdapter(name=name)
+        record_of(request.scope).model = deleted
+        return DeletedAdapter(name=deleted)
 
     def _base_warnings(self, base: str) -> tuple[str, ...]:
         """What is wrong with the base that an adapter names."""

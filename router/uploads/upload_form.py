@@ -29,9 +29,10 @@ if TYPE_CHECKING:  # the library has it for type checkers only
 NAME_FIELD: Final = "name"
 NOTE_FIELD: Final = "note"
 ACTIVATE_FIELD: Final = "activate"
+PRIVATE_FIELD: Final = "private"
 TOKENIZER_FIELD: Final = "tokenizer"  # a JSON `OwnTokenizer`
 FIELDS: Final = (NAME_FIELD, CONFIG_FILE, TENSORS_FILE)
-OPTIONAL_FIELDS: Final = (NOTE_FIELD, ACTIVATE_FIELD, TOKENIZER_FIELD)
+OPTIONAL_FIELDS: Final = (NOTE_FIELD, ACTIVATE_FIELD, PRIVATE_FIELD, TOKENIZER_FIELD)
 MAX_NAME_BYTES: Final = 1024
 MAX_NOTE_BYTES: Final = 4 * MAX_NOTE_CHARS
 MAX_CONFIG_BYTES: Final = 1 << 20
@@ -49,8 +50,8 @@ class AdapterForm(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[
         str,
         Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-            description="What requests call it in `model`; not the base's name.",
+            pattern=r"^(~[^/]*/)?[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+            description="What requests call it in `model`; not the base's name. `~user/name`: private to that user.",
         ),
     ]
     config: Annotated[
@@ -67,6 +68,7 @@ class UploadForm:
     config: bytes  # adapter_config.json
     note: str = ""  # of the uploader, on this version
     activate: bool = True  # the name points to it from now on
+    is_private: bool = False  # the uploader's own, and not the tenant's
     tokenizer: OwnTokenizer = NO_TOKENIZER  # that it was trained with, and that is not served
 
 
@@ -105,6 +107,7 @@ async def receive_upload(
         NAME_FIELD: MAX_NAME_BYTES,
         NOTE_FIELD: MAX_NOTE_BYTES,
         ACTIVATE_FIELD: len("false"),
+        PRIVATE_FIELD: len("false"),
         TOKENIZER_FIELD: MAX_TOKENIZER_BYTES,
         CONFIG_FILE: MAX_CONFIG_BYTES,
         TENSORS_FILE: max_tensors_bytes,
@@ -191,7 +194,14 @@ class _FormReader:
             name = self._fields[NAME_FIELD].decode()
         except UnicodeDecodeError as error:
             raise _bad_form("The adapter's name is not UTF-8.", NAME_FIELD) from error
-        return UploadForm(name, bytes(self._fields[CONFIG_FILE]), self._note(), self._activate(), self._tokenizer())
+        return UploadForm(
+            name,
+            bytes(self._fields[CONFIG_FILE]),
+            self._note(),
+            self._flag(ACTIVATE_FIELD, default=True),
+            self._flag(PRIVATE_FIELD, default=False),
+            self._tokenizer(),
+        )
 
     def _note(self) -> str:
         try:
@@ -202,11 +212,11 @@ class _FormReader:
             raise _too_large(NOTE_FIELD, MAX_NOTE_BYTES)
         return note
 
-    def _activate(self) -> bool:
-        value = bytes(self._fields[ACTIVATE_FIELD])
+    def _flag(self, field: str, *, default: bool) -> bool:
+        value = bytes(self._fields[field])
         if value not in (b"", b"true", b"false"):
-            raise _bad_form(f"The part '{ACTIVATE_FIELD}' is true or false.", ACTIVATE_FIELD)
-        return value != b"false"
+            raise _bad_form(f"The part '{field}' is true or false.", field)
+        return value == b"true" if value else default
 
     def _tokenizer(self) -> OwnTokenizer:
         value = bytes(self._fields[TOKENIZER_FIELD])

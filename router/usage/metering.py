@@ -28,7 +28,7 @@ class Metering:
 
     async def open(self, asked: AnswerRequest) -> Account:
         """Raises a 503 if the spool has no room for the answer's cost."""
-        key = asked.identity.key.key_id
+        key = asked.identity.key.key_id + asked.identity.user
         num_bytes = _FIXED_BYTES + len(asked.response_id) + 6 * (len(asked.model) + len(key))  # JSON may escape names
         if not self._spool.reserve(num_bytes):
             message = "What the answer uses could not be recorded: the ledger waits for Redis, or for disk. Try again."
@@ -93,6 +93,7 @@ class _MeteredAnswer:
             began_at=parsed.created,
             stage=stage,
             key_id=asked.identity.key.key_id,
+            user=asked.identity.user,
             adapter=asked.model if version is None else version.name,
             version=0 if version is None else version.version,
             digest="" if version is None else version.digest,

@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...adapters.registry.ledger.entry import Group
 from ...adapters.registry.ledger.ledger import Ledger, Sum
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import TenantRecord, parse_tenant_id
@@ -28,6 +29,7 @@ _OPERATORS: Final = ""  # no tenant's name
 _QUERY: Final = {"by": str, "from": str, "to": str, "format": str, "limit": int, "after": int}
 _CSV: Final = {"text/csv": "The same, with `format=csv`."}
 _ERRORS: Final = ("registry_unavailable", "too_many_requests")
+_PRIVATE: Final = Group("(private)", "(private)", 0, "", "(private)")  # all users' private adapters as one
 _CSV_LINES: Final = 100  # that are sent at once
 
 
@@ -41,16 +43,16 @@ class UsageApi:
         "GET",
         "/v1/usage",
         scope="metrics",
-        summary="What the tenant has used, by hour, day, adapter or key.",
+        summary="What the tenant has used, by hour, day, adapter, key or user.",
         query=_QUERY,
         answers={200: UsageList},
         texts=_CSV,
         errors=_ERRORS,
     )
     async def show(self, request: Request, identity: Identity) -> Answer:
-        """Only the tenant's own usage."""
+        """Only the tenant's own usage; with a user's key that is no administrator's, only that user's."""
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=False)
-        return await self._answer(identity.tenant.tenant_id, query, lambda: _one(identity.tenant))
+        return await self._answer(identity.tenant.tenant_id, query, lambda: _one(identity.tenant), _shown_to(identity))
 
     @route(
         "GET",
@@ -77,12 +79,16 @@ class UsageApi:
                 yield tenant
 
     async def _answer(
-        self, caller: str, query: UsageQuery, tenants: Callable[[], AsyncIterator[TenantRecord]]
+        self,
+        caller: str,
+        query: UsageQuery,
+        tenants: Callable[[], AsyncIterator[TenantRecord]],
+        shown: Callable[[Group], Group | None] = lambda group: group,
     ) -> Answer:
         async with AsyncExitStack() as turn:
             await turn.enter_async_context(self._turns.turn(caller))
             hold = turn.enter_context(self._held.answer(is_csv=query.is_csv))
-            found, share = UsageSums(query, self._prices), LoopShare()
+            found, share = UsageSums(query, self._prices, shown), LoopShare()
             async for tenant in tenants():
                 for pages in self._reads(tenant.tenant_id, query):
                     async with self._turns.reading():
@@ -112,6 +118,15 @@ class UsageApi:
         while month <= last:
             yield self._ledger.days(tenant_id, month)
             month = date(month.year + month.month // 12, month.month % 12 + 1, 1)
+
+
+def _shown_to(identity: Identity) -> Callable[[Group], Group | None]:
+    """What of the tenant's usage the caller may see: a user its own, a key that is no user's no private adapter."""
+    if identity.is_admin:
+        return lambda group: group
+    if identity.user:
+        return lambda group: group if group.user == identity.user else None
+    return lambda group: group if identity.sight.sees(group.adapter) else _PRIVATE
 
 
 async def _one(tenant: TenantRecord) -> AsyncIterator[TenantRecord]:

@@ -12,7 +12,7 @@ from ...adapters.names import check_tenant
 from ...adapters.registry.ledger.ledger import HOURS_KEPT_DAYS
 from ..openai_api.errors import invalid_value
 
-Dimension = Literal["hour", "day", "adapter", "key", "tenant"]
+Dimension = Literal["hour", "day", "adapter", "key", "user", "tenant"]
 MAX_ROWS: Final = 10_000
 _DEFAULT_DAYS: Final = 30
 _MOST_DAYS: Final = 400

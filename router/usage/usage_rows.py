@@ -6,6 +6,7 @@ import csv
 import io
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from decimal import Context, Decimal, localcontext
 from heapq import merge
@@ -14,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from ...adapters.registry.ledger.entry import NUMBERS
+from ...adapters.registry.ledger.entry import NUMBERS, Group
 from ...adapters.registry.ledger.ledger import Sum
 from ..loop_share import LoopShare
 from ..openai_api.errors import invalid_value
@@ -32,6 +33,7 @@ _FIELDS: Final[dict[Dimension, tuple[str, ...]]] = {
     "tenant": ("tenant",),
     "adapter": ("adapter", "version", "digest"),
     "key": ("key_id",),
+    "user": ("user",),
 }
 _VALUES: Final[dict[Dimension, Callable[[str, Sum], _Place]]] = {
     "hour": lambda tenant, one: (_iso(one.start),),
@@ -39,6 +41,7 @@ _VALUES: Final[dict[Dimension, Callable[[str, Sum], _Place]]] = {
     "tenant": lambda tenant, one: (tenant,),
     "adapter": lambda tenant, one: (one.group.adapter, one.group.version, one.group.digest),
     "key": lambda tenant, one: (one.group.key_id,),
+    "user": lambda tenant, one: (one.group.user,),
 }
 
 
@@ -51,6 +54,7 @@ class UsageRow(msgspec.Struct, kw_only=True, omit_defaults=False):
     version: int | None = None  # 0: the base
     digest: str | None = None  # its first digits
     key_id: str | None = None
+    user: str | None = None  # of the tenant; empty: the key was no user's
     requests: int = 0
     cut_off: int = 0  # of these, answers whose client did not receive the end
     prompt_tokens: int = 0
@@ -75,8 +79,11 @@ class UsageList(msgspec.Struct, kw_only=True):
 class UsageSums:
     """Adds up sums of the ledger as a question wants them grouped. What may be long it does in pieces."""
 
-    def __init__(self, query: UsageQuery, prices: Prices | None) -> None:
-        self._query, self._prices = query, prices
+    def __init__(
+        self, query: UsageQuery, prices: Prices | None, shown: Callable[[Group], Group | None] = lambda group: group
+    ) -> None:
+        """`shown`: a group as the caller may see it; None: he may not."""
+        self._query, self._prices, self._shown = query, prices, shown
         # By what the question groups by, and then by which price it has: amounts follow from sums.
         # In several parts, since a dictionary that is large takes long when it grows.
         self._parts: list[dict[_Place, list[int]]] = [{} for _ in range(_NUM_PARTS)]
@@ -94,6 +101,11 @@ class UsageSums:
             price = self._price_of.get(one.group.adapter)
             if price is None:
                 price = self._learn_price(one.group.adapter)
+            group = self._shown(one.group)
+            if group is None:
+                continue
+            if group is not one.group:
+                one = replace(one, group=group)
             place = (*(value for name in query.by for value in _VALUES[name](tenant, one)), price)
             part = self._parts[hash(place) % _NUM_PARTS]
             held = part.get(place)

@@ -14,6 +14,7 @@ from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.registry.tenants.audit_entry import Actor, AuditEntry
 from ...adapters.registry.versions.canary_policy import why_worse
 from ...adapters.registry.versions.name_state import NameState, without_canary
+from ...adapters.sight import FULL_SIGHT
 from ...adapters.upload import UploadService
 from ..loop_share import LoopShare
 
@@ -70,7 +71,7 @@ class CanaryJudge:
         await self._counts.forget_news([one for one in news if one not in untold])
 
     async def _take_back(self, of: str, canary_id: str, reason: str) -> None:
-        tenant, name = of.split("/")
+        tenant, name = of.split("/", 1)
         is_running = False
 
         def take_back(state: NameState, now: float) -> NameState:
@@ -84,7 +85,7 @@ class CanaryJudge:
         actor = Actor(kind="judge", tenant=tenant)
         entry = AuditEntry(action="canary.rolled_back", tenant=tenant, target=name, actor=actor)
         with suppress(NoSuchName):  # deleted since
-            await self._uploads.change(tenant, name, take_back, entry)
+            await self._uploads.change(tenant, name, take_back, entry, sight=FULL_SIGHT)
             if is_running:
                 _log.warning("the canary of an adapter was rolled back", extra={"tenant": tenant, "model": name})
 

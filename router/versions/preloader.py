@@ -12,6 +12,7 @@ from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.preloads import Preload, Preloads, place_of
 from ...adapters.registry.tenants.records import TenantRecord
+from ...adapters.sight import owner_of
 from ...workers.wire.messages import SamplingParams, SequenceError, SequenceRequest
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..openai_api.errors import RETRY_AFTER_S, ApiError, unavailable
@@ -67,12 +68,14 @@ class Preloader:
                 message += ", and it has no places for more of them now; try again later"
                 message += ", or with one gang" if num_gangs > 1 and not num_own else ""
             raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
+        owner = owner_of(version.name)
         request = SequenceRequest(
             prompt_token_ids=[_PROMPT],
             sampling=_SAMPLING,
             tenant=tenant.name,
             adapter=adapter_ref(version),
-            adapter_name=version.name,
+            adapter_name="" if owner else version.name,
+            owner=owner,
             weight=tenant.weight,
             is_background=True,
         )

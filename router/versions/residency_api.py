@@ -15,9 +15,11 @@ from ...adapters.registry.preloads import Preload, Preloads, place_of
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.versions.name_state import NameState
 from ...adapters.registry.versions.rollout import versions_of
+from ...adapters.sight import owner_of
 from ...adapters.upload import UploadService
 from ..fleet.dispatch import Dispatcher
 from ..fleet.known_gang import AdapterTier
+from ..residency.adapter_uses import asker_of
 from ..residency.pin_keeper import PinKeeper
 from ..route import route
 from ..tenants.identity import Identity
@@ -101,7 +103,7 @@ class ResidencyApi:
         """`pins`: the gangs that keep it for the tenant; None: it is there, or empty: it comes, or why not."""
         brought = [gang for gang, preload in noted.items() if preload.is_over and not preload.failure]
         tiers: dict[str, AdapterTier] = {gang: "host" for gang, failed in pins.items() if failed is None}
-        tiers |= self._dispatcher.residency(tenant, version.digest, brought)
+        tiers |= self._dispatcher.residency(asker_of(tenant, owner_of(version.name)), version.digest, brought)
         noted = {**noted, **{gang: Preload(is_over=fail != "", failure=fail or "") for gang, fail in pins.items()}}
         gangs = [
             _gang(opaque_gang(self._view, tenant, gang), tiers.get(gang, "store"), noted.get(gang))

@@ -10,10 +10,13 @@ from typing import Final
 import msgspec
 
 from ...adapters.adapter import AdapterVersion
+from ...adapters.names import split_selector
 from ...adapters.registry.canary_counts import TrialMember
 from ...adapters.registry.versions.canary_choice import canary_place, is_below
 from ...adapters.registry.versions.rollout import Canary, Shadow, rollout_of, selected, version_of, versions_of
+from ...adapters.sight import owner_of
 from ...workers.wire.messages import AdapterRef
+from ..generation.generation import GenerationRequest
 from ..openai_api.errors import model_not_found
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from ..tenants.identity import Identity
@@ -59,8 +62,8 @@ def choose_version(current: AdapterVersion | None, request: GenerationFields, id
     """
     if current is None:
         return VersionChoice()
-    _, is_selected, selector = request.model.partition("@")
-    if is_selected:
+    _, selector = split_selector(request.model)
+    if selector is not None:
         return VersionChoice(_existing(selected(current, selector), request), current)
     if not current.rollout:
         return VersionChoice(current, current)
@@ -95,6 +98,23 @@ def sticky_key(request: GenerationFields, identity: Identity) -> str:
     if beginning is None:
         return f"key {identity.key.key_id}"
     return f"talk {blake2b(_encode(beginning), digest_size=16).hexdigest()}"
+
+
+def on_adapter(generation: GenerationRequest, version: AdapterVersion, model: str) -> GenerationRequest:
+    """The generation, by this version. `model`: as its client calls it.
+
+    A private adapter shares KV with no other of the same content, and metrics do not name it.
+    """
+    owner = owner_of(version.name)
+    salt = generation.cache_salt
+    return replace(
+        generation,
+        adapter=adapter_ref(version),
+        adapter_name="" if owner else model,
+        owner=owner,
+        # Of no tenant's own KV: its salts have digits and a colon first, and a user's name has no slash.
+        cache_salt=f"~{owner}/{salt}" if owner else salt,
+    )
 
 
 def adapter_ref(version: AdapterVersion) -> AdapterRef:

@@ -66,6 +66,7 @@ class VersionAnswer(msgspec.Struct, frozen=True):
     created_at: int
     note: str
     uploaded_by: str  # id of a key; empty: from before they were kept
+    user: str | None  # of the tenant, whose it is; null: the key was no user's
     is_current: bool
     aliases: tuple[str, ...]
     is_canary: bool
@@ -127,6 +128,7 @@ def shown_version(state: NameState, adapter: AdapterVersion, failure: str | None
         created_at=int(adapter.created_at),
         note=note.note,
         uploaded_by=note.uploaded_by,
+        user=note.user or None,
         is_current=adapter.version == state.current.version,
         aliases=tuple(sorted(alias for alias, version in rollout.aliases.items() if version == adapter.version)),
         is_canary=rollout.canary is not None and rollout.canary.version == adapter.version,

@@ -122,8 +122,8 @@ class VersionsApi:
 async def read_name(uploads: UploadService, request: Request, identity: Identity) -> NameState:
     """What the registry has of the name in the path."""
     name: str = request.path_params["name"]
-    state = await uploads.state(identity.name, name)
-    record_of(request.scope).model = name
+    state = await uploads.state(identity.name, name, identity.sight)
+    record_of(request.scope).model = state.current.name
     return state
 
 
@@ -138,6 +138,8 @@ async def change_name(
     """Changes the name in the path; what the registry has of it then. `action`: for the audit log."""
     name: str = request.path_params["name"]
     entry = identity.entry(request, action, name)
-    state = await uploads.change(identity.name, name, change, entry, identity.tenant.incarnation, max_pinned_bytes)
-    record_of(request.scope).model = name
+    state = await uploads.change(
+        identity.name, name, change, entry, identity.tenant.incarnation, max_pinned_bytes, identity.sight
+    )
+    record_of(request.scope).model = state.current.name
     return state

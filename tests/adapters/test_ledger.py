@@ -48,6 +48,7 @@ def stories(draw: st.DrawFn) -> list[Entry]:
                 began_at=NOON + 3600 * number * 9,  # on two days
                 stage=draw(st.sampled_from(Stage)),
                 key_id=draw(st.sampled_from(["k", "é", "z"])),
+                user=draw(st.sampled_from(["", "ann", "k"])),
                 version=draw(st.integers(0, 1)),
                 requests=1,
                 output_tokens=draw(st.integers(0, 5)),
@@ -97,8 +98,9 @@ def test_the_latest_stage_says_how_an_answer_ended_and_its_cost_never_shrinks() 
 
 
 def test_a_group_is_read_as_it_was_written() -> None:
-    group = Group("", "some/base", 0, "")
-    assert parse_group(str(group)) == group
+    for group in (Group("", "some/base", 0, ""), Group("k", "~ann/poet", 2, "ab12", "ann@id.example")):
+        assert parse_group(str(group)) == group
+    assert parse_group("k\tpoet\t2\tab12") == Group("k", "poet", 2, "ab12")  # as before there were users
 
 
 async def hours_of(ledger: Ledger) -> dict[tuple[datetime, Group], tuple[int, ...]]:

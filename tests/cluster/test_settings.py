@@ -149,7 +149,7 @@ RESTART_ONLY = {
     "slow_kernels",
     *("weights_dtype", "kv_dtype", "small_sums"),
     *("address", "host", "port", "keys", "operator_key", "redis_url", "redis_max_bytes"),
-    *("oidc_issuers", "oidc_audience", "oidc_algorithms", "oidc_tenant_claim", "oidc_scopes_claim"),
+    *("oidc_issuers", "oidc_audience", "oidc_algorithms", "oidc_tenant_claim", "oidc_user_claim", "oidc_scopes_claim"),
     *("max_connections", "max_connections_per_source", "max_requests_per_key", "max_keyless_per_second"),
     "trusted_proxies",
     *("num_routers", "tensor_parallel", "expert_sharding", "strategy"),

@@ -20,6 +20,7 @@ from motet.adapters.registry.ledger.entry import Entry, Stage
 from motet.cluster.client_commands.given import bound, lifetime_s
 from motet.cluster.commands.cli import main
 from motet.router.usage.usage import Usage
+from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.router_rig import OPERATOR_KEY
 from motet.tests.rigs.tenants_rig import TenantsRig
@@ -97,6 +98,38 @@ async def test_a_tenants_day_at_the_command_line(redis_client: Redis, tmp_path: 
         assert "tenant.suspend" in table and key not in table and new["key"] not in table
         stranger = await run("tenants", "list", key=key)
         assert stranger.exit_code == 1 and "Incorrect API key" in stranger.output
+
+
+async def test_users_at_the_command_line(redis_client: Redis, tmp_path: Path) -> None:
+    files = lora_files(seed=1)
+    folder = tmp_path / "poet"
+    await asyncio.to_thread(folder.mkdir)
+    tensors = await asyncio.to_thread(files.write, folder)
+    await asyncio.to_thread(tensors.rename, folder / "adapter_model.safetensors")
+    await asyncio.to_thread((folder / "adapter_config.json").write_bytes, files.config_bytes)
+    async with TenantsRig(redis_client, tmp_path) as rig, served(rig) as url:
+        await rig.done("POST", "/v1/admin/tenants", json={"name": "acme"})
+
+        async def done(*arguments: str, key: str = "") -> str:
+            environment = {"MOTET_URL": url, "MOTET_OPERATOR_KEY": OPERATOR_KEY, "MOTET_API_KEY": key}
+            result = await asyncio.to_thread(CliRunner().invoke, main, arguments, env=environment)
+            assert result.exit_code == 0, result.output
+            return result.stdout
+
+        ann, bob = [(await done("keys", "create", "acme", "--user", user)).strip() for user in ("ann", "bob")]
+        assert "ann" in await done("keys", "list", "acme")
+        assert "uploaded ~ann/poet version 1" in await done(
+            "adapters", "upload", "poet", str(folder), "--private", key=ann
+        )
+        assert "~ann/poet" in await done("adapters", "list", key=ann)
+        assert "poet" not in await done("adapters", "list", key=bob)
+        assert "~ann/poet" in await done("adapters", "show", "poet", key=ann)
+        (entry,) = json.loads(await done("audit", "--tenant", "acme", "--user", "ann", "--json"))
+        assert (entry["action"], entry["target"]) == ("adapter.upload", "~ann/poet")
+        await done("adapters", "upload", "poet", str(folder), key=ann)
+        assert '"name": "poet"' in await done("adapters", "show", "~/poet", "--json", key=ann)
+        await done("adapters", "delete", "~ann/poet", key=ann)
+        assert "~ann" not in await done("adapters", "list", key=ann)
 
 
 @pytest.mark.parametrize(

@@ -29,23 +29,31 @@ THINGS: Final[Mapping[str, Thing]] = {
 }
 
 
+def users_things(name: str) -> Mapping[str, Thing]:
+    """The same where the adapter is a user's private one. `name`: what it is called."""
+    adapter = Thing(name, f"{name[:-4]}none")
+    return {**THINGS, "name": adapter, "model": adapter, "adapter": adapter}
+
+
 def names_things(route: RouteSpec) -> bool:
     """Whether a request to it names something that may be somebody's."""
     fields = getattr(route.body, "__struct_fields__", ())
     return "{" in route.path or any(field in ("model", "adapter") for field in fields)
 
 
-def path_of(route: RouteSpec, *, owners: bool) -> str:
-    """Raises KeyError for a parameter that nothing stands for in `THINGS`."""
+def path_of(route: RouteSpec, *, owners: bool, things: Mapping[str, Thing] = THINGS) -> str:
+    """Raises KeyError for a parameter that nothing stands for in `things`."""
 
     def fill(match: re.Match[str]) -> str:
-        thing = THINGS[match[1]]
+        thing = things[match[1]]
         return thing.owners if owners else thing.nobodys
 
     return _PARAMETER.sub(fill, route.path)
 
 
-def least_body(document: Any, route: RouteSpec, *, owners: bool) -> dict[str, Any]:
+def least_body(
+    document: Any, route: RouteSpec, *, owners: bool, things: Mapping[str, Thing] = THINGS
+) -> dict[str, Any]:
     """For httpx: the fields that must be there, of the simplest values. `document`: what /openapi.json says."""
     if route.form is not None:
         files = {CONFIG_FILE: ("c", b"{}"), TENSORS_FILE: ("t", b"")}
@@ -54,8 +62,8 @@ def least_body(document: Any, route: RouteSpec, *, owners: bool) -> dict[str, An
         return {}
     content = document["paths"][_PARAMETER.sub(r"{\1}", route.path)][route.method.lower()]["requestBody"]["content"]
     body = _least(document, content["application/json"]["schema"])
-    for field in body.keys() & THINGS.keys():
-        body[field] = THINGS[field].owners if owners else THINGS[field].nobodys
+    for field in body.keys() & things.keys():
+        body[field] = things[field].owners if owners else things[field].nobodys
     return {"content": msgspec.json.encode(body), "headers": {"Content-Type": "application/json"}}
 
 

@@ -1,6 +1,7 @@
 """A router's app on a real registry, view, store and upload service; only the gangs are stand-ins. In one event loop.
 
-It has two tenants with a key for everything and an adapter each, and keys that may not, or no longer, do something.
+It has two tenants with a key for everything and an adapter each, and keys that may not, or no longer, do something. Two
+users of one tenant have keys that are no administrators', and one of them has a private adapter.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ OWNER_KEY, ASKER_KEY = "roar-key-of-lions", "soil-key-of-moles"
 OPERATOR_KEY = "key-of-the-operators"
 EXPIRED_KEY, SUSPENDED_KEY = "stale-key-of-moles", "slow-key-of-sloths"
 OWNERS_ADAPTER, ASKERS_ADAPTER = "lions-adapter", "moles-adapter"
+BADGER, WOMBAT = "badger", "wombat@dig.example"  # users of the asker's tenant
+BADGER_KEY, WOMBAT_KEY = "sett-key-of-badger", "dirt-key-of-wombat"
+BADGERS_OWN = "badgers-adapter"
+BADGERS_ADAPTER = f"~{BADGER}/{BADGERS_OWN}"
 SCOPES: Final[frozenset[Scope]] = frozenset(get_args(Scope))
 SPOOL_BYTES = 1 << 30  # of the ledger
 LIMITS = UploadLimits(max_config_bytes=10_000, max_tensors_bytes=50_000)
@@ -61,6 +66,8 @@ def _records() -> dict[str, KeyRecord]:
     for scope in SCOPES:
         key = key_without(scope)
         records[key] = KeyRecord(key_id=hash_key(key)[:16], tenant=ASKER, scopes=SCOPES - {scope})
+    for key, user in ((BADGER_KEY, BADGER), (WOMBAT_KEY, WOMBAT)):
+        records[key] = KeyRecord(key_id=hash_key(key)[:16], tenant=ASKER, scopes=SCOPES - {"admin"}, user=user)
     return records
 
 
@@ -99,6 +106,7 @@ class RealFront:
         await self.view.catch_up()
         await self._upload(OWNER, OWNERS_ADAPTER, lora_files(seed=1))
         await self._upload(ASKER, ASKERS_ADAPTER, lora_files(seed=2))
+        await self._upload(ASKER, BADGERS_ADAPTER, lora_files(seed=3))
 
     async def stored(self) -> Any:
         """All that a request could leave: what the registry says, and files in the store and of uploads."""

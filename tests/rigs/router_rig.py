@@ -273,13 +273,15 @@ class FakeView(FakeRegistry):
     stream_keys: tuple[bytes, ...] = (b"all routers of a test share it",)
     is_whole = True
 
-    async def resolve(self, tenant: str, name: str) -> AdapterVersion | None:
+    async def resolve(self, tenant: str, name: str, sight: object = None) -> AdapterVersion | None:
         adapter = self.held(tenant, name)
         if adapter is None and self.error is not None and not self.is_whole:
             raise self.error
         return adapter
 
-    async def list_adapters(self, tenant: str, after: str = "", limit: int = PAGE_SIZE) -> list[AdapterVersion]:
+    async def list_adapters(
+        self, tenant: str, after: str = "", limit: int = PAGE_SIZE, sight: object = None
+    ) -> list[AdapterVersion]:
         if self.error is not None and not self.is_whole:
             raise self.error
         return [adapter for adapter in self.of(tenant) if adapter.name > after][:limit]
@@ -311,15 +313,15 @@ class FakeUploads:
         mine = self._registry.of(tenant)
         return StorageUse(len(mine), sum(adapter.num_bytes for adapter in mine)), StorageUse()
 
-    async def delete(self, tenant: str, name: str, entry: object = None) -> bool:
+    async def delete(self, tenant: str, name: str, entry: object = None, sight: object = None) -> str | None:
         self._answer()
-        return self._registry.adapters.pop((tenant, name), None) is not None
+        return None if self._registry.adapters.pop((tenant, name), None) is None else name
 
-    async def list_page(self, tenant: str, after: str, limit: int) -> list[AdapterVersion]:
+    async def list_page(self, tenant: str, after: str, limit: int, sight: object = None) -> list[AdapterVersion]:
         self._answer()
         return [adapter for adapter in self._registry.of(tenant) if adapter.name > after][:limit]
 
-    async def get(self, tenant: str, name: str) -> AdapterVersion | None:
+    async def get(self, tenant: str, name: str, sight: object = None) -> AdapterVersion | None:
         self._answer()
         return self._registry.held(tenant, name)
 

@@ -6,7 +6,7 @@ The tables are made of the routes that the app has, so that a new one is in them
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,19 +14,27 @@ import httpx
 import pytest
 from starlette.routing import Route
 
+from motet.adapters.sight import FULL_SIGHT
 from motet.router.route import RouteSpec
 from motet.router.text.text import TextService
-from motet.tests.rigs.asked_routes import THINGS, least_body, names_things, path_of
-from motet.tests.rigs.credentials import CREDENTIALS, headers_of, refusal
+from motet.tests.rigs.asked_routes import THINGS, least_body, names_things, path_of, users_things
+from motet.tests.rigs.credentials import CREDENTIALS, Thing, headers_of, refusal
 from motet.tests.rigs.real_front import (
+    ASKER,
     ASKER_KEY,
+    BADGER,
+    BADGER_KEY,
+    BADGERS_ADAPTER,
+    BADGERS_OWN,
     KEYS,
     OPERATOR_KEY,
     OWNER,
     OWNER_KEY,
     OWNERS_ADAPTER,
     SCOPES,
+    WOMBAT_KEY,
     RealFront,
+    key_without,
     real_front,
 )
 from motet.tests.rigs.router_rig import text_service
@@ -61,11 +69,17 @@ def routes_of(front: RealFront) -> tuple[RouteSpec, ...]:
 
 
 async def asked(
-    front: RealFront, route: RouteSpec, credentials: str | None, *, owners: bool, method: str = ""
+    front: RealFront,
+    route: RouteSpec,
+    credentials: str | None,
+    *,
+    owners: bool,
+    method: str = "",
+    things: Mapping[str, Thing] = THINGS,
 ) -> httpx.Response:
-    body = least_body(front.document, route, owners=owners)
+    body = least_body(front.document, route, owners=owners, things=things)
     headers = {**body.pop("headers", {}), **headers_of(credentials)}
-    path = path_of(route, owners=owners)
+    path = path_of(route, owners=owners, things=things)
     async with front.client() as client:
         return await client.request(method or route.method, path, headers=headers, **body)
 
@@ -137,22 +151,34 @@ async def test_a_refusal_says_nothing_of_what_is_there(front: RealFront) -> None
                 assert shown(there) == shown(nowhere), (route.method, route.path, told)
 
 
-async def test_anothers_things_are_as_if_they_did_not_exist(front: RealFront) -> None:
+PAIRS: Final = {  # who has a thing, who asks for it, and as what
+    "another tenant's": (OWNER_KEY, ASKER_KEY, THINGS),
+    "another user's": (BADGER_KEY, WOMBAT_KEY, users_things(BADGERS_ADAPTER)),
+    "another user's, by its plain name": (BADGER_KEY, WOMBAT_KEY, users_things(BADGERS_OWN)),
+    "a user's, of its tenant": (BADGER_KEY, key_without("admin"), users_things(BADGERS_ADAPTER)),
+    "a user's, of its tenant, by its plain name": (BADGER_KEY, key_without("admin"), users_things(BADGERS_OWN)),
+    "a user's, of another tenant": (BADGER_KEY, OWNER_KEY, users_things(BADGERS_ADAPTER)),
+}
+
+
+@pytest.mark.parametrize("whose", PAIRS)
+async def test_anothers_things_are_as_if_they_did_not_exist(front: RealFront, whose: str) -> None:
     """With a good key of every scope: the same bytes as for what nobody has, and for its owner it is there."""
+    owner, asker, things = PAIRS[whose]
     looked_at = set()
     for route in sorted(routes_of(front), key=is_deletion):
-        if not names_things(route) or not route.needs_tenant:
+        if not names_things(route) or not route.needs_tenant or route.scope not in KEYS[owner].scopes:
             continue
-        bearer = f"Bearer {ASKER_KEY}"
+        bearer = f"Bearer {asker}"
         before = await front.stored()
-        there = await asked(front, route, bearer, owners=True)
-        nowhere = await asked(front, route, bearer, owners=False)
+        there = await asked(front, route, bearer, owners=True, things=things)
+        nowhere = await asked(front, route, bearer, owners=False, things=things)
         assert there.status_code == 404, (route.method, route.path, there.text)
-        assert shown(there) == shown(nowhere), (route.method, route.path)
+        assert shown(there, things) == shown(nowhere, things), (route.method, route.path)
         assert await front.stored() == before
-        owners = await asked(front, route, f"Bearer {OWNER_KEY}", owners=True)
+        owners = await asked(front, route, f"Bearer {owner}", owners=True, things=things)
         assert owners.status_code not in (401, 403), (route.method, route.path, owners.text)
-        assert shown(owners) != shown(there), (route.method, route.path, "the rig's owner must have one")
+        assert shown(owners, things) != shown(there, things), (route.method, route.path, "the owner must have one")
         looked_at.add(route.path)
     assert {"/v1/completions", "/v1/models/{model:path}", "/v1/adapters/{name}"} <= looked_at
 
@@ -207,10 +233,40 @@ async def test_a_route_without_a_body_looks_at_none(front: RealFront) -> None:
             )
 
 
-def shown(answer: httpx.Response) -> Any:
+@pytest.mark.parametrize("asker", [WOMBAT_KEY, key_without("admin")])
+async def test_answers_tell_a_user_nothing_of_others(
+    front: RealFront, caplog: pytest.LogCaptureFixture, asker: str
+) -> None:
+    """Whatever they ask for, neither name nor digest of another's private adapter is in an answer or a log."""
+    adapter = await front.view.resolve(ASKER, BADGERS_ADAPTER, FULL_SIGHT)
+    assert adapter is not None
+    caplog.set_level(logging.DEBUG)
+    for route in sorted(routes_of(front), key=is_deletion):
+        caplog.clear()
+        answer = await asked(front, route, f"Bearer {asker}", owners=False)
+        lines = "\n".join(f"{record.getMessage()} {record.__dict__}" for record in ours(caplog))
+        for secret in (BADGER, BADGERS_OWN, adapter.digest):
+            assert secret not in answer.text + str(answer.headers) + lines, (route.path, secret)
+
+
+async def test_its_user_and_administrators_see_a_private_adapter_everywhere(front: RealFront) -> None:
+    for key in (BADGER_KEY, ASKER_KEY):
+        for path in ("/v1/models", "/v1/adapters"):
+            async with front.client() as client:
+                answer = await client.get(path, headers=headers_of(f"Bearer {key}"))
+            assert BADGERS_ADAPTER in answer.text
+    for route in sorted(routes_of(front), key=is_deletion):
+        if names_things(route) and route.needs_tenant and route.scope != "admin":
+            things = users_things(BADGERS_ADAPTER)
+            nowhere = await asked(front, route, f"Bearer {ASKER_KEY}", owners=False, things=things)
+            there = await asked(front, route, f"Bearer {ASKER_KEY}", owners=True, things=things)
+            assert shown(there, things) != shown(nowhere, things), (route.method, route.path)
+
+
+def shown(answer: httpx.Response, things: Mapping[str, Thing] = THINGS) -> Any:
     """All of an answer but for names that it repeats, and what differs anyway."""
     body = answer.content
-    for thing in THINGS.values():
+    for thing in things.values():
         body = (
             body.replace(thing.owners.encode(), b"*").replace(thing.nobodys.encode(), b"*")
             if len(thing.owners) > 1

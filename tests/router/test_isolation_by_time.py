@@ -1,4 +1,4 @@
-"""How long an answer takes does not tell whether another tenant has a thing of the name."""
+"""How long an answer takes does not tell whether another tenant, or user, has a thing of the name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ from motet.router.route import RouteSpec
 from motet.router.text.text import TextService
 from motet.tests.rigs.asked_routes import least_body, names_things, path_of
 from motet.tests.rigs.patience import eventually_in_loop
-from motet.tests.rigs.real_front import ASKER_KEY, OWNER, OWNERS_ADAPTER, RealFront, real_front
+from motet.tests.rigs.real_front import ASKER, ASKER_KEY, KEYS, OWNER, OWNERS_ADAPTER, WOMBAT_KEY, RealFront, real_front
 from motet.tests.rigs.router_rig import text_service
 from motet.tests.rigs.told_apart import Ask, differences, z_of
 
 NUM_PAIRS: Final = 1000  # two tries each
 NUM_DRAWN_ROUTES: Final = 4  # unless thorough
+NUM_USERS_ROUTES: Final = 1
 MOST_Z: Final = 3.0
 ATTEMPTS: Final = 3  # of which all must tell them apart: some other work of the machine may favour one
+WHOSE: Final = {  # in which tenant names are registered, as what, how they are asked for, and by whom
+    "a tenant's": (OWNER, "{}", "{}", ASKER_KEY),
+    "a user's": (ASKER, "~badger/{}", "~badger/{}", WOMBAT_KEY),
+    "a user's, by its plain name": (ASKER, "~badger/{}", "{}", WOMBAT_KEY),
+}
 FEW: Final = 64  # adapters that a router keeps in memory; it looks the others up
 
 
@@ -41,21 +47,27 @@ async def front(
         yield front
 
 
+@pytest.fixture(params=WHOSE)
+def whose(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-async def pairs(front: RealFront) -> list[tuple[str, str]]:
+async def pairs(front: RealFront, whose: str) -> list[tuple[str, str]]:
     """Names of adapters of the owner's, each with a name that nobody has."""
+    tenant, registered, asked, _ = WHOSE[whose]
     drawn = random.sample(range(10**9), 2 * NUM_PAIRS)
     names = [(f"a-{one:09}", f"a-{other:09}") for one, other in zip(drawn[::2], drawn[1::2], strict=True)]
     for start in range(0, NUM_PAIRS, 50):
-        await asyncio.gather(*(register(front, theirs) for theirs, _ in names[start : start + 50]))
+        await asyncio.gather(*(register(front, tenant, registered.format(one)) for one, _ in names[start : start + 50]))
     num_events = await front.registry.num_events()
     await eventually_in_loop(lambda: front.view._event_number >= num_events)
-    return names
+    return [(asked.format(theirs), asked.format(nobodys)) for theirs, nobodys in names]
 
 
-async def register(front: RealFront, name: str) -> None:
+async def register(front: RealFront, tenant: str, name: str) -> None:
     digest = hashlib.sha256(name.encode()).hexdigest()
-    await front.registry.register(OWNER, name, digest=digest, module_ranks={"q_proj": 4}, num_bytes=1)
+    await front.registry.register(tenant, name, digest=digest, module_ranks={"q_proj": 4}, num_bytes=1)
 
 
 class LeakyApp:
@@ -77,8 +89,8 @@ def content_of(front: RealFront, route: RouteSpec) -> bytes:
     return content
 
 
-def asking(app: ASGIApp, route: RouteSpec, content: bytes, name: str) -> Ask:
-    """A request with the asker's key for a thing of this name."""
+def asking(app: ASGIApp, route: RouteSpec, content: bytes, name: str, key: str) -> Ask:
+    """A request with this key for a thing of this name."""
     body = content.replace(OWNERS_ADAPTER.encode(), name.encode())
     path = path_of(route, owners=True).replace(OWNERS_ADAPTER, name)
     scope: dict[str, Any] = {
@@ -91,7 +103,7 @@ def asking(app: ASGIApp, route: RouteSpec, content: bytes, name: str) -> Ask:
         "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [(b"host", b"router"), (b"authorization", f"Bearer {ASKER_KEY}".encode())],
+        "headers": [(b"host", b"router"), (b"authorization", f"Bearer {key}".encode())],
         "client": ("127.0.0.1", 1),
         "server": ("router", 80),
     }
@@ -113,22 +125,26 @@ def asking(app: ASGIApp, route: RouteSpec, content: bytes, name: str) -> Ask:
     return ask
 
 
-async def z_between(front: RealFront, app: ASGIApp, route: RouteSpec, pairs: Sequence[tuple[str, str]]) -> float:
+async def z_between(
+    front: RealFront, app: ASGIApp, route: RouteSpec, pairs: Sequence[tuple[str, str]], key: str
+) -> float:
     front.view._names._unknown.clear()  # so that names are looked up again
     content, asks = content_of(front, route), []
     for pair in pairs:
         made: dict[int, Ask] = {}
         for which in random.sample((0, 1), 2):  # what is made first lies elsewhere in memory
-            made[which] = asking(app, route, content, pair[which])
+            made[which] = asking(app, route, content, pair[which], key)
         asks.append((made[0], made[1]))
     return z_of(await differences(asks))
 
 
-async def told_apart(front: RealFront, app: ASGIApp, route: RouteSpec, pairs: Sequence[tuple[str, str]]) -> list[float]:
+async def told_apart(
+    front: RealFront, app: ASGIApp, route: RouteSpec, pairs: Sequence[tuple[str, str]], key: str
+) -> list[float]:
     """The z of each attempt, of which the last is small if they are not."""
     found: list[float] = []
     while len(found) < ATTEMPTS and not (found and abs(found[-1]) < MOST_Z):
-        found.append(await z_between(front, app, route, pairs))
+        found.append(await z_between(front, app, route, pairs, key))
     return found
 
 
@@ -143,19 +159,22 @@ def tenants_routes(front: RealFront) -> list[RouteSpec]:
 
 
 async def test_time_does_not_tell_whether_another_has_it(
-    front: RealFront, pairs: list[tuple[str, str]], pytestconfig: pytest.Config
+    front: RealFront, whose: str, pairs: list[tuple[str, str]], pytestconfig: pytest.Config
 ) -> None:
-    routes = tenants_routes(front)
+    *_, key = WHOSE[whose]
+    routes = [route for route in tenants_routes(front) if route.scope in KEYS[key].scopes]
     assert len(routes) >= 5
     if not pytestconfig.getoption("thorough"):  # each commit draws others
-        routes = random.Random(pytestconfig.getoption("first_seed")).sample(routes, NUM_DRAWN_ROUTES)
-    found = {f"{route.method} {route.path}": await told_apart(front, front.app, route, pairs) for route in routes}
+        num_drawn = NUM_DRAWN_ROUTES if key == ASKER_KEY else NUM_USERS_ROUTES
+        routes = random.Random(pytestconfig.getoption("first_seed")).sample(routes, num_drawn)
+    found = {f"{route.method} {route.path}": await told_apart(front, front.app, route, pairs, key) for route in routes}
     print(found)
     assert {route: zs for route, zs in found.items() if abs(zs[-1]) >= MOST_Z} == {}
 
 
+@pytest.mark.parametrize("whose", ["a tenant's"], indirect=True)
 async def test_a_leak_would_be_seen(front: RealFront, pairs: list[tuple[str, str]]) -> None:
     route = next(route for route in tenants_routes(front) if route.path == "/v1/adapters/{name}")
-    found = await told_apart(front, LeakyApp(front.app, {theirs for theirs, _ in pairs}), route, pairs)
+    found = await told_apart(front, LeakyApp(front.app, {theirs for theirs, _ in pairs}), route, pairs, ASKER_KEY)
     print(found)
     assert len(found) == ATTEMPTS and min(found) >= MOST_Z

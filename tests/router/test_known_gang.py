@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from motet.router.fleet.affinity import RoutingConfig, RoutingRequest
 from motet.router.fleet.known_gang import KnownGang
-from motet.router.residency.adapter_uses import LATELY_S, AdapterUses
+from motet.router.residency.adapter_uses import LATELY_S, AdapterUses, asker_of
 from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import Frame, OrphanChange, ResidencyChange
@@ -59,6 +59,21 @@ def test_a_tenant_sees_an_adapter_only_where_it_has_used_it_itself() -> None:
     known.receive(frame(came=("a",)))  # for whom, this router cannot know
     assert known.has("a")
     assert not known.tier_for("acme", "a") and not known.tier_for("zenith", "a")
+
+
+def test_a_user_sees_its_private_adapter_only_where_it_has_used_it_itself() -> None:
+    """Neither what another user of the tenant did with the same bytes, nor what the tenant did."""
+    known = KnownGang(CONFIG, ["a"])
+    ann, bob = asker_of("acme", "ann"), asker_of("acme", "bob")
+    known.sent(RoutingRequest("a", 10, 1, tenant="acme", owner="ann"))
+    assert known.tier_for(ann, "a")
+    assert not known.tier_for(bob, "a") and not known.tier_for("acme", "a")
+    known.sent(RoutingRequest("a", 10, 1, tenant="acme"))
+    assert known.tier_for("acme", "a") and not known.tier_for(bob, "a")
+    known.ended("a", "", ann)
+    known.ended("a", "", "acme")
+    assert known.tier_for(ann, "a") and known.tier_for("acme", "a")
+    assert asker_of("acme", "") == "acme"
 
 
 def test_uses_are_forgotten_in_time_and_with_the_adapter() -> None:

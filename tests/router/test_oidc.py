@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -110,6 +111,7 @@ def config(issuers: str, **given: Any) -> OidcConfig:
         "oidc_audience": AUDIENCE,
         "oidc_algorithms": "RS256,ES256",
         "oidc_tenant_claim": "tenant",
+        "oidc_user_claim": "sub",
         "oidc_scopes_claim": "scope",
     }
     return OidcConfig(**{**fields, **given})
@@ -141,7 +143,7 @@ async def test_a_token_lets_its_tenant_in(
         admin = provider.token(scope="admin infer", sub="bob")
         await rig.done("POST", "/v1/keys", admin, json={})
         entry = (await rig.done("GET", "/v1/admin/audit"))["data"][0]
-        assert entry["actor"] == {"kind": "token", "id": "bob", "tenant": "acme"}
+        assert entry["actor"] == {"kind": "token", "id": "bob", "tenant": "acme", "user": "bob"}
         await rig.done("POST", "/v1/admin/tenants/acme/suspend")
         assert await rig.refused("GET", models, token) == (403, "tenant_suspended")
         await rig.done("DELETE", "/v1/admin/tenants/acme")
@@ -196,6 +198,29 @@ async def test_tokens_that_are_not_accepted(provider: Provider, tokens: TokenVer
     }
     assert {what for what, token in bad.items() if tokens.verify(token) is not None} == set()
     assert tokens.verify(provider.token(exp=now - 30)) is not None  # clocks differ
+
+
+async def test_a_token_is_its_users(provider: Provider) -> None:
+    """By the claim that is set. What is no name, and what two issuers may say of two people, becomes a digest."""
+
+    async def user_of(token: str, issuers: str = provider.issuer, **given: str) -> str | None:
+        tokens = TokenVerifier(config(issuers, **given))
+        await tokens.start()
+        found = tokens.verify(token)
+        await tokens.stop()
+        return None if found is None else found[0].user
+
+    assert await user_of(provider.token(sub="auth0|5f7c")) == "auth0|5f7c"
+    named = provider.token(sub="1", email="eve@id.example")
+    assert await user_of(named, oidc_user_claim="email") == "eve@id.example"
+    odd = [await user_of(provider.token(sub=sub)) for sub in ("a/b", "~ann", "Zoë", "x" * 65)]
+    assert len({*odd}) == 4 and all(one is not None and re.fullmatch(r"oidc-[0-9a-f]{32}", one) for one in odd)
+    assert await user_of(provider.token(sub="a/b")) == odd[0]
+    for claimed in (None, "", 7, ["ann"], "x" * 300):
+        assert await user_of(provider.token(email=claimed), oidc_user_claim="email") is None
+    two = f"{provider.issuer},http://localhost:1/other"
+    assert str(await user_of(named, two)).startswith("oidc-")
+    assert await user_of(named, two, oidc_user_claim="email") == "eve@id.example"
 
 
 async def test_a_token_ends_though_it_is_remembered(provider: Provider, redis_client: Redis, tmp_path: Path) -> None:

@@ -261,12 +261,12 @@ async def test_the_audit_tells_who_did_what(rig: TenantsRig, tmp_path: Path, cap
     await rig.done("DELETE", "/v1/adapters/pirate", admin)
     made = await rig.done("POST", OWN, admin, json={})
     found = (await rig.done("GET", f"{AUDIT}?tenant=acme&limit=4"))["data"]
-    own = {"kind": "key", "id": hash_key(admin)[:16], "tenant": "acme"}
+    own = {"kind": "key", "id": hash_key(admin)[:16], "tenant": "acme", "user": None}
     assert [(one["action"], one["target"], one["actor"], one["result"]) for one in found] == [
         ("key.create", made["id"], own, None),
         ("adapter.delete", "pirate", own, "1"),
         ("adapter.upload", "pirate", own, "1"),
-        ("key.create", own["id"], {"kind": "operator", "id": None, "tenant": None}, None),
+        ("key.create", own["id"], {"kind": "operator", "id": None, "tenant": None, "user": None}, None),
     ]
     assert all(one["request_id"] and one["at"] > 1.7e9 for one in found)
     assert [one["action"] for one in (await rig.done("GET", f"{AUDIT}?tenant=zoo"))["data"]] == ["tenant.create"]

@@ -154,12 +154,12 @@ async def test_a_canary_that_cannot_be_taken_back_keeps_no_other_from_it(
         await counts.add([*outcomes(one, of, "stable"), *outcomes(one, of, "canary", "errors")])
     change = rig.uploads.change
 
-    async def change_some(tenant: str, name: str, *rest: Any) -> Any:
+    async def change_some(tenant: str, name: str, *rest: Any, **more: Any) -> Any:
         if name == "broken":
             raise ValueError("a record that nobody can read")
         if name == "away":
             raise RegistryUnavailable("for a moment")
-        return await change(tenant, name, *rest)
+        return await change(tenant, name, *rest, **more)
 
     monkeypatch.setattr(rig.uploads, "change", change_some)
     await rig.judge.judge()

@@ -98,6 +98,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     adapter: AdapterRef | None = None  # None: the base
     adapter_name: str = ""  # as its tenant calls it, only to be shown; nothing is decided by it
+    owner: str = ""  # the user of its tenant whose private adapter it is; routers alone look at it
     generated_token_ids: list[int] = []
     usage: SequenceUsage | None = None  # its cost at other gangs, as last reported; counting goes on from there
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same

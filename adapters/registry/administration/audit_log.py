@@ -29,17 +29,19 @@ class AuditLog:
         self._read_all = bind_script(client, "administration/read_audit.lua")
         self._read_operators = bind_script(client, "administration/read_operators_audit.lua")
 
-    async def read(self, before: str, limit: int, tenant: str = "") -> Sequence[WrittenEntry]:
+    async def read(self, before: str, limit: int, tenant: str = "", user: str = "") -> Sequence[WrittenEntry]:
         """At most `limit` entries that are older than the one with the id `before`, if one is named.
 
-        `tenant`: only those about it. Reads pages.
+        `tenant`: only those about it. `user`: only what this user of the tenant did. Reads pages.
         """
         end = f"({before}" if before else "+"
         if not tenant:
             return await self._pages(self._read_all, end, limit)
         async with answered_within(self._timeout_s):
-            found = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=limit)
+            found = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=None if user else limit)
         own = [decode_entry(one, fields["entry"], fields["result"]) for one, fields in found]
+        if user:  # operators are no users
+            return [entry for entry in own if entry.entry.actor.user == user][:limit]
         by_operators = await self._pages(partial(self._read_operators, tenant=tenant), end, limit)
         return sorted([*own, *by_operators], key=_place, reverse=True)[:limit]
 

@@ -37,7 +37,7 @@ class KeyRegistry:
         check_tenant(wanted.tenant)
         key, key_hash = _new_key()
         made = structs.replace(wanted, key_id=key_id_of(key_hash), created_at=self._clock())
-        entry = _entry("key.create", made, actor, {"scopes": sorted(made.scopes), "expires_at": made.expires_at})
+        entry = _entry("key.create", made, actor, _given(made))
 
         def make(found: Found) -> Wanted:
             _check_not_ending(found.tenant)
@@ -98,6 +98,11 @@ def _new_key() -> tuple[str, str]:
     """A key and its hash."""
     key = KEY_PREFIX + secrets.token_urlsafe(_NUM_RANDOM_BYTES)
     return key, hash_key(key)
+
+
+def _given(key: KeyRecord) -> dict[str, object]:
+    user = {"user": key.user} if key.user else {}
+    return {"scopes": sorted(key.scopes), "expires_at": key.expires_at, **user}
 
 
 def _entry(action: str, key: KeyRecord, actor: Actor, changed: dict[str, object]) -> AuditEntry:

@@ -44,9 +44,10 @@ class Group(msgspec.Struct, frozen=True, order=True):
     adapter: str  # its name, or the base's
     version: int  # 0: the base
     digest: str  # its first digits; empty: the base
+    user: str = ""  # of the tenant; empty: the key was no user's
 
     def __str__(self) -> str:
-        return f"{self.key_id}\t{self.adapter}\t{self.version}\t{self.digest}"
+        return f"{_prefix(self.user)}{self.key_id}\t{self.adapter}\t{self.version}\t{self.digest}"
 
 
 # Where what is counted goes when a tenant has used more groups on a day than are kept apart.
@@ -54,8 +55,13 @@ OTHERS: Final = Group("(other)", "(other)", 0, "")
 
 
 def parse_group(text: str) -> Group:
-    key_id, adapter, version, digest = text.split("\t")
-    return Group(key_id, adapter, int(version), digest)
+    *user, key_id, adapter, version, digest = text.split("\t")
+    return Group(key_id, adapter, int(version), digest, *user)
+
+
+def _prefix(user: str) -> str:
+    """A group of no user's is written as it was before there were users."""
+    return f"{user}\t" if user else ""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,6 +73,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     began_at: int  # Unix time, seconds; the same in all entries of an id: it is counted in this hour and on this day
     stage: Stage = Stage.UNDER_WAY
     key_id: str = ""
+    user: str = ""
     adapter: str = ""
     version: int = 0
     digest: str = ""
@@ -87,12 +94,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def group(self) -> Group:
-        return Group(self.key_id, self.adapter, self.version, self.digest[:NUM_DIGEST_DIGITS])
+        return Group(self.key_id, self.adapter, self.version, self.digest[:NUM_DIGEST_DIGITS], self.user)
 
     @property
     def full_group(self) -> str:
         """The group as text, with all of the digest."""
-        return f"{self.key_id}\t{self.adapter}\t{self.version}\t{self.digest}"
+        return f"{_prefix(self.user)}{self.key_id}\t{self.adapter}\t{self.version}\t{self.digest}"
 
     @property
     def numbers(self) -> tuple[int, ...]:

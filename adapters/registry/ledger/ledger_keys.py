@@ -54,7 +54,7 @@ def entry_of(tenant_id: str, day: date, field: str, record: str, group: str) -> 
     texts, _, error = record.partition("\t")
     stage, _, second, *numbers = map(int, texts.split(" "))
     tenant, num_ended = parse_tenant_id(tenant_id)
-    key_id, adapter, version, digest = group.split("\t")
+    *user, key_id, adapter, version, digest = group.split("\t")
     midnight = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp())
     kind, rest = field[0], field[1:]
     prefix = next((prefix for prefix, short in _KINDS.items() if short == kind), "")
@@ -65,6 +65,7 @@ def entry_of(tenant_id: str, day: date, field: str, record: str, group: str) -> 
         began_at=midnight + second,
         stage=Stage(stage),
         key_id=key_id,
+        user="".join(user),
         adapter=adapter,
         version=int(version),
         digest=digest,

@@ -18,6 +18,7 @@ class Actor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: ActorKind
     id: str = ""  # of the key, or the subject of the token; empty: the operators
     tenant: str = ""  # whose key or token it is; empty: the operators'
+    user: str = ""  # of the tenant, whose key or token it is
     request_id: str = ""
 
 
@@ -61,6 +62,7 @@ def log_entry(entry: AuditEntry, result: str = "") -> None:
         "result": result,
         "actor": actor.kind,
         "actor_id": actor.id,
+        "user": actor.user,
         "request_id": actor.request_id,
     }
     _log.info("audit", extra={"fields": {name: value for name, value in fields.items() if value}})

@@ -36,6 +36,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     weight: float = 1.0  # its share of what gangs compute, beside those of other tenants
     is_background: bool = False  # its requests yield to all others
     quota: Quota = Quota()
+    user_quota: Quota = Quota()  # of each of its users
 
     @property
     def incarnation(self) -> int:
@@ -68,6 +69,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     tenant: str
     scopes: frozenset[Scope] = ALL_OF_A_TENANT
     label: str = ""  # free text
+    user: str = ""  # of the tenant, whose key it is; empty: the tenant's own
     created_at: float = 0.0  # Unix time, seconds; 0: it was configured
     expires_at: float | None = None  # Unix time, seconds; None: never
     quota: Quota = Quota()  # beside its tenant's

@@ -37,6 +37,7 @@ class VersionNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
     note: str = ""
     uploaded_by: str = ""  # id of a key
+    user: str = ""  # whose it is: the uploader, or whose private adapter it is; empty: no user's
 
 
 class EndedCanary(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ def pin_of(current: AdapterVersion) -> Pin | None:
 
 def read_pin(field: str, text: str) -> tuple[Name, Pin]:
     """The pin that a field and a value of PINS describe."""
-    tenant, name = field.split("/")
+    tenant, name = field.split("/", 1)
     digest, num_gangs = text.split(" ")
     return (tenant, name), (digest, int(num_gangs))
 

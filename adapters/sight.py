@@ -1,0 +1,80 @@
+"""Which of a tenant's adapters a caller may see, and which of them a name in a request means.
+
+A user's private adapter is registered under `~user/name`, beside the tenant's own, which have plain names. So
+versions, canaries, pins and usage know nothing of users: they know names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from .errors import AdapterInvalid, shown
+from .names import PRIVATE, check_user, split_private
+
+Range = tuple[str, str]  # of names in their order: from the first one up to the second, not included
+_PLAIN: Final[Range] = ("", PRIVATE)  # no plain name begins with a character behind "~"
+_ALL: Final[Range] = ("", "\x7f")
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Of one caller. Without arguments: of one who is no user, and sees what is the tenant's alone."""
+
+    user: str = ""
+    sees_all: bool = False  # an administrator of the tenant, or motet itself
+
+    def sees(self, name: str) -> bool:
+        """`name`: as it is registered."""
+        owner, _ = split_private(name)
+        return owner is None or self.sees_all or (owner == self.user and owner != "")
+
+    def names(self, asked: str) -> tuple[str, ...]:
+        """The registered names that `asked` may mean: the first one that there is counts.
+
+        `~user/name` is that user's, `~/name` the tenant's. A plain name is the caller's own private adapter, else the
+        tenant's. Empty: whatever there is, the caller does not see it, and it is not looked up.
+        """
+        owner, name = split_private(asked)
+        if owner == "":
+            return (name,)
+        if owner is not None:
+            return (asked,) if self.sees(asked) else ()
+        return (private_name(self.user, asked), asked) if self.user else (asked,)
+
+    def ranges(self) -> tuple[Range, ...]:
+        """Of the names that the caller sees, in their order."""
+        if self.sees_all:
+            return (_ALL,)
+        return (_PLAIN, (f"{PRIVATE}{self.user}/", f"{PRIVATE}{self.user}0")) if self.user else (_PLAIN,)
+
+    def uploaded(self, name: str, *, is_private: bool) -> str:
+        """The name under which an upload is registered. Raises AdapterInvalid if the caller may not use it."""
+        owner, own = split_private(name)
+        if owner is None and not is_private:
+            return name
+        if owner is None:
+            if not self.user:
+                raise AdapterInvalid("this key is no user's: a private adapter needs one that is (`~user/name`)")
+            return private_name(self.user, name)
+        if owner == "":
+            if is_private:
+                raise AdapterInvalid(f"{shown(name)} is the tenant's, and cannot be private")
+            return own
+        check_user(owner)
+        if not self.sees(name):
+            raise AdapterInvalid(f"name {shown(name)} is not accepted: only that user and administrators may use it")
+        return name
+
+
+PLAIN_SIGHT: Final = Sight()
+FULL_SIGHT: Final = Sight(sees_all=True)
+
+
+def private_name(user: str, name: str) -> str:
+    return f"{PRIVATE}{user}/{name}"
+
+
+def owner_of(name: str) -> str:
+    """The user whose private adapter has this registered name; empty: it is the tenant's."""
+    return split_private(name)[0] or ""
