@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Final, Generic, Protocol, TypeVar
 
 from ..workers.wire.messages import GangInfo
-from .answers.answer_shape import AnswerHead, AnswerShape
+from .answers.answer_form import AnswerForm
+from .answers.answer_shape import AnswerHead
 from .answers.chat_answer import ChatAnswer
+from .answers.chunk_form import ChunkForm, StreamStyle
 from .answers.completion_answer import CompletionAnswer
+from .answers.message_form import MessageForm
 from .answers.message_parts import MessageShape
+from .answers.response_form import ResponseForm
+from .generation.generation import Generation
 from .openai_api.errors import invalid_value, unsupported
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from .openai_api.response_request import ResponseChat
+from .requests import message_chat, response_chat
 from .requests.best_of import check_best_of
 from .requests.chat_prompt import chat_prompt
 from .requests.completion_prompts import completion_prompts, count_prompts
@@ -21,6 +29,7 @@ from .text.response_reader import ResponseReader
 from .text.text import TextService
 
 R = TypeVar("R", bound=GenerationFields)
+C = TypeVar("C", bound=ChatRequest)
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's; a chat may fill the context, or the pool
 
 
@@ -40,6 +49,8 @@ class AnswerKind(Protocol[R]):
     id_prefix: str
     prompt_param: str  # the field with the prompts
     count_param: str  # the field that is to blame for too many sequences
+    is_resumable: bool  # whether a stream can go on from one of its events
+    names: Mapping[str, str]  # the client's own of the request's fields: see `renamed`
 
     def max_prompts(self, max_sequences: int) -> int:
         """The most prompts that a request may have, where it may have `max_sequences` sequences."""
@@ -58,49 +69,101 @@ class AnswerKind(Protocol[R]):
     def num_logprobs(self, request: R) -> int | None:
         """Alternatives to show for each token; None: no log probabilities."""
 
-    def shape(self, head: AnswerHead, request: R, prompts: PromptTokens, text: TextService) -> AnswerShape: ...
+    def form(self, asked: Asked[R]) -> AnswerForm: ...
 
 
-class Chat:
-    schema = ChatRequest
-    id_prefix = "chatcmpl-"
+@dataclass(frozen=True)
+class Asked(Generic[R]):
+    """What the form of an answer is made of."""
+
+    head: AnswerHead
+    request: R
+    prompts: PromptTokens
+    text: TextService
+    style: StreamStyle | None  # None: one JSON document is asked for
+    generation: Generation
+
+    @property
+    def is_stream(self) -> bool:
+        return self.style is not None
+
+
+class OfChat(Generic[C]):
+    """What all kinds of answers to chats have in common."""
+
     prompt_param = "messages"
     count_param = "n"
+    is_resumable = False
 
     def max_prompts(self, max_sequences: int) -> int:
         return 1
 
-    def num_prompts(self, request: ChatRequest) -> int:
+    def num_prompts(self, request: C) -> int:
         return 1
 
-    def check(self, request: ChatRequest) -> None:
+    def check(self, request: C) -> None:
         if request.echo:
             raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid_value("top_logprobs", "it needs logprobs to be true.")
         check_tools(request)
 
-    async def tokenize(self, request: ChatRequest, text: TextService, gang: GangInfo) -> PromptTokens:
+    async def tokenize(self, request: C, text: TextService, gang: GangInfo) -> PromptTokens:
         token_ids, prompt = await chat_prompt(request, text, gang)
         return PromptTokens([token_ids], reader=await answer_reader(request, text.answer_format, prompt))
 
-    def max_tokens(self, request: ChatRequest, room: int) -> int | None:
+    def max_tokens(self, request: C, room: int) -> int | None:
         return request.max_completion_tokens or request.max_tokens
 
-    def num_logprobs(self, request: ChatRequest) -> int | None:
+    def num_logprobs(self, request: C) -> int | None:
         return (request.top_logprobs or 0) if request.logprobs else None
 
-    def shape(self, head: AnswerHead, request: ChatRequest, prompts: PromptTokens, text: TextService) -> ChatAnswer:
-        formats = text.answer_format
+    def shape(self, asked: Asked[C]) -> ChatAnswer:
+        request, formats = asked.request, asked.text.answer_format
         return ChatAnswer(
-            head,
-            text.token_bytes,
+            asked.head,
+            asked.text.token_bytes,
             num_choices=request.n or 1,
-            prompt=prompts.token_lists[0],
+            prompt=asked.prompts.token_lists[0],
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
-            message=MessageShape(head.id, 24 if formats is None else formats.num_id_chars, is_old(request)),
+            message=MessageShape(asked.head.id, 24 if formats is None else formats.num_id_chars, is_old(request)),
         )
+
+
+class Chat(OfChat[ChatRequest]):
+    schema = ChatRequest
+    id_prefix = "chatcmpl-"
+    is_resumable = True
+    names: Mapping[str, str] = MappingProxyType({})
+
+    def form(self, asked: Asked[ChatRequest]) -> ChunkForm:
+        return ChunkForm(self.shape(asked), asked.style, asked.generation)
+
+
+class ResponseItems(OfChat[ResponseChat]):
+    """A chat, asked for and answered as OpenAI's Responses API does."""
+
+    schema = ResponseChat
+    id_prefix = "resp_"
+    prompt_param = "input"
+    names: Mapping[str, str] = response_chat.NAMES
+
+    def form(self, asked: Asked[ResponseChat]) -> ResponseForm:
+        return ResponseForm(asked.head, self.shape(asked), asked.request, is_stream=asked.is_stream)
+
+
+class MessageBlocks(OfChat[C]):
+    """A chat, asked for and answered as Anthropic's Messages API does."""
+
+    id_prefix = "msg_"
+    names: Mapping[str, str] = message_chat.NAMES
+
+    def __init__(self, schema: type[C]) -> None:
+        self.schema = schema
+
+    def form(self, asked: Asked[C]) -> MessageForm:
+        return MessageForm(asked.head, self.shape(asked), is_stream=asked.is_stream)
 
 
 class TextCompletion:
@@ -108,6 +171,8 @@ class TextCompletion:
     id_prefix = "cmpl-"
     prompt_param = "prompt"
     count_param = "prompt"
+    is_resumable = True
+    names: Mapping[str, str] = MappingProxyType({})
 
     def max_prompts(self, max_sequences: int) -> int:
         return max_sequences
@@ -132,16 +197,16 @@ class TextCompletion:
     def num_logprobs(self, request: CompletionRequest) -> int | None:
         return request.logprobs
 
-    def shape(
-        self, head: AnswerHead, request: CompletionRequest, prompts: PromptTokens, text: TextService
-    ) -> CompletionAnswer:
+    def form(self, asked: Asked[CompletionRequest]) -> ChunkForm:
+        request, prompts = asked.request, asked.prompts
         n = request.n or 1
         echoes = prompts.echoes or [""] * len(prompts.token_lists)
-        return CompletionAnswer(
-            head,
-            text.token_bytes,
+        shape = CompletionAnswer(
+            asked.head,
+            asked.text.token_bytes,
             echoes=[echo for echo in echoes for _ in range(n)],
             prompts=[token_ids for token_ids in prompts.token_lists for _ in range(n)],
             with_logprobs=request.logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
         )
+        return ChunkForm(shape, asked.style, asked.generation)

@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions: from a request to the response that will generate its answer."""
+"""Completions, chats, responses and messages: from a request to the HTTP response that will generate its answer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from ..adapters.registry.registry_view import RegistryView
 from ..workers.wire.messages import GangInfo
 from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .accounts.account import Accounts, AnswerRequest
-from .answer_kinds import AnswerKind, Chat, PromptTokens, TextCompletion
+from .answer_kinds import AnswerKind, Asked, Chat, MessageBlocks, PromptTokens, ResponseItems, TextCompletion
 from .answers.answer_shape import AnswerHead
-from .answers.generation_response import GenerationResponse, StreamStyle
+from .answers.chunk_form import StreamStyle
+from .answers.generation_response import GenerationResponse
+from .anthropic_api import message_schema
+from .anthropic_api.message_request import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
 from .base_model import BaseModel
 from .bodies.body_limits import max_body_bytes
 from .bodies.body_reader import BodyReader
@@ -25,12 +28,15 @@ from .fleet.dispatch import Dispatcher
 from .generation.generation import Generation, GenerationRequest, Prompt
 from .metrics import Metrics
 from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion
-from .openai_api.errors import invalid_value
+from .openai_api.errors import ApiError, invalid_value
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
-from .openai_api.stream_position import LAST_EVENT_ID, EventIds, StreamPosition
+from .openai_api.response_request import ResponsesRequest
+from .openai_api.response_schema import Response, StreamEvent
+from .openai_api.stream_position import LAST_EVENT_ID, EventIds, StreamPosition, wrong_position
 from .openai_api.unsupported_fields import refuse_unsupported
 from .requests.beams import beam_rules, check_beams
 from .requests.best_of import with_best_of
+from .requests.chat_fields import renamed
 from .requests.model_limits import check_length
 from .requests.sampling_params import sampling_params, stop_strings
 from .resumption import answer_id, requested_position
@@ -66,6 +72,9 @@ _ERRORS: Final = (
 )
 _CHAT: Final = Chat()
 _TEXT_COMPLETION: Final = TextCompletion()
+_RESPONSE: Final = ResponseItems()
+_MESSAGE: Final = MessageBlocks(MessageChat)
+_TOKEN_COUNT: Final = MessageBlocks(CountedChat)
 BACKGROUND_TIER = "flex"  # OpenAI's service_tier for what may take its time
 
 
@@ -123,12 +132,79 @@ class CompletionsApi:
     async def complete(self, http: Request, identity: Identity) -> GenerationResponse:
         return await self._answer(http, identity, _TEXT_COMPLETION)
 
+    @route(
+        "POST",
+        "/v1/responses",
+        scope="infer",
+        summary="Answer a conversation, as OpenAI's Responses API does.",
+        body=ResponsesRequest,
+        reads_body=True,
+        answers={200: Response},
+        texts={"text/event-stream": "With `stream`: an event for each step, the last of them with the whole answer."},
+        events=StreamEvent,
+        errors=("invalid_messages", *_ERRORS),
+    )
+    async def respond(self, http: Request, identity: Identity) -> GenerationResponse:
+        """Nothing is stored: a next request sends the items of its conversation."""
+        return await self._answer(http, identity, _RESPONSE)
+
+    @route(
+        "POST",
+        "/v1/messages",
+        scope="infer",
+        summary="Answer a conversation, as Anthropic's Messages API does.",
+        body=MessagesRequest,
+        reads_body=True,
+        answers={200: message_schema.Message},
+        texts={"text/event-stream": "With `stream`: an event for each step."},
+        events=message_schema.MessageEvent,
+        refusal=message_schema.error_response,
+        errors=("invalid_messages", *_ERRORS),
+    )
+    async def message(self, http: Request, identity: Identity) -> GenerationResponse:
+        """Errors have Anthropic's form, with OpenAI's `code` and `param`."""
+        return await self._answer(http, identity, _MESSAGE)
+
+    @route(
+        "POST",
+        "/v1/messages/count_tokens",
+        scope="infer",
+        summary="Count the tokens of a conversation's prompt.",
+        body=CountTokensRequest,
+        reads_body=True,
+        refusal=message_schema.error_response,
+        errors=("invalid_messages", *_ERRORS),
+    )
+    async def count_tokens(self, http: Request, identity: Identity) -> message_schema.TokenCount:
+        """As `/v1/messages` would compute them. It takes the same fields, and needs no `max_tokens`."""
+        record = record_of(http.scope)
+        record.headers = self._accounts.precheck(identity, False)
+        try:
+            async with self._open_body(http, identity, _TOKEN_COUNT) as request:
+                await self._base.adapter(identity, request.model)
+                record.model = request.model
+                self._check(request, _TOKEN_COUNT)
+                await self._base.wait_for_first_gang()
+                prompts = await _TOKEN_COUNT.tokenize(request, self._text, self._base.gang())
+        except ApiError as error:
+            raise renamed(error, _TOKEN_COUNT.names) from error.__cause__
+        return message_schema.TokenCount(len(prompts.token_lists[0]))
+
     async def _answer(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> GenerationResponse:
-        """All steps of a request. Each raises the errors of the API, and none is asked again what one has decided."""
+        """All steps of a request. Errors name fields as the client does."""
+        try:
+            return await self._admitted(http, identity, kind)
+        except ApiError as error:
+            raise renamed(error, kind.names) from error.__cause__
+
+    async def _admitted(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> GenerationResponse:
+        """Each step raises the errors of the API, and none is asked again what one has decided."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
-        record.headers = self._accounts.precheck(identity, LAST_EVENT_ID in http.headers)
+        record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
         async with self._open_body(http, identity, kind) as request:
+            if not kind.is_resumable and http.headers.get(LAST_EVENT_ID):
+                raise wrong_position("these streams cannot be resumed: send the request anew without it.")
             position = requested_position(
                 http, is_stream=request.stream, tenant=identity.name, keys=self._view.stream_keys
             )
@@ -145,7 +221,7 @@ class CompletionsApi:
         if choice.version is not None:
             generation = on_adapter(generation, choice.version, request.model)
         style = self._stream_style(request, identity, head, position)
-        if style is not None:
+        if style is not None and kind.is_resumable:
             num_seen = () if position is None else position.num_tokens
             generation = replace(generation, key=head.id, num_seen=num_seen)
         running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at)
@@ -167,8 +243,8 @@ class CompletionsApi:
         )
         if self._shadows is not None:
             self._shadows.send(choice, generation, head.id, identity)
-        shape = kind.shape(head, request, prompts, self._text)
-        response = GenerationResponse(running, shape, style, self._metrics, account)
+        form = kind.form(Asked(head, request, prompts, self._text, style, running))
+        response = GenerationResponse(running, form, self._metrics, account)
         if choice.version is not None:
             response.raw_headers.append(version_header(choice.version))
         return response

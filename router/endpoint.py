@@ -1,5 +1,5 @@
-"""One route as an ASGI app: authenticates, decodes the body, calls the handler, sends errors in OpenAI's format, counts
-requests by status and writes each one's line of the access log.
+"""One route as an ASGI app: authenticates, decodes the body, calls the handler, sends errors in the route's format,
+counts requests by status and writes each one's line of the access log.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Endpoint:
                 refusal = internal_error()
         self._metrics.count_error(refusal)
         record.error = refusal.detail.code or ""
-        return refusal.response()
+        return self._route.refusal(refusal)
 
     async def _handle(self, request: Request) -> Answer:
         """Authenticates before anything of the body is read."""

@@ -8,10 +8,12 @@ from types import MethodType
 from typing import Any, Literal, Protocol, TypeVar, get_type_hints
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from ..adapters.registry.tenants.records import Scope
+from .openai_api.errors import ApiError
 
 NeededScope = Scope | Literal["operator", "public"]
 
@@ -52,6 +54,7 @@ class RouteSpec:
     events: Any = None  # each event's data where the answer is a stream of events
     query: dict[str, Any] = field(default_factory=dict)  # types of its query parameters, by name
     headers: dict[str, Any] = field(default_factory=dict)  # types of the request's headers that it obeys
+    refusal: Callable[[ApiError], Response] = ApiError.response  # the shape of its errors
     errors: tuple[str, ...] = ()  # their codes, but for those that follow from the above; see openapi/error_codes.py
 
     @property

@@ -51,7 +51,7 @@ CONTROL_HEADERS = (
     "forwarded",
     "proxy",
 )
-TEXT_HEADERS = ("authorization", "traceparent", "tracestate")  # read as text by Serve or a router
+TEXT_HEADERS = ("authorization", "x-api-key", "traceparent", "tracestate")  # read as text by Serve or a router
 MAX_HEADERS_BYTES = 16 << 10
 # What HAProxy reads of a request before it looks at it. It is more than headers may have, because of what does not fit
 # it says no more than that it is not valid.
@@ -89,7 +89,7 @@ def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] 
     lines += [f"acl motet_elsewhere path_beg {prefix}/" for prefix in others or ()]
     lines += [f"acl motet_elsewhere path {prefix}" for prefix in others or ()]
     lines.append(f"acl motet_elsewhere {'always_true' if others is None else 'always_false'}")
-    lines += [*_source_lines(), *_connection_lines(limits, max_connections), *_header_lines()]
+    lines += [*_source_lines(), *_connection_lines(limits, max_connections), *_header_lines(), *_api_key_lines()]
     # Asks what the server can do, not what a route can.
     methods = "hdr Allow 'GET, POST, PUT, PATCH, DELETE'"
     lines.append(f"http-request return status 204 {methods} if METH_OPTIONS {{ url -m str * }}")
@@ -144,6 +144,15 @@ def _header_lines() -> list[str]:
         lines.append(f"acl motet_odd req.fhdr_cnt({name}) gt 1")
     lines += refusal_lines("headers", 431, "headers_too_large", too_long, "motet_long")
     return [*lines, *refusal_lines("headers", 400, "invalid_header", refused, "motet_odd")]
+
+
+def _api_key_lines() -> list[str]:
+    """The header of Anthropic's clients is made the one that all else here looks at."""
+    given = "!{ req.fhdr(authorization) -m found } { req.fhdr(x-api-key) -m reg '^[!-~]+$' } !motet_elsewhere"
+    return [
+        f"http-request set-header Authorization 'Bearer %[req.fhdr(x-api-key)]' if {given}",
+        "http-request del-header x-api-key if !motet_elsewhere",
+    ]
 
 
 def _count_lines() -> list[str]:

@@ -2,8 +2,7 @@
 
 It is an ASGI response of its own, because every token passes here: one event of a step goes straight to the server. The
 status is sent with the first token, or after a second: an early failure gets its own. When the client disconnects, the
-sequences are cancelled. Each event's id is the position in the stream; a client that reconnects with such
-an id gets the events that follow it.
+sequences are cancelled.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ import logging
 import time
 from collections import Counter
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
-import msgspec
-from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from ..access.request_record import RequestRecord, record_of
@@ -25,10 +22,8 @@ from ..accounts.account import Account, Ending
 from ..generation.generation import Generation, SequenceFailedError
 from ..loop_share import LoopShare
 from ..metrics import Metrics
-from ..openai_api.answer_schema import ChunkUsage
 from ..openai_api.errors import ApiError, from_sequence_error, internal_error
-from ..openai_api.stream_position import AT_USAGE, EventIds, StreamPosition, wrong_position
-from .answer_shape import AnswerShape
+from .answer_form import AnswerForm
 
 CLIENT_CLOSED_REQUEST: Final = 499  # only for the metrics: the client is not there to receive it
 
@@ -42,34 +37,15 @@ _HEADERS: Final = [
 HEADERS_AFTER_S: Final = 1.0
 HEARTBEAT_S: Final = 15.0  # proxies cut streams that are silent for a minute
 _HEARTBEAT: Final = b": waiting\n\n"  # a comment, which readers of events skip
-_NO_CHOICES: Final = b'"choices":[]'
 _PIECE_BYTES: Final = 256 << 10
-_encode: Final = msgspec.json.Encoder().encode
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StreamStyle:
-    """The options of a stream, and where it begins."""
-
-    event_ids: EventIds
-    include_usage: bool = False
-    usage_in_every_chunk: bool = False
-    position: StreamPosition | None = None  # what the client has already had; None: nothing
 
 
 class GenerationResponse:
     """An ASGI response. `status_code` is the status that was sent, once the call has returned."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        shape: AnswerShape,
-        stream: StreamStyle | None,
-        metrics: Metrics,
-        account: Account,
-    ) -> None:
-        """`stream`: None for one JSON document. `account`: is settled before the last of the answer goes out.
+    def __init__(self, generation: Generation, form: AnswerForm, metrics: Metrics, account: Account) -> None:
+        """`account`: is settled before the last of the answer goes out.
 
         The account of an answer that is cut off while gangs compute it is settled when they have reported its cost,
         at most REPORT_WAIT_S after its end.
@@ -77,8 +53,7 @@ class GenerationResponse:
         self.status_code = CLIENT_CLOSED_REQUEST
         self.raw_headers = [*account.headers]  # beside its own
         self._generation = generation
-        self._shape = shape
-        self._stream = stream
+        self._form = form
         self._metrics = metrics
         self._has_started = False  # the headers are out
         self._has_opened = False  # the events before the first token are out
@@ -95,7 +70,7 @@ class GenerationResponse:
         gone = asyncio.create_task(_client_gone(receive))
         self._metrics.num_open_generations += 1
         try:
-            silence_s, num_sent = None if self._stream is None else HEADERS_AFTER_S, 0
+            silence_s, num_sent = HEADERS_AFTER_S if self._form.is_stream else None, 0
             while not (await asyncio.wait((answer, gone), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED))[0]:
                 if self._num_sent == num_sent and not self._is_ending:
                     await self._start(send)
@@ -120,10 +95,10 @@ class GenerationResponse:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            if self._stream is None:
-                await self._send_whole(send)
+            if self._form.is_stream:
+                await self._send_events(send)
             else:
-                await self._send_events(send, self._stream)
+                await self._send_whole(send)
             self._generation.count_end()
             return
         except SequenceFailedError as failure:
@@ -139,62 +114,47 @@ class GenerationResponse:
         await self._send_error(error, scope, receive, send)
 
     async def _send_whole(self, send: Send) -> None:
-        generation, shape = self._generation, self._shape
-        wholes = [shape.gathering() for _ in generation.choices]
+        generation, form = self._generation, self._form
         async with aclosing(generation.deltas()) as arriving:
             async for index, delta in arriving:
-                wholes[index].add(delta)
+                form.take(index, delta)
         share = LoopShare()
         pieces: list[bytes] = []
-        for place, index in enumerate(generation.answers()):
-            pieces += [b",", _encode(shape.choice(place, wholes[index]))]
+        for piece in form.document(generation.usage()):
+            pieces.append(piece)
             await share.pause()
-        # Nothing but the answer's own list can read so: in a text its quotes have backslashes before them.
-        before, after = _encode(shape.without_choices(generation.usage())).split(_NO_CHOICES, 1)
         self.status_code = 200
         self._has_started = True
         self._settle()
-        await self._send_document(send, [before + b'"choices":[', *pieces[1:], b"]" + after], share)
+        await self._send_document(send, pieces, share)
 
-    async def _send_events(self, send: Send, style: StreamStyle) -> None:
-        generation, shape = self._generation, self._shape
+    async def _send_events(self, send: Send) -> None:
+        generation, form = self._generation, self._form
         async with aclosing(generation.deltas()) as arriving:
             async for index, delta in arriving:
-                if not self._has_opened and style.position is not None and style.position.has_usage:
-                    raise wrong_position("it is the end of the answer, and the answer has not ended.")
-                usage = self._chunk_usage(style)
-                opening = b"" if self._has_opened else await self._start_events(send, usage, style)
-                if not delta.is_empty:
-                    line = style.event_ids.line(generation.num_tokens)
-                    await self._send_body(send, opening + line + _event(shape.chunk(index, delta, usage)))
-                elif opening:
-                    await self._send_body(send, opening)
-        ending = b"" if self._has_opened else await self._start_events(send, self._chunk_usage(style), style)
-        if style.include_usage and not (style.position is not None and style.position.has_usage):
-            ending += style.event_ids.line(generation.num_tokens, AT_USAGE)
-            ending += _event(shape.closing(generation.usage()))
+                events = b"" if self._has_opened else await self._start_events(send, is_over=False)
+                events += form.delta(index, delta)
+                if events:
+                    await self._send_body(send, events)
+        events = b"" if self._has_opened else await self._start_events(send, is_over=True)
+        events += form.ending(generation.usage())
         self._is_ending = True
         self._settle()
-        await self._send_body(send, ending + b"data: [DONE]\n\n", more=False)
+        await self._send_body(send, events, more=False)
 
-    async def _start_events(self, send: Send, usage: ChunkUsage, style: StreamStyle) -> bytes:
-        """Sends the headers. Returns the events before the first token, without those that the client has had."""
+    async def _start_events(self, send: Send, *, is_over: bool) -> bytes:
+        """Sends the headers. Returns those of the events before the first token that it has not sent."""
+        opening = self._form.opening(self._generation.usage(), is_over=is_over)
         await self._start(send)
         self._has_opened = True
-        none_yet = [0] * len(self._generation.choices)
-        chunks = self._shape.opening(usage)
-        suffixes = [*range(1, len(chunks)), ""]  # the last event needs no suffix: only tokens follow it
-        num_had = 0 if style.position is None else style.position.num_openings
-        if num_had is None:
-            return b""
-        share, opening = LoopShare(), b""
-        for suffix, chunk in [*zip(suffixes, chunks, strict=False)][num_had:]:
-            opening += style.event_ids.line(none_yet, suffix) + _event(chunk)
-            if len(opening) >= _PIECE_BYTES:
-                await self._send_body(send, opening)
-                opening = b""
+        share, events = LoopShare(), b""
+        for event in opening:
+            events += event
+            if len(events) >= _PIECE_BYTES:
+                await self._send_body(send, events)
+                events = b""
             await share.pause()
-        return opening
+        return events
 
     async def _start(self, send: Send) -> None:
         """Sends the headers of a stream, unless they are out."""
@@ -205,10 +165,7 @@ class GenerationResponse:
                 await send({"type": "http.response.start", "status": 200, "headers": _HEADERS + self.raw_headers})
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the error as the answer, or as the last event of a stream that has begun.
-
-        No [DONE] follows, so that no client takes such a stream for complete.
-        """
+        """Sends the error as the answer, or as the last event of a stream that has begun."""
         self._is_ending = True
         self._generation.cancel()
         self._settle(error.detail.code or "internal_error", reason=error.detail.message)
@@ -218,10 +175,10 @@ class GenerationResponse:
             has_started, self._has_started = self._has_started, True
         if has_started:
             self._metrics.num_broken_streams += 1
-            await self._send_body(send, b"data: " + error.body() + b"\n\n", more=False)
+            await self._send_body(send, self._form.failure(error), more=False)
         else:
             self.status_code = error.status_code
-            response = error.response()
+            response = self._form.refusal(error)
             response.raw_headers += self.raw_headers
             self._num_sent_bytes += len(response.body)
             await response(scope, receive, send)
@@ -281,7 +238,7 @@ class GenerationResponse:
         """Adds what the access log has of the generation. `is_cancelled`: the client has left before its end."""
         generation = self._generation
         usage = generation.usage()
-        record.is_stream, record.is_cancelled = self._stream is not None, is_cancelled
+        record.is_stream, record.is_cancelled = self._form.is_stream, is_cancelled
         record.num_prompt_tokens, record.num_completion_tokens = usage.prompt_tokens, usage.completion_tokens
         record.num_cached_tokens = generation.num_cached_tokens
         if generation.first_token_at is not None:
@@ -289,15 +246,6 @@ class GenerationResponse:
         reasons = Counter(choice.finish_reason or "unfinished" for choice in generation.choices)
         record.finish = ",".join(f"{reason}:{count}" for reason, count in sorted(reasons.items()))
         record.num_sent_bytes = self._num_sent_bytes
-
-    def _chunk_usage(self, style: StreamStyle) -> ChunkUsage:
-        if style.usage_in_every_chunk:
-            return self._generation.usage()
-        return None if style.include_usage else UNSET
-
-
-def _event(chunk: msgspec.Struct) -> bytes:
-    return b"data: " + _encode(chunk) + b"\n\n"
 
 
 async def _client_gone(receive: Receive) -> None:

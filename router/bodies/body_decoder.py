@@ -49,5 +49,7 @@ class BodyDecoder:
             _log.warning("a body of %d bytes could not be decoded: %r", len(body), error)
             raise ApiError(413, "The request's body takes too long to decode.", code="request_too_large") from error
         if isinstance(request, Refusal):
-            raise ApiError(request.status_code, request.message, param=request.param, code=request.code)
+            refusal = ApiError(request.status_code, request.message, param=request.param, code=request.code)
+            refusal.is_as_sent = request.is_as_sent
+            raise refusal
         return request

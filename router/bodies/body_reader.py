@@ -10,20 +10,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-import msgspec
 from starlette.requests import Request
 
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError
-from ..openai_api.json_body import decode
-from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from ..openai_api.request_schema import GenerationFields
 from .body_budget import BodyBudget
 from .body_decoder import BodyDecoder
 from .body_limits import ArrivalPace, check_extent
+from .request_decoder import BODY_KINDS, MAX_BYTES_ON_LOOP, RequestDecoder
 from .turns import Turns
 
-# What decodes in a millisecond or two whatever it holds; more is decoded in another process.
-MAX_BYTES_ON_LOOP: Final = 64 << 10
 PACE: Final = ArrivalPace(grace_s=10.0, bytes_per_s=32 << 10, deadline_s=120.0)
 TRIM_BYTES: Final = 8 << 20  # of released bodies, after which their memory is returned to the machine
 
@@ -39,9 +36,7 @@ class BodyReader:
         self._pace = pace
         self._decoder = BodyDecoder()
         self._turns = Turns(1)
-        self._json: Final[dict[type[GenerationFields], msgspec.json.Decoder[GenerationFields]]] = {
-            kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest)
-        }
+        self._small: Final = {kind: RequestDecoder(kind) for kind in BODY_KINDS}
         self._num_untrimmed = 0  # bytes of large bodies that were released since the last trim
         self._trimming: asyncio.Future[None] | None = None
 
@@ -59,8 +54,8 @@ class BodyReader:
         body = _HeldBody(tenant)
         try:
             await self._receive(http, body, max_bytes)
-            if body.num_bytes <= MAX_BYTES_ON_LOOP:
-                small = decode(body.data, self._json[kind])
+            if body.num_bytes <= self._small[kind].max_bytes_on_loop:
+                small = self._small[kind].decode(body.data)
                 assert isinstance(small, kind)
                 check_extent(small, context)
                 self._release(body)

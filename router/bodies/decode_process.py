@@ -15,17 +15,14 @@ import msgspec
 from ...adapters.processes.process_bounds import resident_bytes, yield_to_others
 from ...adapters.processes.process_frames import LAST, NOT_LAST, read_frames, write_frames
 from ..openai_api.errors import ApiError, invalid_value
-from ..openai_api.json_body import decode
-from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from .body_limits import check_extent, check_free
 from .packed_request import PackedRequest, packed
+from .request_decoder import BODY_KINDS, RequestDecoder
 
 NICENESS: Final = 5  # large bodies yield to all other work
 MOST_RESIDENT_BYTES: Final = 256 << 20  # a process that has grown beyond ends, and the router starts another
 
-_DECODERS: Final[dict[str, msgspec.json.Decoder[GenerationFields]]] = {
-    kind.__name__: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest)
-}
+_DECODERS: Final = {kind.__name__: RequestDecoder(kind) for kind in BODY_KINDS}
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -42,6 +39,7 @@ class Refusal(msgspec.Struct, frozen=True):
     message: str
     param: str | None
     code: str | None
+    is_as_sent: bool
 
 
 def answer(question: Question, body: bytes) -> list[bytes]:
@@ -50,12 +48,13 @@ def answer(question: Question, body: bytes) -> list[bytes]:
         found = _packed(question, body)
     except ApiError as error:
         detail = error.detail
-        return [msgspec.msgpack.encode(Refusal(error.status_code, detail.message, detail.param, detail.code))]
+        refusal = Refusal(error.status_code, detail.message, detail.param, detail.code, error.is_as_sent)
+        return [msgspec.msgpack.encode(refusal)]
     return [found.head, found.values, *found.pieces]
 
 
 def _packed(question: Question, body: bytes) -> PackedRequest:
-    request = decode(body, _DECODERS[question.kind])
+    request = _DECODERS[question.kind].decode(body)
     check_extent(request, question.context)
     try:
         return packed(check_free(request))

@@ -20,16 +20,16 @@ def decode(body: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from error
+        raise explained(error) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"The request's body is not JSON: {error}", code="invalid_json") from error
     except RecursionError as error:
         raise ApiError(400, "The request's body is nested too deeply.", code="invalid_json") from error
 
 
-def _explained(problem: str) -> ApiError:
-    """The error for a message of msgspec's, such as "Expected `int`, got `str` - at `$.messages[0].role`"."""
-    match = _AT_PATH.match(problem)
+def explained(error: msgspec.ValidationError) -> ApiError:
+    """A 400 for an error of msgspec's, such as "Expected `int`, got `str` - at `$.messages[0].role`"."""
+    match = _AT_PATH.match(str(error))
     assert match is not None  # every part of the pattern is optional
     what, path = match["what"], (match["path"] or "").removesuffix("[...]")
     missing = _MISSING.match(what)

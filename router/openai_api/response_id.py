@@ -15,13 +15,13 @@ _CREATED_BYTES: Final = 4
 _FINGERPRINT_BYTES: Final = 7
 _NONCE_BYTES: Final = 16  # random, so that the id of another client's answer cannot be guessed
 _NUM_CHARS: Final = (_CREATED_BYTES + _FINGERPRINT_BYTES + _NONCE_BYTES) * 4 // 3
-_FORM: Final = re.compile(rf"([a-z]+-)([A-Za-z0-9_-]{{{_NUM_CHARS}}})")
+_FORM: Final = re.compile(rf"([a-z]+[-_])([A-Za-z0-9_-]{{{_NUM_CHARS}}})")
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True)
 class ResponseId:
-    """An id of the form `cmpl-…`."""
+    """An id of the form `cmpl-…` or `resp_…`."""
 
     prefix: str
     created: int  # when the answer began: Unix time in seconds, up to the year 2106

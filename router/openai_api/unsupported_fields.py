@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
 from .errors import unsupported
-from .request_schema import ChatRequest, CompletionRequest, GenerationFields, RefusedInCompletions, UnsupportedFields
+from .request_schema import ChatRequest, GenerationFields, RefusedInCompletions, UnsupportedFields
 
 # Values of these fields that are accepted, because they ask for what motet does anyway.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
@@ -36,22 +37,18 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
 )
 
 
+@cache
 def refused_fields(kind: type[GenerationFields]) -> tuple[str, ...]:
     """The fields of these requests of which only neutral values are accepted."""
-    refused = {*UnsupportedFields.__struct_fields__}
+    refused = set(UnsupportedFields.__struct_fields__)
     if issubclass(kind, RefusedInCompletions):
         refused |= set(RefusedInCompletions.__struct_fields__) - set(GenerationFields.__struct_fields__)
     return tuple(field for field in kind.__struct_fields__ if field in refused)
 
 
-_REFUSED: Final[Mapping[type[GenerationFields], tuple[str, ...]]] = MappingProxyType(
-    {kind: refused_fields(kind) for kind in (ChatRequest, CompletionRequest)}
-)
-
-
 def refuse_unsupported(request: GenerationFields) -> None:
     """Raises a 400 that names the first field with a value that is not supported."""
-    for field in _REFUSED[type(request)]:
+    for field in refused_fields(type(request)):
         value = getattr(request, field)
         # The type counts, because False == 0 in Python.
         if value is not None and not any(type(value) is type(one) and value == one for one in NEUTRAL.get(field, ())):

@@ -88,9 +88,12 @@ def _digest(key: str) -> bytes:
 
 
 def _credential_of(request: Request) -> str:
+    """The one of the header Authorization, else of `x-api-key`, which Anthropic's clients send."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    key = key.strip()
-    if scheme.lower() != "bearer" or not key:
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    key = "" if scheme else request.headers.get("x-api-key", "").strip()
+    if not key:
         raise ApiError(
             401,
             "You didn't provide an API key. Send it in the header Authorization: Bearer YOUR_KEY.",

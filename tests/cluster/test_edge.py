@@ -91,7 +91,8 @@ def held(stack: ExitStack, port: int, count: int, *, headers: bytes = b"", sourc
     Each has a key of its own, unless `headers` have one.
     """
     for number in range(count):
-        key = b"" if b"authorization" in headers.lower() else b"Authorization: Bearer lion-%d\r\n" % number
+        has_key = re.search(rb"authorization|x-api-key", headers.lower()) is not None
+        key = b"" if has_key else b"Authorization: Bearer lion-%d\r\n" % number
         one = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S, source_address=(source, 0))
         stack.callback(one.close)
         one.sendall(b"GET /held HTTP/1.1\r\nHost: motet\r\n" + headers + key + b"\r\n")
@@ -169,6 +170,8 @@ def test_every_header_that_serve_reads_is_known() -> None:
     [
         b"authorization: Bearer \xa0key",
         b"authorization: Bearer a\r\nauthorization: Bearer b",
+        b"x-api-key: \xa0key",
+        b"x-api-key: a\r\nx-api-key: b",
         b"traceparent: \xc3",
         b"tracestate: \xff",
     ],
@@ -250,6 +253,24 @@ def test_requests_of_a_key_are_bounded_however_it_is_written(narrow: int) -> Non
         assert answer[0] == 429
         assert "key" in error_of(answer)["message"]
         assert raw_answer(narrow, KEYLESS + b"Authorization: Bearer globex\r\n\r\n", source="127.0.0.6")[0] == 200
+
+
+def test_a_key_in_the_header_of_anthropics_clients(narrow: int) -> None:
+    """It is the same key to all that counts, and to the router; in both headers, the one of Authorization."""
+    with ExitStack() as stack:
+        held(stack, narrow, 1, headers=b"Authorization: Bearer ant\r\n", source="127.0.0.7")
+        held(stack, narrow, 1, headers=b"x-api-key: ant\r\n", source="127.0.0.8")
+        answer = status_soon(narrow, KEYLESS + b"X-API-Key:  ant \r\n\r\n", 429, "127.0.0.9")
+        assert "key" in error_of(answer)["message"]
+        for headers, key in (
+            (b"x-api-key: bee\r\n", "bee"),
+            (b"x-api-key: ant\r\nauthorization: Bearer bee\r\n", "bee"),
+        ):
+            status, _, body = raw_answer(narrow, KEYLESS + headers + b"\r\n", source="127.0.0.9")
+            came = {name.lower(): value for name, value in json.loads(body).items()}
+            assert status == 200 and came["authorization"] == f"Bearer {key}" and "x-api-key" not in came
+    for no_key in (b"x-api-key:\r\n", b"x-api-key: a b\r\n", b"x-api-key: a\r\nauthorization: Basic b\r\n"):
+        assert raw_answer(narrow, KEYLESS + no_key + b"\r\n", source="127.0.0.10")[0] == 401
 
 
 def test_the_program_of_an_image_has_the_limits_of_its_environment(router_port: int, tmp_path: Path) -> None:

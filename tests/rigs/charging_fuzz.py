@@ -31,8 +31,9 @@ from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantReco
 from motet.router.access.request_record import begin_record
 from motet.router.accounts.account import Account, Accounts, AnswerRequest, Ending
 from motet.router.answers.answer_shape import AnswerHead
+from motet.router.answers.chunk_form import ChunkForm, StreamStyle
 from motet.router.answers.completion_answer import CompletionAnswer
-from motet.router.answers.generation_response import GenerationResponse, StreamStyle
+from motet.router.answers.generation_response import GenerationResponse
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.generation.beam_search import BeamRules
 from motet.router.generation.generation import Generation, GenerationRequest, Prompt
@@ -359,7 +360,7 @@ class World:
         if router.redis.is_dead:  # it died when it had answered
             return False
         style = StreamStyle(EventIds(answer.id, "acme", b"k" * 32)) if answer.is_stream else None
-        response = GenerationResponse(generation, shape, style, Metrics(), account)
+        response = GenerationResponse(generation, ChunkForm(shape, style, generation), Metrics(), account)
 
         async def receive() -> dict[str, Any]:
             await asyncio.sleep(1e6 if leaves_after_s is None else leaves_after_s)

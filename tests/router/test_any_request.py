@@ -41,8 +41,14 @@ from motet.tests.rigs.router_rig import BASE, text_service
 T = TypeVar("T")
 NUM_EXAMPLES: Final = 10  # of each operation, of each kind; half of it of those drawn anew, unless thorough
 NUM_OF_COMPLEX: Final = 40  # likewise, of those in which many fields must fit together
-COMPLEX: Final = ("POST /v1/completions", "POST /v1/chat/completions", "POST /v1/adapters")
-REQUIRED: Final = frozenset({"prompt", "messages"})
+COMPLEX: Final = (
+    "POST /v1/completions",
+    "POST /v1/chat/completions",
+    "POST /v1/responses",
+    "POST /v1/messages",
+    "POST /v1/adapters",
+)
+REQUIRED: Final = frozenset({"prompt", "messages", "input", "max_tokens"})
 NAMES: Final = (BASE, ASKERS_ADAPTER, OWNERS_ADAPTER, "nobodys")
 CHECKS = [
     schemathesis.checks.not_a_server_error,
@@ -130,6 +136,8 @@ def furnish(case: Any, data: st.DataObject) -> None:
         case.body = {field: value for field, value in case.body.items() if field in kept} | {"model": name}
         if "messages" in case.body and data.draw(st.booleans()):
             case.body["messages"] = [{"role": "user", "content": "hi"}]
+        if "input" in case.body and data.draw(st.booleans()):
+            case.body["input"] = "hi"
         if data.draw(st.booleans()):
             case.headers.pop("Last-Event-ID", None)
             case.body["stream"] = data.draw(st.booleans())

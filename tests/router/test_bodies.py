@@ -15,8 +15,9 @@ from starlette.types import Message
 
 from motet.router.bodies.body_budget import TENANT_SHARE, BodyBudget
 from motet.router.bodies.body_limits import BYTES_PER_TOKEN, FIXED_BYTES, MOST_BYTES, ArrivalPace, max_body_bytes
-from motet.router.bodies.body_reader import MAX_BYTES_ON_LOOP, BodyReader
+from motet.router.bodies.body_reader import BodyReader
 from motet.router.bodies.packed_request import packed, unpacked
+from motet.router.bodies.request_decoder import MAX_BYTES_ON_LOOP
 from motet.router.bodies.turns import Turns
 from motet.router.metrics import Metrics
 from motet.router.openai_api.errors import ApiError

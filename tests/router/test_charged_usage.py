@@ -16,8 +16,9 @@ from motet.router.access.request_record import begin_record
 from motet.router.accounts.account import Account, Accounts, AnswerRequest, Ending
 from motet.router.answers import generation_response
 from motet.router.answers.answer_shape import AnswerHead
+from motet.router.answers.chunk_form import ChunkForm, StreamStyle
 from motet.router.answers.completion_answer import CompletionAnswer
-from motet.router.answers.generation_response import GenerationResponse, StreamStyle
+from motet.router.answers.generation_response import GenerationResponse
 from motet.router.fleet import open_sequence
 from motet.router.generation import generation as generation_module
 from motet.router.generation.beam_search import BeamRules
@@ -141,7 +142,7 @@ async def charged(
         )
     )
     style = StreamStyle(EventIds(ANSWER_ID, "acme", b"k" * 32))
-    response = GenerationResponse(generation, shape, style, Metrics(), account)
+    response = GenerationResponse(generation, ChunkForm(shape, style, generation), Metrics(), account)
 
     async def receive() -> dict[str, Any]:
         await asyncio.sleep(1e6 if leaves_after_s is None else leaves_after_s)

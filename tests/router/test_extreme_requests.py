@@ -11,7 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from motet.router.anthropic_api.message_request import MessagesRequest
 from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from motet.router.openai_api.response_request import ResponsesRequest
 from motet.router.openai_api.unsupported_fields import refused_fields
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock
@@ -50,7 +52,7 @@ async def check(client: httpx.AsyncClient, route: str, body: bytes) -> int:
     if response.status_code != 200:
         error = response.json()["error"]
         assert error.keys() == {"message", "type", "param", "code"}
-        assert error["message"] and error["type"] == "invalid_request_error"
+        assert error["message"] and (error["type"] == "invalid_request_error" or route == "messages")
     else:
         assert "internal" not in response.text
     return response.status_code
@@ -63,19 +65,23 @@ def body_of(fields: dict[str, str]) -> bytes:
 
 
 ROUTES = (
-    ("completions", CompletionRequest, {"prompt": "[5,6,7]"}),
-    ("chat/completions", ChatRequest, {"messages": '[{"role":"user","content":"a"}]'}),
+    ("completions", CompletionRequest, {"prompt": "[5,6,7]", "max_tokens": "1"}),
+    ("chat/completions", ChatRequest, {"messages": '[{"role":"user","content":"a"}]', "max_tokens": "1"}),
+    ("responses", ResponsesRequest, {"input": '"a"', "max_output_tokens": "1"}),
+    ("messages", MessagesRequest, {"messages": '[{"role":"user","content":"a"}]', "max_tokens": "1"}),
 )
 
 
-@pytest.mark.parametrize(("route", "kind", "needed"), ROUTES, ids=["completions", "chats"])
+@pytest.mark.parametrize(("route", "kind", "needed"), ROUTES, ids=["completions", "chats", "responses", "messages"])
 async def test_each_field_with_each_value(
     stock: Stock, engine: EngineRig, tmp_path: Path, route: str, kind: type[GenerationFields], needed: dict[str, str]
 ) -> None:
-    start = {"model": json.dumps(BASE), **needed, "max_tokens": "1"}
+    start = {"model": json.dumps(BASE), **needed}
     num_served = 0
     scripted = RouterRig(tmp_path / "spool", text_service())  # the engine's model is too small for texts
-    async with scripted.client() if kind is ChatRequest else client_of(EngineDispatcher(engine), stock) as client:
+    async with (
+        scripted.client() if kind is not CompletionRequest else client_of(EngineDispatcher(engine), stock) as client
+    ):
         for field in kind.__struct_fields__:
             is_refused = field in refused_fields(kind)
             values = OTHERS if is_refused else (*NUMBERS, *TEXTS, *OTHERS, *(BIASES if field == "logit_bias" else ()))

@@ -65,8 +65,36 @@ COMPLETIONS = {
     "stop strings beyond the limit": completion(stop=["a" * 2999 + chr(98 + i) for i in range(16)], n=16),
     "long echo": completion(prompt=WORDS * 8_000, echo=True),
 }
+RESPONSES = {
+    "a long text": HEAD + b'"input":"' + WORDS.encode() * 10_000 + b'"}',
+    "long instructions": HEAD + b'"input":"a","instructions":"' + WORDS.encode() * 10_000 + b'"}',
+    "empty items": HEAD + b'"input":' + listed(b"{}", 1_000_000) + b"}",
+    "many items": HEAD + b'"input":' + listed(b'{"role":"user","content":"a"}', 8_000) + b"}",
+    "many items in a small body": HEAD + b'"input":' + listed(b'{"role":"user","content":"a"}', 800) + b"}",
+    "many calls in a small body": HEAD
+    + b'"input":'
+    + listed(b'{"type":"function_call","call_id":"","name":"f","arguments":""}', 380)
+    + b"}",
+    "large tools, streamed": HEAD
+    + b'"input":"a","stream":true,"tool_choice":"none","tools":[{"type":"function","name":"f","parameters":{"a":'
+    + listed(b"[]", 40_000)
+    + b"}}]}",
+}
+MESSAGES = {
+    "many turns": HEAD + b'"max_tokens":9,"messages":' + listed(b'{"role":"user","content":"a"}', 8_000) + b"}",
+    "many turns in a small body": HEAD
+    + b'"max_tokens":9,"messages":'
+    + listed(b'{"role":"user","content":"a"}', 800)
+    + b"}",
+    "many blocks": HEAD
+    + b'"max_tokens":9,"messages":[{"role":"user","content":'
+    + listed(b'{"type":"tool_result","tool_use_id":"a"}', 300_000)
+    + b"}]}",
+}
 CASES = [("chat/completions", name, body) for name, body in CHATS.items()]
 CASES += [("completions", name, body) for name, body in COMPLETIONS.items()]
+CASES += [("responses", name, body) for name, body in RESPONSES.items()]
+CASES += [("messages", name, body) for name, body in MESSAGES.items()]
 
 
 @pytest.fixture(scope="module")

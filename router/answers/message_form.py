@@ -1,0 +1,127 @@
+"""The answers of Anthropic's Messages API on their way out: the answer to a chat, told as blocks and events.
+
+A whole answer is a stream of which only the blocks are sent: so both say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+from msgspec import UNSET
+from starlette.responses import Response
+
+from ..anthropic_api import message_schema as schema
+from ..anthropic_api.message_schema import MessageEvent
+from ..generation.choice import Delta
+from ..openai_api.answer_schema import CalledToolDelta, Usage
+from ..openai_api.errors import ApiError
+from ..text.response_reader import TextPiece
+from .answer_shape import AnswerHead
+from .chat_answer import ChatAnswer
+from .spoken import Spoken, spoken_in
+
+_encode: Final = msgspec.json.Encoder().encode
+_Kind = type[schema.TextBlock] | type[schema.ThinkingBlock] | type[schema.ToolUseBlock]
+
+
+class MessageForm:
+    """An `AnswerForm`."""
+
+    def __init__(self, head: AnswerHead, chat: ChatAnswer, *, is_stream: bool) -> None:
+        self.is_stream = is_stream
+        self._head, self._chat = head, chat
+        self._done: list[schema.AnswerBlock] = []
+        self._kind: _Kind | None = None  # of the block that grows; None: none does
+        self._call: CalledToolDelta | None = None  # if it is one of a call
+        self._texts: list[str] = []
+        self._stop_reason: schema.StopReason = "end_turn"
+
+    def take(self, index: int, delta: Delta) -> None:
+        for _ in self._events(spoken_in(delta, self._chat)):
+            pass
+
+    def document(self, usage: Usage) -> Iterator[bytes]:
+        for _ in self._end():
+            pass
+        yield _encode(self._message(self._stop_reason, usage))
+
+    def opening(self, usage: Usage, *, is_over: bool) -> Iterator[bytes]:
+        yield _bytes(schema.MessageStart(self._message(None, usage)))
+        yield _bytes(schema.Ping())
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        if delta.is_empty:
+            return b""
+        return b"".join(map(_bytes, self._events(spoken_in(delta, self._chat))))
+
+    def ending(self, usage: Usage) -> bytes:
+        last = schema.MessageDelta(schema.MessageEnd(self._stop_reason), _usage(usage))
+        return b"".join(map(_bytes, (*self._end(), last, schema.MessageStop())))
+
+    def failure(self, error: ApiError) -> bytes:
+        return _bytes(schema.error_event(error))
+
+    def refusal(self, error: ApiError) -> Response:
+        return schema.error_response(error)
+
+    def _events(self, spoken: Spoken) -> Iterator[MessageEvent]:
+        for part in spoken.parts:
+            if not isinstance(part, TextPiece):
+                yield from self._begin(schema.ToolUseBlock, part)
+                yield self._added(part.function.arguments, schema.ToolUseBlockDelta(part.function.arguments))
+                continue
+            kind = schema.ThinkingBlock if part.part == "reasoning" else schema.TextBlock
+            if self._kind is not kind:
+                yield from self._begin(kind)
+            thinks = kind is schema.ThinkingBlock
+            yield self._added(
+                part.text, schema.ThinkingBlockDelta(part.text) if thinks else schema.TextBlockDelta(part.text)
+            )
+        if spoken.finish_reason is not None:
+            self._stop_reason = _STOP_REASONS[spoken.finish_reason]
+
+    def _begin(self, kind: _Kind, call: CalledToolDelta | None = None) -> Iterator[MessageEvent]:
+        yield from self._end()
+        self._kind, self._call = kind, call
+        yield schema.BlockStart(len(self._done), self._block())
+
+    def _added(self, text: str, delta: schema.AddedToBlock) -> MessageEvent:
+        self._texts.append(text)
+        return schema.BlockDelta(len(self._done), delta)
+
+    def _end(self) -> Iterator[MessageEvent]:
+        """The events of the end of the block that grows, if one does."""
+        if self._kind is not None:
+            yield schema.BlockStop(len(self._done))
+            self._done.append(self._block())
+            self._kind, self._texts = None, []
+
+    def _block(self) -> schema.AnswerBlock:
+        text = "".join(self._texts)
+        if self._kind is schema.ToolUseBlock:
+            assert self._call is not None
+            arguments = msgspec.json.decode(text or "{}", type=dict[str, msgspec.Raw])
+            return schema.ToolUseBlock(self._call.id, self._call.function.name, arguments)
+        return schema.ThinkingBlock(text) if self._kind is schema.ThinkingBlock else schema.TextBlock(text)
+
+    def _message(self, stop_reason: schema.StopReason | None, usage: Usage) -> schema.Message:
+        return schema.Message(self._head.id, self._head.model, [*self._done], stop_reason, _usage(usage))
+
+
+_STOP_REASONS: Final[dict[str, schema.StopReason]] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
+
+
+def _usage(usage: Usage) -> schema.MessageUsage:
+    details = usage.prompt_tokens_details
+    num_cached = 0 if details is UNSET else details.cached_tokens
+    return schema.MessageUsage(usage.prompt_tokens - num_cached, usage.completion_tokens, num_cached)
+
+
+def _bytes(event: MessageEvent) -> bytes:
+    return b"event: " + str(type(event).__struct_config__.tag).encode() + b"\ndata: " + _encode(event) + b"\n\n"

@@ -1,0 +1,164 @@
+"""The answers of OpenAI's Responses API on their way out: the answer to a chat, told as items and events.
+
+A whole answer is a stream of which only the last response is sent: so both say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET
+from starlette.responses import Response as HttpResponse
+
+from ..generation.choice import Delta
+from ..openai_api import response_schema as schema
+from ..openai_api.answer_schema import Usage
+from ..openai_api.errors import ApiError, invalid_value
+from ..openai_api.response_request import ResponseChat
+from ..openai_api.response_schema import StreamEvent
+from ..text.response_reader import TextPiece
+from .answer_shape import AnswerHead
+from .chat_answer import ChatAnswer
+from .response_items import GrowingCall, GrowingItem, GrowingMessage, GrowingReasoning, Place
+from .spoken import Spoken, spoken_in
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class ResponseForm:
+    """An `AnswerForm`."""
+
+    def __init__(self, head: AnswerHead, chat: ChatAnswer, request: ResponseChat, *, is_stream: bool) -> None:
+        self.is_stream = is_stream
+        self._head, self._chat, self._request = head, chat, request
+        terms: dict[str, Any] = msgspec.structs.asdict(request.terms)
+        try:  # once for all events
+            self._terms = {
+                **terms,
+                "tools": msgspec.Raw(_encode(terms["tools"])),
+                "text": msgspec.Raw(_encode(terms["text"])),
+            }
+        except RecursionError as error:
+            raise invalid_value("tools", "they are nested too deeply.") from error
+        self._numbers = count()
+        self._done: list[schema.OutputItem] = []
+        self._growing: GrowingItem | None = None
+        self._is_cut = False  # the answer has as many tokens as it may have
+
+    def take(self, index: int, delta: Delta) -> None:
+        for _ in self._events(spoken_in(delta, self._chat)):
+            pass
+
+    def document(self, usage: Usage) -> Iterator[bytes]:
+        for _ in self._last_events():
+            pass
+        yield _encode(self._ended(usage))
+
+    def opening(self, usage: Usage, *, is_over: bool) -> Iterator[bytes]:
+        begun = self._response("in_progress")
+        yield _bytes(schema.Created(sequence_number=next(self._numbers), response=begun))
+        yield _bytes(schema.InProgress(sequence_number=next(self._numbers), response=begun))
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        if delta.is_empty:
+            return b""
+        return b"".join(map(_bytes, self._events(spoken_in(delta, self._chat))))
+
+    def ending(self, usage: Usage) -> bytes:
+        events = b"".join(map(_bytes, self._last_events()))
+        kind = schema.Incomplete if self._is_cut else schema.Completed
+        return events + _bytes(kind(sequence_number=next(self._numbers), response=self._ended(usage)))
+
+    def failure(self, error: ApiError) -> bytes:
+        detail = error.detail
+        code: Any = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status_code, "server_error")
+        failed = self._response("failed", error=schema.ResponseError(code, detail.message))
+        return _bytes(
+            schema.ErrorEvent(
+                sequence_number=next(self._numbers), message=detail.message, code=detail.code, param=detail.param
+            )
+        ) + _bytes(schema.Failed(sequence_number=next(self._numbers), response=failed))
+
+    def refusal(self, error: ApiError) -> HttpResponse:
+        return error.response()
+
+    def _events(self, spoken: Spoken) -> Iterator[StreamEvent]:
+        self._is_cut = spoken.finish_reason == "length"
+        logprobs = spoken.logprobs
+        for part in spoken.parts:
+            if not isinstance(part, TextPiece):
+                call = GrowingCall(self._place("fc"), part.id, part.function.name)
+                yield from self._begin(call)
+                yield call.add(part.function.arguments)
+            elif part.part == "reasoning":
+                if not isinstance(thought := self._growing, GrowingReasoning):
+                    thought = GrowingReasoning(self._place("rs"))
+                    yield from self._begin(thought)
+                yield thought.add(part.text)
+            else:
+                if not isinstance(message := self._growing, GrowingMessage):
+                    message = GrowingMessage(self._place("msg"))
+                    yield from self._begin(message)
+                yield message.add(part.text, logprobs)
+                logprobs = ()
+        if logprobs and isinstance(self._growing, GrowingMessage):
+            yield self._growing.add("", logprobs)
+
+    def _last_events(self) -> Iterator[StreamEvent]:
+        if self._growing is None:  # an answer without tokens to show has an empty text
+            yield from self._begin(GrowingMessage(self._place("msg")))
+        yield from self._end("incomplete" if self._is_cut else "completed")
+
+    def _begin(self, item: GrowingItem) -> Iterator[StreamEvent]:
+        yield from self._end("completed")
+        self._growing = item
+        yield schema.ItemAdded(**item.place.of_item(), item=item.item("in_progress"))
+        yield from item.opening()
+
+    def _end(self, status: schema.ItemStatus) -> Iterator[StreamEvent]:
+        item, self._growing = self._growing, None
+        if item is not None:
+            yield from item.closing()
+            self._done.append(item.item(status))
+            yield schema.ItemDone(**item.place.of_item(), item=self._done[-1])
+
+    def _place(self, prefix: str) -> Place:
+        index = len(self._done) + (self._growing is not None)
+        return Place(self._numbers, index, f"{prefix}_{self._head.id.partition('_')[2]}_{index}")
+
+    def _ended(self, usage: Usage) -> schema.Response:
+        if not self._is_cut:
+            return self._response("completed", usage)
+        return self._response("incomplete", usage, incomplete_details=schema.IncompleteDetails("max_output_tokens"))
+
+    def _response(self, status: Any, usage: Usage | None = None, **more: Any) -> schema.Response:
+        head, first = self._head, self._request.messages[0].content
+        return schema.Response(
+            **self._terms,
+            **more,
+            id=head.id,
+            created_at=head.created,
+            model=head.model,
+            status=status,
+            instructions=first if self._request.has_instructions and isinstance(first, str) else None,
+            output=[*self._done],
+            usage=None if usage is None else _usage(usage),
+        )
+
+
+def _usage(usage: Usage) -> schema.ResponseUsage:
+    details, reasoned = usage.prompt_tokens_details, usage.completion_tokens_details
+    return schema.ResponseUsage(
+        usage.prompt_tokens,
+        schema.InputTokensDetails(0 if details is UNSET else details.cached_tokens),
+        usage.completion_tokens,
+        schema.OutputTokensDetails(0 if reasoned is UNSET else reasoned.reasoning_tokens),
+        usage.total_tokens,
+    )
+
+
+def _bytes(event: StreamEvent) -> bytes:
+    return b"event: " + str(type(event).__struct_config__.tag).encode() + b"\ndata: " + _encode(event) + b"\n\n"

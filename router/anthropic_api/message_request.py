@@ -1,0 +1,97 @@
+"""Requests of Anthropic's Messages API as data. What it answers is in `message_schema.py`.
+
+The fields that are not Anthropic's mean the same as at /v1/chat/completions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ..openai_api.one_answer import OneAnswerFields
+from ..openai_api.request_schema import ChatRequest, Count, StopString
+
+_REFUSED = Meta(description="Refused but null.")
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A block of a content; which fields count depends on its type."""
+
+    type: Annotated[str, Meta(description="`text`, `tool_use`, `tool_result` or `thinking`.")]
+    text: str | None = None
+    id: str | None = None  # of a tool_use
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None  # of a tool_result
+    content: str | list[Block] | None = None
+    thinking: str | None = None
+
+
+class Turn(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class MessageTool(msgspec.Struct, frozen=True):
+    name: str
+    description: str | None = None
+    input_schema: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
+    type: Annotated[str | None, Meta(description="`custom`, the default.")] = None
+    strict: bool | None = None
+
+
+class MessageToolChoice(msgspec.Struct, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class MessageMetadata(msgspec.Struct, frozen=True):
+    user_id: Annotated[str, Meta(max_length=512)] | None = None
+
+
+class CountTokensRequest(OneAnswerFields, frozen=True, kw_only=True):
+    messages: Annotated[list[Turn], Meta(min_length=1)]
+    system: str | list[Block] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
+    metadata: MessageMetadata | None = None
+    stop: Annotated[Any, Meta(description="Refused: it is called `stop_sequences`.")] = None
+    user: Annotated[Any, Meta(description="Refused: it is called `metadata.user_id`.")] = None
+    stream_options: Annotated[Any, _REFUSED] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="For the chat template, as it is.")] = None
+    container: Annotated[Any, _REFUSED] = None
+    mcp_servers: Annotated[Any, _REFUSED] = None
+    context_management: Annotated[Any, _REFUSED] = None
+
+
+class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
+    max_tokens: Count
+
+
+class MessageChat(ChatRequest, frozen=True, kw_only=True):
+    """The chat that a `MessagesRequest` asks for."""
+
+
+class CountedChat(ChatRequest, frozen=True, kw_only=True):
+    """The chat that a `CountTokensRequest` asks about."""

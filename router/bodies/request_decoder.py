@@ -1,0 +1,68 @@
+"""Bodies of requests as the chats and completions that they ask for, whichever API they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from ..anthropic_api.message_request import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
+from ..openai_api.errors import ApiError
+from ..openai_api.json_body import decode
+from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from ..openai_api.response_request import ResponseChat, ResponsesRequest
+from ..requests.message_chat import counted_chat, message_chat
+from ..requests.response_chat import response_chat
+
+# What decodes in a millisecond or two whatever it holds; more is decoded in another process.
+MAX_BYTES_ON_LOOP: Final = 64 << 10
+MAX_TRANSLATED_BYTES_ON_LOOP: Final = 24 << 10
+# Of a body that is translated: its items may be so small that millions of them would fit into it.
+MAX_OBJECTS: Final = 1 << 20
+
+R = TypeVar("R", bound=GenerationFields)
+
+BODY_KINDS: Final[tuple[type[GenerationFields], ...]] = (
+    CompletionRequest,
+    ChatRequest,
+    ResponseChat,
+    MessageChat,
+    CountedChat,
+)
+# Of kinds whose bodies have another schema: that, and what makes the chat of it.
+_TRANSLATED: Final[Mapping[type[Any], tuple[type[Any], Callable[[Any], Any]]]] = MappingProxyType(
+    {
+        ResponseChat: (ResponsesRequest, response_chat),
+        MessageChat: (MessagesRequest, message_chat),
+        CountedChat: (CountTokensRequest, counted_chat),
+    }
+)
+
+
+class RequestDecoder(Generic[R]):
+    """Decodes the bodies of one kind of requests."""
+
+    def __init__(self, kind: type[R]) -> None:
+        schema, self._translate = _TRANSLATED.get(kind, (kind, _as_it_is))
+        self._is_translated = kind in _TRANSLATED
+        self.max_bytes_on_loop = MAX_TRANSLATED_BYTES_ON_LOOP if self._is_translated else MAX_BYTES_ON_LOOP
+        self._json = msgspec.json.Decoder(schema)
+
+    def decode(self, body: bytes | bytearray) -> R:
+        """Raises a 400 for a body that does not fit the schema."""
+        if self._is_translated and body.count(b"{") > MAX_OBJECTS:
+            raise ApiError(413, f"The request's body has more than {MAX_OBJECTS} objects.", code="request_too_large")
+        try:
+            request: R = self._translate(decode(body, self._json))
+        except ApiError as error:
+            error.is_as_sent = True
+            raise
+        except RecursionError as error:
+            raise ApiError(400, "The request's body is nested too deeply.", code="invalid_json") from error
+        return request
+
+
+def _as_it_is(request: Any) -> Any:
+    return request

@@ -1,0 +1,18 @@
+"""The fields of requests that have one answer, whichever API they are of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from .request_schema import GenerationFields
+
+_NO = Meta(description="`true` is refused.")
+
+
+class OneAnswerFields(GenerationFields, frozen=True, kw_only=True):
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+    use_beam_search: Annotated[bool | None, _NO] = None
+    return_token_ids: Annotated[bool | None, _NO] = None

@@ -1,0 +1,124 @@
+"""Requests of OpenAI's Responses API as data. What it answers is in `response_schema.py`.
+
+The fields that are not OpenAI's mean the same as at /v1/chat/completions.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from .one_answer import OneAnswerFields
+from .request_schema import ChatRequest, Count, StreamOptions
+from .response_schema import ResponseTerms, TextFormat
+
+MAX_METADATA = 16
+ShortText = Annotated[str, Meta(max_length=512)]
+_REFUSED = Meta(description="Refused but null.")
+
+
+class InputPart(msgspec.Struct, frozen=True):
+    """A part of a content: `input_text`, `output_text`, `text`, `refusal`, `reasoning_text` or `summary_text`."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """A message, a call of a function, its output, or what the model thought: as an answer had it, or new."""
+
+    type: Annotated[str, Meta(description="`message`, `function_call`, `function_call_output` or `reasoning`.")] = (
+        "message"
+    )
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    encrypted_content: str | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningConfig(msgspec.Struct, frozen=True):
+    effort: str | None = None
+    summary: Annotated[
+        Literal["auto"] | None, Meta(description="What was thought is shown whole, never summed up.")
+    ] = None
+
+
+class AskedTool(msgspec.Struct, frozen=True):
+    """A tool of type `function`."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class AskedChoice(msgspec.Struct, frozen=True):
+    """Of the type `function`, with its name, or `allowed_tools`, with a mode and tools."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[AskedTool] | None = None
+
+
+class ResponseStreamOptions(StreamOptions, frozen=True):
+    include_obfuscation: Annotated[bool | None, Meta(description="Events are never padded.")] = None
+
+
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",  # it is shown as it is
+    "file_search_call.results",  # and the others are of items that there never are here
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+
+
+class ResponsesRequest(OneAnswerFields, frozen=True, kw_only=True):
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: list[AskedTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | AskedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[Count | None, Meta(description="Of built-in tools, of which there are none.")] = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[Includable] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    stream_options: ResponseStreamOptions | None = None
+    max_tokens: Annotated[Any, Meta(description="Refused: it is called `max_output_tokens`.")] = None
+    truncation: Literal["disabled"] | None = None
+    store: Annotated[bool | None, Meta(description="Answers are not stored: `true` is refused.")] = None
+    background: Annotated[bool | None, Meta(description="`true` is refused.")] = None
+    metadata: Annotated[dict[str, ShortText], Meta(max_length=MAX_METADATA)] | None = None
+    prompt_cache_key: ShortText | None = None
+    safety_identifier: ShortText | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="For the chat template, as it is.")] = None
+    previous_response_id: Annotated[Any, _REFUSED] = None
+    conversation: Annotated[Any, _REFUSED] = None
+    prompt: Annotated[Any, _REFUSED] = None
+    context_management: Annotated[Any, _REFUSED] = None
+    moderation: Annotated[Any, _REFUSED] = None
+
+
+class ResponseChat(ChatRequest, frozen=True, kw_only=True):
+    """The chat that a `ResponsesRequest` asks for, and what its answer repeats of it."""
+
+    terms: ResponseTerms
+    has_instructions: bool  # they are the first message

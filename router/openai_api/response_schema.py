@@ -1,0 +1,257 @@
+"""Answers of OpenAI's Responses API as data: a response, its items, and the events of a stream.
+
+Requests are in `response_request.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from .answer_schema import ChatTokenLogprob
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class FunctionTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunctionTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    name: str
+
+
+class AllowedFunctionTools(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, str]]
+
+
+class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ShownText(msgspec.Struct, frozen=True):
+    format: TextFormat
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ShownReasoning(msgspec.Struct, frozen=True):
+    effort: str | None = None
+    summary: Literal["auto"] | None = None
+
+
+class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
+    text: str
+    annotations: Sequence[None] = ()
+    logprobs: Sequence[ChatTokenLogprob] | msgspec.Raw = ()
+
+
+class ReasoningText(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class OutputMessage(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
+    id: str
+    status: ItemStatus
+    content: Sequence[OutputText] = ()
+    role: Literal["assistant"] = "assistant"
+
+
+class FunctionCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str = ""
+
+
+class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
+    id: str
+    status: ItemStatus
+    content: Sequence[ReasoningText] = ()
+    summary: Sequence[None] = ()
+    encrypted_content: None = None
+
+
+OutputItem = OutputMessage | FunctionCallItem | ReasoningItem
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(msgspec.Struct, frozen=True):
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    message: str
+
+
+class ResponseTerms(msgspec.Struct, frozen=True, kw_only=True):
+    """What a response repeats of its request."""
+
+    max_output_tokens: int | None
+    temperature: float
+    top_p: float
+    parallel_tool_calls: bool
+    tools: list[FunctionTool] | msgspec.Raw
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools
+    text: ShownText | msgspec.Raw
+    reasoning: ShownReasoning
+    top_logprobs: int
+    metadata: dict[str, str]
+    service_tier: Literal["default", "flex"]
+    max_tool_calls: int | None
+    user: str | None
+    prompt_cache_key: str | None
+    safety_identifier: str | None
+
+
+class Response(ResponseTerms, frozen=True, kw_only=True):
+    id: str
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    instructions: str | None
+    output: Sequence[OutputItem] = ()
+    usage: ResponseUsage | None = None
+    incomplete_details: IncompleteDetails | None = None
+    error: ResponseError | None = None
+    object: Literal["response"] = "response"
+    store: bool = False
+    background: bool = False
+    truncation: Literal["disabled"] = "disabled"
+    previous_response_id: None = None
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    sequence_number: int
+
+
+class ResponseEvent(_Event, frozen=True, kw_only=True):
+    response: Response
+
+
+class Created(ResponseEvent, frozen=True, kw_only=True, tag="response.created"):
+    pass
+
+
+class InProgress(ResponseEvent, frozen=True, kw_only=True, tag="response.in_progress"):
+    pass
+
+
+class Completed(ResponseEvent, frozen=True, kw_only=True, tag="response.completed"):
+    pass
+
+
+class Incomplete(ResponseEvent, frozen=True, kw_only=True, tag="response.incomplete"):
+    pass
+
+
+class Failed(ResponseEvent, frozen=True, kw_only=True, tag="response.failed"):
+    pass
+
+
+class _OfItem(_Event, frozen=True, kw_only=True):
+    output_index: int
+
+
+class ItemAdded(_OfItem, frozen=True, kw_only=True, tag="response.output_item.added"):
+    item: OutputItem
+
+
+class ItemDone(_OfItem, frozen=True, kw_only=True, tag="response.output_item.done"):
+    item: OutputItem
+
+
+class _InItem(_OfItem, frozen=True, kw_only=True):
+    item_id: str
+
+
+class ArgumentsDelta(_InItem, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"):
+    delta: str
+
+
+class ArgumentsDone(_InItem, frozen=True, kw_only=True, tag="response.function_call_arguments.done"):
+    name: str
+    arguments: str
+
+
+class _InPart(_InItem, frozen=True, kw_only=True):
+    content_index: Literal[0] = 0
+
+
+class PartAdded(_InPart, frozen=True, kw_only=True, tag="response.content_part.added"):
+    part: OutputText | ReasoningText
+
+
+class PartDone(_InPart, frozen=True, kw_only=True, tag="response.content_part.done"):
+    part: OutputText | ReasoningText
+
+
+class TextDelta(_InPart, frozen=True, kw_only=True, tag="response.output_text.delta"):
+    delta: str
+    logprobs: Sequence[ChatTokenLogprob] = ()
+
+
+class TextDone(_InPart, frozen=True, kw_only=True, tag="response.output_text.done"):
+    text: str
+    logprobs: Sequence[ChatTokenLogprob] | msgspec.Raw = ()
+
+
+class ReasoningDelta(_InPart, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
+    delta: str
+
+
+class ReasoningDone(_InPart, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
+    text: str
+
+
+class ErrorEvent(_Event, frozen=True, kw_only=True, tag="error"):
+    message: str
+    code: str | None
+    param: str | None
+
+
+StreamEvent = (
+    Created
+    | InProgress
+    | ItemAdded
+    | PartAdded
+    | TextDelta
+    | TextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | PartDone
+    | ItemDone
+    | Completed
+    | Incomplete
+    | Failed
+    | ErrorEvent
+)

@@ -1,0 +1,65 @@
+"""What translations into chats have in common: the chat made of its fields, and errors that name the client's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..openai_api.errors import ApiError
+from ..openai_api.json_body import explained
+from ..openai_api.request_schema import ChatRequest, GenerationFields
+
+C = TypeVar("C", bound=ChatRequest)
+T = TypeVar("T")
+
+
+def chat_of(
+    request: GenerationFields,
+    own: Mapping[str, Any],
+    kind: type[C],
+    *,
+    besides: Collection[str],
+    names: Mapping[str, str],
+) -> C:
+    """The chat with `own` fields and those of every generation that the request has, as far as they are not None.
+
+    `besides`: without these. Raises a 400 by the client's `names`: see `renamed`.
+    """
+    shared = {field: getattr(request, field) for field in GenerationFields.__struct_fields__ if field not in besides}
+    given = [(field, value) for fields in (shared, own) for field, value in fields.items() if value is not None]
+    try:
+        return msgspec.convert(dict(given), kind)
+    except msgspec.ValidationError as error:
+        raise renamed(explained(error), names) from error
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error about a chat's field with the client's name of it.
+
+    `names`: by patterns of the chat's. One that ends with `.*` leaves out the place within the field, which is one in
+    the chat.
+    """
+    param = "" if error.is_as_sent else error.detail.param or ""
+    for pattern, name in names.items():
+        own, num_found = re.subn(rf"^{pattern}(?!\w)", name, param, count=1)
+        if not num_found:
+            continue
+        message = error.detail.message.replace(f"'{param}'", f"'{own}'")
+        for other, own_name in names.items():
+            if (word := other.removesuffix(".*")).isidentifier():
+                message = re.sub(rf"\b{word}\b(?!')", own_name, message)
+        return ApiError(error.status_code, message, param=own, code=error.detail.code, headers=error.headers)
+    return error
+
+
+def needed(value: T | None, param: str) -> T:
+    if value is None:
+        raise missing(param)
+    return value
+
+
+def missing(param: str) -> ApiError:
+    return ApiError(400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
