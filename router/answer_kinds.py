@@ -22,7 +22,7 @@ from .openai_api.request_schema import ChatRequest, CompletionRequest, Generatio
 from .openai_api.response_request import ResponseChat
 from .requests import message_chat, response_chat
 from .requests.best_of import check_best_of
-from .requests.chat_prompt import chat_prompt
+from .requests.chat_prompt import chat_prompt, fields_not_shown
 from .requests.completion_prompts import completion_prompts, count_prompts
 from .requests.tool_choice import answer_reader, check_tools, is_old
 from .text.response_reader import ResponseReader
@@ -38,6 +38,7 @@ class PromptTokens:
     """A request's prompts, tokenized."""
 
     token_lists: Sequence[list[int]]
+    not_shown: Sequence[str] = ()  # fields that the chat template leaves out
     echoes: Sequence[str] = ()  # the text of each prompt, where the answer repeats it; empty: it does not
     reader: ResponseReader | None = None  # of the answers' text; None: it is shown as it is
 
@@ -110,7 +111,11 @@ class OfChat(Generic[C]):
 
     async def tokenize(self, request: C, text: TextService, gang: GangInfo) -> PromptTokens:
         token_ids, prompt = await chat_prompt(request, text, gang)
-        return PromptTokens([token_ids], reader=await answer_reader(request, text.answer_format, prompt))
+        return PromptTokens(
+            [token_ids],
+            not_shown=fields_not_shown(request, text.forms),
+            reader=await answer_reader(request, text.answer_format, prompt),
+        )
 
     def max_tokens(self, request: C, room: int) -> int | None:
         return request.max_completion_tokens or request.max_tokens
@@ -187,7 +192,7 @@ class TextCompletion:
 
     async def tokenize(self, request: CompletionRequest, text: TextService, gang: GangInfo) -> PromptTokens:
         token_lists = await completion_prompts(request, text, gang)
-        return PromptTokens(token_lists, await text.echoes(token_lists) if request.echo else ())
+        return PromptTokens(token_lists, echoes=await text.echoes(token_lists) if request.echo else ())
 
     def max_tokens(self, request: CompletionRequest, room: int) -> int | None:
         if request.max_tokens is not None:

@@ -214,6 +214,7 @@ class CompletionsApi:
             await self._base.wait_for_first_gang()
             gang = self._base.gang()
             prompts = await kind.tokenize(request, self._text, gang)
+            record.ignored += prompts.not_shown
         generation = _generation(request, kind, prompts, identity, gang, record.request_id)
         response_id, choice = await answer_id(kind.id_prefix, generation, position, choice, gang.max_model_len)
         head = AnswerHead(str(response_id), response_id.created, request.model)

@@ -2,7 +2,7 @@
 
 It travels in the request's ASGI scope, from the endpoint that creates it to the parts that fill it in: the tenant, the
 model, the number of tokens. Nothing in it is content: no prompt, no key, no text that a client chose
-but names that the registry knows.
+but names that the registry knows, and `ignored`, which only the answer says.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from starlette.types import Scope
 
+from ..openai_api.unknown_fields import warning_header
 from .request_id import REQUEST_ID_HEADER, request_id_of
 
 _KEY: Final = "motet.request"
@@ -40,6 +41,7 @@ class RequestRecord:
     first_token_s: float | None = None  # from the request's arrival
     finish: str = ""  # why each choice ended, with how many did so
     num_sent_bytes: int | None = None  # of the answer's body; None: it was not sent
+    ignored: list[str] = field(default_factory=list)  # names of fields in the body that change nothing
     headers: Sequence[tuple[bytes, bytes]] = ()  # for the answer, unless it has them with other values
 
     @property
@@ -48,9 +50,10 @@ class RequestRecord:
         return _RAW_HEADER, self.request_id.encode("ascii")
 
     def headers_besides(self, own: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """The request's id and those of `headers` that are not among an answer's own."""
+        """The request's id, a warning, and those of `headers` that are not among an answer's own."""
         names = {name for name, _ in own} if self.headers else set()
-        return [self.header, *(header for header in self.headers if header[0] not in names)]
+        warnings = [warning_header(self.ignored)] if self.ignored else []
+        return [self.header, *warnings, *(header for header in self.headers if header[0] not in names)]
 
     @property
     def tags(self) -> dict[str, Any]:

@@ -28,28 +28,31 @@ class BodyDecoder:
     def __init__(self) -> None:
         self._processes = ChildProcesses(_MODULE, NUM_PROCESSES, DEADLINE_S)
 
-    async def decode(self, body: bytearray, kind: type[R], context: int | None) -> R:
-        """The request in the body, checked for its extent. Raises ApiError for one that does not fit the schema.
+    async def decode(self, body: bytearray, kind: type[R], context: int | None) -> tuple[R, list[str]]:
+        """The request in the body, checked for its extent, and the fields that its schema lacks.
+
+        Raises ApiError for one that does not fit the schema.
 
         Raises 413 for a body that cannot be decoded in time or in the memory that is there.
         """
 
-        def read(frames: list[bytes]) -> R | Refusal:
+        def read(frames: list[bytes]) -> tuple[R, list[str]] | Refusal:
             head, *rest = frames
             if not rest:
                 return msgspec.msgpack.decode(head, type=Refusal)
-            values, *pieces = rest
-            return unpacked(PackedRequest(head, values, pieces), kind)
+            values, unknown, *pieces = rest
+            request = unpacked(PackedRequest(head, values, pieces), kind)
+            return request, msgspec.msgpack.decode(unknown, type=list[str])
 
         question = msgspec.msgpack.encode(Question(kind.__name__, context))
         try:
             async with self._processes.process() as process:
-                request = await process.ask([question, body], read)
+                found = await process.ask([question, body], read)
         except (OSError, EOFError, TimeoutError) as error:
             _log.warning("a body of %d bytes could not be decoded: %r", len(body), error)
             raise ApiError(413, "The request's body takes too long to decode.", code="request_too_large") from error
-        if isinstance(request, Refusal):
-            refusal = ApiError(request.status_code, request.message, param=request.param, code=request.code)
-            refusal.is_as_sent = request.is_as_sent
+        if isinstance(found, Refusal):
+            refusal = ApiError(found.status_code, found.message, param=found.param, code=found.code)
+            refusal.is_as_sent = found.is_as_sent
             raise refusal
-        return request
+        return found

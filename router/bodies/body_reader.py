@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 from starlette.requests import Request
 
+from ..access.request_record import record_of
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError
 from ..openai_api.request_schema import GenerationFields
@@ -46,9 +47,11 @@ class BodyReader:
     ) -> AsyncIterator[R]:
         """The request in the body, decoded. `context`: tokens of the model's context; None: not known yet.
 
-        A tenant's large requests are inside of the block one at a time: what is done there for a long prompt takes
-        others' time too. Raises 400 for a body that does not fit the schema, 408 for one that comes too slowly, 413 for
-        one over the limit, 415 for one that is compressed, and 429 where the memory for bodies is taken.
+        Fields that the schema lacks are noted in the request's record. A tenant's large requests are inside of the
+        block one at a time: what is done there for a long prompt takes others' time too.
+
+        Raises 400 for a body that does not fit the schema, 408 for one that comes too slowly, 413 for one over the
+        limit, 415 for one that is compressed, and 429 where the memory for bodies is taken.
         """
         _check_headers(http, max_bytes)
         body = _HeldBody(tenant)
@@ -58,11 +61,13 @@ class BodyReader:
                 small = self._small[kind].decode(body.data)
                 assert isinstance(small, kind)
                 check_extent(small, context)
+                record_of(http.scope).ignored += self._small[kind].unknown_fields(body.data)
                 self._release(body)
                 yield small
                 return
             async with self._turns.of(tenant):
-                request = await self._decoder.decode(body.data, kind, context)
+                request, unknown = await self._decoder.decode(body.data, kind, context)
+                record_of(http.scope).ignored += unknown
                 self._release(body)
                 yield request
         finally:

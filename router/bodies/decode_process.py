@@ -43,21 +43,22 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 def answer(question: Question, body: bytes) -> list[bytes]:
-    """The frames of the answer after its first one: a `PackedRequest`'s, or one with a `Refusal`."""
+    """The frames of the answer after its first one: a `PackedRequest`'s and unknown fields, or one with a `Refusal`."""
     try:
-        found = _packed(question, body)
+        found, unknown = _packed(question, body)
     except ApiError as error:
         detail = error.detail
         refusal = Refusal(error.status_code, detail.message, detail.param, detail.code, error.is_as_sent)
         return [msgspec.msgpack.encode(refusal)]
-    return [found.head, found.values, *found.pieces]
+    return [found.head, found.values, msgspec.msgpack.encode(unknown), *found.pieces]
 
 
-def _packed(question: Question, body: bytes) -> PackedRequest:
-    request = _DECODERS[question.kind].decode(body)
+def _packed(question: Question, body: bytes) -> tuple[PackedRequest, list[str]]:
+    decoder = _DECODERS[question.kind]
+    request = decoder.decode(body)
     check_extent(request, question.context)
     try:
-        return packed(check_free(request))
+        return packed(check_free(request)), decoder.unknown_fields(body)
     except OverflowError:
         message = "The request's body has a whole number of more than 63 bits."
         raise ApiError(400, message, code="invalid_value") from None

@@ -13,6 +13,7 @@ from ..openai_api.errors import ApiError
 from ..openai_api.json_body import decode
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from ..openai_api.response_request import ResponseChat, ResponsesRequest
+from ..openai_api.unknown_fields import unknown_fields
 from ..requests.message_chat import counted_chat, message_chat
 from ..requests.response_chat import response_chat
 
@@ -45,10 +46,10 @@ class RequestDecoder(Generic[R]):
     """Decodes the bodies of one kind of requests."""
 
     def __init__(self, kind: type[R]) -> None:
-        schema, self._translate = _TRANSLATED.get(kind, (kind, _as_it_is))
+        self._schema, self._translate = _TRANSLATED.get(kind, (kind, _as_it_is))
         self._is_translated = kind in _TRANSLATED
         self.max_bytes_on_loop = MAX_TRANSLATED_BYTES_ON_LOOP if self._is_translated else MAX_BYTES_ON_LOOP
-        self._json = msgspec.json.Decoder(schema)
+        self._json = msgspec.json.Decoder(self._schema)
 
     def decode(self, body: bytes | bytearray) -> R:
         """Raises a 400 for a body that does not fit the schema."""
@@ -62,6 +63,10 @@ class RequestDecoder(Generic[R]):
         except RecursionError as error:
             raise ApiError(400, "The request's body is nested too deeply.", code="invalid_json") from error
         return request
+
+    def unknown_fields(self, body: bytes | bytearray) -> list[str]:
+        """Names in a body that was decoded which its schema lacks."""
+        return unknown_fields(body, self._schema)
 
 
 def _as_it_is(request: Any) -> Any:

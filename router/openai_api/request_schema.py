@@ -1,7 +1,7 @@
 """Requests of OpenAI's API as data, with vLLM's usual extensions. Answers are in `answer_schema.py`.
 
-A field that is null counts as absent, as in OpenAI's API. Fields that are not listed here are ignored; those of
-`UnsupportedFields` are listed so that they can be refused.
+A field that is null counts as absent, as in OpenAI's API. Fields that are not listed here change nothing, and a header
+says so (`unknown_fields.py`); those of `UnsupportedFields` are listed so that they can be refused.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ _SCHEMAS: Final = "#/components/schemas/{name}"
 _REQUEST_ID: Final = {"x-request-id": {"$ref": "#/components/headers/x-request-id"}}
 _ABOUT: Final = (
     "Thousands of LoRA adapters of one base model behind OpenAI's API. A null in a request's body is an absent field; "
-    "fields that are not described are ignored. Errors have OpenAI's form."
+    "fields that are not described change nothing, and the header `x-motet-warning` names them. Errors have OpenAI's "
+    "form."
 )
 _BEARER: Final = (
     "An API key of a tenant. Each operation says which of the key's scopes it needs; `operator` stands for the "

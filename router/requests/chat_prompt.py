@@ -49,8 +49,13 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
 
 def fields_not_shown(request: ChatRequest, forms: TemplateForms) -> list[str]:
     """Fields that the template leaves out of the prompt, as it does in transformers."""
-    tools = [] if forms.shows_tools else [field for field in ("tools", "functions") if getattr(request, field)]
-    return tools + (["documents"] if request.documents and not forms.shows_documents else [])
+    is_left_out = {
+        "tools": bool(request.tools) and not forms.shows_tools,
+        "functions": bool(request.functions) and not forms.shows_tools,
+        "documents": bool(request.documents) and not forms.shows_documents,
+        "messages[].tool_calls": not forms.shows_calls and any(one.tool_calls for one in request.messages),
+    }
+    return [field for field, is_so in is_left_out.items() if is_so]
 
 
 def _are_few(messages: Sequence[ChatMessage]) -> bool:

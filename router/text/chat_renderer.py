@@ -43,7 +43,7 @@ class ChatRenderer:
         """Raises ChatTemplateError, and what the template itself raises. `arguments`: more of the template's."""
         hider = _Hider(self._tokens, self._answer_names)
         messages, arguments = [hider.message(one) for one in messages], hider.value(arguments, hider.names)
-        text = self._apply(messages, **options, **arguments)
+        text = hider.marks.unescaped(self._apply(messages, **options, **arguments))
         if not hider.has_pieces:
             return RenderedChat(text)
         strict = self._without_pieces(text, hider.marks, messages, arguments, **options)
@@ -64,7 +64,7 @@ class ChatRenderer:
 
         copies = [_with_same_role(message, lambda one: _mapped(one, hide)) for message in messages]
         try:
-            strict = self._apply(copies, **options, **_mapped(arguments, hide))
+            strict = marks.unescaped(self._apply(copies, **options, **_mapped(arguments, hide)))
         except TEMPLATE_ERRORS:  # it looks for what is hidden
             strict = None
         if strict is not None:

@@ -13,6 +13,7 @@ from .added_tokens import AddedTokens, TokenSpan
 
 _MARK: Final = re.compile("[\ud800-\udfff]")
 _FIRST_MARK: Final = 0xD800
+_NUM_OF_FIRST_MARKS: Final = 1024  # one of these is drawn, so that no client can write its escape
 # Of a plane for private use, so that no normalizer changes them; random, so that no client can write one.
 _FIRST_OF_ALIASES: Final = 0x100000
 _NUM_OF_ALIASES: Final = 0xFFFE
@@ -27,10 +28,17 @@ class Marks:
 
     def __init__(self) -> None:
         self._marks: dict[str, str] = {}
+        self._first = _FIRST_MARK + secrets.randbelow(_NUM_OF_FIRST_MARKS)
 
     def of(self, char: str) -> str:
         """What stands for this character."""
-        return self._marks.setdefault(char, chr(_FIRST_MARK + len(self._marks)))
+        return self._marks.setdefault(char, chr(self._first + len(self._marks)))
+
+    def unescaped(self, text: str) -> str:
+        """The text with marks that a template wrote as escapes, as Python writes a list of texts, put back."""
+        for mark in self._marks.values() if "\\ud" in text else ():
+            text = text.replace(f"\\u{ord(mark):x}", mark)
+        return text
 
     def shown(self, text: str) -> str:
         """The text with its characters put back."""

@@ -38,6 +38,7 @@ class TemplateForms:
     reasoning: str = REASONING_NAMES[0]  # the field for what an assistant thought
     knows_developer: bool = False  # the role
     shows_tools: bool = False
+    shows_calls: bool = False
     shows_documents: bool = False
     knows_effort: bool = False  # the variable `reasoning_effort`
     thinking_switch: str | None = None  # the variable that turns thinking on and off
@@ -47,7 +48,7 @@ def template_forms(template: str, apply: Apply) -> TemplateForms:
     """Renders some twenty small chats. `template`: its source."""
     probe = _Probe(apply)
     probe.find_question()
-    arguments, takes_text, empty = probe.call_forms()
+    arguments, takes_text, empty, shows_calls = probe.call_forms()
     in_parts, in_text = probe.content_forms(arguments, empty)
     return TemplateForms(
         arguments=arguments,
@@ -57,6 +58,7 @@ def template_forms(template: str, apply: Apply) -> TemplateForms:
         roles_of_text=in_text,
         reasoning=probe.reasoning_name(arguments, empty),
         knows_developer=_DEVELOPER.search(template) is not None,
+        shows_calls=shows_calls,
         shows_tools=probe.is_changed_by(tools=([_tool()], None)),
         shows_documents=probe.is_changed_by(documents=([{"title": _QUESTION, "text": _ANSWER}], None)),
         knows_effort=probe.is_changed_by(reasoning_effort=("low", "high")),
@@ -101,10 +103,13 @@ class _Probe:
             text = self._text([*before, _content(role, parts), *after]) or ""
             is_dumped = _DUMPED.search(text) is not None  # the list as Python or JSON writes it
             in_parts |= {role} if all(part in text for part in _PARTS) and not is_dumped else set()
+            if role not in in_parts | in_text:  # it refuses the probe; the first is the user's
+                in_parts |= {role} if "user" in in_parts else set()
+                in_text |= {role} if "user" in in_text else set()
         return frozenset(in_parts), frozenset(in_text)
 
-    def call_forms(self) -> tuple[_Form, bool, str | None]:
-        """The form of arguments, whether they may be any text, and the content of a message without one."""
+    def call_forms(self) -> tuple[_Form, bool, str | None, bool]:
+        """The form of arguments, whether they may be any text, the content of a message without one; are they shown?"""
         of_objects, of_texts = (
             {empty: self._call_text(_arguments_in(form), empty) for empty in ("", None)} for form in _FORMS
         )
@@ -113,7 +118,8 @@ class _Probe:
         found = of_texts if takes_texts and not takes_objects else of_objects
         none, empty = found[None], found[""]
         is_wrong = _says_none(none, empty) or (_shows_arguments(empty) and not _shows_arguments(none))
-        return "text" if found is of_texts else "object", takes_texts, "" if is_wrong else None
+        form: _Form = "text" if found is of_texts else "object"
+        return form, takes_texts, "" if is_wrong else None, takes_objects or takes_texts
 
     def _call_text(self, arguments: Any, content: str | None) -> str | None:
         return self._text(

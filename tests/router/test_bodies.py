@@ -13,6 +13,7 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
+from motet.router.access.request_record import begin_record
 from motet.router.bodies.body_budget import TENANT_SHARE, BodyBudget
 from motet.router.bodies.body_limits import BYTES_PER_TOKEN, FIXED_BYTES, MOST_BYTES, ArrivalPace, max_body_bytes
 from motet.router.bodies.body_reader import BodyReader
@@ -48,7 +49,9 @@ class Client:
     def __init__(self, **headers: str) -> None:
         raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
-        self.request = Request({"type": "http", "method": "POST", "headers": raw}, self._messages.get)
+        scope = {"type": "http", "method": "POST", "headers": raw}
+        self.record = begin_record(scope, "POST /v1/completions")
+        self.request = Request(scope, self._messages.get)
 
     def send(self, body: bytes, *, more: bool = True) -> None:
         self._messages.put_nowait({"type": "http.request", "body": body, "more_body": more})

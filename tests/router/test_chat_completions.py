@@ -11,6 +11,7 @@ from motet.tests.rigs.router_rig import BASE, EOS, RouterRig, chunks_of, events_
 ANSWER = "the 猫 fox"
 HELLO = [{"role": "user", "content": "hello"}]
 NAMED = {"type": "function", "function": {"name": "f"}}
+CALLING = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
 RESULT = [{"role": "tool", "content": "3", "tool_call_id": "1"}]
 
 
@@ -205,6 +206,54 @@ async def test_refused_fields_are_named(rig: RouterRig, fields: dict[str, Any], 
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert rig.dispatcher.submitted == []
+
+
+async def test_what_is_ignored_is_named_in_a_header(rig: RouterRig) -> None:
+    tool = {"type": "function", "function": {"name": "f", "examples": []}, "cache_control": None}
+    messages = [{**HELLO[0], "mood": "calm"}, {**HELLO[0], "mood": "calm"}]
+    body = {
+        "messages": messages,
+        "tools": [tool],
+        "tool_choice": "none",
+        "documents": [{"text": "a"}],
+        "top_a": 1,
+        "x\ny\u20ac": {},
+    }
+    expected = (
+        "ignored fields: top_a, x?y?, messages[].mood, tools[].cache_control, tools[].function.examples, "
+        "tools, documents"  # which this template does not show
+    )
+    assert (await post(rig, **body)).headers["x-motet-warning"] == expected
+    assert (await post(rig, **body, stream=True)).headers["x-motet-warning"] == expected
+    large = {**body, "messages": [*messages, {"role": "user", "content": "a " * 50_000}]}
+    rig.dispatcher.context = 131_072
+    assert (await post(rig, **large)).headers["x-motet-warning"] == expected
+    refused = await post(rig, **body, regex="a")
+    assert (refused.status_code, refused.headers["x-motet-warning"]) == (400, expected.partition(", tools, ")[0])
+
+
+async def test_other_doors_name_what_is_ignored(rig: RouterRig) -> None:
+    for path, body in (
+        ("responses", {"input": "hello", "top_a": 1}),
+        ("messages", {"messages": HELLO, "max_tokens": 3, "top_a": 1}),
+        ("completions", {"prompt": "hello", "top_a": 1}),
+    ):
+        async with rig.client() as client:
+            response = await client.post(f"/v1/{path}", json={"model": BASE, **body})
+        assert (response.status_code, response.headers["x-motet-warning"]) == (200, "ignored fields: top_a")
+
+
+async def test_few_of_many_names_are_in_the_header(rig: RouterRig) -> None:
+    header = (await post(rig, **{f"{number}" + "x" * 1_000: 1 for number in range(9)})).headers["x-motet-warning"]
+    assert header == "ignored fields: " + ", ".join(f"{number}" + "x" * 63 for number in range(8)) + ", ..."
+
+
+async def test_nothing_is_said_where_nothing_is_ignored(rig: RouterRig, tmp_path: Path) -> None:
+    past = [*HELLO, calling("{}"), *RESULT]
+    fields = {"messages": past, "tools": None, "user": "me", "stream_options": None}
+    response = await post(RouterRig(tmp_path / "other", text_service(CALLING)), **fields)
+    assert (response.status_code, response.headers.get("x-motet-warning")) == (200, None)
+    assert (await post(rig, **fields)).headers["x-motet-warning"] == "ignored fields: messages[].tool_calls"
 
 
 async def test_the_templates_own_words_reach_the_client(rig: RouterRig) -> None:

@@ -37,6 +37,20 @@ CHATS = {
     "lists of nothing": HEAD + b'"tools":' + listed(b"[]", 1_000_000) + b"," + HELLO,
     "lists that nobody looks at": HEAD + b'"tool_choice":"none","tools":' + listed(b"[]", 1_000_000) + b"," + HELLO,
     "lists in a small body": HEAD + b'"tool_choice":"none","tools":' + listed(b"[]", 19_000) + b"," + HELLO,
+    "unknown fields in a small body": HEAD + b",".join(b'"x%d":1' % i for i in range(6_000)) + b"," + HELLO,
+    "unknown fields of messages in a small body": HEAD
+    + b'"messages":'
+    + listed(b'{"role":"user","content":"a","x":1}', 1_500)
+    + b"}",
+    "lists in arguments": HEAD
+    + b'"messages":[{"role":"user","content":"a"},{"role":"assistant","tool_calls":['
+    + listed(b'{"function":{"name":"f","arguments":"{\\"a\\":' + listed(b"[]", 19_000) + b'}"}}', 8)[1:]
+    + b'},{"role":"tool","content":"a"}]}',
+    "lists in tools": HEAD
+    + b'"tools":[{"type":"function","function":{"name":"f","parameters":{"a":'
+    + listed(b"[]", 40_000)
+    + b"}}}],"
+    + HELLO,
     "an unknown field": HEAD + b'"unknown":' + listed(b"{}", 1_000_000) + b"," + HELLO,
     "empty messages": HEAD + b'"messages":' + listed(b'{"role":"user","content":""}', 140_000) + b"}",
     "many messages": HEAD + b'"messages":' + listed(b'{"role":"user","content":"a"}', 8_000) + b"}",
