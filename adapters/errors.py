@@ -18,6 +18,7 @@ AdapterError
 ├── TenantEnding          the tenant's deletion has not ended (HTTP 409)
 ├── NoSuchTenant          (HTTP 404)
 ├── NoSuchKey             (HTTP 404)
+├── NoSuchUser            (HTTP 404)
 ├── KeyTaken              an API key belongs to another tenant already (a launch is refused)
 └── OtherBase             a store or registry holds adapters of another base (a launch is refused)
 ```
@@ -95,6 +96,10 @@ class NoSuchKey(AdapterError):  # noqa: N818
 
 
 class TooManyKeys(AdapterError):  # noqa: N818
+    pass
+
+
+class NoSuchUser(AdapterError):  # noqa: N818
     pass
 
 

@@ -75,6 +75,11 @@ def private_name(user: str, name: str) -> str:
     return f"{PRIVATE}{user}/{name}"
 
 
+def user_place(user: str) -> str:
+    """Sorts users as their private adapters are sorted."""
+    return f"{user}/"
+
+
 def owner_of(name: str) -> str:
     """The user whose private adapter has this registered name; empty: it is the tenant's."""
     return split_private(name)[0] or ""

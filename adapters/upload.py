@@ -188,6 +188,10 @@ class UploadService:
         """At most `limit` of those that the caller sees, from behind the name `after`. Raises RegistryUnavailable."""
         return await self._registry.list_adapters(tenant, after, limit, sight)
 
+    async def owners(self, tenant: str, after: str, limit: int) -> Sequence[str]:
+        """See `Registry.owners`."""
+        return await self._registry.owners(tenant, after, limit)
+
     async def get(self, tenant: str, name: str, sight: Sight = PLAIN_SIGHT) -> AdapterVersion | None:
         """The name's current version, if the caller sees it. Raises RegistryUnavailable."""
         found = await self._registry.get_many([(tenant, one) for one in sight.names(name)])
@@ -249,9 +253,9 @@ class UploadService:
             _log.warning("unused packed files stay for now: %s", error)
             return None
 
-    async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
-        """What the tenant has stored, and what of that came with the key. Raises RegistryUnavailable."""
-        return await self._registry.stored.of(tenant, key_id)
+    async def stored(self, tenant: str, owner: str) -> tuple[StorageUse, StorageUse]:
+        """What the tenant has stored, and what of that is a key's or a `~user`'s. Raises RegistryUnavailable."""
+        return await self._registry.stored.of(tenant, owner)
 
     async def _check_registrable(
         self, tenant: str, name: str, upload: CheckedUpload, bounds: Sequence[StorageBound], *, activate: bool
@@ -273,7 +277,7 @@ class UploadService:
         num_bytes = upload.num_bytes + packed_bytes(self._layouts, upload.module_ranks)
         more = StorageUse(0 if versions else 1, num_bytes - freed)
         for bound in bounds:
-            use = (await self._registry.stored.of(tenant, bound.key_id))[1]
+            use = (await self._registry.stored.of(tenant, bound.owner))[1]
             check_storage(bound, use, more)
 
     def _within_limits(self, config: bytes | Path, tensors: Path) -> tuple[bytes, int]:

@@ -22,6 +22,7 @@ from .access.request_record import begin_record
 from .accounts.account import Accountant, Accounts
 from .administration.keys_api import KeysApi
 from .administration.tenants_api import TenantsApi
+from .administration.users_api import UsersApi
 from .base_model import BaseModel
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
@@ -110,7 +111,9 @@ def create_app(
     if pins is not None:
         routes += routes_of(PinApi(uploads, view, pins))
     if administration is not None:
-        routes += routes_of(TenantsApi(administration, view), KeysApi(administration, view))
+        routes += routes_of(
+            TenantsApi(administration, view), KeysApi(administration, view), UsersApi(administration, view, uploads)
+        )
     openapi = OpenApi(routes)
     authenticator, access_log = Authenticator(view, OperatorKey.of(operator_key), tokens), AccessLog(config)
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)

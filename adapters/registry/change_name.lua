@@ -4,7 +4,7 @@
 --   0: the tenant that asks (`incarnation`; empty: any) is being deleted, or was;
 --   1: its tenant has `max_canaries` canaries already;
 --   {'pinned_bytes', bytes, most}, {'pins', most} or {'pins_in_all', most}: too much would be pinned;
---   {key_id, adapters, bytes, more adapters, more bytes}: one of `bounds` would be exceeded.
+--   {owner, adapters, bytes, more adapters, more bytes}: one of `bounds` would be exceeded.
 -- `head` is the record up to its facts; `facts` are JSON without brace and revision.
 -- include: events.lua, audit.lua, stored_counts.lua, pins.lua
 -- KEYS: adapters, names, versions, version_notes, canaries, tenants

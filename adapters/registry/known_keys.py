@@ -36,6 +36,11 @@ class KnownKeys:
             return None
         return None if key_hash is None else (key_hash.hex(), self._keys[key_hash])
 
+    def keys_of_user(self, tenant: str, user: str) -> Sequence[tuple[str, KeyRecord]]:
+        """Hash and record of each."""
+        mine = ((raw, self._keys[raw]) for raw in self._hashes.get(tenant, ()))
+        return [(raw.hex(), record) for raw, record in mine if record.user == user]
+
     def keys_of(self, tenant: str) -> Sequence[KeyRecord]:
         """Sorted by id."""
         return sorted((self._keys[one] for one in self._hashes.get(tenant, ())), key=lambda key: key.key_id)

@@ -180,14 +180,14 @@ class NameRecords:
         return state, int(last_version or 0), record or "", notes or ""
 
 
-def _refuse(bounds: Sequence[StorageBound], key_id: str, *counts: int | str) -> None:
-    if key_id == "pinned_bytes":
+def _refuse(bounds: Sequence[StorageBound], owner: str, *counts: int | str) -> None:
+    if owner == "pinned_bytes":
         num_bytes, most = map(int, counts)
         check_pinned(most, num_bytes)
-    if key_id in ("pins", "pins_in_all"):
-        whose = "your" if key_id == "pins" else "all tenants'"
+    if owner in ("pins", "pins_in_all"):
+        whose = "your" if owner == "pins" else "all tenants'"
         raise VersionRefused(f"{counts[0]} of {whose} adapters are pinned, which is the most that may be: unpin one")
-    bound = next(bound for bound in bounds if bound.key_id == key_id and not bound.is_open)
+    bound = next(bound for bound in bounds if bound.owner == owner and not bound.is_open)
     check_storage(bound, use_of(*counts[:2]), use_of(*counts[2:]))
     raise AssertionError(f"{bound} was exceeded, and is not")
 

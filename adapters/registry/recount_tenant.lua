@@ -13,8 +13,8 @@ for _, field in ipairs(redis.call('ZRANGEBYLEX', names, '[' .. tenant .. '/', '(
 end
 for _, text in ipairs(redis.call('HVALS', unswept_prefix .. tenant)) do
   local unswept = parse_unswept(text)
-  add_bytes(counts, unswept.key_id, unswept.num_bytes)
+  add_bytes(counts, unswept, unswept.num_bytes)
 end
 redis.call('DEL', stored_prefix .. tenant)
-for key_id, count in pairs(counts) do write_count(tenant, key_id, count[1], count[2]) end
+for owner, count in pairs(counts) do write_count(tenant, owner, count[1], count[2]) end
 return tenant

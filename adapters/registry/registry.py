@@ -116,6 +116,7 @@ class Registry:
         self._take_back_keys = bind_script(client, "take_back_keys.lua", allow_oom=True)
         self._claim_base = bind_script(client, "claim_base.lua", allow_oom=True)
         self._list_adapters = bind_script(client, "list_adapters.lua")
+        self._owners_page = bind_script(client, "owners_page.lua")
         self._scan_digests = bind_script(client, "scan_digests.lua")
         self._scan_hash = bind_script(client, "scan_hash.lua")
         self._tenants_with = bind_script(client, "tenants_with.lua")
@@ -179,6 +180,13 @@ class Registry:
                 async with self._bounded():
                     found += await self._list_adapters(start=start, stop=f"({tenant}/{end}", count=count)
         return [decode_adapter(field, record) for field, record in zip(found[::2], found[1::2], strict=True)]
+
+    async def owners(self, tenant: str, after: str, limit: int) -> Sequence[str]:
+        """At most `limit` of the tenant's users who have private adapters, behind `after`, as `user_place` sorts."""
+        check_tenant(tenant)
+        async with self._bounded():
+            found: Sequence[str] = await self._owners_page(tenant=tenant, after=after, count=min(limit, PAGE_SIZE))
+        return found
 
     async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> AdapterDeleted | None:
         """Removes the name with all its versions; None: there is no such name. `entry`: for the audit log."""

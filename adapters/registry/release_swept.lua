@@ -6,7 +6,7 @@ local changes = {counts = {}, unswept = {}}
 for i = 1, #entries, 2 do
   if redis.call('HGET', unswept_prefix .. tenant, entries[i]) == entries[i + 1] then
     local unswept = parse_unswept(entries[i + 1])
-    add_bytes(changes.counts, unswept.key_id, -unswept.num_bytes)
+    add_bytes(changes.counts, unswept, -unswept.num_bytes)
     changes.unswept[entries[i]] = false
   end
 end

@@ -1,4 +1,4 @@
-"""What tenants and their keys have stored, as the registry counts it with each change of a name."""
+"""What tenants, their keys and their users have stored, as the registry counts it with each change of a name."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class StoredCounts:
         self._release_swept = bind_script(client, "release_swept.lua", allow_oom=True)
         self._scan_hash = bind_script(client, "scan_hash.lua")
 
-    async def of(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
-        """What the tenant has stored, what is to be swept included, and what of that was uploaded with the key."""
+    async def of(self, tenant: str, owner: str) -> tuple[StorageUse, StorageUse]:
+        """What the tenant has stored, what is to be swept included, and what of that is a key's, or a `~user`'s."""
         async with answered_within(self._timeout_s):
-            found: list[str | None] = await self._client.hmget(STORED + tenant, ["", key_id])
-        of_tenant, of_key = (_use(text) for text in found)
-        return of_tenant, of_key
+            found: list[str | None] = await self._client.hmget(STORED + tenant, ["", owner])
+        of_tenant, of_owner = (_use(text) for text in found)
+        return of_tenant, of_owner
 
     async def unswept_bytes(self, tenant: str, digest: str) -> int:
         """What this content counts for the tenant although none of its names has it; 0: it does not."""
@@ -110,7 +110,7 @@ def bound_args(bounds: Sequence[StorageBound]) -> list[str]:
     for bound in bounds:
         if not bound.is_open:
             args += [
-                bound.key_id,
+                bound.owner,
                 *("" if most is None else str(most) for most in (bound.adapters, bound.stored_bytes)),
             ]
     return args

@@ -52,6 +52,16 @@ quota_option = click.option(
 )
 
 
+user_quota_option = click.option(
+    "--user-quota",
+    "user_bounds",
+    type=bound,
+    metavar="NAME=NUMBER",
+    multiple=True,
+    help="The same for each of its users, all but pinned-bytes. May be repeated.",
+)
+
+
 def quota_text(quota: Mapping[str, int | None]) -> str:
     """A quota's bounds as they are typed."""
     return " ".join(f"{name.replace('_', '-')}={bound}" for name, bound in quota.items() if bound is not None)

@@ -26,7 +26,7 @@ _ROWS: Final = {
 @json_option
 @with_client
 def limits(client: MotetClient, as_json: bool) -> None:
-    """Show the quotas of the tenant and of its key, and what is left of them."""
+    """Show the quotas of the tenant, of its user and of its key, and what is left of them."""
     found = client.call("GET", "/v1/limits")
     if as_json:
         print_json(found)
@@ -37,7 +37,9 @@ def limits(client: MotetClient, as_json: bool) -> None:
 def limit_lines(found: Mapping[str, Any]) -> list[str]:
     """A line for each quota."""
     lines = []
-    for owner in ("tenant", "key"):
+    for owner in ("tenant", "user", "key"):
+        if found[owner] is None:
+            continue
         for name, words in _ROWS.items():
             limit = found[owner][name]
             if limit["limit"] is not None:

@@ -10,7 +10,7 @@ import click
 
 from ..client.client import MotetClient
 from ..client.client_options import with_operator_client
-from .given import quota_option, quota_text
+from .given import quota_option, quota_text, user_quota_option
 from .output import json_option, print_json, print_table, time_text
 
 PATH = "/v1/admin/tenants"
@@ -36,6 +36,7 @@ def tenants() -> None:
 @click.option("--background", is_flag=True, help="Its requests yield to those of all other tenants.")
 @label
 @quota_option
+@user_quota_option
 @json_option
 @with_operator_client
 def create(
@@ -45,12 +46,13 @@ def create(
     background: bool,
     label: str | None,
     bounds: tuple[tuple[str, int | None], ...],
+    user_bounds: tuple[tuple[str, int | None], ...],
     as_json: bool,
 ) -> None:
     """Create the tenant NAME, which has no keys yet."""
     body: dict[str, Any] = {"name": name, "weight": weight, "background": background, "label": label}
     body = {field: value for field, value in body.items() if value is not None}
-    _show(client.call("POST", PATH, {**body, "quota": dict(bounds)}), as_json)
+    _show(client.call("POST", PATH, {**body, "quota": dict(bounds), "user_quota": dict(user_bounds)}), as_json)
 
 
 @tenants.command(name="list")
@@ -82,6 +84,7 @@ def show(client: MotetClient, name: str, as_json: bool) -> None:
 )
 @label
 @quota_option
+@user_quota_option
 @json_option
 @with_operator_client
 def change(
@@ -91,6 +94,7 @@ def change(
     background: bool | None,
     label: str | None,
     bounds: tuple[tuple[str, int | None], ...],
+    user_bounds: tuple[tuple[str, int | None], ...],
     as_json: bool,
 ) -> None:
     """Change the tenant NAME. What is not given stays as it is."""
@@ -98,6 +102,8 @@ def change(
     body = {field: value for field, value in body.items() if value is not None}
     if bounds:
         body["quota"] = dict(bounds)
+    if user_bounds:
+        body["user_quota"] = dict(user_bounds)
     if not body:
         raise click.UsageError("nothing to change was given")
     _show(client.call("PATCH", path_of(name), body), as_json)
@@ -149,9 +155,10 @@ def _print_tenants(tenants: Sequence[Mapping[str, Any]]) -> None:
             "background" if tenant["background"] else "",
             tenant["num_keys"],
             quota_text(tenant["quota"]),
+            quota_text(tenant["user_quota"]),
             time_text(tenant["created_at"]),
             tenant["label"],
         )
         for tenant in tenants
     ]
-    print_table(("name", "state", "weight", "class", "keys", "quota", "created", "label"), rows)
+    print_table(("name", "state", "weight", "class", "keys", "quota", "of each user", "created", "label"), rows)

@@ -19,6 +19,7 @@ from ..client_commands.limits_command import limits
 from ..client_commands.residency_commands import pin, preload, residency, unpin
 from ..client_commands.tenant_commands import tenants
 from ..client_commands.usage_command import usage
+from ..client_commands.user_commands import users
 from ..client_commands.version_commands import aliases, canary, versions
 from .chat import Chat
 from .check_command import check
@@ -90,7 +91,7 @@ for _command in (
     unpin,
 ):
     main.add_command(_command)
-for _command in (limits, usage, tenants, keys, audit):
+for _command in (limits, usage, tenants, users, keys, audit):
     main.add_command(_command)
 
 

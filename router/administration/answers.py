@@ -12,8 +12,8 @@ from ...adapters.registry.tenants.audit_entry import WrittenEntry
 from ...adapters.registry.tenants.records import KeyRecord, Quota, Scope, TenantRecord
 
 
-class QuotaShown(msgspec.Struct, frozen=True, kw_only=True):
-    """null: there is no bound."""
+class UserQuotaShown(msgspec.Struct, frozen=True, kw_only=True):
+    """Of each user of a tenant. null: there is no bound."""
 
     requests_per_minute: int | None
     tokens_per_minute: int | None
@@ -21,6 +21,11 @@ class QuotaShown(msgspec.Struct, frozen=True, kw_only=True):
     uploads_per_minute: int | None
     adapters: int | None
     stored_bytes: int | None
+
+
+class QuotaShown(UserQuotaShown, frozen=True, kw_only=True):
+    """null: there is no bound."""
+
     pinned_bytes: int | None
 
 
@@ -33,6 +38,7 @@ class TenantShown(msgspec.Struct, frozen=True, kw_only=True):
     weight: float
     background: bool
     quota: QuotaShown
+    user_quota: UserQuotaShown
     num_keys: int
 
 
@@ -58,9 +64,20 @@ class KeyRotated(KeyMade, frozen=True, kw_only=True):
 
 class Deleted(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    object: Literal["tenant", "api_key"]
+    object: Literal["tenant", "api_key", "user"]
     deleted: Literal[True] = True
-    num_adapters: int | msgspec.UnsetType = msgspec.UNSET  # of a tenant: that went with it, in this call
+    num_adapters: int | msgspec.UnsetType = msgspec.UNSET  # that went with a tenant or user, in this call
+    num_keys: int | msgspec.UnsetType = msgspec.UNSET  # that went with a user
+
+
+class UserShown(msgspec.Struct, frozen=True, kw_only=True):
+    """One who has a key or a private adapter."""
+
+    name: str
+    object: Literal["user"] = "user"
+    num_keys: int
+    adapters: int  # that have a version of his, private or the tenant's
+    stored_bytes: int  # of his versions, what is still to be swept included
 
 
 class ActorShown(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +109,7 @@ def shown_tenant(tenant: TenantRecord, num_keys: int) -> TenantShown:
         weight=tenant.weight,
         background=tenant.is_background,
         quota=_quota(tenant.quota),
+        user_quota=_user_quota(tenant.user_quota),
         num_keys=num_keys,
     )
 
@@ -143,3 +161,8 @@ def _key_fields(key: KeyRecord) -> dict[str, Any]:
 
 def _quota(quota: Quota) -> QuotaShown:
     return QuotaShown(**structs.asdict(quota))
+
+
+def _user_quota(quota: Quota) -> UserQuotaShown:
+    shown = structs.asdict(quota)
+    return UserQuotaShown(**{name: shown[name] for name in UserQuotaShown.__struct_fields__})

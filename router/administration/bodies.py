@@ -19,8 +19,8 @@ Lifetime = Annotated[float, Meta(gt=0, le=_TEN_YEARS_S)]  # seconds from now on
 Scopes = Annotated[list[Scope], Meta(min_length=1, max_length=8)]
 
 
-class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of what is left out nothing changes."""
+class UserQuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of each user of a tenant. Of what is left out nothing changes."""
 
     requests_per_minute: Bound | UnsetType = UNSET
     tokens_per_minute: Bound | UnsetType = UNSET
@@ -28,6 +28,11 @@ class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     uploads_per_minute: Bound | UnsetType = UNSET
     adapters: Bound | UnsetType = UNSET
     stored_bytes: Bound | UnsetType = UNSET
+
+
+class QuotaBody(UserQuotaBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of what is left out nothing changes."""
+
     pinned_bytes: Bound | UnsetType = UNSET
 
 
@@ -39,6 +44,7 @@ class TenantBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     weight: Weight = 1.0
     background: bool = False
     quota: QuotaBody = QuotaBody()
+    user_quota: UserQuotaBody = UserQuotaBody()  # of each of its users
 
 
 class TenantChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,6 +54,7 @@ class TenantChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weight: Weight | UnsetType = UNSET
     background: bool | UnsetType = UNSET
     quota: QuotaBody | UnsetType = UNSET
+    user_quota: UserQuotaBody | UnsetType = UNSET
 
 
 class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,8 +88,8 @@ def given(body: msgspec.Struct) -> dict[str, Any]:
     """The fields that the body has, with those of its quota as a mapping."""
     fields = {name: getattr(body, name) for name in body.__struct_fields__}
     present = {name: value for name, value in fields.items() if value is not UNSET}
-    return {name: given(value) if isinstance(value, QuotaBody) else value for name, value in present.items()}
+    return {name: given(value) if isinstance(value, UserQuotaBody) else value for name, value in present.items()}
 
 
-def quota_of(body: QuotaBody) -> Quota:
+def quota_of(body: UserQuotaBody) -> Quota:
     return Quota(**given(body))

@@ -67,6 +67,7 @@ class TenantsApi:
             weight=body.weight,
             is_background=body.background,
             quota=quota_of(body.quota),
+            user_quota=quota_of(body.user_quota),
         )
         await self._tenants.create(tenant, operators(request))
         return await self._changed(body.name)

@@ -16,6 +16,7 @@ from ...adapters.errors import (
     NoSuchKey,
     NoSuchName,
     NoSuchTenant,
+    NoSuchUser,
     NoSuchVersion,
     QuotaExceeded,
     RegistryFull,
@@ -127,6 +128,8 @@ def from_adapter_error(error: AdapterError) -> ApiError | None:
             return ApiError(404, message, param="version", code="version_not_found")
         case NoSuchTenant():
             return ApiError(404, sentence, param="tenant", code="tenant_not_found")
+        case NoSuchUser():  # nor of a user of another tenant
+            return ApiError(404, "There is no such user.", param="user", code="user_not_found")
         case NoSuchKey():  # the same for a key that does not exist and for a key of another tenant
             return ApiError(404, "There is no such API key.", param="key_id", code="key_not_found")
         case VersionRefused():

@@ -34,6 +34,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         "adapter_not_found": (404, "there is no such adapter, or it is another tenant's"),
         "version_not_found": (404, "the adapter has no such version or alias"),
         "tenant_not_found": (404, "there is no such tenant"),
+        "user_not_found": (404, "there is no such user, or none who has a key or a private adapter"),
         "key_not_found": (404, "there is no such key, or it is another tenant's"),
         "not_found": (404, "there is no such route"),
         "method_not_allowed": (405, "the route is not for this method"),

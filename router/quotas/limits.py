@@ -1,4 +1,4 @@
-"""Which quotas limit a request: those of its tenant, and those of its key; and how much of each is left."""
+"""Which quotas limit a request: those of its tenant, of its user, and of its key; and how much of each is left."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from ...adapters.registry.tenants.records import Quota
 from ..tenants.identity import Identity
 
 Kind = Literal["requests", "tokens", "streams", "uploads"]
-Owner = Literal["tenant", "key"]
+Owner = Literal["tenant", "user", "key"]
 
+_NONE: Final = Quota()
 PERIOD_US: Final = 60_000_000.0
 _SLACK_US: Final = 1.0  # rounding of sums
 
@@ -44,18 +46,25 @@ class Limit:
         return min(cost, self.limit)
 
 
+def quotas_of(identity: Identity) -> tuple[tuple[Owner, Quota, str], ...]:
+    """With what follows a limit's kind in its name. All users of a tenant have the same quota, each for itself."""
+    return (
+        ("tenant", identity.tenant.quota, ""),
+        ("user", identity.tenant.user_quota if identity.user else _NONE, f":~{identity.user}"),
+        ("key", identity.key.quota, f":{identity.key.key_id}"),
+    )
+
+
 def limits_of(identity: Identity) -> tuple[Limit, ...]:
     """Empty: its requests have no limit."""
     found = []
-    owners: tuple[Owner, Owner] = "tenant", "key"
-    for owner, quota in zip(owners, (identity.tenant.quota, identity.key.quota), strict=True):
+    for owner, quota, suffix in quotas_of(identity):
         kinds: tuple[tuple[Kind, int | None], ...] = (
             ("requests", quota.requests_per_minute),
             ("tokens", quota.tokens_per_minute),
             ("streams", quota.concurrent_streams),
             ("uploads", quota.uploads_per_minute),
         )
-        suffix = f":{identity.key.key_id}" if owner == "key" else ""
         found += [Limit(kind + suffix, kind, owner, limit) for kind, limit in kinds if limit is not None]
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""GET /v1/limits: the quotas of a tenant and of its key, and what is left of them."""
+"""GET /v1/limits: the quotas of a tenant, of its user and of its key, and what is left of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Literal
 import msgspec
 from starlette.requests import Request
 
-from ...adapters.registry.tenants.storage_bounds import StorageUse, storage_bounds
+from ...adapters.registry.tenants.storage_bounds import StorageUse, user_owner
 from ...adapters.upload import UploadService
 from ..route import route
 from ..tenants.identity import Identity
-from .limits import Kind, Level, Owner
+from .limits import Kind, Level, Owner, quotas_of
 from .quotas import Quotas
 
 
@@ -35,6 +35,7 @@ class OwnersLimits(msgspec.Struct, frozen=True, kw_only=True):
 class LimitsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["limits"] = "limits"
     tenant: OwnersLimits
+    user: OwnersLimits | None  # null: the key is no user's
     key: OwnersLimits
     is_fleet_wide: bool  # False: Redis is away, and this is what the router that answers knew last
 
@@ -50,23 +51,28 @@ class LimitsApi:
         "GET",
         "/v1/limits",
         scope="metrics",
-        summary="The quotas of the tenant and of its key, and what is left of them.",
+        summary="The quotas of the tenant, of its user and of its key, and what is left of them.",
         answers={200: LimitsAnswer},
         errors=("registry_unavailable",),
     )
     async def show(self, request: Request, identity: Identity) -> LimitsAnswer:
         levels, is_fleet_wide = ((), True) if self._quotas is None else await self._quotas.look(identity)
         stored = await self._uploads.stored(identity.name, identity.key.key_id)
+        of_user = None
+        if identity.user:
+            of_user = _of(
+                "user", identity, levels, (await self._uploads.stored(identity.name, user_owner(identity.user)))[1]
+            )
         return LimitsAnswer(
             tenant=_of("tenant", identity, levels, stored[0]),
+            user=of_user,
             key=_of("key", identity, levels, stored[1]),
             is_fleet_wide=is_fleet_wide,
         )
 
 
 def _of(owner: Owner, identity: Identity, levels: Sequence[Level], stored: StorageUse) -> OwnersLimits:
-    bound = storage_bounds(identity.tenant, identity.key)[owner == "key"]
-    quota = identity.tenant.quota if owner == "tenant" else identity.key.quota
+    quota = next(quota for whose, quota, _ in quotas_of(identity) if whose == owner)
 
     def limit_of(kind: Kind) -> LimitStatus:
         for level in levels:
@@ -80,8 +86,8 @@ def _of(owner: Owner, identity: Identity, levels: Sequence[Level], stored: Stora
         tokens_per_minute=limit_of("tokens"),
         concurrent_streams=limit_of("streams"),
         uploads_per_minute=limit_of("uploads"),
-        adapters=_counted(bound.adapters, stored.adapters),
-        stored_bytes=_counted(bound.stored_bytes, stored.stored_bytes),
+        adapters=_counted(quota.adapters, stored.adapters),
+        stored_bytes=_counted(quota.stored_bytes, stored.stored_bytes),
         pinned_bytes=quota.pinned_bytes,
     )
 

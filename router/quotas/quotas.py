@@ -1,4 +1,4 @@
-"""Quotas of tenants and keys: requests and tokens a minute, and answers at once, over all routers.
+"""Quotas of tenants, users and keys: requests and tokens a minute, and answers at once, over all routers.
 
 Routers hold grants (`grants.py`), which Redis has deducted from the tenant's budget, so a request waits for Redis only
 if a grant lacks what it needs. Units that are idle for a quarter of a second go back. Without Redis the grants are all
@@ -25,7 +25,7 @@ from ..openai_api.errors import ApiError, unavailable
 from ..tenants.identity import Identity
 from .grant_sender import Costs, GrantSender, RedisAway, clock_us
 from .grants import Grant, Taken
-from .limits import PERIOD_US, Level, Limit, limits_of
+from .limits import PERIOD_US, Level, Limit, limits_of, quotas_of
 from .refusals import Headers, headers_of, refusal, zero_refusal
 
 WAIT_S: Final = 0.1  # for Redis, of a request
@@ -41,9 +41,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Holder:
-    """The limits of one key's requests, by these quotas of its tenant and its own. `grants`: of limits above 0."""
+    """The limits of one key's requests, by these quotas of tenant, user and key. `grants`: of limits above 0."""
 
-    quotas: tuple[Quota, Quota]
+    quotas: tuple[Quota, ...]
     limits: tuple[Limit, ...]
     grants: tuple[Grant, ...]
 
@@ -182,7 +182,8 @@ class Quotas:
 
     def _holder(self, identity: Identity) -> _Holder:
         tenant_id, key_id = identity.tenant.tenant_id, identity.key.key_id
-        holder, quotas = self._holders.get((tenant_id, key_id)), (identity.tenant.quota, identity.key.quota)
+        holder = self._holders.get((tenant_id, key_id))
+        quotas = tuple([quota for _, quota, _ in quotas_of(identity)])
         if holder is None or holder.quotas != quotas:
             limits = limits_of(identity)
             holder = _Holder(quotas, limits, tuple(self._grant(tenant_id, limit) for limit in limits if limit.limit))

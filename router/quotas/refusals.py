@@ -14,7 +14,7 @@ _KINDS: Final[tuple[Kind, ...]] = ("requests", "tokens", "streams")  # of answer
 
 
 def headers_of(levels: Sequence[Level]) -> Headers:
-    """OpenAI's rate-limit headers. Where tenant and key both have a limit, of the one that has less left."""
+    """OpenAI's rate-limit headers. Where tenant, user and key have a limit, of the one that has less left."""
     headers: Headers = []
     for kind in _KINDS:
         level = min((one for one in levels if one.limit.kind == kind), key=lambda one: one.left, default=None)

@@ -138,6 +138,7 @@ class AdaptersApi:
                 request, tensors_path, config.max_upload_bytes, config.upload_idle_s, pace, room
             )
             name = identity.sight.uploaded(form.name, is_private=form.is_private)
+            user = owner_of(name) or identity.user
             warnings = tokenizer_warnings(form.tokenizer, self._text)
             others: list[str] = []  # what is wrong with the base that it names
 
@@ -152,10 +153,10 @@ class AdaptersApi:
                 form.config,
                 tensors_path,
                 activate=form.activate,
-                note=VersionNote(form.note, identity.key.key_id, owner_of(name) or identity.user),
+                note=VersionNote(form.note, identity.key.key_id, user),
                 incarnation=identity.tenant.incarnation,
                 entry=identity.entry(request, "adapter.upload", name),
-                bounds=storage_bounds(identity.tenant, identity.key),
+                bounds=storage_bounds(identity.tenant, identity.key, user),
                 take_room=room.pack,
                 check_base=check_base,
             )

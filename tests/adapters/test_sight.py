@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.errors import AdapterInvalid, RegistryUnavailable
 from motet.adapters.names import check_name, check_user, split_selector
+from motet.adapters.registry import kept_adapters
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.sight import FULL_SIGHT, PLAIN_SIGHT, Sight, owner_of, private_name
@@ -142,4 +143,16 @@ async def test_a_registry_without_redis_lists_what_is_seen(registry: Registry, m
     monkeypatch.setattr(registry, "list_adapters", away)
     for sight, seen in SEEN.items():
         assert [one.name for one in await view.list_adapters("acme", sight=sight)] == seen
+    await view.stop()
+
+
+async def test_a_router_keeps_no_more_for_many_users(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_adapters, "_MAX_ABSENT", 16)
+    view = RegistryView(registry, 2)
+    await view.start()
+    for number in range(100):
+        found = await view.resolve("acme", "x", Sight(f"u{number}"))
+        assert found is not None and found.name == "x"
+    assert view.num_kept <= 2
+    view.check_integrity()  # what is known to be absent, too, is bounded
     await view.stop()

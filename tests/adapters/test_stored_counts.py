@@ -16,7 +16,13 @@ from motet.adapters.registry.administration.tenant_registry import TenantRegistr
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_keys import STORED, STORED_IS_COUNTED, UNSWEPT, UNSWEPT_TENANTS
 from motet.adapters.registry.tenants.audit_entry import Actor
-from motet.adapters.registry.tenants.storage_bounds import StorageBound, StorageUse, check_pinned, check_storage
+from motet.adapters.registry.tenants.storage_bounds import (
+    StorageBound,
+    StorageUse,
+    check_pinned,
+    check_storage,
+    user_owner,
+)
 from motet.adapters.registry.versions.name_state import VersionNote, with_alias
 from motet.adapters.registry.versions.rollout import MAX_VERSIONS, versions_of
 
@@ -34,6 +40,7 @@ async def put(
     *,
     key: str = "k1",
     tenant: str = "acme",
+    user: str = "",
     bounds: tuple[StorageBound, ...] = (),
 ) -> None:
     await registry.names.register(
@@ -42,7 +49,7 @@ async def put(
         digest=f"{content:064x}",
         module_ranks={"q_proj": 8},
         num_bytes=num_bytes,
-        note=VersionNote("", key),
+        note=VersionNote("", key, user),
         bounds=bounds,
     )
 
@@ -70,6 +77,37 @@ async def test_names_and_bytes_of_all_versions_are_counted_for_tenant_and_key(re
     assert await registry.stored.of("acme", "k1") == (StorageUse(), StorageUse())
     assert await registry.stored.of("acme", "k2") == (StorageUse(), StorageUse())
     assert (await registry.stored.of("zenith", "k1"))[0] == StorageUse(1, 5000)
+
+
+async def test_what_is_a_users_is_counted_for_him_over_his_keys_until_it_is_swept(registry: Registry) -> None:
+    await put(registry, "x", 1, 100, key="k1", user="ann")
+    await put(registry, "x", 2, 30, key="k2", user="ann")
+    await put(registry, "~ann/x", 3, 5, key="", user="ann")
+    await put(registry, "y", 1, 100, key="k3", user="bob")
+
+    async def of(user: str) -> StorageUse:
+        return (await registry.stored.of("acme", user_owner(user)))[1]
+
+    assert (await of("ann"), await of("bob")) == (StorageUse(2, 135), StorageUse(1, 100))
+    await registry.delete("acme", "x")
+    await registry.delete("acme", "~ann/x")
+    assert await of("ann") == StorageUse(0, 135)
+    await put(registry, "z", 3, 5, key="k3", user="bob")  # takes over what was to be swept
+    assert (await of("ann"), await of("bob")) == (StorageUse(0, 130), StorageUse(2, 105))
+    with pytest.raises(QuotaExceeded, match="over this user's quota of 110"):
+        await put(registry, "z", 4, 6, key="k4", user="bob", bounds=(StorageBound(user_owner("bob"), None, 110),))
+    await release_all(registry)
+    assert (await of("ann"), await of("bob")) == (StorageUse(), StorageUse(2, 105))
+    assert (await registry.stored.of("acme", "k1"))[1] == StorageUse()
+
+
+async def test_what_was_unswept_before_there_were_users_is_read(registry: Registry, redis_client: Redis) -> None:
+    await put(registry, "x", 1, 100)
+    await registry.delete("acme", "x")
+    entry = await redis_client.hget(UNSWEPT + "acme", f"{1:064x}")
+    assert str(entry).split(" ")[1:] == ["100", "k1"]  # as it was written then
+    await release_all(registry)
+    assert await registry.stored.of("acme", "k1") == (StorageUse(), StorageUse())
 
 
 async def test_versions_that_go_count_until_they_are_swept(registry: Registry) -> None:
@@ -123,7 +161,9 @@ async def test_who_is_over_a_quota_that_was_lowered_may_do_what_adds_nothing(reg
 
 async def test_a_recount_says_what_the_counts_said(registry: Registry, redis_client: Redis) -> None:
     for number in range(12):
-        await put(registry, f"n{number % 4}", number, 7 * number, key=f"k{number % 3}")
+        await put(
+            registry, f"n{number % 4}", number, 7 * number, key=f"k{number % 3}", user=("", "ann", "bob")[number % 3]
+        )
         await put(registry, f"n{number % 5}", number, number, tenant=f"t{number % 2}")
     await registry.delete("acme", "n1")
     tenants = ["acme", "t0", "t1"]

@@ -130,6 +130,10 @@ async def test_users_at_the_command_line(redis_client: Redis, tmp_path: Path) ->
         assert '"name": "poet"' in await done("adapters", "show", "~/poet", "--json", key=ann)
         await done("adapters", "delete", "~ann/poet", key=ann)
         assert "~ann" not in await done("adapters", "list", key=ann)
+        assert "adapters=1" in await done("tenants", "set", "acme", "--user-quota", "adapters=1")
+        assert "bob" in await done("users", "list", "acme")
+        assert "deleted bob, 1 keys and 0 adapters" in await done("users", "delete", "acme", "bob", "--yes")
+        assert [one["name"] for one in json.loads(await done("users", "list", "acme", "--json"))] == ["ann"]
 
 
 @pytest.mark.parametrize(

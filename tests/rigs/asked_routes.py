@@ -12,7 +12,7 @@ from motet.adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from motet.adapters.registry.registry import hash_key
 from motet.router.route import RouteSpec
 from motet.tests.rigs.credentials import Thing
-from motet.tests.rigs.real_front import OWNER, OWNER_KEY, OWNERS_ADAPTER
+from motet.tests.rigs.real_front import LION, OWNER, OWNER_KEY, OWNERS_ADAPTER
 
 _PARAMETER: Final = re.compile(r"{(\w+)(?::\w+)?}")
 _ADAPTER = Thing(OWNERS_ADAPTER, "no-ones-thing")
@@ -26,6 +26,7 @@ THINGS: Final[Mapping[str, Thing]] = {
     "key_id": Thing(_ID, "0" * len(_ID)),
     "version": Thing("1", "1"),  # of an adapter of the owner's, or of none
     "alias": Thing("live", "live"),
+    "user": Thing(LION, "xyz"),
 }
 
 

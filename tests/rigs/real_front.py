@@ -44,6 +44,7 @@ OPERATOR_KEY = "key-of-the-operators"
 EXPIRED_KEY, SUSPENDED_KEY = "stale-key-of-moles", "slow-key-of-sloths"
 OWNERS_ADAPTER, ASKERS_ADAPTER = "lions-adapter", "moles-adapter"
 BADGER, WOMBAT = "badger", "wombat@dig.example"  # users of the asker's tenant
+LION = "leo"  # a user of the owner's tenant, with a private adapter
 BADGER_KEY, WOMBAT_KEY = "sett-key-of-badger", "dirt-key-of-wombat"
 BADGERS_OWN = "badgers-adapter"
 BADGERS_ADAPTER = f"~{BADGER}/{BADGERS_OWN}"
@@ -106,6 +107,7 @@ class RealFront:
         await self.view.catch_up()
         await self._upload(OWNER, OWNERS_ADAPTER, lora_files(seed=1))
         await self._upload(ASKER, ASKERS_ADAPTER, lora_files(seed=2))
+        await self.registry.register(OWNER, f"~{LION}/x", digest="f" * 64, module_ranks={"q_proj": 4}, num_bytes=1)
         await self._upload(ASKER, BADGERS_ADAPTER, lora_files(seed=3))
 
     async def stored(self) -> Any:

@@ -47,6 +47,7 @@ NAMELESS: Final = {  # routes of a tenant's whose requests name nothing that cou
     "GET /v1/limits",
     "GET /v1/usage",
     "GET /v1/keys",
+    "GET /v1/users",
     "POST /v1/keys",
     "POST /v1/feedback",  # an answer by its id: tests/router/test_canaries.py
 }

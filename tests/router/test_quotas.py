@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.registry.tenants.records import Quota
+from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
 from motet.router.accounts.account import Account
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas import grants
 from motet.router.quotas.limits import PERIOD_US
 from motet.router.quotas.quotas import MAX_TAKEOVERS, Quotas
+from motet.router.tenants.identity import Identity
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.quota_rig import asked, ending, identity, is_left, left, progress, routers, try_open, until
 
@@ -479,3 +480,26 @@ async def test_all_keys_are_in_the_slot_of_their_tenant_and_none_stays(redis_cli
         assert all([0 < await redis_client.pttl(key) <= 200_000 for key in keys])
         account.settle(ending())
     assert not quotas._accounts
+
+
+async def test_users_who_are_idle_leave_nothing(redis_url: str) -> None:
+    """Each has a limit of its own while an answer of his is made, over all of his keys."""
+    tenant = TenantRecord(name="acme", user_quota=Quota(concurrent_streams=2))
+    async with routers(redis_url, 1) as (quotas,):
+        accounts = []
+        for number in range(40):
+            key = KeyRecord(key_id=f"k{number}", tenant="acme", user=f"u{number // 2}")
+            accounts.append(await quotas.open(asked(Identity(tenant, key))))
+        assert len(quotas._grants) == 20
+        third = KeyRecord(key_id="another", tenant="acme", user="u7")
+        refused = await try_open(quotas, asked(Identity(tenant, third)))
+        assert isinstance(refused, ApiError) and "This user may have 2 answers" in str(refused.detail.message)
+        for account in accounts:
+            account.settle(ending())
+
+        async def is_empty() -> bool:
+            await quotas._renew()
+            return not quotas._holders and not quotas._grants
+
+        del account, accounts, refused
+        await until(is_empty)

@@ -11,12 +11,21 @@ from redis.asyncio import Redis
 from safetensors.torch import save
 
 from motet.adapters.registry.ledger.entry import Entry, Stage
+from motet.cluster.client_commands.limits_command import limit_lines
+from motet.router.quotas.quotas import Quotas
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.lora_files import lora_files
-from motet.tests.rigs.router_rig import BASE
+from motet.tests.rigs.quota_rig import A_WHILE_S
+from motet.tests.rigs.router_rig import BASE, OPERATOR_KEY
 from motet.tests.rigs.tenants_rig import TenantsRig
 
-ADAPTERS, MODELS, KEYS, AUDIT = "/v1/adapters", "/v1/models", "/v1/keys", "/v1/admin/audit"
+TENANTS, ADAPTERS, MODELS, KEYS, AUDIT = (
+    "/v1/admin/tenants",
+    "/v1/adapters",
+    "/v1/models",
+    "/v1/keys",
+    "/v1/admin/audit",
+)
 EVE: Final = "eve@id.example"
 
 
@@ -41,7 +50,8 @@ class Users(TenantsRig):
     async def answer(self, key: str, model: str) -> tuple[int, str]:
         """Status of a completion, and the version that answered, or the error."""
         answer = await self.ask("POST", "/v1/completions", key, json={"model": model, "prompt": "hi", "max_tokens": 1})
-        return answer.status_code, answer.headers.get("x-motet-version") or answer.json()["error"]["message"]
+        told = answer.headers.get("x-motet-version") or answer.json().get("error", {}).get("message", "")
+        return answer.status_code, told
 
 
 def missing(model: str) -> tuple[int, str]:
@@ -234,6 +244,111 @@ async def test_usage_by_user(metered: Users) -> None:
     assert row["requests"] == 4
     operators = (await metered.done("GET", f"/v1/admin/usage?by=tenant,user&{SPAN}"))["data"]
     assert [(row["tenant"], row["user"], row["requests"]) for row in operators] == [("acme", *row) for row in by_users]
+
+
+@pytest.fixture
+async def bounded(redis_client: Redis, redis_url: str, tmp_path: Path) -> AsyncIterator[Users]:
+    """Where each user may have three requests a minute, two adapters, and as many bytes as two take."""
+    quotas = Quotas(redis_client, lambda: 1, wait_s=A_WHILE_S)
+    quotas.start()
+    async with Users(redis_client, tmp_path, quotas=quotas) as rig:
+        await rig.begin()
+        bounds = {"requests_per_minute": 3, "adapters": 2, "stored_bytes": 30_000}
+        changed = await rig.done("PATCH", f"{TENANTS}/acme", json={"user_quota": bounds})
+        assert changed["user_quota"]["adapters"] == 2 and changed["quota"]["adapters"] is None
+        yield rig
+    await quotas.stop()
+
+
+async def test_all_keys_of_a_user_have_one_quota(bounded: Users) -> None:
+    """And another user has his own; a key that is no user's has none, and its own quota binds a key besides."""
+    second = await bounded.make_key("acme", user="ann", quota={"requests_per_minute": 1})
+    assert (await bounded.answer(second, BASE))[0] == 200
+    assert (await bounded.answer(second, BASE))[0] == 429
+    for _ in range(2):
+        assert (await bounded.answer(bounded.ann, BASE))[0] == 200
+    status, message = await bounded.answer(bounded.ann, BASE)
+    assert status == 429 and "this user's requests a minute: limit 3" in message
+    assert (await bounded.answer(bounded.eve, BASE))[0] == 200
+    for _ in range(5):
+        assert (await bounded.answer(bounded.plain, BASE))[0] == 200
+    limits = await bounded.done("GET", "/v1/limits", bounded.ann)
+    assert (
+        limits["user"]["requests_per_minute"]["remaining"] == 0 and limits["user"]["requests_per_minute"]["limit"] == 3
+    )
+    assert limits["key"]["requests_per_minute"]["limit"] is None
+    assert (await bounded.done("GET", "/v1/limits", bounded.plain))["user"] is None
+    assert any("user" in line for line in limit_lines(limits))
+
+
+async def test_what_a_user_stores_is_bounded(bounded: Users) -> None:
+    """Over all keys: his private adapters, whoever uploads them, and what he uploads for the tenant."""
+    second = await bounded.make_key("acme", user="ann")
+    await bounded.upload(bounded.ann, "a", seed=1, private="true")
+    await bounded.upload(second, "b", seed=2)
+    for key, name in ((bounded.ann, "c"), (second, "~ann/c"), (bounded.admin, "~ann/c")):
+        refused = await bounded.ask("POST", ADAPTERS, key, **upload_form(name, 3))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "insufficient_quota")
+        assert "this user's quota is 2" in refused.json()["error"]["message"]
+    await bounded.upload(bounded.eve, "c", seed=3, private="true")
+    await bounded.upload(bounded.plain, "c", seed=3)
+    limits = (await bounded.done("GET", "/v1/limits", second))["user"]
+    assert limits["adapters"] == {"limit": 2, "remaining": 0, "reset_s": None}
+    assert limits["stored_bytes"]["remaining"] == 30_000 - 2 * 9216
+    await bounded.upload(bounded.ann, "a", seed=4, private="true")
+    refused = await bounded.ask("POST", ADAPTERS, second, **upload_form("b", 5))
+    assert "over this user's quota of 30000" in refused.json()["error"]["message"]
+    await bounded.done("DELETE", f"{ADAPTERS}/~ann/a", bounded.admin)
+    assert (await bounded.done("GET", "/v1/limits", second))["user"]["adapters"]["remaining"] == 1
+
+
+async def test_quotas_of_users_that_cannot_be(bounded: Users) -> None:
+    for quota in ({"pinned_bytes": 1}, {"adapters": -1}, {"adapter": 1}):
+        assert await bounded.refused("PATCH", f"{TENANTS}/acme", json={"user_quota": quota}) == (400, "invalid_value")
+    kept = await bounded.done("PATCH", f"{TENANTS}/acme", json={"user_quota": {"adapters": None}})
+    assert (kept["user_quota"]["adapters"], kept["user_quota"]["requests_per_minute"]) == (None, 3)
+
+
+async def test_users_are_listed_by_pages(rig: Users) -> None:
+    await rig.upload(rig.admin, "~a/x")
+    await rig.upload(rig.admin, "~a-b/x", seed=2)
+    await rig.upload(rig.ann, "y", seed=3)
+    expected = [("a-b", 0, 1), ("a", 0, 1), ("ann", 1, 1), (EVE, 1, 0)]
+    for path, key in (("/v1/users", rig.admin), (f"{TENANTS}/acme/users", OPERATOR_KEY)):
+        for limit in (1, 2, 10):
+            found: list[Any] = []
+            more, after = True, ""
+            while more:
+                page = await rig.done("GET", f"{path}?limit={limit}&after={after}", key)
+                found += page["data"]
+                more, after = page["has_more"], page["last_id"]
+            assert [(one["name"], one["num_keys"], one["adapters"]) for one in found] == expected
+    assert found[0]["stored_bytes"] == 9216
+    assert await rig.refused("GET", "/v1/users", rig.ann) == (403, "missing_scope")
+    assert await rig.refused("GET", f"{TENANTS}/none/users") == (404, "tenant_not_found")
+
+
+async def test_a_deleted_user_has_nothing_left_but_usage(rig: Users) -> None:
+    second = await rig.make_key("acme", user="ann")
+    for number in range(3):
+        await rig.upload(rig.ann, f"n{number}", private="true")
+    await rig.upload(rig.ann, "n1", seed=2)
+    await rig.upload(rig.eve, "n1", seed=3, private="true")
+    gone = await rig.done("DELETE", "/v1/users/ann", rig.admin)
+    assert (gone["num_keys"], gone["num_adapters"]) == (2, 3)
+    for key in (rig.ann, second):
+        assert await rig.refused("GET", MODELS, key) == (401, "invalid_api_key")
+    assert await rig.names(rig.admin) == ["n1", f"~{EVE}/n1"]  # the tenant's stays
+    assert (await rig.answer(rig.eve, "n1"))[0] == 200
+    assert await rig.refused("DELETE", "/v1/users/ann", rig.admin) == (404, "user_not_found")
+    (entry,) = [one for one in (await rig.done("GET", AUDIT))["data"] if one["action"] == "user.delete"]
+    assert (entry["target"], entry["tenant"], entry["actor"]["kind"]) == ("ann", "acme", "key")
+    again = await rig.make_key("acme", user="ann")
+    assert await rig.names(again) == ["n1"] and (await rig.answer(again, "~ann/n0"))[0] == 404
+    assert (await rig.done("DELETE", f"{TENANTS}/acme/users/{EVE}"))["num_adapters"] == 1
+    assert await rig.names(rig.admin) == ["n1"]
+    for user in ("nobody", "~", "%00", "a b"):
+        assert await rig.refused("DELETE", f"/v1/users/{user}", rig.admin) == (404, "user_not_found")
 
 
 async def test_a_deleted_tenants_private_adapters_are_not_the_next_ones(rig: Users) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from msgspec import structs
@@ -20,6 +20,7 @@ from .record_changes import Found, RecordChanges, Wanted
 
 KEY_PREFIX: Final = "motet-"  # lets scanners for secrets recognise a key
 _NUM_RANDOM_BYTES: Final = 32
+_PAGE_SIZE: Final = 200  # of what is deleted at once: a few milliseconds of Redis's time
 
 
 class KeyRegistry:
@@ -92,6 +93,23 @@ class KeyRegistry:
             return Wanted(entry=_entry("key.delete", _held(found, key_hash), actor, {}), keys={key_hash: None})
 
         await self._changes.change(key.tenant, (key_hash,), make)
+
+    async def delete_of_user(self, tenant: str, user: str, hashes: Sequence[str], actor: Actor) -> int:
+        """Deletes those of these keys that are the user's, page by page, and returns how many they were.
+
+        The audit log has an entry for each page, and one where there are no keys: the user's deletion begins.
+        """
+
+        def make(found: Found) -> Wanted:
+            mine = [key_hash for key_hash, key in found.keys.items() if key is not None and key.user == user]
+            entry = AuditEntry(action="user.delete", tenant=tenant, target=user, actor=actor)
+            return Wanted(entry=entry, keys=dict.fromkeys(mine))
+
+        num_deleted = 0
+        for start in range(0, max(len(hashes), 1), _PAGE_SIZE):
+            done = await self._changes.change(tenant, hashes[start : start + _PAGE_SIZE], make)
+            num_deleted += len(done.keys)
+        return num_deleted
 
 
 def _new_key() -> tuple[str, str]:

@@ -46,7 +46,8 @@ class TenantRegistry:
         A tenant that has keys but no record keeps its keys.
         """
         check_tenant(tenant.name)
-        given = {"weight": tenant.weight, "is_background": tenant.is_background, "quota": structs.asdict(tenant.quota)}
+        given: dict[str, object] = {"weight": tenant.weight, "is_background": tenant.is_background}
+        given |= {"quota": structs.asdict(tenant.quota), "user_quota": structs.asdict(tenant.user_quota)}
         entry = AuditEntry(action="tenant.create", tenant=tenant.name, changed=given, actor=actor)
 
         def make(found: Found) -> Wanted:
@@ -62,7 +63,7 @@ class TenantRegistry:
     async def change(
         self, name: str, fields: Mapping[str, Any], actor: Actor, action: str = "tenant.change"
     ) -> TenantRecord:
-        """The tenant with `fields` in place of what it had; `quota` is a mapping of those of its fields that change.
+        """The tenant with `fields` in place of what it had; quotas are mappings of those of their fields that change.
 
         The caller has made sure that there is this tenant. Raises TenantEnding.
         """
@@ -74,8 +75,8 @@ class TenantRegistry:
             before = found.tenant or TenantRecord(name=name)
             _check_not_ending(before)
             given = dict(fields)
-            if "quota" in given:
-                given["quota"] = structs.replace(before.quota, **given["quota"])
+            for quota in given.keys() & {"quota", "user_quota"}:
+                given[quota] = structs.replace(getattr(before, quota), **given[quota])
             return Wanted(entry=entry, tenant=structs.replace(before, is_gone=False, **given))
 
         return _tenant_of(await self._changes.change(name, (), make))

@@ -10,9 +10,9 @@ from .records import KeyRecord, TenantRecord
 
 @dataclass(frozen=True, slots=True)
 class StorageBound:
-    """The most that may be stored by a tenant, or of what was uploaded with one of its keys. None: any amount."""
+    """The most that may be stored by a tenant, with one of its keys, or of a user's. None: any amount."""
 
-    key_id: str  # empty: of the tenant
+    owner: str  # id of the key, or ~user; empty: of the tenant
     adapters: int | None
     stored_bytes: int | None
 
@@ -29,12 +29,19 @@ class StorageUse:
     stored_bytes: int = 0
 
 
-def storage_bounds(tenant: TenantRecord, key: KeyRecord) -> tuple[StorageBound, StorageBound]:
-    """Of the tenant and of the key."""
+def storage_bounds(tenant: TenantRecord, key: KeyRecord, user: str) -> tuple[StorageBound, ...]:
+    """Of the tenant, of the key, and of the user whose the adapter is; empty: it is no user's."""
+    of_user = StorageBound(user_owner(user), tenant.user_quota.adapters, tenant.user_quota.stored_bytes)
     return (
         StorageBound("", tenant.quota.adapters, tenant.quota.stored_bytes),
         StorageBound(key.key_id, key.quota.adapters, key.quota.stored_bytes),
+        *((of_user,) if user else ()),
     )
+
+
+def user_owner(user: str) -> str:
+    """As which a user's share is counted."""
+    return f"~{user}"
 
 
 def check_storage(bound: StorageBound, use: StorageUse, more: StorageUse) -> None:
@@ -42,7 +49,7 @@ def check_storage(bound: StorageBound, use: StorageUse, more: StorageUse) -> Non
 
     `more` may be negative: old versions go as new ones come.
     """
-    whose = "this key's" if bound.key_id else "this tenant's"
+    whose = "this tenant's" if not bound.owner else "this user's" if bound.owner.startswith("~") else "this key's"
     adapters, num_bytes = use.adapters + more.adapters, use.stored_bytes + more.stored_bytes
     if bound.adapters is not None and more.adapters > 0 and adapters > bound.adapters:
         raise QuotaExceeded(

@@ -1,0 +1,45 @@
+"""`motet users list | delete`."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import click
+
+from ..byte_size import format_byte_size
+from ..client.client import MotetClient
+from ..client.client_options import with_operator_client
+from .output import json_option, print_json, print_table
+from .tenant_commands import path_of
+
+
+@click.group()
+def users() -> None:
+    """List and delete users of tenants; for operators. Keys and tokens make users: see `motet keys create --user`."""
+
+
+@users.command(name="list")
+@click.argument("tenant")
+@json_option
+@with_operator_client
+def list_users(client: MotetClient, tenant: str, as_json: bool) -> None:
+    """List the users of TENANT who have a key or a private adapter."""
+    found = client.listed(f"{path_of(tenant)}/users")
+    if as_json:
+        print_json(found)
+        return
+    rows = [(one["name"], one["num_keys"], one["adapters"], format_byte_size(one["stored_bytes"])) for one in found]
+    print_table(("name", "keys", "adapters", "stored"), rows)
+
+
+@users.command()
+@click.argument("tenant")
+@click.argument("user")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@with_operator_client
+def delete(client: MotetClient, tenant: str, user: str, yes: bool) -> None:
+    """Delete USER of TENANT with its keys and private adapters. If interrupted, run it again."""
+    if not yes:
+        click.confirm(f"Delete {user} with all its keys and private adapters? They cannot be brought back", abort=True)
+    gone = client.call("DELETE", f"{path_of(tenant)}/users/{quote(user, safe='')}")
+    click.echo(f"deleted {user}, {gone['num_keys']} keys and {gone['num_adapters']} adapters")

@@ -1,0 +1,120 @@
+"""Users of a tenant: /v1/admin/tenants/{tenant}/users for operators, /v1/users for a tenant's administrators.
+
+Nobody makes users: whoever has a key or a private adapter is one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...adapters.errors import NoSuchUser
+from ...adapters.registry.administration.administration import Administration
+from ...adapters.registry.registry_view import RegistryView
+from ...adapters.registry.tenants.audit_entry import Actor
+from ...adapters.registry.tenants.storage_bounds import user_owner
+from ...adapters.sight import FULL_SIGHT, Sight, private_name, user_place
+from ...adapters.upload import UploadService
+from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
+from ..route import route
+from ..tenants.identity import Identity, operators
+from .answers import Deleted, UserShown, no_tenant
+from .tenants_api import TENANTS
+
+_OWN: Final = "/v1/users"
+_OF_TENANT: Final = f"{TENANTS}/{{tenant}}/users"
+_PAGE_SIZE: Final = 100  # users in an answer, each of which is looked up, and adapters that are deleted in a row
+_operator_route: Final = partial(route, scope="operator", no_store=True)
+_own_route: Final = partial(route, scope="admin", no_store=True)
+
+
+class UsersApi:
+    """Reads keys from the router's copy of the registry, after it has caught up with all earlier changes."""
+
+    def __init__(self, administration: Administration, view: RegistryView, uploads: UploadService) -> None:
+        self._keys, self._view, self._uploads = administration.keys, view, uploads
+
+    @_operator_route(
+        "GET",
+        _OF_TENANT,
+        summary="List a tenant's users who have a key or a private adapter.",
+        query=PAGE_QUERY,
+        answers={200: ListPage[UserShown]},
+        errors=("tenant_not_found", "registry_unavailable"),
+    )
+    async def list_of_tenant(self, request: Request) -> Response:
+        """At most 100 at once."""
+        return await self._list(request, await self._tenant(request))
+
+    @_own_route(
+        "GET",
+        _OWN,
+        summary="List your tenant's users who have a key or a private adapter.",
+        query=PAGE_QUERY,
+        answers={200: ListPage[UserShown]},
+        errors=("registry_unavailable",),
+    )
+    async def list_own(self, request: Request, identity: Identity) -> Response:
+        """At most 100 at once."""
+        await self._view.catch_up()
+        return await self._list(request, identity.name)
+
+    @_operator_route(
+        "DELETE",
+        f"{_OF_TENANT}/{{user}}",
+        summary="Delete a tenant's user with its keys and private adapters.",
+        errors=("tenant_not_found", "user_not_found", "registry_unavailable"),
+    )
+    async def delete(self, request: Request) -> Deleted:
+        return await self._delete(await self._tenant(request), request.path_params["user"], operators(request))
+
+    @_own_route(
+        "DELETE",
+        f"{_OWN}/{{user}}",
+        summary="Delete a user of your tenant with its keys and private adapters.",
+        errors=("user_not_found", "registry_unavailable"),
+    )
+    async def delete_own(self, request: Request, identity: Identity) -> Deleted:
+        await self._view.catch_up()
+        return await self._delete(identity.name, request.path_params["user"], identity.actor(request))
+
+    async def _list(self, request: Request, tenant: str) -> Response:
+        wanted = page_request(request)
+        limit, after = min(wanted.limit, _PAGE_SIZE), wanted.after or ""
+        num_keys = Counter(key.user for key in self._view.keys.keys_of(tenant) if key.user)
+        found = {user for user in num_keys if not after or user_place(user) > user_place(after)}
+        found.update(await self._uploads.owners(tenant, after, limit + 1))
+        users = sorted(found, key=user_place)
+        shown = []
+        for user in users[:limit]:
+            _, use = await self._uploads.stored(tenant, user_owner(user))
+            shown.append(
+                UserShown(name=user, num_keys=num_keys[user], adapters=use.adapters, stored_bytes=use.stored_bytes)
+            )
+        return await list_answer(shown, users[:limit], len(users) > limit)
+
+    async def _delete(self, tenant: str, user: str, actor: Actor) -> Deleted:
+        """First the keys go, so that no further adapter comes with them."""
+        keys = self._view.keys.keys_of_user(tenant, user) if user else ()
+        private = partial(self._uploads.list_page, tenant, private_name(user, ""), sight=Sight(user))
+        if not keys and not await private(limit=1):
+            raise NoSuchUser("there is no such user")
+        num_keys = await self._keys.delete_of_user(tenant, user, [key_hash for key_hash, _ in keys], actor)
+        num_adapters = 0
+        while page := await private(limit=_PAGE_SIZE):
+            for adapter in page:
+                num_adapters += await self._uploads.delete(tenant, adapter.name, None, FULL_SIGHT) is not None
+        await self._view.catch_up()
+        return Deleted(id=user, object="user", num_keys=num_keys, num_adapters=num_adapters)
+
+    async def _tenant(self, request: Request) -> str:
+        """The name in the path, of a tenant that there is. Raises NoSuchTenant."""
+        name: str = request.path_params["tenant"]
+        await self._view.catch_up()
+        if not self._view.keys.has_tenant(name):
+            raise no_tenant(name)
+        return name
