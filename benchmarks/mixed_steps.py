@@ -152,10 +152,10 @@ def without_a_driver(stack: ExitStack, device: SleepingDevice, hosts: list[Host]
             device.wait(self._mark)
             return super().read()
 
-    def launching(logits: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-        def timed(inputs: Any) -> torch.Tensor:
+    def launching(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(inputs: Any) -> Any:
             began_s = time.perf_counter()
-            out = logits(inputs)
+            out = compute(inputs)
             device.launch(began_s)
             return out
 
@@ -165,7 +165,7 @@ def without_a_driver(stack: ExitStack, device: SleepingDevice, hosts: list[Host]
         (joint_sampling, "Arriving", LateArriving),
         (joint_sampling, "staged", copied),
         (device_rows, "staged", copied),
-        *((host.bench.runner, "_logits", launching(host.bench.runner._logits)) for host in hosts),
+        *((host.bench.runner, "_logits_and_scores", launching(host.bench.runner._logits_and_scores)) for host in hosts),
     ):
         stack.enter_context(mock.patch.object(where, name, to))
 

@@ -24,6 +24,7 @@ from .requests import message_chat, response_chat
 from .requests.best_of import check_best_of
 from .requests.chat_prompt import chat_prompt, fields_not_shown
 from .requests.completion_prompts import completion_prompts, count_prompts
+from .requests.prompt_scoring import num_echoed_logprobs
 from .requests.tool_choice import answer_reader, check_tools, is_old
 from .text.response_reader import ResponseReader
 from .text.text import TextService
@@ -118,7 +119,7 @@ class OfChat(Generic[C]):
         )
 
     def max_tokens(self, request: C, room: int) -> int | None:
-        return request.max_completion_tokens or request.max_tokens
+        return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
 
     def num_logprobs(self, request: C) -> int | None:
         return (request.top_logprobs or 0) if request.logprobs else None
@@ -133,6 +134,7 @@ class OfChat(Generic[C]):
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
             message=MessageShape(asked.head.id, 24 if formats is None else formats.num_id_chars, is_old(request)),
+            num_prompt_logprobs=request.prompt_logprobs,
         )
 
 
@@ -186,8 +188,6 @@ class TextCompletion:
         return count_prompts(request)
 
     def check(self, request: CompletionRequest) -> None:
-        if request.echo and request.logprobs is not None:
-            raise unsupported("echo", "the prompt's log probabilities are not computed; leave echo or logprobs out.")
         check_best_of(request)
 
     async def tokenize(self, request: CompletionRequest, text: TextService, gang: GangInfo) -> PromptTokens:
@@ -213,5 +213,8 @@ class TextCompletion:
             prompts=[token_ids for token_ids in prompts.token_lists for _ in range(n)],
             with_logprobs=request.logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
+            num_prompt_logprobs=request.prompt_logprobs,
+            num_echoed_logprobs=num_echoed_logprobs(request),
+            detokenizer=asked.text.detokenizer,
         )
         return ChunkForm(shape, asked.style, asked.generation)

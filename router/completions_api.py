@@ -38,6 +38,7 @@ from .requests.beams import beam_rules, check_beams
 from .requests.best_of import with_best_of
 from .requests.chat_fields import renamed
 from .requests.model_limits import check_length
+from .requests.prompt_scoring import check_num_scores, check_prompt_scoring
 from .requests.sampling_params import sampling_params, stop_strings
 from .resumption import answer_id, requested_position
 from .route import route
@@ -266,6 +267,7 @@ class CompletionsApi:
             raise invalid_value("stream_options", "it is only allowed with stream: true.")
         kind.check(request)
         check_beams(request)
+        check_prompt_scoring(request)
         limit = self._config.now.max_sequences_per_request
         field = "best_of" if (request.best_of or 1) > (request.n or 1) else "n"
         num_sequences = kind.num_prompts(request) * max(request.n or 1, request.best_of or 1)
@@ -294,6 +296,7 @@ def _generation(
 ) -> GenerationRequest:
     """What to generate, by the base. Raises a 400 for what is too long."""
     prompts = [_prompt(request, kind, token_ids, gang) for token_ids in tokens.token_lists]
+    check_num_scores(request, tokens.token_lists)
     generation = GenerationRequest(
         prompts=prompts,
         n=request.n or 1,

@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from .wire.messages import SamplingParams, TokenLogprobs
+from .wire.prompt_scores import PromptScores
 
 
 class Residence(msgspec.Struct, frozen=True, array_like=True):
@@ -95,6 +96,14 @@ class SamplePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seen: SeenTokens | None = None
 
 
+class ScorePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Compute the log-probabilities of tokens of the prompt, each from the row before it."""
+
+    num_top: int  # likeliest tokens of each
+    first_row: int  # among the sequence's rows of this step
+    targets: Int32s  # the tokens, after `first_row` and the rows that follow it
+
+
 class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute these tokens of a sequence, writing their KV, and choose the next one if `sample` is there."""
 
@@ -105,6 +114,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     adapter: str | None  # digest
     sample: SamplePlan | None  # None: a prompt chunk that is not the last
     is_fed: bool = False  # its one token is chosen by the step before; `token_ids` has a placeholder
+    scores: ScorePlan | None = None  # None: none are asked for, or those of these tokens have been computed before
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -164,3 +174,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     failed: tuple[AdapterFailure, ...]
     moved: tuple[MoveEnd, ...] = ()
     host_adapter_stats: HostAdapterStats = HostAdapterStats()
+    scores: dict[int, PromptScores | None] = {}  # by sequence id; None: they are not finite

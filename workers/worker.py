@@ -54,7 +54,8 @@ def run_worker(settings: WorkerSettings) -> None:
         executor = _build(settings, leader)
         while (plan := leader.next_plan()) is not None:
             executor.begin_copies(plan)
-            leader.send(Done(plan.step, executor.runner.run(plan), executor.loader.host_adapter_stats()))
+            output = executor.runner.run(plan)
+            leader.send(Done(plan.step, output.tokens, executor.loader.host_adapter_stats(), output.scores))
         executor.close()
     except ConnectionLostError as error:
         _log.warning("the leader is gone, and this worker with it: %s", error)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ...workers.wire.messages import FinishReason
 from ..generation.choice import Delta
 from ..openai_api.answer_schema import ChunkUsage, Usage
 from .logprobs_json import LogprobsJson
+from .prompt_logprobs_json import EchoedLogprobs, PromptLogprobs
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,9 @@ class AnswerHead:
     id: str
     created: int  # Unix time, seconds
     model: str  # as the client named it
+
+
+_MARK: Final = b"\0"  # in place of a long field: JSON has no such byte
 
 
 class AnswerShape(Protocol):
@@ -35,24 +40,34 @@ class AnswerShape(Protocol):
     def closing(self, usage: Usage) -> msgspec.Struct:
         """The chunk without choices that has the usage, at the end of a stream."""
 
-    def gathering(self) -> WholeChoice:
-        """What the deltas of one choice of a whole answer are added to."""
+    def gathering(self, index: int, first: WholeChoice | None) -> WholeChoice:
+        """What the deltas of the choice `index` of a whole answer are added to.
+
+        `first`: of the first choice of the same prompt, whose log-probabilities of the prompt are this one's, too.
+        """
 
     def choice(self, index: int, whole: WholeChoice) -> msgspec.Struct:
         """The choice at this place of a whole answer."""
 
-    def without_choices(self, usage: Usage) -> msgspec.Struct:
-        """A whole answer whose list of choices is empty."""
+    def without_choices(self, usage: Usage, wholes: Sequence[WholeChoice]) -> msgspec.Struct:
+        """A whole answer whose list of choices is empty. `wholes`: all choices that were gathered."""
 
 
 class WholeChoice:
     """All deltas of one choice, joined."""
 
-    def __init__(self, logprobs: LogprobsJson | None) -> None:
-        """`logprobs`: None if none are shown."""
+    def __init__(
+        self,
+        logprobs: LogprobsJson | None,
+        echoed: EchoedLogprobs | None = None,
+        prompt: PromptLogprobs | None = None,
+    ) -> None:
+        """`logprobs`: None if none are shown. `echoed`, `prompt`: of the prompt, if they are asked for."""
+        self.echoed, self.prompt = echoed, prompt
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._texts: list[str] = []
+        self._long: list[list[bytes]] = []  # JSON of long fields, in the order of the fields
         self._logprobs = logprobs
 
     def add(self, delta: Delta) -> None:
@@ -61,6 +76,9 @@ class WholeChoice:
         self.finish_reason = delta.finish_reason
         if self._logprobs is not None and delta.logprobs:
             self._logprobs.add(delta.logprobs)
+        for growing in (self.echoed, self.prompt):
+            if growing is not None and delta.prompt_scores is not None:
+                growing.add(delta.prompt_scores)
 
     @property
     def text(self) -> str:
@@ -68,4 +86,25 @@ class WholeChoice:
 
     @property
     def logprobs(self) -> msgspec.Raw | None:
-        return None if self._logprobs is None else self._logprobs.whole()
+        """What stands for this field until `json` puts it in."""
+        return None if self._logprobs is None else self._later(self._logprobs.whole())
+
+    @property
+    def prompt_logprobs(self) -> msgspec.Raw | UnsetType:
+        """As `logprobs`."""
+        return UNSET if self.prompt is None else self._later(self.prompt.whole())
+
+    def json(self, encoded: bytes) -> list[bytes]:
+        """The encoded choice, in pieces, with the long fields that were asked for since the last call, in this order.
+
+        To put tens of megabytes together would hold the event loop.
+        """
+        pieces, *rest = [[part] for part in encoded.split(_MARK)]
+        for long, after in zip(self._long, rest, strict=True):
+            pieces += long + after
+        self._long.clear()
+        return pieces
+
+    def _later(self, pieces: list[bytes]) -> msgspec.Raw:
+        self._long.append(pieces)
+        return msgspec.Raw(_MARK)

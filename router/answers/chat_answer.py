@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import UNSET
 
 from ..generation.choice import Delta
@@ -19,6 +21,7 @@ from .answer_shape import AnswerHead, WholeChoice
 from .logprobs_json import ChatLogprobsJson
 from .message_parts import MessageShape, WholeMessage
 from .openai_logprobs import BytesOfToken, chat_logprobs
+from .prompt_logprobs_json import PromptLogprobs
 
 
 class ChatAnswer:
@@ -34,6 +37,7 @@ class ChatAnswer:
         with_logprobs: bool,
         with_token_ids: bool,
         message: MessageShape,
+        num_prompt_logprobs: int | None = None,
     ) -> None:
         self._head = head
         self._bytes_of = bytes_of
@@ -42,6 +46,7 @@ class ChatAnswer:
         self._with_logprobs = with_logprobs
         self._with_token_ids = with_token_ids
         self._message = message
+        self._num_prompt_logprobs = num_prompt_logprobs
 
     def opening(self, usage: ChunkUsage) -> list[ChatChunk]:
         """A chunk with the role for each choice; the first one has the prompt's tokens, too, if they are asked for."""
@@ -68,8 +73,11 @@ class ChatAnswer:
         head = self._head
         return ChatChunk(head.id, head.created, head.model, [], usage)
 
-    def gathering(self) -> WholeMessage:
-        return WholeMessage(ChatLogprobsJson(self._bytes_of) if self._with_logprobs else None)
+    def gathering(self, index: int, first: WholeChoice | None) -> WholeMessage:
+        prompt = None
+        if first is None and self._num_prompt_logprobs is not None:
+            prompt = PromptLogprobs(self._prompt, self._bytes_of, self._num_prompt_logprobs)
+        return WholeMessage(ChatLogprobsJson(self._bytes_of) if self._with_logprobs else None, prompt=prompt)
 
     def choice(self, index: int, whole: WholeChoice) -> ChatChoice:
         assert isinstance(whole, WholeMessage)
@@ -81,10 +89,10 @@ class ChatAnswer:
             whole.token_ids if self._with_token_ids else UNSET,
         )
 
-    def without_choices(self, usage: Usage) -> ChatCompletion:
+    def without_choices(self, usage: Usage, wholes: Sequence[WholeChoice]) -> ChatCompletion:
         head = self._head
         prompt = self._prompt if self._with_token_ids else UNSET
-        return ChatCompletion(head.id, head.created, head.model, [], usage, prompt)
+        return ChatCompletion(head.id, head.created, head.model, [], usage, prompt, wholes[0].prompt_logprobs)
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         return chat_logprobs(delta.logprobs, self._bytes_of) if self._with_logprobs else None

@@ -18,7 +18,7 @@ from ..generation.generation import Generation
 from ..openai_api.answer_schema import ChunkUsage, Usage
 from ..openai_api.errors import ApiError
 from ..openai_api.stream_position import AT_USAGE, EventIds, StreamPosition, wrong_position
-from .answer_shape import AnswerShape
+from .answer_shape import AnswerShape, WholeChoice
 
 _NO_CHOICES: Final = b'"choices":[]'
 _encode: Final = msgspec.json.Encoder().encode
@@ -41,18 +41,25 @@ class ChunkForm:
         """`style`: None for one JSON document."""
         self.is_stream = style is not None
         self._shape, self._style, self._generation = shape, style, generation
-        self._wholes = [] if self.is_stream else [shape.gathering() for _ in generation.choices]
+        self._wholes: list[WholeChoice] = []
+        for index in range(0 if self.is_stream else len(generation.choices)):
+            first = index - index % generation.request.n
+            self._wholes.append(shape.gathering(index, self._wholes[first] if first < index else None))
 
     def take(self, index: int, delta: Delta) -> None:
         self._wholes[index].add(delta)
 
     def document(self, usage: Usage) -> Iterator[bytes]:
         # Nothing but the answer's own list can read so: in a text its quotes have backslashes before them.
-        before, after = _encode(self._shape.without_choices(usage)).split(_NO_CHOICES, 1)
+        before, after = _encode(self._shape.without_choices(usage, self._wholes)).split(_NO_CHOICES, 1)
+        endings = self._wholes[0].json(after)
         yield before + b'"choices":['
         for place, index in enumerate(self._generation.answers()):
-            yield (b"," if place else b"") + _encode(self._shape.choice(place, self._wholes[index]))
-        yield b"]" + after
+            whole = self._wholes[index]
+            yield b"," if place else b""
+            yield from whole.json(_encode(self._shape.choice(place, whole)))
+        yield b"]"
+        yield from endings
 
     def opening(self, usage: Usage, *, is_over: bool) -> Iterator[bytes]:
         position = self._stream.position

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import UNSET
 
 from ..generation.choice import Delta
 from ..openai_api.answer_schema import ChunkUsage, Completion, CompletionChoice, CompletionLogprobs, Usage
+from ..text.text import Detokenizer
 from .answer_shape import AnswerHead, WholeChoice
 from .logprobs_json import CompletionLogprobsJson
 from .openai_logprobs import BytesOfToken, completion_logprobs
+from .prompt_logprobs_json import EchoedLogprobs, PromptLogprobs
 
 
 class CompletionAnswer:
@@ -25,13 +27,22 @@ class CompletionAnswer:
         prompts: Sequence[list[int]],
         with_logprobs: bool,
         with_token_ids: bool,
+        num_prompt_logprobs: int | None = None,
+        num_echoed_logprobs: int | None = None,
+        detokenizer: Callable[[Sequence[int]], Detokenizer] | None = None,
     ) -> None:
+        """`num_prompt_logprobs`, `num_echoed_logprobs`: likely tokens beside those of the prompt; None: none at all.
+
+        `detokenizer`: of what follows some tokens; for echoed log-probabilities.
+        """
         self._head = head
         self._bytes_of = bytes_of
         self._echoes = echoes
         self._prompts = prompts
         self._with_logprobs = with_logprobs
         self._with_token_ids = with_token_ids
+        self._num_prompt_logprobs, self._num_echoed_logprobs = num_prompt_logprobs, num_echoed_logprobs
+        self._detokenizer = detokenizer
 
     def opening(self, usage: ChunkUsage) -> list[Completion]:
         """A chunk for each choice whose prompt is echoed as text or as tokens."""
@@ -47,8 +58,19 @@ class CompletionAnswer:
     def closing(self, usage: Usage) -> Completion:
         return self._completion([], usage)
 
-    def gathering(self) -> WholeChoice:
-        return WholeChoice(CompletionLogprobsJson(self._bytes_of) if self._with_logprobs else None)
+    def gathering(self, index: int, first: WholeChoice | None) -> WholeChoice:
+        echoed = prompt = None
+        if first is not None:
+            echoed, prompt = first.echoed, first.prompt
+        elif self._num_echoed_logprobs is not None and self._detokenizer is not None:
+            step = self._detokenizer(()).step
+            echoed = EchoedLogprobs(self._prompts[index], self._bytes_of, step, self._num_echoed_logprobs)
+        if first is None and self._num_prompt_logprobs is not None:
+            prompt = PromptLogprobs(self._prompts[index], self._bytes_of, self._num_prompt_logprobs)
+        logprobs = None
+        if self._with_logprobs:
+            logprobs = CompletionLogprobsJson(self._bytes_of, echoed, len(self._echoes[index]))
+        return WholeChoice(logprobs, echoed, prompt)
 
     def choice(self, index: int, whole: WholeChoice) -> CompletionChoice:
         return CompletionChoice(
@@ -58,9 +80,10 @@ class CompletionAnswer:
             whole.finish_reason,
             whole.token_ids if self._with_token_ids else UNSET,
             self._prompts[index] if self._with_token_ids else UNSET,
+            whole.prompt_logprobs,
         )
 
-    def without_choices(self, usage: Usage) -> Completion:
+    def without_choices(self, usage: Usage, wholes: Sequence[WholeChoice]) -> Completion:
         return self._completion([], usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: ChunkUsage) -> Completion:

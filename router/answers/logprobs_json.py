@@ -12,6 +12,7 @@ import msgspec
 
 from ..generation.choice import ShownToken
 from .openai_logprobs import BytesOfToken, chat_logprobs, completion_logprobs
+from .prompt_logprobs_json import EchoedLogprobs, listed
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -21,27 +22,33 @@ class LogprobsJson(Protocol):
 
     def add(self, tokens: Sequence[ShownToken]) -> None: ...
 
-    def whole(self) -> msgspec.Raw:
-        """The field `logprobs` of the choice with all tokens that were added."""
+    def whole(self) -> list[bytes]:
+        """JSON of the choice's field `logprobs` with all tokens that were added, in pieces."""
 
 
 class CompletionLogprobsJson:
     """A `LogprobsJson` in the format of completions."""
 
-    def __init__(self, bytes_of: BytesOfToken) -> None:
-        self._bytes_of = bytes_of
+    def __init__(self, bytes_of: BytesOfToken, echoed: EchoedLogprobs | None = None, num_echoed: int = 0) -> None:
+        """`echoed`: of the prompt, whose text has `num_echoed` characters, before the completion."""
+        self._bytes_of, self._echoed, self._num_echoed = bytes_of, echoed, num_echoed
         self._fields: dict[str, list[bytes]] = {
             field: [] for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
 
     def add(self, tokens: Sequence[ShownToken]) -> None:
+        if self._num_echoed:
+            tokens = [token._replace(offset=token.offset + self._num_echoed) for token in tokens]
         found = completion_logprobs(tokens, self._bytes_of)
         for field, parts in self._fields.items():
             parts.append(_elements(getattr(found, field)))
 
-    def whole(self) -> msgspec.Raw:
-        fields = [b'"' + field.encode() + b'":[' + b",".join(parts) + b"]" for field, parts in self._fields.items()]
-        return msgspec.Raw(b"{" + b",".join(fields) + b"}")
+    def whole(self) -> list[bytes]:
+        before = {} if self._echoed is None else self._echoed.fields
+        pieces = [b"{"]
+        for field, parts in self._fields.items():
+            pieces += [b'"', field.encode(), b'":[', *listed([*before.get(field, ()), *parts]), b"],"]
+        return [*pieces[:-1], b"]}"]
 
 
 class ChatLogprobsJson:
@@ -54,8 +61,8 @@ class ChatLogprobsJson:
     def add(self, tokens: Sequence[ShownToken]) -> None:
         self._parts.append(_elements(chat_logprobs(tokens, self._bytes_of).content))
 
-    def whole(self) -> msgspec.Raw:
-        return msgspec.Raw(b'{"content":[' + b",".join(self._parts) + b'],"refusal":null}')
+    def whole(self) -> list[bytes]:
+        return [b'{"content":[', *listed(self._parts), b'],"refusal":null}']
 
 
 def _elements(values: Sequence[object]) -> bytes:

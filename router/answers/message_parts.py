@@ -22,6 +22,7 @@ from ..text.call_parsing import Call
 from ..text.response_reader import TextPiece
 from .answer_shape import WholeChoice
 from .logprobs_json import LogprobsJson
+from .prompt_logprobs_json import PromptLogprobs
 
 _NUM_SHORT_ID_CHARS: Final = 9
 
@@ -29,8 +30,8 @@ _NUM_SHORT_ID_CHARS: Final = 9
 class WholeMessage(WholeChoice):
     """All deltas of one choice of a chat, joined. `text`: the content."""
 
-    def __init__(self, logprobs: LogprobsJson | None) -> None:
-        super().__init__(logprobs)
+    def __init__(self, logprobs: LogprobsJson | None, prompt: PromptLogprobs | None = None) -> None:
+        super().__init__(logprobs, prompt=prompt)
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
         self.has_called = False

@@ -328,7 +328,7 @@ class LeaderConnection:
                 self._note_last_report(update)
                 continue
             if update.error is not None and update.error.kind in ("handed_over", "gang_lost", "given_back"):
-                if update.token_ids or update.usage is not None:
+                if update.token_ids or update.usage is not None or update.prompt_scores is not None:
                     sequence.push(msgspec.structs.replace(update, error=None))
                 if update.error.kind == "given_back":
                     self._give_back(sequence, update.error.message)

@@ -61,6 +61,7 @@ class OpenSequence:
         self.num_failed_sends = 0  # gangs that died before it had arrived, since its last token
         self.num_store_failures: Counter[str] = Counter()  # by gang: how often it could not read the adapter
         self._token_ids: list[int] = []  # all that arrived, read or not
+        self._num_scored = request.num_scored  # tokens of the prompt whose scores arrived
         self._usage = SequenceUsage()  # as last reported
         self.usage_at: float | None = None  # when that was, by time.perf_counter(); None: it was not reported
         self._last_report: asyncio.Future[None] | None = None  # it was cancelled, and its gang reports the usage
@@ -78,7 +79,10 @@ class OpenSequence:
     def is_overfull(self) -> bool:
         """So much is unread that no more should be computed for now."""
         arrived = self._arrived
-        return isinstance(arrived, UnreadUpdate) and arrived.num_added_values > MAX_UNREAD_VALUES
+        if not isinstance(arrived, UnreadUpdate):
+            return False
+        # A request has a bounded number of scores, which nobody waits to send before they are whole.
+        return arrived.num_added_values - arrived.num_score_values > MAX_UNREAD_VALUES
 
     @property
     def has_begun(self) -> bool:
@@ -146,6 +150,7 @@ class OpenSequence:
             self.request,
             sequence_id=sequence_id,
             generated_token_ids=[*self._token_ids],
+            num_scored=self._num_scored,
             usage=None if self.usage_at is None else self._usage,
             has_begun=self.has_begun or self.limit.has_begun,
             is_resumed=self.is_resumed,
@@ -201,6 +206,10 @@ class OpenSequence:
             return
         if update.token_ids:
             self._token_ids += update.token_ids
+            self.num_losses = self.num_failed_sends = 0
+            self.num_store_failures.clear()
+        if update.prompt_scores is not None:
+            self._num_scored += update.prompt_scores.num_rows
             self.num_losses = self.num_failed_sends = 0
             self.num_store_failures.clear()
         self.note_usage(update.usage)

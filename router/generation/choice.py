@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...workers.wire.messages import FinishReason, SequenceUpdate, TokenLogprobs
+from ...workers.wire.prompt_scores import PromptScores
 from ..text.response_reader import Piece
 from ..text.stop_strings import StopMatcher, StopStrings
 from ..text.text import Detokenizer
@@ -31,6 +32,7 @@ class Delta(NamedTuple):
     finish_reason: FinishReason | None
     pieces: Sequence[Piece] = ()  # of a message, in place of the text that they were read from
     has_called: bool = False  # with the finish reason: the answer calls tools
+    prompt_scores: PromptScores | None = None  # of the prompt's next tokens
 
     @property
     def is_empty(self) -> bool:
@@ -54,14 +56,19 @@ class Choice:
         *,
         keep_token_ids: bool = False,
         keep_logprobs: bool = False,
+        keep_hidden: bool = False,
     ) -> None:
-        """With both `keep_…`, log-probabilities of all tokens are shown; else only of those whose text is shown."""
+        """With `keep_hidden` or both others, log-probabilities of all tokens are shown.
+
+        Else only of those whose text is shown.
+        """
         self.num_tokens = 0  # up to the one that completed a stop string
         self.finish_reason: FinishReason | None = None
         self._detokenizer = detokenizer
         self._stop = StopMatcher(stop.automaton) if stop.strings else None
         self._keep_token_ids = keep_token_ids
         self._keep_logprobs = keep_logprobs
+        self._keep_hidden = keep_hidden or keep_token_ids
         self._held_text = ""  # text that may turn out to start a stop string
         self._num_sent_chars = 0
         self._held_tokens: list[_HeldToken] = []  # tokens that did not go out yet
@@ -126,7 +133,7 @@ class Choice:
             ShownToken(token.token_id, token.logprobs, token.offset)
             for token in sent
             if token.logprobs is not None
-            and (self._keep_token_ids or not (token.is_hidden or (is_cut and token.offset >= num_sent)))
+            and (self._keep_hidden or not (token.is_hidden or (is_cut and token.offset >= num_sent)))
         ]
         token_ids = [token.token_id for token in sent] if self._keep_token_ids else []
         return Delta(text, token_ids, shown if self._keep_logprobs else [], self.finish_reason)

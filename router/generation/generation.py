@@ -119,6 +119,9 @@ class Generation:
                     await asyncio.sleep(0)
                 if choice.finish_reason is not None:
                     break  # after a stop string
+                if part.prompt_scores is not None:
+                    yield index, Delta("", [], [], None, prompt_scores=part.prompt_scores)
+                    continue
                 if self._num_cached[index] is None:  # else a gang that goes on with it sends its own number
                     self._num_cached[index] = part.num_cached_tokens
                 update = part if choice.num_tokens >= self._num_seen[index] else self._take_seen(index, part)
@@ -284,6 +287,8 @@ class Generation:
                 continue
             for number in range(request.n):
                 sampling = seeded(prompt.sampling, number)
+                if number and sampling.num_prompt_logprobs is not None:  # the first one's are the others', too
+                    sampling = replace(sampling, num_prompt_logprobs=None)
                 has_delivered = self._num_seen[len(self._streams)] > 0
                 key = f"{request.key}/{len(self._streams)}" if request.key else ""
                 self._streams.append(
@@ -340,7 +345,13 @@ def _choice(request: GenerationRequest, prompt: Prompt, text: TextService) -> Ch
     detokenizer = text.detokenizer(prompt.token_ids, is_echoed=request.is_echoed, read_as=read_as)
     keep_token_ids, keep_logprobs = request.keep_token_ids, request.keep_logprobs
     if reader is None:
-        return Choice(detokenizer, request.stop, keep_token_ids=keep_token_ids, keep_logprobs=keep_logprobs)
+        return Choice(
+            detokenizer,
+            request.stop,
+            keep_token_ids=keep_token_ids,
+            keep_logprobs=keep_logprobs,
+            keep_hidden=request.is_echoed,  # clients that score a prompt leave out the last entry, whatever it is
+        )
     return MessageChoice(
         reader.copy(), detokenizer, request.stop, keep_token_ids=keep_token_ids, keep_logprobs=keep_logprobs
     )

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from msgspec import structs
+
 from ...workers.wire.messages import SequenceUpdate
 
 MAX_TOKENS: Final = 32  # that are taken in at once: with 20 log-probabilities each a few ms
 
 
 def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
-    """Updates of at most `MAX_TOKENS` tokens that say together what `update` says."""
+    """Updates of at most `MAX_TOKENS` tokens that say together what `update` says.
+
+    Scores of a prompt come before its tokens, of at most `MAX_TOKENS` in an update, too.
+    """
+    if update.prompt_scores is not None:
+        scores, rest = update.prompt_scores, structs.replace(update, prompt_scores=None)
+        starts = range(0, scores.num_rows, MAX_TOKENS)
+        parts = [scores.part(start, start + MAX_TOKENS) for start in starts]
+        return [*(SequenceUpdate(update.sequence_id, prompt_scores=part) for part in parts), *portions(rest)]
     token_ids, logprobs = update.token_ids, update.logprobs
     if len(token_ids) <= MAX_TOKENS:
         return (update,)

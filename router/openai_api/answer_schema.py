@@ -1,6 +1,7 @@
 """Answers of OpenAI's API as data. Requests are in `request_schema.py`.
 
-A field that is UNSET is left out of the JSON. The fields `token_ids` and `prompt_token_ids` are vLLM's.
+A field that is UNSET is left out of the JSON. The fields `token_ids`, `prompt_token_ids` and `prompt_logprobs` are
+vLLM's.
 """
 
 from __future__ import annotations
@@ -33,10 +34,21 @@ ChunkUsage = Usage | None | UnsetType  # None in all chunks but the last, if usa
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """With `echo` the prompt's tokens come first, and null stands for what its first token does not have."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int  # 1: the likeliest
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # of each token of the prompt; null for the first
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -46,6 +58,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.Raw | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -152,6 +165,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.Raw | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 

@@ -46,7 +46,6 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Any = None
     suffix: Any = None
     prompt_embeds: Any = None
-    prompt_logprobs: Any = None
     logits_processors: Any = None
     early_stopping: Any = None
     min_tokens: Any = None
@@ -80,7 +79,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
         None
     )
     best_of: Annotated[int, Meta(ge=1, description="So many are drawn, and the best `n` answered.")] | None = None
-    max_tokens: Count | None = None
+    max_tokens: Annotated[int, Meta(ge=0, description="0: the prompt is computed, and nothing after it.")] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1, description="0 and -1: off.")] | None = None
@@ -101,6 +100,12 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     add_special_tokens: Annotated[bool | None, Meta(description="Begin prompts as the model's tokenizer does.")] = None
     use_beam_search: Annotated[bool | None, Meta(description="Search for the likeliest, with `n` beams.")] = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10, description="Of beam search.")] | None = None
+    prompt_logprobs: (
+        Annotated[
+            int, Meta(ge=0, le=20, description="For each token of the prompt, its own and so many of the likeliest.")
+        ]
+        | None
+    ) = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S, description="Seconds for the whole answer.")] | None = None
     priority: Annotated[int, Meta(ge=-100, le=100, description="Among your own, the higher goes first.")] | None = None
     service_tier: Annotated[str, Meta(max_length=64, description="`flex` yields to everybody.")] | None = None
@@ -123,7 +128,7 @@ class CompletionRequest(RefusedInCompletions, frozen=True, kw_only=True):
     prompt: Annotated[
         str | list[str | int | list[int]], Meta(description="A text, several, token ids, or several lists of them.")
     ]
-    echo: Annotated[bool | None, Meta(description="Repeat the prompt; without `logprobs`.")] = None
+    echo: Annotated[bool | None, Meta(description="Begin with the prompt; `logprobs` have its tokens, too.")] = None
     logprobs: (
         Annotated[int, Meta(ge=0, le=20, description="For each token, its own and so many of the likeliest.")] | None
     ) = None
@@ -143,7 +148,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
         Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS, description="The template shows them.")] | None
     ) = None
     reasoning_effort: Effort | None = None
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
     logprobs: Annotated[bool | None, Meta(description="For each token, its own.")] = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20, description="And so many of the likeliest.")] | None = None
     echo: bool | None = None

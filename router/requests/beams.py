@@ -19,6 +19,8 @@ def check_beams(request: GenerationFields) -> None:
         raise unsupported("stream", "which beams are the best is only known at the end: leave it out.")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of", "n is the number of beams, and all of them are answered: leave it out.")
+    if 0 in (request.max_tokens, getattr(request, "max_completion_tokens", None)):
+        raise unsupported("max_tokens", "beams have at least one token: leave use_beam_search out.")
     for field, neutral in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0)):
         if getattr(request, field) not in (None, neutral):
             raise unsupported(field, "beams are ranked by the model's own probabilities: leave it out.")

@@ -10,11 +10,13 @@ from ..text.text import TextService
 def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo, *, prompt_param: str) -> None:
     """Raises a 400 if the prompt and `max_tokens` do not fit the context. None: the completion takes what is left.
 
+    A prompt may fill the context if nothing follows it.
+
     The message begins as vLLM's and OpenAI's do: clients look for it, to shorten what they send.
     """
     context = gang.max_model_len
     left = context - num_prompt_tokens
-    if left <= 0:
+    if left < 0 or (left == 0 and max_tokens != 0):
         need = "the completion needs room, too" if left == 0 else f"these are {-left} too many"
         raise context_length_exceeded(
             f"This model's maximum context length is {context} tokens. However, your {prompt_param} resulted in "

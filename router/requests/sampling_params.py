@@ -7,6 +7,7 @@ from ..openai_api.errors import invalid_value
 from ..openai_api.request_schema import GenerationFields
 from ..text.stop_strings import StopStrings
 from .model_limits import check_token_ids
+from .prompt_scoring import num_prompt_logprobs
 
 MAX_STOP_CHARS = 4096  # of all stop strings of a request: an automaton is built of them
 
@@ -35,6 +36,7 @@ def sampling_params(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs(request),
     )
 
 

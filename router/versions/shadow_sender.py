@@ -75,7 +75,7 @@ class ShadowSender:
         if version is None or not gets_canary(shadow.share, response_id, shadow.id):
             return
         (prompt,) = request.prompts
-        most = min(MAX_TOKENS, prompt.sampling.max_tokens or MAX_TOKENS)
+        most = MAX_TOKENS if prompt.sampling.max_tokens is None else min(MAX_TOKENS, prompt.sampling.max_tokens)
         copy = replace(
             request,
             prompts=[replace(prompt, sampling=structs.replace(prompt.sampling, max_tokens=most))],

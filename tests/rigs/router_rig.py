@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import numpy as np
 import uvicorn
 from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -53,6 +54,7 @@ from motet.workers.wire.messages import (
     SequenceUpdate,
     TokenLogprobs,
 )
+from motet.workers.wire.prompt_scores import packed_scores
 
 BASE = "tiny/base"  # with a slash, as hub ids have
 KEYS = {"key-of-acme": "acme", "key-of-zenith": "zenith"}
@@ -166,6 +168,8 @@ class FakeDispatcher:
         self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
     ) -> FakeStream:
         updates = self.script(request) if self.script is not None else token_by_token(self.answer, request.sampling)
+        if request.sampling.num_prompt_logprobs is not None:
+            updates = ScoredFirst(request, updates)
         # As a gang does it, one of several sequences computes their prompt, and the others find it in the cache.
         shares_prompt = bool(self.submitted) and self.submitted[-1].prompt_token_ids is request.prompt_token_ids
         self.submitted.append(request)
@@ -210,6 +214,8 @@ class FakeDispatcher:
 def token_by_token(token_ids: Sequence[int], sampling: SamplingParams) -> list[SequenceUpdate]:
     """An engine's updates for these tokens and an end-of-sequence token, cut at max_tokens."""
     wanted = [*token_ids, EOS][: sampling.max_tokens]
+    if not wanted:
+        return [SequenceUpdate(1, finish_reason="length")]
     return [
         SequenceUpdate(
             1,
@@ -225,6 +231,34 @@ def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
     """-0.5 for the chosen token, which is the second most likely one; the last of the others is impossible."""
     others = [(token_id + 1) % 320, token_id, (token_id + 2) % 320][:num_top]
     return TokenLogprobs(-0.5, others, [-0.25, -0.5, float("-inf")][:num_top])
+
+
+class ScoredFirst(Sequence[SequenceUpdate]):
+    """Updates with the scores of a prompt, made as they are read, and `rest` after them.
+
+    -1, -2, … for the tokens after the first: each the second most likely; the last of the others are impossible.
+    """
+
+    def __init__(self, request: SequenceRequest, rest: Sequence[SequenceUpdate]) -> None:
+        self._token_ids = np.array(request.prompt_token_ids[1:], dtype=np.int32)
+        self._num_top, self._rest = request.sampling.num_prompt_logprobs or 0, rest
+        self._starts = range(0, len(self._token_ids), 128)
+
+    def __len__(self) -> int:
+        return len(self._starts) + len(self._rest)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self._starts):
+            return self._rest[index - len(self._starts)]
+        start, num_top = self._starts[index], self._num_top
+        token_ids = self._token_ids[start : start + 128]
+        logprobs = -np.arange(start + 1, start + len(token_ids) + 1, dtype=np.float32)
+        top_ids = (token_ids[:, None] + np.array([1, 0, *range(2, max(num_top, 2))])) % 320
+        top_logprobs = np.full(top_ids.shape, -np.inf, dtype=np.float32)
+        top_logprobs[:, 0], top_logprobs[:, 1] = logprobs + 0.5, logprobs
+        ranks = np.full(len(token_ids), 2)
+        scores = packed_scores(logprobs, ranks, top_ids[:, :num_top], top_logprobs[:, :num_top])
+        return SequenceUpdate(1, prompt_scores=scores)
 
 
 def failing(kind: Any, message: str, after: Sequence[int] = ()) -> Script:

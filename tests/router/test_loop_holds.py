@@ -78,6 +78,10 @@ COMPLETIONS = {
     "stop strings": completion(stop=["a" * 255 + chr(98 + i) for i in range(16)], n=64, max_tokens=200),
     "stop strings beyond the limit": completion(stop=["a" * 2999 + chr(98 + i) for i in range(16)], n=16),
     "long echo": completion(prompt=WORDS * 8_000, echo=True),
+    "scores of a long prompt": completion(prompt=[300] * 49_000, echo=True, logprobs=20, max_tokens=0),
+    "scores of many prompts": completion(prompt=[[300] * 4096] * 128, echo=True, logprobs=1, max_tokens=1),
+    "vLLM's scores": completion(prompt=[[300] * 390] * 128, prompt_logprobs=20, max_tokens=0),
+    "more scores than an answer has": completion(prompt=[[300] * 8192] * 128, prompt_logprobs=1),
 }
 RESPONSES = {
     "a long text": HEAD + b'"input":"' + WORDS.encode() * 10_000 + b'"}',

@@ -165,16 +165,16 @@ def test_draws_that_are_draw_from_all_again_have_their_own_logits(
     with engine(stock, "cpu", **one_prompt) as (rig, _):
         here = asked(rig)
     monkeypatch.setattr(joint_sampling, "FIRST_LOOK", 2)
-    logits_of, buffers = Runner._logits, list[torch.Tensor]()
+    logits_of, buffers = Runner._logits_and_scores, list[torch.Tensor]()
 
-    def in_one_buffer(runner: Runner, inputs: Any) -> torch.Tensor:
-        logits = logits_of(runner, inputs)
+    def in_one_buffer(runner: Runner, inputs: Any) -> tuple[torch.Tensor, None]:
+        logits, _ = logits_of(runner, inputs)
         if not buffers:
             buffers.append(torch.zeros_like(logits))
-        return buffers[0].copy_(logits)
+        return buffers[0].copy_(logits), None
 
     with engine(stock, "cuda", **one_prompt) as (rig, _):
-        monkeypatch.setattr(Runner, "_logits", in_one_buffer)
+        monkeypatch.setattr(Runner, "_logits_and_scores", in_one_buffer)
         assert_same(asked(rig), here)
         buffers.clear()
 

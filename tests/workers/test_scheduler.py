@@ -355,7 +355,7 @@ def test_a_failed_load_fails_its_sequences_and_nobody_else() -> None:
         (request(0, num_prompt=70, max_tokens=None), "7 over the context"),
         (request(0, num_prompt=40, max_tokens=10), "needs 13 pages"),
         (request(0, num_prompt=10, max_tokens=10, adapter="a9"), "9 of them for its adapter"),
-        (request(0, max_tokens=0), "at least 1"),
+        (request(0, max_tokens=-1), "at least 0"),
         (msgspec.structs.replace(request(0), weight=0.0), "weight = 0: a positive number"),
         (msgspec.structs.replace(request(0), weight=float("nan")), "weight = nan"),
         (

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.workers.wire.messages import SequenceError, SequenceUpdate, TokenLogprobs
+from motet.workers.wire.prompt_scores import PromptScores, row_bytes
 from motet.workers.wire.sequence_usage import SequenceUsage
 from motet.workers.wire.unread_update import UnreadUpdate, update_bytes
 
@@ -25,9 +26,13 @@ def logprobs(draw: st.DrawFn) -> TokenLogprobs:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[SequenceUpdate]:
-    """Updates of one sequence, of which only the last tells an end."""
+    """Updates of one sequence, of which only the last tells an end. Scores of its prompt come before its tokens."""
     has_logprobs = draw(st.booleans())
-    updates = []
+    num_top = draw(st.sampled_from([0, 1, 20]))
+    updates = [
+        SequenceUpdate(7, prompt_scores=PromptScores(num_top, draw(st.binary(min_size=size, max_size=size))))
+        for size in draw(st.lists(st.integers(1, 9).map(lambda rows: rows * row_bytes(num_top)), max_size=4))
+    ]
     for number in range(draw(st.integers(1, 6))):
         token_ids = draw(st.lists(IDS, max_size=6))
         rows = [draw(logprobs()) for _ in token_ids] if has_logprobs else None
@@ -44,7 +49,14 @@ def joined(updates: list[SequenceUpdate]) -> tuple[object, ...]:
     rows = [row for update in updates for row in update.logprobs or ()]
     started = [update.num_cached_tokens for update in updates if update.num_cached_tokens is not None]
     taken = [update.usage for update in updates if update.usage is not None]
-    return tokens, rows, updates[-1].finish_reason, updates[-1].error, started, taken[-1:]
+    scores = b"".join([update.prompt_scores.data for update in updates if update.prompt_scores is not None])
+    return tokens, rows, updates[-1].finish_reason, updates[-1].error, started, taken[-1:], scores
+
+
+def room_for_both(piece: SequenceUpdate, num_bytes: int) -> bool:
+    """A row of scores or a token goes out even if neither fits."""
+    smallest = 0 if piece.prompt_scores is None else row_bytes(piece.prompt_scores.num_top)
+    return update_bytes(SequenceUpdate(7, error=piece.error)) + smallest + 100 < num_bytes
 
 
 @given(histories(), st.integers(1, 1000), st.data())
@@ -63,7 +75,8 @@ def test_pieces_are_what_came(history: list[SequenceUpdate], num_bytes: int, dat
         told.append(piece)
         size = len(msgspec.msgpack.encode(piece))
         assert size <= min(update_bytes(piece), most)
-        assert size <= num_bytes or len(piece.token_ids) <= 1
+        num_scores = 0 if piece.prompt_scores is None else piece.prompt_scores.num_rows
+        assert size <= num_bytes or len(piece.token_ids) + num_scores <= 1 or not room_for_both(piece, num_bytes)
     assert joined(told) == joined(history)
     assert all(piece.finish_reason is None and piece.error is None for piece in told[:-1])
 

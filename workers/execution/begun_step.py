@@ -7,16 +7,23 @@ from functools import cached_property
 import torch
 
 from ...kernels.joint_sampling import ChoicesUnderWay
+from ..decoding.prompt_scoring import ScoresUnderWay
 from ..decoding.token_choice import sampled
 from ..plan import SampledToken
+from ..wire.prompt_scores import PromptScores
 
 
 class BegunStep:
     """Its tokens: on the device as soon as they are chosen, on the host after a wait."""
 
-    def __init__(self, sample_ids: tuple[int, ...] = (), choices: ChoicesUnderWay | None = None) -> None:
-        """`sample_ids`: the sequences that get a token; None: none does."""
-        self._sample_ids, self._choices = sample_ids, choices
+    def __init__(
+        self,
+        sample_ids: tuple[int, ...] = (),
+        choices: ChoicesUnderWay | None = None,
+        scores: ScoresUnderWay | None = None,
+    ) -> None:
+        """`sample_ids`: the sequences that get a token; `choices` is None if none does, `scores` if none has any."""
+        self._sample_ids, self._choices, self._scores = sample_ids, choices, scores
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -40,3 +47,8 @@ class BegunStep:
         if self._choices is None:
             return {}
         return dict(zip(self._sample_ids, sampled(self._choices.read()), strict=True))
+
+    @cached_property
+    def scores(self) -> dict[int, PromptScores | None]:
+        """Of prompts, by sequence id; waits for the step."""
+        return {} if self._scores is None else self._scores.read()

@@ -17,6 +17,7 @@ import torch
 from ...kernels.attention import AttentionBatch
 from ...kernels.lora import LoraSegment, PagedAdapter
 from ...kernels.staging import staged
+from ..decoding.prompt_scoring import ScoredRows, scored_rows
 from ..plan import INT32_BYTES, SamplePlan, SequencePlan, StepPlan
 from .begun_step import BegunStep
 from .inputs import segments_of
@@ -73,6 +74,7 @@ class DeviceRows:
             segments_of(sequences, query_starts, adapters),
             tuple([sequences[index].sequence_id for index in sampled]),
             tuple([sample for s in sequences if (sample := s.sample) is not None]),
+            () if is_decode else scored_rows(sequences, query_starts),
         )
 
     def feed(self, before: BegunStep) -> None:
@@ -130,6 +132,7 @@ class DeviceInputs:
     segments: tuple[LoraSegment, ...]
     sample_ids: tuple[int, ...]
     samples: tuple[SamplePlan, ...]
+    scored: tuple[ScoredRows, ...] = ()
 
     @property
     def is_fed(self) -> bool:

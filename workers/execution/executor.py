@@ -10,8 +10,8 @@ import torch
 
 from ..copies.adapter_loader import AdapterLoader
 from ..copies.page_mover import PageMover
-from ..plan import SampledToken, StepPlan, StepResult
-from .runner import Runner
+from ..plan import StepPlan, StepResult
+from .runner import Runner, StepOutput
 
 
 class WorkerLostError(Exception):
@@ -88,10 +88,11 @@ class LocalExecutor:
         self.begin_copies(plan)
         return self._result_of(plan, self.runner.run(plan))
 
-    def _result_of(self, plan: StepPlan, tokens: dict[int, SampledToken | None]) -> StepResult:
+    def _result_of(self, plan: StepPlan, output: StepOutput) -> StepResult:
         loaded, failed = self.loader.take_ended()
         moved = self.mover.take_ended()
-        return StepResult(plan.step, tokens, loaded, failed, moved, self.loader.host_adapter_stats())
+        stats = self.loader.host_adapter_stats()
+        return StepResult(plan.step, output.tokens, loaded, failed, moved, stats, output.scores)
 
     def begin_copies(self, plan: StepPlan) -> None:
         """Starts the plan's copies of adapters into the pool, and of KV between the tiers."""

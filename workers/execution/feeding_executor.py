@@ -12,7 +12,7 @@ from ..copies.page_mover import PageMover
 from ..plan import StepPlan, StepResult
 from .begun_step import BegunStep
 from .executor import LocalExecutor
-from .runner import Runner
+from .runner import Runner, StepOutput
 
 
 class FeedingExecutor(LocalExecutor):
@@ -49,4 +49,5 @@ class FeedingExecutor(LocalExecutor):
 
     @torch.inference_mode()  # as at the launch: tokens that are drawn again are written into its tensor
     def _await(self, plan: StepPlan, launched: Future[BegunStep]) -> StepResult:
-        return self._result_of(plan, launched.result().tokens)
+        step = launched.result()
+        return self._result_of(plan, StepOutput(step.tokens, step.scores))

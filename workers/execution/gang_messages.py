@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..plan import AdapterFailure, HostAdapterStats, Int32s, MoveEnd, SampledToken, StepPlan
+from ..wire.prompt_scores import PromptScores
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -33,11 +34,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A step is computed. Only the first worker sends the tokens."""
+    """A step is computed. Only the first worker sends the tokens and the scores."""
 
     step: int
     tokens: dict[int, SampledToken | None]
     host_adapter_stats: HostAdapterStats = HostAdapterStats()
+    scores: dict[int, PromptScores | None] = {}
 
 
 class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):

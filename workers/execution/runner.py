@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,7 @@ from ...kernels.attention import AttentionBatch, PagedAttention
 from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ...kernels.pages import copy_slabs
+from ..decoding.prompt_scoring import ScoredRows, ScoresUnderWay, most_rows
 from ..decoding.token_choice import begin_sample, sample
 from ..decoding.token_counts import PenalisedSequences, TokenCounts
 from ..memory.pool import PoolGeometry, kv_layers
@@ -21,6 +23,7 @@ from ..models.decoder import Decoder
 from ..models.step_adapters import AdapterTables, StepAdapters
 from ..parallel import Parallel
 from ..plan import Residence, SampledToken, SeenTokens, StepPlan, packed
+from ..wire.prompt_scores import PromptScores
 from .begun_step import BegunStep
 from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows
 from .graphs import DecodeGraphs, Record
@@ -29,6 +32,13 @@ from .mixed_graphs import MixedGraphs, Widths
 from .page_tables import PageTables
 from .recorded_adapters import RecordedAdapters
 from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
+
+
+class StepOutput(NamedTuple):
+    """What the gang's first worker computes beside KV, by sequence id. None: the numbers are not finite."""
+
+    tokens: dict[int, SampledToken | None]
+    scores: dict[int, PromptScores | None]
 
 
 class Runner:
@@ -89,7 +99,7 @@ class Runner:
         if not self._tables.can_be_recorded:
             return
         self._graphs = DecodeGraphs(
-            lambda token_ids, attention, adapters: self._forward(token_ids, attention, adapters, None),
+            self._forward,
             self._adapters_of_recordings(self._rows),
             self._rows,
             min(max_tokens, self._rows.tables.num_sequences),
@@ -138,27 +148,30 @@ class Runner:
         pages = (0,) * self._layout.num_pages(ranks)
         adapters = [Residence(f"warm-up {index}", ranks, pages) for index in range(max_num_sequences)]
         steps = (*(warm_up_steps(limits) if self._kernels.compiles else ()), *largest_steps(limits))
+        num_scored = most_rows(self._decoder.vocab_size)
         for number, step in enumerate(steps):
-            plan = as_plan(step, number, self._geometry.block_size, adapters)
-            logits = self._logits(self._inputs(plan))
+            is_largest = number >= len(steps) - 2
+            plan = as_plan(step, number, self._geometry.block_size, adapters, num_scored if is_largest else 0)
+            logits, _ = self._logits_and_scores(self._inputs(plan))
         if self._parallel.rank == 0:
             seen = TokenCounts(SeenTokens(packed([0]), packed([1])))
             sample(logits, [ALL_WAYS] * len(logits), self._kernels.sampling, [seen] * len(logits))
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> dict[int, SampledToken | None]:
-        """Computes the plan's tokens; the gang's first worker chooses the next ones, by sequence id."""
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Computes the plan's tokens; the gang's first worker chooses the next ones."""
         self._copy_pages(plan)
         if self._parallel.rank == 0:
             self.penalised.follow(plan)
         if not plan.sequences:
-            return {}
+            return StepOutput({}, {})
         inputs = self._inputs(plan)
-        logits = self._logits(inputs)
+        logits, scores = self._logits_and_scores(inputs)
         if self._parallel.rank > 0:
-            return {}
+            return StepOutput({}, {})
         counts = self.penalised.of(inputs.sample_ids) if plan.penalised else ()
-        return dict(zip(inputs.sample_ids, sample(logits, inputs.samples, self._kernels.sampling, counts), strict=True))
+        tokens = sample(logits, inputs.samples, self._kernels.sampling, counts)
+        return StepOutput(dict(zip(inputs.sample_ids, tokens, strict=True)), {} if scores is None else scores.read())
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan, before: BegunStep) -> BegunStep:
@@ -175,19 +188,19 @@ class Runner:
         before.settle()  # even if it does not feed this step, which overwrites recordings' logits that it may need
         if inputs.is_fed:
             self._rows.feed(before)
-        logits = self._logits(inputs)
+        logits, scores = self._logits_and_scores(inputs)
         # The device computes this step while the host waits for the last step's tokens, which penalties need.
         self.penalised.follow(plan, before.tokens if plan.penalised else {})
         if not inputs.samples:
-            return BegunStep()
+            return BegunStep(scores=scores)
         counts = self.penalised.of(inputs.sample_ids) if plan.penalised else ()
-        return BegunStep(inputs.sample_ids, begin_sample(logits, inputs.samples, counts))
+        return BegunStep(inputs.sample_ids, begin_sample(logits, inputs.samples, counts), scores)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Computes the plan's tokens; `[num_samples, vocab]` float32 of the sequences that sample, in batch order."""
         self._copy_pages(plan)
-        return self._logits(self._inputs(plan))
+        return self._logits_and_scores(self._inputs(plan))[0]
 
     def _copy_pages(self, plan: StepPlan) -> None:
         """Makes the plan's copies within the pool. Later steps may need them, even if no sequence of this one does."""
@@ -206,34 +219,35 @@ class Runner:
             return self._rows.inputs(plan, adapters, before or BegunStep())
         return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
 
-    def _logits(self, inputs: StepInputs | DeviceInputs) -> torch.Tensor:
+    def _logits_and_scores(self, inputs: StepInputs | DeviceInputs) -> tuple[torch.Tensor, ScoresUnderWay | None]:
+        """Logits of the rows after which a token is chosen, and the scores of prompts if the step has any."""
         adapters = self._adapters_of(inputs.segments)
-        if isinstance(inputs, DeviceInputs):
-            recorded = self._recorded_logits(inputs, adapters)
+        if isinstance(inputs, DeviceInputs) and inputs.is_decode and self._graphs is not None:
+            recorded = self._graphs.logits(inputs, adapters)
             if recorded is not None:
-                return recorded
-        return self._forward(inputs.token_ids, inputs.attention, adapters, inputs.sample_rows)
-
-    def _recorded_logits(self, inputs: DeviceInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
-        """The logits by a recording; None: this step is not recorded."""
-        if inputs.is_decode:
-            return None if self._graphs is None else self._graphs.logits(inputs, adapters)
-        hidden = None if self._mixed_graphs is None else self._mixed_graphs.hidden_states(inputs, adapters)
+                return recorded, None
+        hidden = None
+        if isinstance(inputs, DeviceInputs) and not inputs.is_decode and self._mixed_graphs is not None:
+            hidden = self._mixed_graphs.hidden_states(inputs, adapters)
+        context = self._context(inputs.attention, adapters)
         if hidden is None:
-            return None
-        return self._decoder.logits(hidden[inputs.sample_rows], self._context(inputs.attention, None))
+            hidden = self._decoder.hidden_states(inputs.token_ids, context)
+        scores = self._scores(hidden, context, inputs.scored) if inputs.scored else None
+        sampled = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
+        return self._decoder.logits(sampled, context), scores
+
+    def _scores(self, hidden: torch.Tensor, context: ForwardContext, scored: Sequence[ScoredRows]) -> ScoresUnderWay:
+        def head(states: torch.Tensor) -> torch.Tensor:
+            return self._decoder.logits(states, context)
+
+        return ScoresUnderWay(hidden, head, scored, self._decoder.vocab_size)
 
     def _forward(
-        self,
-        token_ids: torch.Tensor,
-        attention: AttentionBatch,
-        adapters: StepAdapters | None,
-        sample_rows: torch.Tensor | None,
+        self, token_ids: torch.Tensor, attention: AttentionBatch, adapters: StepAdapters | None
     ) -> torch.Tensor:
-        """The logits of `sample_rows`; None: of all rows."""
+        """The logits of all rows."""
         context = self._context(attention, adapters)
-        hidden = self._decoder.hidden_states(token_ids, context)
-        return self._decoder.logits(hidden if sample_rows is None else hidden[sample_rows], context)
+        return self._decoder.logits(self._decoder.hidden_states(token_ids, context), context)
 
     def _hidden_states(
         self,

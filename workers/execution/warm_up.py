@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..plan import Residence, SamplePlan, SequencePlan, StepPlan, packed
+from ..plan import Residence, SamplePlan, ScorePlan, SequencePlan, StepPlan, packed
 from ..wire.messages import SamplingParams
 
 _LONG_SEGMENT = 257  # rows with one adapter, for which LoRA's kernels take taller tiles
+_MOST_TOP = 20  # likeliest tokens that a request may ask for
 _SAMPLE = SamplePlan(SamplingParams(temperature=0.0), 0, 0)
 # Uses every way to choose tokens that a request can ask for.
 ALL_WAYS = SamplePlan(
@@ -89,17 +90,23 @@ def doubled(first: int, last: int) -> Iterator[int]:
         yield last
 
 
-def as_plan(step: tuple[Rows, ...], number: int, block_size: int, adapters: Sequence[Residence]) -> StepPlan:
+def as_plan(
+    step: tuple[Rows, ...], number: int, block_size: int, adapters: Sequence[Residence], num_scored: int = 0
+) -> StepPlan:
     """A plan of new sequences, which all write to the pool's first page, which is not read. Each gets a token.
 
-    `number`: of the step. `adapters`: as many as there may be sequences.
+    `number`: of the step. `adapters`: as many as there may be sequences. `num_scored`: rows of the first sequence whose
+    tokens are scored, if it has so many.
     """
     sequences = []
     for index, rows in enumerate(step):
         num_pages = -(-(rows.start + rows.num_tokens) // block_size)
         sequence_id = number * len(adapters) + index
         digest, tokens = adapters[rows.adapter].digest, (0,) * rows.num_tokens
-        sequences.append(SequencePlan(sequence_id, tokens, rows.start, packed([0]) * num_pages, digest, _SAMPLE))
+        own = min(num_scored, rows.num_tokens - 1) if index == 0 else 0
+        scores = ScorePlan(_MOST_TOP, 0, packed([0]) * own) if own else None
+        pages = packed([0]) * num_pages
+        sequences.append(SequencePlan(sequence_id, tokens, rows.start, pages, digest, _SAMPLE, scores=scores))
     used = {sequence.adapter for sequence in sequences}
     return StepPlan(number, tuple(sequences), tuple(each for each in adapters if each.digest in used), ())
 

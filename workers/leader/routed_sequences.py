@@ -283,6 +283,7 @@ class RoutedSequences:
                 update.num_cached_tokens,
                 update.computing_s,
                 update.usage,
+                update.prompt_scores,
             )
         )
         stream.wake.set()

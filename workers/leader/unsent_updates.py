@@ -72,7 +72,7 @@ class UnsentUpdates:
         before = self._by_id.get(sequence_id)
         if before is None:
             self._by_id[sequence_id] = update
-            if update.logprobs is not None or update.error is not None or len(update.token_ids) > 1:
+            if update.logprobs or update.error or update.prompt_scores or len(update.token_ids) > 1:
                 self._is_plain = False
         else:
             self._merge(before, update)
@@ -138,7 +138,7 @@ class UnsentUpdates:
                     long.append(sequence_id)
                     continue
                 update, _ = unsent.take(PIECE_BYTES)
-            elif update_bytes(unsent) > PIECE_BYTES and len(unsent.token_ids) > 1:
+            elif update_bytes(unsent) > PIECE_BYTES and (len(unsent.token_ids) > 1 or unsent.prompt_scores):
                 self._by_id[sequence_id] = UnreadUpdate(unsent)
                 long.append(sequence_id)
                 continue

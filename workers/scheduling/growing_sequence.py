@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from ..fairness.page_times import HeldPages
 from ..fairness.tenant_counters import TenantCounter
-from ..plan import INT32_BYTES, Int32s, SamplePlan, SeenTokens, packed
+from ..plan import INT32_BYTES, Int32s, SamplePlan, ScorePlan, SeenTokens, packed
 from ..window_pages import FullLayers
 from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey
@@ -75,6 +75,8 @@ class GrowingSequence:
     own_arrival: int | None = None  # while it is promoted: its `arrival` before and afterwards
     # Pages of its prefix in the pool or coming, while copies are under way for it; None: no more copies should start.
     num_brought: int | None = None
+    num_scored: int = 0  # its first rows whose scores have gone out: each scores the token after it
+    num_to_score: int = 0  # its first rows whose scores it is asked for
 
     def __post_init__(self) -> None:
         self.sequence_id = self.request.sequence_id
@@ -92,6 +94,14 @@ class GrowingSequence:
         self.num_counted = min(self.num_computed_prompt_tokens + self.num_cached_prompt_tokens, self.num_prompt_tokens)
         if self.num_counted == self.num_prompt_tokens:  # all but the newest generated token have been computed too
             self.num_counted += max(0, self.num_generated_before - 1)
+
+        if params.num_prompt_logprobs is not None and not self.request.generated_token_ids:
+            self.num_scored, self.num_to_score = self.request.num_scored, self.num_prompt_tokens - 1
+
+    @property
+    def is_scored(self) -> bool:
+        """All scores that it was asked for have gone out."""
+        return self.num_scored >= self.num_to_score
 
     @property
     def num_to_lose(self) -> int:
@@ -211,6 +221,14 @@ class GrowingSequence:
             max(num_generated, self.num_generated_before),
             self.num_recomputed_tokens + num_again,
         )
+
+    def score_plan(self, start: int, end: int) -> ScorePlan | None:
+        """What to score of these rows of its prompt; None: nothing."""
+        first, last = max(start, self.num_scored), min(end, self.num_to_score)
+        if first >= last:
+            return None
+        num_top = self.sampling.num_prompt_logprobs or 0
+        return ScorePlan(num_top, first - start, packed(self.token_ids[first + 1 : last + 1]))
 
     def sample_plan(self, known: list[int]) -> SamplePlan:
         """How to choose the token after these, which are all of the sequence's so far.

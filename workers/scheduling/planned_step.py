@@ -79,5 +79,7 @@ def plan_chunk(sequence: GrowingSequence, num_tokens: int) -> PlannedChunk:
     token_ids = tuple(sequence.token_ids[start:end])
     assert len(token_ids) == num_tokens, "a prompt lacks no token"
     sequence.num_planned += num_tokens
-    part = SequencePlan(sequence.sequence_id, token_ids, start, sequence.packed_pages, sequence.adapter_digest, sample)
+    pages, digest = sequence.packed_pages, sequence.adapter_digest
+    scores = sequence.score_plan(start, end)
+    part = SequencePlan(sequence.sequence_id, token_ids, start, pages, digest, sample, scores=scores)
     return PlannedChunk(sequence, part)

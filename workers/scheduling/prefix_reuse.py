@@ -272,7 +272,8 @@ class PrefixReuse:
         self._cache.count_uses(found.held_pages)
         self._tiers.touch(sequence.page_keys[num_unseen:num_found])
         for key in sequence.page_keys[num_found:]:
-            self._coming.setdefault(key, sequence)
+            if sequence.is_scored or self._cache.page_of(key) is None:  # others need not wait for what is here
+                self._coming.setdefault(key, sequence)
 
     def take_copies(self) -> tuple[PageCopy, ...]:
         """Copies within the pool for the next plan. `end_copies` must follow."""
@@ -379,7 +380,9 @@ class PrefixReuse:
         return sequence.page_keys[: self._num_usable(sequence)]
 
     def _num_usable(self, sequence: GrowingSequence) -> int:
-        return (len(sequence.token_ids) - 1) // self._block_size
+        """Full pages that the sequence need not compute if they are there: none whose rows are still to be scored."""
+        num_tokens = len(sequence.token_ids) - 1 if sequence.is_scored else sequence.num_scored
+        return num_tokens // self._block_size
 
     def _in_pool(self, keys: Sequence[PageKey]) -> FoundPrefix:
         """The longest prefix that is in the pool."""
@@ -493,6 +496,8 @@ class PrefixReuse:
         left = sequence.token_ids[start : start + self._block_size]
         if len(left) == len(sequence.token_ids) - start:
             left = left[:-1]  # the last one is computed, since its logits choose the next token
+        if not sequence.is_scored:
+            left = left[: max(0, sequence.num_scored - start)]
         if not self._enabled or not left:
             return 0
         begun = self._cache.find_partial(self._link(sequence, num_found), left, self._block_size)

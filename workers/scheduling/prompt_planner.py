@@ -8,11 +8,12 @@ from itertools import islice, tee
 
 from ..fairness.page_times import PageTimes
 from ..fairness.preemption import Rank, should_preempt
-from ..fairness.prices import OUTPUT_TOKEN, load_price, prompt_price
+from ..fairness.prices import OUTPUT_TOKEN, SCORED_TOKEN, load_price, prompt_price
 from ..fairness.prompt_budget import PromptBudget, divide_prompt_tokens
 from ..fairness.tenant_counters import TenantCounter, TenantCounters
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
+from ..plan import INT32_BYTES
 from ..wire.messages import AdapterRef
 from ..wire.page_keys import PageKey
 from .gang_load import StepCounts
@@ -295,6 +296,8 @@ class PromptPlanner:
         start, num_tokens = chunk.part.start, len(chunk.part.token_ids)
         num_paid = chunk.sequence.take_prepaid(start, start + num_tokens)
         price = prompt_price(num_tokens - num_paid) + (OUTPUT_TOKEN if chunk.part.sample is not None else 0.0)
+        if chunk.part.scores is not None:
+            price += SCORED_TOKEN * (len(chunk.part.scores.targets) // INT32_BYTES)
         self._counters.charge(chunk.sequence.counter, price)
 
     def _in_turn(

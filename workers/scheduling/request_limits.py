@@ -56,9 +56,9 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
         return _invalid(f"weight = {request.weight:g}: a positive number is needed")
     if not all(_are_below(ids, limits.vocab_size) for ids in (request.prompt_token_ids, request.generated_token_ids)):
         return _invalid(f"the prompt has a token id outside 0..{limits.vocab_size - 1}")
-    if max_tokens is not None and max_tokens < 1:
-        return _invalid(f"max_tokens = {max_tokens}: at least 1 is needed")
-    if max_tokens is not None and max_tokens <= num_generated:
+    if max_tokens is not None and max_tokens < 0:
+        return _invalid(f"max_tokens = {max_tokens}: at least 0 is needed")
+    if max_tokens is not None and 0 < num_generated >= max_tokens:
         return _invalid(f"max_tokens = {max_tokens}, and {num_generated} were generated before: nothing is left to do")
     wanted = num_prompt + (num_generated + 1 if max_tokens is None else max_tokens)
     if wanted > limits.max_model_len:
@@ -68,7 +68,7 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
             f"{num_prompt} prompt tokens{asked} are {over} over the context of {limits.max_model_len} tokens"
         )
     # The last token is never computed, so it takes no room.
-    num_pages = limits.needed_pages(wanted - 1) + num_adapter_pages
+    num_pages = limits.needed_pages(max(wanted - 1, num_prompt)) + num_adapter_pages
     if num_pages > limits.num_pages:
         return _invalid(
             f"the request needs {num_pages} pages ({num_adapter_pages} of them for its adapter) and can never fit the "

@@ -152,7 +152,7 @@ class Scheduler:
         """
         if (sequence := self._running.by_id.get(sequence_id)) is None:
             return self.cancel_waiting(sequence_id)
-        num_generated = sequence.num_coming
+        num_generated = 0 if sequence.sampling.max_tokens == 0 else sequence.num_coming
         sequence.count_computed(sequence.num_planned)
         self._end(sequence)
         usage = self._usage(sequence)
@@ -403,9 +403,16 @@ class Scheduler:
         self._running.num_uncomputed -= num_tokens
         self._prefixes.keep_filled(sequence)
         self._give_back(sequence)
+        scores = None
+        if chunk.part.scores is not None and (scores := result.scores[sequence.sequence_id]) is not None:
+            sequence.num_scored += scores.num_rows
+            updates.append(SequenceUpdate(sequence.sequence_id, prompt_scores=scores))
+        are_finite = scores is not None or chunk.part.scores is None
         if chunk.part.sample is not None:
             self._running.num_uncomputed += 1
-            updates.append(self._append(sequence, result.tokens[sequence.sequence_id]))
+            updates.append(self._append(sequence, result.tokens[sequence.sequence_id] if are_finite else None))
+        elif not are_finite:
+            updates.append(self._fail(sequence))
         elif sequence.num_computed % (USAGE_REPORT_PAGES * self._limits.block_size) < num_tokens:
             updates.append(SequenceUpdate(sequence.sequence_id, usage=self._usage(sequence)))
 
@@ -420,25 +427,33 @@ class Scheduler:
             sequence.num_counted = sequence.num_prompt_tokens
         if token is None:
             self._running.num_uncomputed -= 1
-            self._prefixes.disown(sequence)
-            self._end(sequence)
-            return SequenceUpdate(sequence.sequence_id, error=not_finite(sequence), usage=self._usage(sequence))
-        sequence.token_ids.append(token.token_id)
-        self._counts.num_generated_tokens += 1
+            return self._fail(sequence)
+        is_first = len(sequence.token_ids) == sequence.num_given_tokens
+        token_ids: list[int] = []
+        if sequence.sampling.max_tokens == 0:
+            self._running.num_uncomputed -= 1
+        else:
+            token_ids.append(token.token_id)
+            sequence.token_ids.append(token.token_id)
+            self._counts.num_generated_tokens += 1
         reason = finish_reason(sequence)
         if reason is not None:
             if reason == "stop":
                 self._running.reserve.observe_end(sequence)
             self._end(sequence)
-        logprobs = None if token.logprobs is None else [token.logprobs]
+        logprobs = [token.logprobs] if token.logprobs is not None and token_ids else None
         num_cached = computing_s = None
-        if len(sequence.token_ids) == sequence.num_given_tokens + 1:
+        if is_first:
             assert sequence.began_at is not None
             num_cached, computing_s = sequence.num_cached_tokens, self._clock() - sequence.began_at
         usage = self._usage(sequence)
-        return SequenceUpdate(
-            sequence.sequence_id, [token.token_id], logprobs, reason, None, num_cached, computing_s, usage
-        )
+        return SequenceUpdate(sequence.sequence_id, token_ids, logprobs, reason, None, num_cached, computing_s, usage)
+
+    def _fail(self, sequence: GrowingSequence) -> SequenceUpdate:
+        """Ends a running sequence whose numbers are not finite."""
+        self._prefixes.disown(sequence)
+        self._end(sequence)
+        return SequenceUpdate(sequence.sequence_id, error=not_finite(sequence), usage=self._usage(sequence))
 
     def _usage(self, sequence: GrowingSequence) -> SequenceUsage:
         return sequence.usage(self._times.usage(sequence.held))

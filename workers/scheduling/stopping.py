@@ -24,11 +24,15 @@ def max_length(request: SequenceRequest, num_adapter_pages: int, limits: GangLim
     if limits.needed_pages(longest - 1) > num_pages:
         longest = bisect_right(range(longest), num_pages, key=limits.needed_pages)
     max_tokens = request.sampling.max_tokens
+    if max_tokens == 0:  # a token is chosen, which nobody sees
+        return len(request.prompt_token_ids) + 1
     return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)
 
 
 def finish_reason(sequence: GrowingSequence) -> FinishReason | None:
     """Why the sequence ends with its last token, or None if it goes on."""
+    if sequence.sampling.max_tokens == 0:
+        return "length"
     if sequence.token_ids[-1] in sequence.stop_ids:
         return "stop"
     return "length" if len(sequence.token_ids) >= sequence.max_length else None

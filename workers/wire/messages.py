@@ -12,6 +12,7 @@ import msgspec
 
 from .engine_load import EngineLoad
 from .fair_shares import ServedElsewhere, TenantShare
+from .prompt_scores import PromptScores
 from .sequence_usage import SequenceUsage
 
 FinishReason = Literal["stop", "length"]
@@ -59,7 +60,7 @@ class AdapterRef(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the next tokens, and when to stop."""
 
-    max_tokens: int | None = None  # None: until the context or the pool is full
+    max_tokens: int | None = None  # None: until the context or the pool is full. 0: only its prompt is computed
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
@@ -72,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
     ignore_eos: bool = False  # the model's own ids only; stop_token_ids still stop
     num_logprobs: int | None = None  # None: none. 0: the chosen token's. k: also the k most likely ones
+    num_prompt_logprobs: int | None = None  # the same of the prompt's tokens, without regard to all of the above
 
     @property
     def has_penalty(self) -> bool:
@@ -100,6 +102,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter_name: str = ""  # as its tenant calls it, only to be shown; nothing is decided by it
     owner: str = ""  # the user of its tenant whose private adapter it is; routers alone look at it
     generated_token_ids: list[int] = []
+    num_scored: int = 0  # tokens of the prompt whose log-probabilities came from other gangs, and come no more
     usage: SequenceUsage | None = None  # its cost at other gangs, as last reported; counting goes on from there
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     request_id: str = ""  # of the request that it belongs to: for the gang's log
@@ -215,6 +218,8 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
     # With its first token, its last update, every few pages between, and chunks of a long prompt; else None.
     usage: SequenceUsage | None = None
+    # Of the prompt's next tokens, if asked for: all of them come before the first of `token_ids`, or with it.
+    prompt_scores: PromptScores | None = None
 
 
 class ResidencyChange(msgspec.Struct, frozen=True, omit_defaults=True):

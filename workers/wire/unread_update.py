@@ -12,6 +12,7 @@ import msgspec
 
 from .kept_logprobs import KeptLogprobs
 from .messages import SequenceUpdate
+from .prompt_scores import PromptScores, row_bytes
 from .sequence_usage import SequenceUsage
 
 # The most that msgpack makes of an update without tokens, of a token, of its log-probability, and of a likely token.
@@ -28,6 +29,8 @@ def update_bytes(update: SequenceUpdate) -> int:
     if update.logprobs is not None:
         for row in update.logprobs:
             num_bytes += _LOGPROB_BYTES + _TOP_BYTES * len(row.top_ids)
+    if update.prompt_scores is not None:
+        num_bytes += len(update.prompt_scores.data)
     if update.error is not None:
         num_bytes += _UPDATE_BYTES + _MAX_CHAR_BYTES * len(update.error.message)
     return num_bytes
@@ -36,7 +39,18 @@ def update_bytes(update: SequenceUpdate) -> int:
 class UnreadUpdate:
     """Updates of one sequence, in order, as one."""
 
-    __slots__ = ("_last", "_logprobs", "_num_at_first", "_num_taken", "_started", "_token_ids", "usage")
+    __slots__ = (
+        "_last",
+        "_logprobs",
+        "_num_at_first",
+        "_num_scores_taken",
+        "_num_taken",
+        "_num_top",
+        "_scores",
+        "_started",
+        "_token_ids",
+        "usage",
+    )
 
     def __init__(
         self, first: SequenceUpdate, token_ids: array[int] | None = None, logprobs: KeptLogprobs | None = None
@@ -45,6 +59,9 @@ class UnreadUpdate:
         self._token_ids = array("I") if token_ids is None else token_ids
         self._logprobs = logprobs
         self._num_taken = 0  # tokens that were read
+        self._scores = bytearray()  # rows of `PromptScores`
+        self._num_top = 0  # of them
+        self._num_scores_taken = 0  # rows that were read
         self._last = SequenceUpdate(first.sequence_id)  # its end, if that has come
         self._started = SequenceUpdate(first.sequence_id)  # what comes with the first token
         self.usage: SequenceUsage | None = None  # the latest that was not read yet
@@ -55,13 +72,22 @@ class UnreadUpdate:
     def __bool__(self) -> bool:
         """There is something to send."""
         has_ended = self._last.finish_reason is not None or self._last.error is not None
-        return has_ended or self._num_taken < len(self._token_ids)
+        return has_ended or self._num_taken < len(self._token_ids) or self._num_scores_left > 0
 
     @property
     def num_added_values(self) -> int:
         """Tokens and log-probabilities, some 6 bytes each, that were added since it was made."""
         num_values = len(self._token_ids) + (0 if self._logprobs is None else self._logprobs.num_values)
-        return num_values - self._num_at_first
+        return num_values + self.num_score_values - self._num_at_first
+
+    @property
+    def num_score_values(self) -> int:
+        """Numbers in the scores of the prompt that were added."""
+        return len(self._scores) // 4
+
+    @property
+    def _num_scores_left(self) -> int:
+        return len(self._scores) // row_bytes(self._num_top) - self._num_scores_taken
 
     @property
     def max_bytes(self) -> int:
@@ -70,7 +96,7 @@ class UnreadUpdate:
         num_bytes = update_bytes(self._last) + num_left * _TOKEN_BYTES
         if self._logprobs is not None:
             num_bytes += self._logprobs.num_bytes(self._num_taken)
-        return num_bytes
+        return num_bytes + self._num_scores_left * row_bytes(self._num_top)
 
     def add(self, update: SequenceUpdate) -> None:
         self._token_ids.extend(update.token_ids)
@@ -78,6 +104,9 @@ class UnreadUpdate:
             if self._logprobs is None:
                 self._logprobs = KeptLogprobs()
             self._logprobs.extend(update.logprobs)
+        if update.prompt_scores is not None:
+            self._num_top = update.prompt_scores.num_top
+            self._scores += update.prompt_scores.data
         if update.finish_reason is not None or update.error is not None:
             self._last = SequenceUpdate(update.sequence_id, finish_reason=update.finish_reason, error=update.error)
         started = self._started
@@ -95,10 +124,16 @@ class UnreadUpdate:
     def take(self, num_bytes: int) -> tuple[SequenceUpdate, bool]:
         """Its next tokens, no more than fit into so many bytes of a frame, but one at least; and whether that is all.
 
-        The end comes with the last of them.
+        Scores of the prompt come before them. The end comes with the last of them.
         """
-        start, num_left = self._num_taken, len(self._token_ids) - self._num_taken
         room = num_bytes - update_bytes(self._last)
+        scores = self._take_scores(room) if self._num_scores_left else None
+        if self._num_scores_left:
+            piece = SequenceUpdate(self._last.sequence_id, usage=self.usage, prompt_scores=scores)
+            self.usage = None
+            return piece, False
+        room -= 0 if scores is None else len(scores.data)
+        start, num_left = self._num_taken, len(self._token_ids) - self._num_taken
         if self._logprobs is None:
             count = room // _TOKEN_BYTES
         else:
@@ -115,6 +150,13 @@ class UnreadUpdate:
             started.num_cached_tokens,
             started.computing_s,
             self.usage,
+            scores,
         )
         self._num_taken, self._started, self.usage = end, SequenceUpdate(last.sequence_id), None
         return piece, is_all
+
+    def _take_scores(self, num_bytes: int) -> PromptScores:
+        """The next rows, no more than fit into so many bytes, but one at least."""
+        size, start = row_bytes(self._num_top), self._num_scores_taken
+        self._num_scores_taken += min(self._num_scores_left, max(1, num_bytes // size))
+        return PromptScores(self._num_top, bytes(self._scores[start * size : self._num_scores_taken * size]))

@@ -1,0 +1,96 @@
+"""Log-probabilities of prompts' tokens from the last layer's states, for some rows at a time.
+
+The logits of a whole prompt are never there: of 128,000 tokens they would take 60 GB.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from ...kernels.staging import Arriving, staged
+from ..plan import INT32_BYTES, ScorePlan, SequencePlan, unpacked
+from ..wire.prompt_scores import PromptScores, packed_scores
+
+MOST_BYTES: Final = 32 << 20  # of the logits of rows that are scored together
+
+Head = Callable[[torch.Tensor], torch.Tensor]  # states [num_rows, hidden] -> logits [num_rows, vocab] in float32
+
+
+class ScoredRows(NamedTuple):
+    """Rows of a step, one after the other, from which tokens of a sequence's prompt are scored."""
+
+    sequence_id: int
+    first_row: int  # in the step
+    plan: ScorePlan
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.plan.targets) // INT32_BYTES
+
+
+def scored_rows(sequences: Sequence[SequencePlan], query_starts: Sequence[int]) -> tuple[ScoredRows, ...]:
+    """Of a step whose sequences begin at these rows."""
+    return tuple(
+        [
+            ScoredRows(sequence.sequence_id, start + sequence.scores.first_row, sequence.scores)
+            for sequence, start in zip(sequences, query_starts, strict=False)
+            if sequence.scores is not None
+        ]
+    )
+
+
+class ScoresUnderWay:
+    """Scores while the device computes them: nothing waits before `read`."""
+
+    def __init__(self, hidden: torch.Tensor, head: Head, scored: Sequence[ScoredRows], vocab_size: int) -> None:
+        """`hidden`: `[num_rows, hidden]`, the last layer's normed states of the whole step."""
+        self._scored = scored
+        rows, targets = array("q"), array("q")
+        for each in scored:
+            rows.extend(range(each.first_row, each.first_row + each.num_rows))
+            targets.extend(unpacked(each.plan.targets).tolist())
+        self._num_top = min(max([each.plan.num_top for each in scored]), vocab_size)
+        at, own = staged(
+            hidden.device,
+            torch.frombuffer(rows, dtype=torch.int64),
+            torch.frombuffer(targets, dtype=torch.int64).unsqueeze(1),
+        )
+        most = most_rows(vocab_size)
+        parts = [
+            _scores(head(hidden[at[start : start + most]]), own[start : start + most], self._num_top)
+            for start in range(0, len(rows), most)
+        ]
+        self._answer = Arriving([torch.cat(column) for column in zip(*parts, strict=True)])
+
+    def read(self) -> dict[int, PromptScores | None]:
+        """By sequence id; None: they are not finite. Waits for the device."""
+        logprobs, ranks, top_ids, top_logprobs = [part.numpy() for part in self._answer.read()]
+        found: dict[int, PromptScores | None] = {}
+        end = 0
+        for sequence_id, _, plan in self._scored:
+            start, end = end, end + len(plan.targets) // INT32_BYTES
+            own, num_top = slice(start, end), min(plan.num_top, self._num_top)
+            scores = packed_scores(logprobs[own], ranks[own], top_ids[own, :num_top], top_logprobs[own, :num_top])
+            found[sequence_id] = None if (ranks[own] < 1).any() else scores
+        return found
+
+
+def most_rows(vocab_size: int) -> int:
+    """Rows that are scored together."""
+    return max(MOST_BYTES // (4 * vocab_size), 1)
+
+
+def _scores(logits: torch.Tensor, own: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    """Log-probability and rank of the tokens `own` `[num_rows, 1]`, ids and log-probabilities of the likeliest ones.
+
+    Rank 0: the row has a number that is not finite.
+    """
+    total = logits.logsumexp(-1, keepdim=True)
+    chosen = logits.gather(1, own)
+    ranks = ((logits > chosen).sum(-1, dtype=torch.int32) + 1) * total.squeeze(1).isfinite()
+    top_logits, top_ids = logits.topk(num_top)
+    return (chosen - total).squeeze(1), ranks.int(), top_ids.int(), top_logits - total

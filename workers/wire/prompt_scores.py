@@ -1,0 +1,65 @@
+"""Log-probabilities of a prompt's tokens, as the bytes that they take in plans, frames and a router's memory."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+_FLOAT: Final = "<f4"
+_INT: Final = "<i4"
+_FIXED_BYTES: Final = 8  # of a row: its token's log-probability and rank
+_TOP_BYTES: Final = 8  # of each likely token
+
+
+class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of tokens that follow one another, a row for each: given all tokens before it, as the model has them.
+
+    The first token of a prompt has none. A row has the token's natural log-probability, its rank among all tokens (1:
+    the likeliest) and the `num_top` likeliest tokens.
+    """
+
+    num_top: int
+    data: bytes
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.data) // row_bytes(self.num_top)
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in it, of 4 bytes each."""
+        return len(self.data) // 4
+
+    def part(self, start: int, end: int) -> PromptScores:
+        """The rows from `start` on, to before `end`."""
+        size = row_bytes(self.num_top)
+        return PromptScores(self.num_top, self.data[start * size : end * size])
+
+    def rows(self) -> npt.NDArray[Any]:
+        """A structured array with the fields logprob, rank, top_ids and top_logprobs, the likeliest first."""
+        return np.frombuffer(self.data, _row_type(self.num_top))
+
+
+def row_bytes(num_top: int) -> int:
+    return _FIXED_BYTES + _TOP_BYTES * num_top
+
+
+def packed_scores(
+    logprobs: npt.NDArray[Any],
+    ranks: npt.NDArray[Any],
+    top_ids: npt.NDArray[Any],
+    top_logprobs: npt.NDArray[Any],
+) -> PromptScores:
+    """Of `[num_rows]` and `[num_rows, num_top]` numbers."""
+    rows = np.empty(len(logprobs), _row_type(num_top := top_ids.shape[1]))
+    rows["logprob"], rows["rank"], rows["top_ids"], rows["top_logprobs"] = logprobs, ranks, top_ids, top_logprobs
+    return PromptScores(num_top, rows.tobytes())
+
+
+def _row_type(num_top: int) -> np.dtype[Any]:
+    return np.dtype(
+        [("logprob", _FLOAT), ("rank", _INT), ("top_ids", _INT, (num_top,)), ("top_logprobs", _FLOAT, (num_top,))]
+    )
