@@ -258,6 +258,7 @@ BAD: Final[list[tuple[dict[str, Any], str]]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"n": 2}, "n"),
     ({"max_tokens": 5}, "max_tokens"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"return_token_ids": True}, "return_token_ids"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"guided_regex": "a+"}, "guided_regex"),
@@ -437,6 +438,13 @@ async def test_it_is_charged_as_a_chat_is(tmp_path: Path, text: TextService, rou
     day = date(2026, 11, 22)
     record = entry_of("acme", day, field_of(entry.id), "2 1 61 1 0 9", "key\tsql\t3\tab12")
     assert record.id == entry.id
+
+
+@pytest.mark.parametrize("route", ["/v1/responses", "/v1/messages"])
+async def test_unknown_fields_are_named_in_a_header(rig: RouterRig, route: str) -> None:
+    own = {"input": "hi"} if route == "/v1/responses" else {"messages": [{"role": "user", "content": "hi"}]}
+    answer = await post(rig, route, **{"max_tokens": 9} if route == "/v1/messages" else {}, **own, colour="red")
+    assert (answer.status_code, answer.headers["x-motet-warning"]) == (200, "ignored fields: colour")
 
 
 async def test_its_streams_cannot_be_resumed(rig: RouterRig) -> None:
