@@ -301,7 +301,7 @@ def test_operators_and_prometheus_come_from_named_namespaces(made: Callable[[dic
 
 @pytest.mark.parametrize(
     "values",
-    [{"settings": {"oidc-issuer": ["https://id.example.com"], "oidc-audience": "motet"}}, {"model": "org/model"}],
+    [{"settings": {"oidc-issuers": "https://id.example.com", "oidc-audience": "motet"}}, {"model": "org/model"}],
 )
 def test_what_lies_outside_is_reached_where_settings_need_it(
     values: dict[str, Any], made: Callable[[dict[str, Any]], Made]

@@ -25,5 +25,5 @@ capabilities: {drop: [ALL]}
 
 {{- /* "yes" if settings need servers outside of the cluster, which no network policy opens by itself. */ -}}
 {{- define "motet.outside" -}}
-{{- if or (hasKey .Values.settings "oidc-issuer") (not (hasPrefix "/" .Values.model)) }}yes{{ end -}}
+{{- if or (hasKey .Values.settings "oidc-issuers") (not (hasPrefix "/" .Values.model)) }}yes{{ end -}}
 {{- end }}
