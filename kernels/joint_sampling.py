@@ -29,6 +29,9 @@ class RowChoice:
     penalty: Penalty | None
     bias: Mapping[int, float]  # is added to the logits of these tokens
     num_logprobs: int | None  # of this many likeliest tokens beside the chosen one; None: no log-probabilities at all
+    mask: bytes | None = (
+        None  # a bit for each token, the lowest first, in int32 words: 0 is never chosen; None: all may be
+    )
 
 
 class Chosen(NamedTuple):
@@ -66,7 +69,7 @@ class ChoicesUnderWay:
         groups = _groups(choices, logits.shape[1])
         self._logprobs: torch.Tensor | None = None
         drawn: list[_Drawn] = []
-        if reported or groups or any(choice.penalty is not None or choice.bias for choice in choices):
+        if reported or groups or any(choice.penalty is not None or choice.bias or choice.mask for choice in choices):
             reported_rows, drawn, shaping = _on_device(logits.device, reported, groups, choices)
             if reported:
                 self._logprobs = torch.log_softmax(logits.index_select(0, reported_rows), dim=-1)
@@ -142,6 +145,8 @@ class _Shaping:
     lengths: torch.Tensor  # [num_penalised] int64, entries of each
     bias_at: torch.Tensor  # [2, num_biased] int64: rows and tokens
     bias: torch.Tensor  # [num_biased] float32
+    masked: torch.Tensor  # [num_masked] int64: rows
+    masks: torch.Tensor  # [num_masked, num_words] int32
     penalised: torch.Tensor  # [2, num_entries] int32: tokens, and how often each is in the output
 
 
@@ -153,6 +158,10 @@ def _on_device(
     biases = [(row, token, value) for row, c in enumerate(choices) for token, value in c.bias.items()]
     drawn_rows = list(chain.from_iterable(rows for rows, _ in groups))
     draws = [choices[row].draw for row in drawn_rows]
+    masked = [row for row, choice in enumerate(choices) if choice.mask is not None]
+    words = torch.frombuffer(
+        bytearray().join([choices[row].mask or b"" for row in masked]) or bytearray(4), dtype=torch.int32
+    )
     numbers = [[d.temperature, d.uniform, float(d.top_k), d.top_p, d.min_p] for d in draws if d is not None]
     counted = [torch.frombuffer(p.token_ids, dtype=torch.int32) for _, p in penalties]
     counted += [torch.frombuffer(p.counts, dtype=torch.int32) for _, p in penalties]
@@ -160,23 +169,25 @@ def _on_device(
         device,
         torch.tensor(numbers, dtype=torch.float64).view(-1, 5).t().contiguous(),
         torch.tensor([[row, p.repetition, p.presence, p.frequency] for row, p in penalties], dtype=torch.float64),
-        torch.tensor([*reported, *drawn_rows], dtype=torch.int64),
+        torch.tensor([*reported, *drawn_rows, *masked], dtype=torch.int64),
         torch.tensor([len(p.token_ids) for _, p in penalties], dtype=torch.int64),
         torch.tensor([[row for row, _, _ in biases], [token for _, token, _ in biases]], dtype=torch.int64),
         torch.tensor([value for _, _, value in biases], dtype=torch.float32),
         torch.cat([torch.empty(0, dtype=torch.int32), *counted]).view(2, -1),
+        words[: 0 if not masked else None].view(len(masked), -1 if masked else 0),
     )
-    of_draws, factors, rows, lengths, bias_at, bias, penalised = on_device
+    of_draws, factors, rows, lengths, bias_at, bias, penalised, masks = on_device
     drawn, at = [], 0
     for group, count in groups:
         part = slice(at, at + len(group))
         drawn.append(_Drawn(rows[len(reported) :][part], of_draws[:, part].unsqueeze(2), count))
         at += len(group)
-    return rows[: len(reported)], drawn, _Shaping(factors, lengths, bias_at, bias, penalised)
+    of_masks = rows[len(reported) + len(drawn_rows) :]
+    return rows[: len(reported)], drawn, _Shaping(factors, lengths, bias_at, bias, of_masks, masks, penalised)
 
 
 def _shape(logits: torch.Tensor, shaping: _Shaping) -> None:
-    """Penalties, then biases. No token of a row has two entries."""
+    """Penalties, then biases, then masks. No token of a row has two entries."""
     if len(shaping.lengths):
         token, count = shaping.penalised
         entries = shaping.factors.repeat_interleave(shaping.lengths, 0, output_size=len(token))
@@ -188,6 +199,13 @@ def _shape(logits: torch.Tensor, shaping: _Shaping) -> None:
     if len(shaping.bias):
         at = (shaping.bias_at[0], shaping.bias_at[1])
         logits[at] = logits[at] + shaping.bias
+    vocab_size = logits.shape[1]
+    most = max(_MOST_BYTES // (4 * vocab_size), 1)
+    for start in range(0, len(shaping.masked), most):
+        rows, words = shaping.masked[start : start + most], shaping.masks[start : start + most]
+        bits = words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=logits.device)
+        forbidden = ((bits & 1) == 0).view(len(rows), -1)[:, :vocab_size]
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
 
 
 def _draw(logits: torch.Tensor, group: _Drawn) -> torch.Tensor:
@@ -240,7 +258,7 @@ def _draw_from_all(
     vocab_size = logits.shape[1]
     most = max(_MOST_BYTES // (8 * vocab_size), 1)
     groups = [(lacking[at : at + most], vocab_size) for at in range(0, len(lacking), most)]
-    alone = [replace(choice, penalty=None, bias={}) for choice in choices]  # the logits are shaped
+    alone = [replace(choice, penalty=None, bias={}, mask=None) for choice in choices]  # the logits are shaped
     places = [reported.index(row) if row in reported else 0 for row in lacking]
     at, drawn, _ = _on_device(logits.device, places, groups, alone)
     tokens = torch.cat([_draw(logits, group) for group in drawn])

@@ -102,7 +102,7 @@ class Engine:
         made ahead is being executed already, and there is nothing to schedule. If the device feeds tokens to the next
         step, that begins before the tokens are known, so the device never waits for the host.
         """
-        ended, self._ended = self._ended, []
+        ended, self._ended = [*self._ended, *self._scheduler.take_grammars()], []
         plan_made_ahead = self._ahead.take()
         plan = plan_made_ahead or self._begin(self._scheduler.schedule())
         if self._overlaps and plan.sequences:
@@ -130,8 +130,9 @@ class Engine:
         return result
 
     def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
-        """Sets `wake`, which is called from another thread whenever a copy has ended or failed."""
+        """Sets `wake`, called from another thread when a copy has ended or failed, or a grammar or mask is there."""
         self.executor.wake_on_copy_end(wake)
+        self._scheduler.wake_on_grammars(wake)
 
     def load(self) -> EngineLoad:
         return self._scheduler.load()
@@ -145,4 +146,5 @@ class Engine:
         self._scheduler.check_integrity()
 
     def close(self) -> None:
+        self._scheduler.close()
         self.executor.close()

@@ -21,6 +21,7 @@ from .execution.gang_executor import GangExecutor
 from .execution.gang_messages import Failed, FromWorker, Join, Ready
 from .execution.gang_messages import Progress as ProgressMessage
 from .fairness.prompt_budget import token_interval_of
+from .grammar.constraints import Constraints
 from .loop import EngineLoop
 from .memory.pool import PoolGeometry, plan_pool, pool_of
 from .models.config import ModelConfig
@@ -61,14 +62,17 @@ def build_engine(
     if config.pool_bytes is not None:  # refuses too small a pool before workers start
         plan_pool(sharding, config.block_size, dtype, config.pool_bytes, config.kv_dtype)
     executor: Executor
+    constraints = Constraints(config.model_path, model.vocab_size, model.eos_token_ids)
     if config.tensor_parallel == 1:
         executor = alone = _build_alone(config, on_progress)
         kernels, device, num_pages = alone.kernels_name, alone.device.type, alone.runner.num_pages
         num_host_pages = tier_sizes(config, alone.runner.geometry).host
+        alone.runner.masks = constraints
     else:
         if spawn is None:
             raise ValueError(f"tensor_parallel = {config.tensor_parallel}: `spawn` is needed to start workers, or 1")
         executor, kernels, device, num_pages, num_host_pages = _start_gang(config, on_progress, spawn, host)
+        executor.masks = constraints
     geometry = pool_of(sharding, config.block_size, dtype, num_pages, config.kv_dtype)
     layout = sharding.layout(config.block_size, config.dtype, config.kv_dtype)
     scheduler = Scheduler(
@@ -79,6 +83,7 @@ def build_engine(
         replace(tier_sizes(config, geometry), host=num_host_pages),
         token_interval_s=token_interval_of(config.token_interval_s, device),
         scheduling=config.scheduling,
+        constraints=constraints,
     )
     return Engine(scheduler, executor, _info(config, geometry, kernels, device, model))
 

@@ -94,6 +94,7 @@ class SamplePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # With the first token that a run of the sequence chooses, if it has penalties. The worker keeps these tokens, and
     # adds those that later plans compute: the one that was chosen last.
     seen: SeenTokens | None = None
+    is_constrained: bool = False  # the sequence has a grammar, whose mask the token needs (`decoding/mask_source.py`)
 
 
 class ScorePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -169,7 +170,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of a plan. Loads and moves are those that ended since the last result, whichever plan began them."""
 
     step: int
-    tokens: dict[int, SampledToken | None]  # by sequence id; None: its logits are not finite
+    # By sequence id; None: its logits are not finite. A sequence whose mask was late has none, and computes its last
+    # token again.
+    tokens: dict[int, SampledToken | None]
     loaded: tuple[str, ...]  # digests
     failed: tuple[AdapterFailure, ...]
     moved: tuple[MoveEnd, ...] = ()

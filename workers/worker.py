@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .config import EngineConfig
+from .decoding.mask_source import TokenMask
 from .device import resolve_device
 from .execution.connection import Connection, ConnectionLostError
 from .execution.executor import LocalExecutor
@@ -20,14 +23,16 @@ from .execution.gang_messages import (
     FromWorker,
     Join,
     LoadEnded,
+    Masks,
     MoveEnded,
     Progress,
     Ready,
     ToWorker,
+    WantMasks,
 )
 from .execution.plan_deltas import DeltaDecoder
 from .parallel import ProcessGroup
-from .plan import StepPlan
+from .plan import SampledToken, StepPlan
 from .worker_builder import build_executor, tier_sizes
 
 _log = logging.getLogger(__name__)
@@ -52,6 +57,7 @@ def run_worker(settings: WorkerSettings) -> None:
     leader.send(Join(settings.rank, settings.secret))
     try:
         executor = _build(settings, leader)
+        executor.runner.masks = leader
         while (plan := leader.next_plan()) is not None:
             executor.begin_copies(plan)
             output = executor.runner.run(plan)
@@ -67,8 +73,11 @@ def run_worker(settings: WorkerSettings) -> None:
         leader.close()
 
 
+_POLL_S = 0.0005
+
+
 class _Leader:
-    """The connection to the leader, in messages."""
+    """The connection to the leader, in messages. As a `MaskSource`: the leader follows the plans, and has the masks."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._connection = Connection(connected)
@@ -85,6 +94,22 @@ class _Leader:
         """None: the leader stops the worker. Raises PlanMismatchError as `DeltaDecoder.decode` does."""
         message = self._decoder.decode(self._connection.receive())
         return self._deltas.decode(message) if isinstance(message, Execute) else None
+
+    def follow(self, plan: StepPlan, fed: Mapping[int, SampledToken | None]) -> None: ...
+
+    def take(self, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
+        """Between two plans: the answer is the next message."""
+        found = dict[int, TokenMask]()
+        while True:
+            over = is_over()
+            self.send(WantMasks([each for each in wanted if each[0] not in found]))
+            answer = self._decoder.decode(self._connection.receive())
+            if not isinstance(answer, Masks):
+                raise ConnectionLostError("the leader stops the worker while it computes")
+            found |= answer.made
+            if over or len(found) == len(wanted):
+                return found
+            time.sleep(_POLL_S)
 
 
 def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:

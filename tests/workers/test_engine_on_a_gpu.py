@@ -146,7 +146,7 @@ def waits_beside_kernels(gpu: StandInGpu) -> list[Wait]:
 
 
 def chosen_one_by_one(
-    logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None] = ()
+    logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None] = (), *_: object
 ) -> ChoicesUnderWay:
     """As tokens were chosen on a GPU once: penalties row by row, and each draw told to the host."""
     for row, (plan, seen) in enumerate(zip(plans, counts or [None] * len(plans), strict=True)):

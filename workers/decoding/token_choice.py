@@ -6,7 +6,8 @@ another batch or on another gang, gets the same text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -14,10 +15,12 @@ from ...kernels.joint_sampling import ChoicesUnderWay, Chosen, RowChoice
 from ...kernels.sampling import NOT_FINITE, Draw, Penalty, SamplingKernels
 from ..plan import SampledToken, SamplePlan
 from ..wire.messages import TokenLogprobs
+from .mask_source import TokenMask, forbid
 from .token_counts import TokenCounts
 
 _MASK = (1 << 64) - 1
 _HIGHEST = RowChoice(None, None, {}, None)  # of most rows; made once
+_FREE: Mapping[int, TokenMask] = MappingProxyType({})
 
 
 def sample(
@@ -25,25 +28,29 @@ def sample(
     plans: Sequence[SamplePlan],
     kernels: SamplingKernels,
     counts: Sequence[TokenCounts | None] = (),
+    masks: Mapping[int, TokenMask] = _FREE,
 ) -> list[SampledToken | None]:
     """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where asked for.
 
     None for a row whose largest number is NaN or infinite: no token can be chosen from it. Everything is computed where
     the logits are, on a GPU by `choose_together`, on the CPU by `kernels`.
 
-    `counts`: each row's token counts, if its sequence has penalties; empty: no row has any. Changes
-    logits in place.
+    `counts`: each row's token counts, if its sequence has penalties; empty: no row has any. `masks`: by row, of those
+    that may choose only some tokens. Changes logits in place.
     """
     if logits.device.type != "cpu":
-        return sampled(begin_sample(logits, plans, counts).read())
+        return sampled(begin_sample(logits, plans, counts, masks).read())
     penalised = [row for row, each in enumerate(counts) if each is not None]
     biased = [row for row, plan in enumerate(plans) if plan.params.logit_bias]
     # Log-probabilities are those before any shaping, and which token's are wanted is known only afterwards.
-    kept = {row: logits[row].clone() for row in {*penalised, *biased} if plans[row].params.num_logprobs is not None}
+    kept = {
+        row: logits[row].clone() for row in {*penalised, *biased, *masks} if plans[row].params.num_logprobs is not None
+    }
     if penalised:
         kernels.penalise(logits, penalised, [_penalty_of(plans[row], counts[row]) for row in penalised])
     for row in biased:
         _add_bias(logits[row], plans[row].params.logit_bias)
+    forbid(logits, masks)
     listed = kernels.highest(logits).tolist()
     drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0 and listed[i] != NOT_FINITE]
     if drawn:
@@ -57,22 +64,28 @@ def sample(
 
 
 def begin_sample(
-    logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None] = ()
+    logits: torch.Tensor,
+    plans: Sequence[SamplePlan],
+    counts: Sequence[TokenCounts | None] = (),
+    masks: Mapping[int, TokenMask] = _FREE,
 ) -> ChoicesUnderWay:
     """As `sample` on a GPU, without a wait."""
     seen = counts or [None] * len(plans)
-    return ChoicesUnderWay(logits, [_choice_of(*each) for each in zip(plans, seen, strict=True)])
+    choices = [_choice_of(plan, of, masks.get(row)) for row, (plan, of) in enumerate(zip(plans, seen, strict=True))]
+    return ChoicesUnderWay(logits, choices)
 
 
-def _choice_of(plan: SamplePlan, seen: TokenCounts | None) -> RowChoice:
+def _choice_of(plan: SamplePlan, seen: TokenCounts | None, mask: TokenMask | None) -> RowChoice:
     params = plan.params
-    if seen is None and params.temperature <= 0 and params.num_logprobs is None and not params.logit_bias:
+    is_free = seen is None and mask is None and not params.logit_bias
+    if is_free and params.temperature <= 0 and params.num_logprobs is None:
         return _HIGHEST
     return RowChoice(
         _draw_of(plan) if params.temperature > 0 else None,
         _penalty_of(plan, seen) if seen is not None else None,
         params.logit_bias,
         params.num_logprobs,
+        mask,
     )
 
 

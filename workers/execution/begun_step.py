@@ -21,9 +21,13 @@ class BegunStep:
         sample_ids: tuple[int, ...] = (),
         choices: ChoicesUnderWay | None = None,
         scores: ScoresUnderWay | None = None,
+        late: frozenset[int] = frozenset(),
     ) -> None:
-        """`sample_ids`: the sequences that get a token; `choices` is None if none does, `scores` if none has any."""
-        self._sample_ids, self._choices, self._scores = sample_ids, choices, scores
+        """`sample_ids`: the sequences that get a token; `choices` is None if none does, `scores` if none has any.
+
+        `late`: sequences whose token is dropped.
+        """
+        self._sample_ids, self._choices, self._scores, self._late = sample_ids, choices, scores, late
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -46,7 +50,8 @@ class BegunStep:
         """By sequence id; waits for the step."""
         if self._choices is None:
             return {}
-        return dict(zip(self._sample_ids, sampled(self._choices.read()), strict=True))
+        tokens = zip(self._sample_ids, sampled(self._choices.read()), strict=True)
+        return {sequence_id: token for sequence_id, token in tokens if sequence_id not in self._late}
 
     @cached_property
     def scores(self) -> dict[int, PromptScores | None]:

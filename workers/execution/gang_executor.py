@@ -8,10 +8,11 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
+from ..decoding.mask_source import MaskSource, NoMasks
 from ..plan import AdapterFailure, MoveEnd, SampledToken, StepPlan, StepResult
 from .connection import Connection, ConnectionLostError
 from .executor import WorkerLostError
-from .gang_messages import Done, Failed, FromWorker, LoadEnded, MoveEnded, Stop
+from .gang_messages import Done, Failed, FromWorker, LoadEnded, Masks, MoveEnded, Stop, WantMasks
 from .plan_deltas import DeltaEncoder
 
 
@@ -39,6 +40,7 @@ class GangExecutor:
         self._wake: Callable[[], None] = lambda: None
         self._encoder = msgspec.msgpack.Encoder()
         self._deltas = DeltaEncoder()
+        self.masks: MaskSource = NoMasks()  # made here, for the first worker
         for rank in range(len(connections)):
             threading.Thread(target=self._listen, args=(rank,), name=f"worker-{rank}", daemon=True).start()
 
@@ -52,6 +54,7 @@ class GangExecutor:
             except ConnectionLostError as error:
                 raise WorkerLostError(f"worker {rank} is lost: {error}") from error
         self._step = plan.step
+        self.masks.follow(plan, {})
 
     def finish(self) -> StepResult:
         tokens: dict[int, SampledToken | None] = {}
@@ -112,6 +115,9 @@ class GangExecutor:
                     self._load_ended(message)
                 elif isinstance(message, MoveEnded):
                     self._move_ended(message.end)
+                elif isinstance(message, WantMasks):
+                    made = Masks(dict(self.masks.take(message.wanted, lambda: True)))
+                    self._connections[rank].send(msgspec.msgpack.encode(made))
                 elif isinstance(message, Failed):
                     raise ConnectionLostError(message.problem)
         except (ConnectionLostError, msgspec.MsgspecError) as error:

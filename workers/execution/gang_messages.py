@@ -57,6 +57,21 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     problem: str
 
 
+class WantMasks(msgspec.Struct, frozen=True, tag="want_masks"):
+    """The first worker is about to choose tokens, and asks for the masks that are made: `MaskSource.take`.
+
+    Only what it chooses tokens with travels: an eighth of the vocabulary's size in bytes for each sequence and step.
+    """
+
+    wanted: list[tuple[int, int]]
+
+
+class Masks(msgspec.Struct, frozen=True, tag="masks"):
+    """The answer, by sequence id."""
+
+    made: dict[int, bytes]
+
+
 class Execute(msgspec.Struct, frozen=True, tag="execute"):
     """A plan whose sequences have only those of their pages that follow the ones that the worker keeps.
 
@@ -71,5 +86,5 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
-FromWorker = Join | Progress | Ready | Done | LoadEnded | MoveEnded | Failed
-ToWorker = Execute | Stop
+FromWorker = Join | Progress | Ready | Done | LoadEnded | MoveEnded | Failed | WantMasks
+ToWorker = Execute | Masks | Stop

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from ...kernels.attention import AttentionBatch, PagedAttention
 from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ...kernels.pages import copy_slabs
+from ..decoding.mask_source import MaskSource, NoMasks, TokenMask
 from ..decoding.prompt_scoring import ScoredRows, ScoresUnderWay, most_rows
 from ..decoding.token_choice import begin_sample, sample
 from ..decoding.token_counts import PenalisedSequences, TokenCounts
@@ -32,6 +34,8 @@ from .mixed_graphs import MixedGraphs, Widths
 from .page_tables import PageTables
 from .recorded_adapters import RecordedAdapters
 from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
+
+_MASK_GRACE = 0.02  # of a forward pass on a CPU, that masks may take longer
 
 
 class StepOutput(NamedTuple):
@@ -67,6 +71,7 @@ class Runner:
         self._graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         self.penalised = PenalisedSequences()  # of the gang's first worker, which chooses the tokens
+        self.masks: MaskSource = NoMasks()  # likewise
 
     @property
     def pool(self) -> torch.Tensor:
@@ -155,14 +160,17 @@ class Runner:
             logits, _ = self._logits_and_scores(self._inputs(plan))
         if self._parallel.rank == 0:
             seen = TokenCounts(SeenTokens(packed([0]), packed([1])))
-            sample(logits, [ALL_WAYS] * len(logits), self._kernels.sampling, [seen] * len(logits))
+            anything = dict.fromkeys(range(len(logits)), b"\xff" * (4 * -(-logits.shape[1] // 32)))
+            sample(logits, [ALL_WAYS] * len(logits), self._kernels.sampling, [seen] * len(logits), anything)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
         """Computes the plan's tokens; the gang's first worker chooses the next ones."""
+        began_at = time.perf_counter()
         self._copy_pages(plan)
         if self._parallel.rank == 0:
             self.penalised.follow(plan)
+            self.masks.follow(plan, {})
         if not plan.sequences:
             return StepOutput({}, {})
         inputs = self._inputs(plan)
@@ -170,8 +178,10 @@ class Runner:
         if self._parallel.rank > 0:
             return StepOutput({}, {})
         counts = self.penalised.of(inputs.sample_ids) if plan.penalised else ()
-        tokens = sample(logits, inputs.samples, self._kernels.sampling, counts)
-        return StepOutput(dict(zip(inputs.sample_ids, tokens, strict=True)), {} if scores is None else scores.read())
+        masks, late = self._take_masks(inputs, logits.device, began_at)
+        chosen = sample(logits, inputs.samples, self._kernels.sampling, counts, masks)
+        tokens = {id: token for id, token in zip(inputs.sample_ids, chosen, strict=True) if id not in late}
+        return StepOutput(tokens, {} if scores is None else scores.read())
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan, before: BegunStep) -> BegunStep:
@@ -189,12 +199,37 @@ class Runner:
         if inputs.is_fed:
             self._rows.feed(before)
         logits, scores = self._logits_and_scores(inputs)
-        # The device computes this step while the host waits for the last step's tokens, which penalties need.
-        self.penalised.follow(plan, before.tokens if plan.penalised else {})
+        # The device computes this step while the host waits for the last step's tokens, which penalties and masks need.
+        has_masks = any(sample.is_constrained for sample in inputs.samples)
+        known = before.tokens if plan.penalised or has_masks else {}
+        self.penalised.follow(plan, known)
+        if has_masks:
+            self.masks.follow(plan, known)
         if not inputs.samples:
             return BegunStep(scores=scores)
         counts = self.penalised.of(inputs.sample_ids) if plan.penalised else ()
-        return BegunStep(inputs.sample_ids, begin_sample(logits, inputs.samples, counts), scores)
+        masks, late = self._take_masks(inputs, logits.device, time.perf_counter()) if has_masks else ({}, frozenset())
+        return BegunStep(inputs.sample_ids, begin_sample(logits, inputs.samples, counts, masks), scores, late)
+
+    def _take_masks(
+        self, inputs: StepInputs | DeviceInputs, device: torch.device, began_at: float
+    ) -> tuple[dict[int, TokenMask], frozenset[int]]:
+        """Masks by row, and the sequences whose masks are late: not there when the forward pass is over.
+
+        On a CPU it is over already: they may take a little longer than it took since `began_at`.
+        """
+        each = enumerate(zip(inputs.sample_ids, inputs.samples, strict=True))
+        rows = {sequence_id: (row, sample.index) for row, (sequence_id, sample) in each if sample.is_constrained}
+        if not rows:
+            return {}, frozenset()
+        until = (now := time.perf_counter()) + _MASK_GRACE * (now - began_at)
+        is_over: Callable[[], bool] = lambda: time.perf_counter() > until  # noqa: E731
+        if device.type == "cuda":
+            is_over = torch.cuda.current_stream(device).record_event().query
+        found = self.masks.take([(sequence_id, index) for sequence_id, (_, index) in rows.items()], is_over)
+        return {rows[sequence_id][0]: mask for sequence_id, mask in found.items()}, frozenset(
+            rows.keys() - found.keys()
+        )
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:

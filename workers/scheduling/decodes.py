@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ..fairness.page_times import PageTimes
 from ..fairness.prices import OUTPUT_TOKEN
 from ..fairness.tenant_counters import TenantCounters
+from ..grammar.constraints import Constraints
 from ..memory.paged_memory import PagedMemory
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence
@@ -34,17 +35,19 @@ class Decodes:
         counts: StepCounts,
         times: PageTimes,
         prefixes: PrefixReuse,
+        constraints: Constraints | None,
     ) -> None:
         """`preempt` puts a running sequence back into the queue."""
         self._memory, self._waiting, self._running = memory, waiting, running
         self._limits, self._counters = limits, counters
         self._preempt, self._counts, self._times = preempt, counts, times
-        self._prefixes = prefixes
+        self._prefixes, self._constraints = prefixes, constraints
         self.to_condense: dict[GrowingSequence, None] = {}  # a dense page can stand for pages of these
 
     def plan(self) -> list[GrowingSequence]:
         """Plans the next token of decoding sequences; preempts the last by rank where pages run out."""
         planned: list[GrowingSequence] = []
+        sitting_out: list[GrowingSequence] = []
         budget, block_size = self._limits.max_tokens_per_step, self._limits.block_size
         older: OlderSequences | None = None
         num_preemptions = self._counts.num_preemptions
@@ -56,6 +59,9 @@ class Decodes:
             position = sequence.num_computed + sequence.num_planned  # of its newest token, which may not be known yet
             if position + 1 >= sequence.max_length:
                 continue  # that token is its last
+            if sequence.awaits_mask and not self._has_mask(sequence):
+                sitting_out.append(sequence)
+                continue
             if self._counts.num_preemptions > num_preemptions and sequence.sequence_id not in self._running.by_id:
                 continue  # it was preempted just now
             if position % block_size == 0 and position == len(sequence.pages) * block_size:
@@ -69,8 +75,13 @@ class Decodes:
                 break
         if self._counts.num_preemptions > num_preemptions:
             planned = [sequence for sequence in planned if sequence.sequence_id in self._running.by_id]
-        self._charge_tokens(planned)
+        self._charge_tokens([*planned, *sitting_out] if sitting_out else planned)  # a place that is held is paid for
         return planned
+
+    def _has_mask(self, sequence: GrowingSequence) -> bool:
+        assert self._constraints is not None
+        sequence.awaits_mask = not self._constraints.is_ready(sequence.sequence_id)
+        return not sequence.awaits_mask
 
     def _condense_all(self) -> None:
         """Fills dense pages in place of pages of which only full layers see anything, at most _MOST_CONDENSED of them.

@@ -35,12 +35,16 @@ def gang_load(
     prefixes: PrefixReuse,
     host_adapters: HostAdapterStats,
     num_pages: int,
+    num_compiling: int,
 ) -> EngineLoad:
-    """Gauges of now and counters since the start. `num_pages`: of the pool."""
+    """Gauges of now and counters since the start.
+
+    `num_pages`: of the pool. `num_compiling`: sequences that wait for their grammars.
+    """
     adapters = memory.adapters
     gauges = EngineGauges(
         num_running=len(running),
-        num_waiting=len(waiting),
+        num_waiting=len(waiting) + num_compiling,
         num_waiting_for_adapters=waiting.num_lacking,
         num_queued_tokens=running.num_uncomputed + waiting.num_tokens,
         num_running_background=running.num_background,

@@ -7,6 +7,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import msgspec
+
 from ..fairness.page_times import HeldPages
 from ..fairness.tenant_counters import TenantCounter
 from ..plan import INT32_BYTES, Int32s, SamplePlan, ScorePlan, SeenTokens, packed
@@ -41,6 +43,8 @@ class GrowingSequence:
     num_prompt_tokens: int = field(init=False)
     num_given_tokens: int = field(init=False)  # tokens that it arrived with
     has_penalty: bool = field(init=False)
+    is_constrained: bool = field(init=False)  # it has a grammar
+    awaits_mask: bool = False  # a step had to do without its mask: none is planned before that is made
     counter: TenantCounter = field(default_factory=TenantCounter)  # its tenant's
     held: HeldPages = field(init=False)  # page-seconds
     # Fields above are read in every step, and lie side by side in memory.
@@ -84,7 +88,9 @@ class GrowingSequence:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
         self.num_given_tokens = len(self.token_ids)
         self.sampling = params = self.request.sampling
-        self.has_penalty = params.has_penalty
+        self.has_penalty, self.is_constrained = params.has_penalty, bool(params.grammar)
+        if self.is_constrained:  # workers do without the text, which would travel to them with each token
+            self.sampling = msgspec.structs.replace(params, grammar="")
         before = self.request.usage or SequenceUsage()
         self.held = HeldPages(before)
         self.num_computed_prompt_tokens = before.num_computed_prompt_tokens
@@ -113,6 +119,17 @@ class GrowingSequence:
         end = self.num_computed + self.num_planned
         self.prepaid = range(self.num_at_start, max(end, self.prepaid.stop))
         return end - self.num_at_start
+
+    def put_back_late(self, num_tokens: int) -> None:
+        """A step that computed so many tokens chose none, for want of a mask: the last of them is to be computed again.
+
+        So is what the plan after that step has for it.
+        """
+        self.count_computed(num_tokens - 1)
+        self.num_computed += num_tokens - 1
+        self.num_planned = self.num_coming = 0
+        self.tokens_sent = False  # workers count the last token each time that it is computed
+        self.awaits_mask = True
 
     def take_prepaid(self, start: int, end: int) -> int:
         """Tokens at the positions from `start` to `end` are computed: how many of them are paid for already."""
@@ -240,7 +257,7 @@ class GrowingSequence:
             self.tokens_sent = True
             prompt = known[:split] if self.sampling.repetition_penalty != 1 else ()
             seen = SeenTokens(packed(prompt), packed(known[split:]))
-        return SamplePlan(self.sampling, self.seed, len(known) - split, seen)
+        return SamplePlan(self.sampling, self.seed, len(known) - split, seen, self.is_constrained)
 
 
 by_arrival = attrgetter("arrival")

@@ -26,6 +26,7 @@ class PlannedStep:
 
     def __init__(self, decodes: list[GrowingSequence], chunks: list[PlannedChunk]) -> None:
         self.decodes, self.chunks = decodes, chunks
+        self.late: set[GrowingSequence] = set()  # of those that are gone: their masks were late
         self.gone: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
 
     def prompts(self) -> list[tuple[int, int]]:
@@ -59,7 +60,7 @@ class PlannedStep:
                 sample = sequence.sample_plan([*sequence.token_ids[:start], token_id])
             else:
                 index = start + 1 - sequence.num_prompt_tokens
-                sample = SamplePlan(sequence.sampling, sequence.seed, index)
+                sample = SamplePlan(sequence.sampling, sequence.seed, index, None, sequence.is_constrained)
             digest = sequence.adapter_digest
             pages = sequence.packed_pages
             parts.append(SequencePlan(sequence.sequence_id, (token_id,), start, pages, digest, sample, is_fed))

@@ -17,6 +17,7 @@ import msgspec
 from ..fairness.page_times import PageTimes
 from ..fairness.prompt_budget import PromptBudget, prompt_seconds
 from ..fairness.tenant_counters import Scheduling, TenantCounters
+from ..grammar.constraints import Constraints
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
 from ..memory.pending_host_updates import PendingHostUpdates
@@ -62,11 +63,13 @@ class Scheduler:
         clock: Callable[[], float] = time.perf_counter,
         token_interval_s: float = 0.0,
         scheduling: Scheduling = "fair",
+        constraints: Constraints | None = None,
     ) -> None:
         """`prefix_cache`: sequences of a tenant share the pages of common prefixes. `tiers` behind the pool keep more.
 
         `clock`: seconds, only for reported times; no decision depends on it. `token_interval_s`: target time of steps
-        with decodes; 0: none. `scheduling`: "fifo" ignores tenants.
+        with decodes; 0: none. `scheduling`: "fifo" ignores tenants. `constraints`: of sequences with grammars;
+        None: these are refused.
         """
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
         self._clock, self.token_interval_s = clock, token_interval_s
@@ -90,6 +93,8 @@ class Scheduler:
         self._counts, self._arrivals = StepCounts(), 0
         self.latency_mode = LatencyMode(self._counts, self._running)
         self.counters = TenantCounters(limits.max_tokens_per_step, scheduling)
+        self._constraints = constraints
+        self._compiling: dict[int, GrowingSequence] = {}  # sequences whose grammars are being compiled
         self._prefetcher = Prefetcher(self.memory, self._prefixes, pages_of_adapter, limits, self._waiting)
         self._admission = PromptPlanner(
             self.memory,
@@ -114,6 +119,7 @@ class Scheduler:
             self._counts,
             self._times,
             self._prefixes,
+            constraints,
         )
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._host_adapter_stats = HostAdapterStats()
@@ -123,6 +129,9 @@ class Scheduler:
         """Queues a sequence, or returns why it can never be served."""
         num_adapter_pages = 0 if request.adapter is None else self._pages_of_adapter(request.adapter)
         error = refusal(request, num_adapter_pages, self._limits)
+        grammar, ignores_eos = request.sampling.grammar, request.sampling.ignore_eos
+        if grammar and self._constraints is None:
+            error = SequenceError("invalid_request", "this gang serves no grammars")
         if error is None:
             self._arrivals += ARRIVAL_STEP
             arrival = self._arrivals - (_HEAD_START if request.generated_token_ids else 0)
@@ -142,7 +151,13 @@ class Scheduler:
             sequence.counter = self.counters.join(request.tenant, request.weight, request.is_background)
             self.latency_mode.observe(sequence)
             self._prefixes.prepare(sequence)
-            self._wait(sequence)
+            if self._constraints is None or not grammar:
+                self._wait(sequence)
+            else:
+                self._compiling[sequence.sequence_id] = sequence
+                self._constraints.add(
+                    sequence.sequence_id, request.tenant, grammar, request.generated_token_ids, ignores_eos
+                )
         return error
 
     def cancel(self, sequence_id: int) -> SequenceUsage | None:
@@ -160,10 +175,37 @@ class Scheduler:
 
     def cancel_waiting(self, sequence_id: int) -> SequenceUsage | None:
         """Forgets a sequence that waits. Returns its usage; None, and nothing changed, if it runs or is unknown."""
+        if (sequence := self._compiling.pop(sequence_id, None)) is not None:
+            self._forget(sequence)
+            return self._usage(sequence)
         if (sequence := self._waiting.get(sequence_id)) is None:
             return None
         self._end_waiting(sequence)
         return self._usage(sequence)
+
+    def take_grammars(self) -> list[SequenceUpdate]:
+        """Queues sequences whose grammars have been compiled. Ends those that cannot go on with theirs: their updates.
+
+        Not to be called while a plan is made.
+        """
+        updates = list[SequenceUpdate]()
+        for sequence_id, problem in () if self._constraints is None else self._constraints.take_ended():
+            if problem:
+                error = SequenceError("invalid_request", f"the grammar cannot be followed: {problem}")
+                updates.append(SequenceUpdate(sequence_id, error=error, usage=self.cancel(sequence_id)))
+            else:
+                self._wait(self._compiling.pop(sequence_id))
+        return updates
+
+    def wake_on_grammars(self, wake: Callable[[], None]) -> None:
+        """Sets `wake`, called from another thread when `take_grammars` has something, or a late mask is there."""
+        if self._constraints is not None:
+            self._constraints.wake = wake
+
+    def close(self) -> None:
+        """Ends the threads of grammars."""
+        if self._constraints is not None:
+            self._constraints.close()
 
     def take_shares(self, most: int) -> list[TenantShare]:
         """Shares of at most `most` tenants that have changed since they were last taken."""
@@ -171,7 +213,7 @@ class Scheduler:
         return [tenant_share(counter, self._waiting, self._running) for counter in changed]
 
     def has_work(self) -> bool:
-        has_sequences = bool(self._running or self._waiting)
+        has_sequences = bool(self._running or self._waiting or self._compiling)
         return has_sequences or self.is_clearing or bool(self._adapters.num_loading or self._tiers.has_work())
 
     @property
@@ -221,6 +263,8 @@ class Scheduler:
         `result`: of that plan, which is committed later. Sequences that end with its tokens, or were cancelled, are
         left out. None: the device feeds the tokens to the plan.
         """
+        if result is not None:
+            self._put_back_late(result)
         parts = self._uncommitted[plan.step].parts(None if result is None else result.tokens)
         return msgspec.structs.replace(plan, sequences=parts)
 
@@ -246,12 +290,15 @@ class Scheduler:
         for failure in result.failed:
             self._adapters.fail_load(failure.digest)
             updates.extend(self._fail_waiting(failure))
+        self._put_back_late(result)
         planned = self._uncommitted.pop(plan.step)
         self._counts.num_computed_tokens += sum([len(part.token_ids) for part in plan.sequences])
         self._commit_decodes(planned, result, updates)
         for chunk in planned.chunks:
             if chunk.sequence not in planned.gone:
                 self._commit_chunk(chunk, result, updates)
+            elif chunk.sequence in planned.late and not self._take_scores(chunk, result, updates):
+                updates.append(self._fail(chunk.sequence))
         return updates
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -278,6 +325,7 @@ class Scheduler:
             self._prefixes,
             self._host_adapter_stats,
             self._limits.num_pages,
+            len(self._compiling),
         )
 
     def take_residency_changes(self) -> ResidencyChange:
@@ -293,7 +341,10 @@ class Scheduler:
         self._waiting.check_integrity(lambda digest: self._adapters.state(digest) is AdapterState.RESIDENT)
         self._running.check_integrity()
         self._prefixes.check_integrity(running)
-        self.counters.check_integrity([sequence.counter for sequence in (*running, *self._waiting)])
+        here = [*running, *self._waiting, *self._compiling.values()]
+        self.counters.check_integrity([sequence.counter for sequence in here])
+        if self._constraints is not None:
+            self._constraints.check_integrity([each.sequence_id for each in here if each.is_constrained])
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
         for sequence in running:
@@ -338,13 +389,35 @@ class Scheduler:
     def _end(self, sequence: GrowingSequence) -> None:
         """Ends a running sequence."""
         self._leave(sequence)
-        self.counters.leave(sequence.counter)
+        self._forget(sequence)
 
     def _end_waiting(self, sequence: GrowingSequence) -> None:
         """Ends a waiting sequence."""
         if self._waiting.remove(sequence):
             self._admission.charge_load(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: GrowingSequence) -> None:
         self.counters.leave(sequence.counter)
+        if self._constraints is not None and sequence.is_constrained:
+            self._constraints.remove(sequence.sequence_id)
+
+    def _put_back_late(self, result: StepResult) -> None:
+        """Sequences whose masks were late in this step compute their last tokens again; later plans do without them."""
+        if self._constraints is None or not self._constraints.num:
+            return
+        planned = self._uncommitted[result.step]
+        lengths = {chunk.sequence: len(chunk.part.token_ids) for chunk in planned.chunks if chunk.part.sample}
+        for sequence in (*planned.decodes, *lengths):
+            if sequence.is_constrained and sequence.sequence_id not in result.tokens and sequence not in planned.gone:
+                num_tokens = lengths.get(sequence, 1)
+                sequence.put_back_late(num_tokens)
+                self._running.num_uncomputed -= num_tokens - 1
+                self._prefixes.keep_filled(sequence)
+                self._give_back(sequence)
+                planned.late.add(sequence)
+                for each in self._uncommitted.values():
+                    each.gone.add(sequence)
 
     def _leave(self, sequence: GrowingSequence) -> None:
         """Ends the run of a sequence: releases its pages and its adapter."""
@@ -353,6 +426,7 @@ class Scheduler:
         for planned in self._uncommitted.values():
             planned.gone.add(sequence)
         sequence.num_planned = sequence.num_coming = sequence.num_at_start = 0
+        sequence.awaits_mask = False
         self._times.stop(sequence.held)
         self._prefixes.leave(sequence)
         if sequence.adapter_digest is not None:
@@ -403,11 +477,7 @@ class Scheduler:
         self._running.num_uncomputed -= num_tokens
         self._prefixes.keep_filled(sequence)
         self._give_back(sequence)
-        scores = None
-        if chunk.part.scores is not None and (scores := result.scores[sequence.sequence_id]) is not None:
-            sequence.num_scored += scores.num_rows
-            updates.append(SequenceUpdate(sequence.sequence_id, prompt_scores=scores))
-        are_finite = scores is not None or chunk.part.scores is None
+        are_finite = self._take_scores(chunk, result, updates)
         if chunk.part.sample is not None:
             self._running.num_uncomputed += 1
             updates.append(self._append(sequence, result.tokens[sequence.sequence_id] if are_finite else None))
@@ -415,6 +485,16 @@ class Scheduler:
             updates.append(self._fail(sequence))
         elif sequence.num_computed % (USAGE_REPORT_PAGES * self._limits.block_size) < num_tokens:
             updates.append(SequenceUpdate(sequence.sequence_id, usage=self._usage(sequence)))
+
+    def _take_scores(self, chunk: PlannedChunk, result: StepResult, updates: list[SequenceUpdate]) -> bool:
+        """Sends the scores that the chunk was asked for. False: they are not finite."""
+        if chunk.part.scores is None:
+            return True
+        if (scores := result.scores[chunk.sequence.sequence_id]) is None:
+            return False
+        chunk.sequence.num_scored += scores.num_rows
+        updates.append(SequenceUpdate(chunk.sequence.sequence_id, prompt_scores=scores))
+        return True
 
     def _append(self, sequence: GrowingSequence, token: SampledToken | None) -> SequenceUpdate:
         """Appends the chosen token, and reports usage. Handles first and last tokens too.

@@ -11,9 +11,10 @@ from .request_limits import GangLimits
 
 
 def stop_ids(request: SequenceRequest, eos_token_ids: AbstractSet[int]) -> frozenset[int]:
-    """Tokens that end the sequence."""
+    """Tokens that end the sequence. With a grammar, the model's own ones do so always: they come only where it ends."""
     params = request.sampling
-    return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+    ignores_eos = params.ignore_eos and not params.grammar
+    return frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else eos_token_ids)
 
 
 def max_length(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits) -> int:

@@ -1,0 +1,147 @@
+"""What grammars cost an engine: 64 sequences whose answers follow a schema against 64 free ones, and a schema's wait.
+
+Both loads have the same prompts and lengths, and run in turn. A new schema of 20 KB is one that the engine has not
+seen: its first token comes later than that of the same prompt without one by `new_schema_ms`, in the median. The
+engine is idle otherwise. The model has SmolLM2-135M's shape and random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from motet.benchmarks.rigs import random_model
+from motet.benchmarks.rigs.trained_tokenizer import write_tokenizer
+from motet.benchmarks.rigs.workload import draw_jobs
+from motet.cluster.config import MotetConfig
+from motet.workers.engine import Engine
+from motet.workers.engine_builder import build_engine
+from motet.workers.wire.messages import SamplingParams, SequenceRequest, Submit
+
+_NUM_FIELDS = 150  # of a schema, which takes 20 KB with them
+
+
+def schema(number: int) -> str:
+    """A grammar of 20 KB, unlike that of any other number. Its answers are longer than any job's."""
+    kinds = (
+        {"type": "string"},
+        {"type": "integer"},
+        {"type": "array", "items": {"type": "number"}},
+        {"type": "boolean"},
+    )
+    fields = {
+        f"field_{number}_{index}": {"description": "what this field is for, in words " * 2, **kinds[index % len(kinds)]}
+        for index in range(_NUM_FIELDS)
+    }
+    whole = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    return "start: %json " + json.dumps(whole)
+
+
+class Run:
+    """Submits sequences to one engine, and times them."""
+
+    def __init__(self, engine: Engine, num_tokens: int) -> None:
+        self._engine, self._num_tokens, self._next_id = engine, num_tokens, 0
+        self._prompts = [job.prompt_token_ids for job in draw_jobs(64, [None], random_model.VOCAB_SIZE)]
+
+    def all_s(self, grammars: Iterable[str]) -> float:
+        """Seconds until as many sequences as there are grammars have all of their tokens; "" is free."""
+        began_at = time.perf_counter()
+        num = self._submit(grammars, self._num_tokens)
+        assert self._finish() == num * self._num_tokens, "an answer ended before its length"
+        return time.perf_counter() - began_at
+
+    @property
+    def num_steps(self) -> int:
+        """Since the start."""
+        return self._engine.load().counters.num_steps
+
+    def first_token_s(self, grammar: str) -> float:
+        return self._timed([grammar], 1)
+
+    def _timed(self, grammars: Iterable[str], num_tokens: int) -> float:
+        began_at = time.perf_counter()
+        self._submit(grammars, num_tokens)
+        self._finish()
+        return time.perf_counter() - began_at
+
+    def _submit(self, grammars: Iterable[str], num_tokens: int) -> int:
+        first = self._next_id
+        for prompt, grammar in zip(self._prompts, grammars, strict=False):
+            sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, grammar=grammar)
+            request = SequenceRequest(
+                sequence_id=self._next_id, prompt_token_ids=prompt, sampling=sampling, tenant="benchmark"
+            )
+            self._engine.receive(Submit(request))
+            self._next_id += 1
+        return self._next_id - first
+
+    def _finish(self) -> int:
+        num_tokens = 0
+        while self._engine.has_work():
+            for update in self._engine.step():
+                if update.error is not None:
+                    raise RuntimeError(update.error.message)
+                num_tokens += len(update.token_ids)
+            if self._engine.waits:
+                time.sleep(0.0005)
+        return num_tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=32, help="of each answer (default 32)")
+    parser.add_argument("--repetitions", type=int, default=3, help="of both loads (default 3)")
+    parser.add_argument("--schemas", type=int, default=9, help="new ones (default 9)")
+    parser.add_argument("--threads", type=int, default=1, help="of the engine (default 1)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
+        model_path = write_tokenizer(random_model.write_model(Path(folder) / "model"))
+        config = MotetConfig.of(
+            model_path=model_path,
+            data_dir=Path(folder),
+            dtype="bfloat16",
+            pool_bytes=1 << 30,
+            num_threads=arguments.threads,
+            prefix_cache=False,
+        ).engine
+        engine = build_engine(config)
+        try:
+            _report(*_measure(Run(engine, arguments.tokens), arguments.repetitions, arguments.schemas))
+        finally:
+            engine.close()
+
+
+def _measure(run: Run, repetitions: int, num_schemas: int) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Seconds of all free sequences and of all that follow a schema; of first tokens without and with a new schema."""
+    free, constrained, without, new = list[float](), list[float](), list[float](), list[float]()
+    run.first_token_s(schema(0))  # the tokenizer is read, and the process starts that checks grammars
+    for _ in range(repetitions):
+        started_at = run.num_steps
+        free.append(run.all_s([""] * 64))
+        half_at = run.num_steps
+        constrained.append(run.all_s([schema(0)] * 64))
+        print(f"{half_at - started_at} steps with free sequences, {run.num_steps - half_at} with a schema", flush=True)
+    for number in range(1, num_schemas + 1):
+        without.append(run.first_token_s(""))
+        new.append(run.first_token_s(schema(number)))
+    return free, constrained, without, new
+
+
+def _report(free: list[float], constrained: list[float], without: list[float], new: list[float]) -> None:
+    print(f"64 free: {min(free):.2f} s; 64 with a schema of {len(schema(0)) >> 10} KB: {min(constrained):.2f} s")
+    waits = [1000 * (with_one - alone) for with_one, alone in zip(new, without, strict=True)]
+    print(f"a new schema's first token: later by {statistics.median(waits):.1f} ms, at most {max(waits):.1f} ms")
+    figures: dict[str, str | float] = {"benchmark": "structured"}
+    figures["throughput_ratio_64"] = round(min(free) / min(constrained), 3)
+    figures["new_schema_ms"] = round(statistics.median(waits), 1)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

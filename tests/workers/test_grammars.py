@@ -1,0 +1,296 @@
+"""Answers that follow a grammar: the same tokens as by brute force, whatever happens to their sequences on the way.
+
+More than ten seconds of CPU: engines on the CPU, on stand-in GPUs and of two workers are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.full_pool import fill_to_the_last_page
+from motet.tests.rigs.gang_rig import gang
+from motet.tests.rigs.grammar_tokenizer import EOS, TOKENS, text_of, write_tokenizer
+from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
+from motet.tests.rigs.patience import eventually
+from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
+from motet.workers.grammar.compiled_grammars import CompiledGrammars
+from motet.workers.grammar.constraints import Constraints
+from motet.workers.grammar.vocabulary import Vocabulary
+from motet.workers.wire.messages import SamplingParams
+
+pytestmark = pytest.mark.slow
+ADAPTER = RECIPES[0].name
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "n": {"type": "integer", "maximum": 999, "minimum": 0}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+GRAMMARS = (
+    "start: %json " + json.dumps(SCHEMA | COMPACT),
+    "start: /[a-f]{3,12}/",
+    'start: "yes" | "no" | "tea" ("," "nine")*',
+)
+FITS: tuple[Callable[[str], Any], ...] = (
+    json.loads,
+    re.compile("[a-f]{3,12}").fullmatch,
+    re.compile("yes|no|tea(,nine)*").fullmatch,
+)
+MANY = 24  # tokens, enough for all of them but the last, which may go on
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0, "num_logprobs": 1},
+    {"temperature": 1.0, "seed": 4, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 0.9, "seed": 3, "top_p": 0.95, "logit_bias": {TOKENS.index("a"): 4.0}, "num_logprobs": 2},
+    {"temperature": 1.3, "seed": 5, "top_k": 5, "ignore_eos": True},
+)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    folder = tmp_path_factory.mktemp("grammars")
+    model = write_model("llama", folder / "model")
+    write_tokenizer(model)
+    adapters = write_adapters(model, folder / "adapters")
+    return Stock.make(model, {ADAPTER: adapters[ADAPTER]}, folder / "store")
+
+
+@contextmanager
+def engine(stock: Stock, device: str = "cpu", num_pages: int = 120, **settings: Any) -> Iterator[EngineRig]:
+    on_gpu = gpu_of_twins() if device == "cuda" else nullcontext()
+    with on_gpu, stock.engine(num_pages, device=device, **settings) as rig:
+        yield rig
+
+
+def prompt_of(index: int) -> list[int]:
+    return random.Random(index).choices(range(VOCAB_SIZE), k=11)
+
+
+def sampling_of(index: int, **more: Any) -> SamplingParams:
+    """Every fourth is free."""
+    grammar = "" if index % 4 == 3 else GRAMMARS[index % 4]
+    asked: dict[str, Any] = {"max_tokens": MANY, "grammar": grammar} | WAYS[index // 4 % 4] | more
+    return SamplingParams(**asked)
+
+
+def submit(rig: EngineRig, num: int, given: Mapping[int, list[int]] | None = None, **more: Any) -> None:
+    for index in range(num):
+        adapter = ADAPTER if index % 2 else None
+        rig.submit(index, prompt_of(index), adapter, sampling_of(index, **more), (given or {}).get(index, ()))
+
+
+def answers(rig: EngineRig, num: int = 16, **more: Any) -> dict[int, Told]:
+    submit(rig, num, **more)
+    rig.finish()
+    rig.assert_idle()
+    return rig.told
+
+
+def assert_same(there: Mapping[int, Told], here: Mapping[int, Told]) -> None:
+    for index, told in there.items():
+        other = here[index]
+        assert (told.token_ids, told.finish_reason, told.error) == (other.token_ids, other.finish_reason, None), index
+        assert [each.chosen for each in told.logprobs] == pytest.approx(
+            [each.chosen for each in other.logprobs], abs=1e-3
+        )
+
+
+@pytest.fixture(scope="module")
+def expected(stock: Stock) -> dict[int, Told]:
+    with engine(stock) as rig:
+        return answers(rig)
+
+
+def test_answers_follow_their_grammars_to_the_end(expected: dict[int, Told]) -> None:
+    for index, told in expected.items():
+        if index % 4 != 3 and told.finish_reason == "stop":
+            assert told.token_ids[-1] == EOS
+            assert FITS[index % 4](text_of(told.token_ids)) is not None, text_of(told.token_ids)
+    assert sum(told.finish_reason == "stop" for index, told in expected.items() if index % 4 != 3) > 6
+
+
+def allowed_by_brute_force(vocabulary: Vocabulary, grammar: str, token_ids: list[int]) -> set[int]:
+    """Token by token, without masks. Where only one text can follow, the tokenizer's own first token of it."""
+    matcher = LLMatcher(vocabulary.tokens, grammar)
+    assert matcher.consume_tokens(token_ids)
+    if forced := matcher.compute_ff_tokens():
+        return {forced[0]}
+    allowed = {token for token in range(VOCAB_SIZE) if matcher.validate_tokens([token])}
+    return allowed | ({EOS} if matcher.is_accepting() else set())
+
+
+def test_the_most_likely_token_that_may_come_is_chosen_and_its_logprob_is_that_without_a_grammar(stock: Stock) -> None:
+    """By an engine without grammars, asked for the log-probabilities of all tokens after each prefix of the answer."""
+    vocabulary = Vocabulary(stock.model_path, VOCAB_SIZE, [EOS])
+    with engine(stock) as rig:
+        for index, grammar in enumerate(GRAMMARS):
+            rig.submit(
+                index,
+                prompt_of(index),
+                ADAPTER,
+                SamplingParams(max_tokens=MANY, temperature=0.0, grammar=grammar, num_logprobs=0),
+            )
+        rig.finish()
+        for index, grammar in enumerate(GRAMMARS):
+            token_ids = rig.told[index].token_ids
+            all_of_them = SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=VOCAB_SIZE)
+            for length in range(len(token_ids)):
+                rig.submit(100 * (index + 1) + length, prompt_of(index) + token_ids[:length], ADAPTER, all_of_them)
+            rig.finish()
+            for length, token in enumerate(token_ids):
+                (raw,) = rig.told[100 * (index + 1) + length].logprobs
+                of_token = dict(zip(raw.top_ids, raw.top_logprobs, strict=True))
+                allowed = allowed_by_brute_force(vocabulary, grammar, token_ids[:length])
+                assert token == max(allowed, key=lambda each: of_token[each])
+                assert rig.told[index].logprobs[length].chosen == pytest.approx(of_token[token], abs=1e-3)
+
+
+def test_a_gpu_that_is_fed_tokens_gives_the_same(stock: Stock, expected: dict[int, Told]) -> None:
+    with engine(stock, "cuda") as rig:
+        assert_same(answers(rig, 12), expected)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_late_mask_makes_only_its_own_sequence_wait(
+    stock: Stock, expected: dict[int, Told], monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    take, generator, num_late = Constraints.take, random.Random(7), 0
+
+    def late_by_chance(of: Constraints, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Any:
+        nonlocal num_late
+        some = [each for each in wanted if generator.random() < 0.6]
+        num_late += len(wanted) - len(some)
+        return take(of, some, is_over)
+
+    monkeypatch.setattr(Constraints, "take", late_by_chance)
+    with engine(stock, device) as rig:
+        assert_same(answers(rig, 8), expected)
+    assert num_late > 30
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sequences_that_are_preempted_go_on_in_their_grammars(
+    stock: Stock, expected: dict[int, Told], device: str
+) -> None:
+    with engine(stock, device, num_pages=stock.num_pages(11 + MANY, ADAPTER) + 9) as rig:
+        fill_to_the_last_page(rig.engine._scheduler)
+        assert_same(answers(rig, 10), expected)
+        assert rig.engine.load().counters.num_preemptions > 0
+
+
+def test_sequences_go_on_in_another_gang_wherever_they_were_cut(stock: Stock, expected: dict[int, Told]) -> None:
+    generator = random.Random(3)
+    with engine(stock) as rig:
+        for _ in range(4):
+            given = {i: told.token_ids[: generator.randrange(len(told.token_ids))] for i, told in expected.items()}
+            submit(rig, 16, given)
+            rig.finish()
+            for index, told in rig.told.items():
+                assert given[index] + told.token_ids == expected[index].token_ids
+                assert told.finish_reason == expected[index].finish_reason
+
+
+def test_a_gang_of_two_workers_gives_the_same(stock: Stock, expected: dict[int, Told]) -> None:
+    with gang(stock.gang_config(120, 2)) as (built, _):
+        rig = EngineRig(built, stock.refs)
+        assert_same(answers(rig), expected)
+
+
+def test_an_answer_that_must_end_does_so_though_it_ignores_the_end(stock: Stock) -> None:
+    with engine(stock) as rig:
+        for index, grammar in enumerate(('start: "no"', 'start: "n" ("o")*')):
+            rig.submit(index, prompt_of(0), None, SamplingParams(max_tokens=9, grammar=grammar, ignore_eos=True))
+        rig.finish()
+        assert (text_of(rig.told[0].token_ids), rig.told[0].finish_reason) == ("no", "stop")
+        assert (text_of(rig.told[1].token_ids), rig.told[1].finish_reason) == ("noooooooo", "length")
+
+
+def chain(rule: str, end: str) -> str:
+    return (
+        "start: "
+        + rule.format(0)
+        + "\n"
+        + "".join(f"{rule.format(i)}: {rule.format(i + 1)}\n" for i in range(9000))
+        + end
+    )
+
+
+BAD = (
+    ("start: %json {", "parse"),
+    ("start: missing", "missing"),
+    ("start: /(/", "regex"),
+    ('start: "é"', "no token"),
+    ("start: " + "(" * 1000 + '"a"' + ")" * 1000, "nested"),
+    ('start: "' + "a" * (1 << 20) + '"', "characters"),
+    (chain("r{}", 'r9000: "a"'), "too deeply"),
+    ("start: R\nR: " + " & ".join(f"/.*x{i}.*/" for i in range(2000)), "too long"),
+)
+
+
+@pytest.mark.parametrize(("grammar", "reason"), BAD, ids=lambda each: each[:24])
+def test_a_grammar_that_cannot_be_used_ends_its_own_sequence_and_says_why(
+    stock: Stock, grammar: str, reason: str, expected: dict[int, Told]
+) -> None:
+    with engine(stock) as rig:
+        submit(rig, 4)
+        rig.submit(99, prompt_of(1), None, SamplingParams(max_tokens=9, grammar=grammar))
+        rig.finish()
+        rig.assert_idle()
+        error = rig.told.pop(99).error
+        assert error is not None
+        assert error.kind == "invalid_request"
+        assert reason in error.message
+        assert len(error.message) < 400
+        assert_same(rig.told, {index: expected[index] for index in range(4)})
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model")
+    with Stock.make(model, {}, tmp_path / "store").engine(20) as rig:
+        rig.submit(0, prompt_of(0), None, SamplingParams(max_tokens=9, grammar=GRAMMARS[0]))
+        rig.finish()
+        error = rig.told[0].error
+        assert error is not None
+        assert "tokenizer.json" in error.message
+
+
+def test_others_run_while_a_grammar_is_compiled(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is cancelled meanwhile is forgotten."""
+    may_compile, compile_now = threading.Event(), CompiledGrammars.matcher
+
+    def held(*given: Any) -> LLMatcher:
+        assert may_compile.wait(60)
+        return compile_now(*given)
+
+    monkeypatch.setattr(CompiledGrammars, "matcher", held)
+    with engine(stock) as rig:
+        submit(rig, 4)
+        while rig.told[3].finish_reason is None:
+            rig.step()
+        assert not any(rig.told[index].token_ids for index in range(3))
+        assert rig.engine.load().gauges.num_waiting == 3
+        assert rig.engine._scheduler.cancel(1) is not None
+        may_compile.set()
+        while not (rig.told[0].ended and rig.told[2].ended):
+            rig.step()
+        rig.assert_idle()
+
+
+def test_the_loop_is_woken_when_a_grammar_is_compiled(stock: Stock) -> None:
+    woken = threading.Event()
+    with engine(stock) as rig:
+        rig.engine.wake_on_copy_end(woken.set)
+        submit(rig, 1)
+        eventually(woken.is_set)
+        rig.finish()

@@ -1,0 +1,47 @@
+"""Masks of tokens: which tokens a row may choose, and where the worker that chooses them gets them from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..plan import SampledToken, StepPlan
+
+TokenMask = bytes  # a bit for each token of the vocabulary, the lowest first, in whole int32 words: 1 may be chosen
+
+
+class MaskSource(Protocol):
+    """Makes masks beside the forward pass. Used from one thread, plan by plan."""
+
+    def follow(self, plan: StepPlan, fed: Mapping[int, SampledToken | None]) -> None:
+        """Begins to make the masks of the plan's sequences with a grammar: their last tokens are known now.
+
+        `fed`: by sequence id, the tokens of the step before, which the plan computes.
+        """
+
+    def take(self, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
+        """By sequence id, masks of the tokens with these (sequence id, index of the token).
+
+        Waits for them until `is_over`: then those that are late are left out.
+        """
+
+
+class NoMasks:
+    """Of a worker whose sequences have no grammars."""
+
+    def follow(self, plan: StepPlan, fed: Mapping[int, SampledToken | None]) -> None: ...
+
+    def take(self, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
+        return {}
+
+
+def forbid(logits: torch.Tensor, masks: Mapping[int, TokenMask]) -> None:
+    """Sets logits `[num_rows, vocab]` of tokens that their row's mask does not allow to minus infinity, on a CPU."""
+    vocab_size = logits.shape[1]
+    for row, mask in masks.items():
+        bits = ~np.frombuffer(mask, np.uint8)
+        forbidden = np.unpackbits(bits, count=vocab_size, bitorder="little").view(np.bool_)
+        logits[row].masked_fill_(torch.from_numpy(forbidden), -torch.inf)

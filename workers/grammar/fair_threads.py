@@ -1,0 +1,146 @@
+"""Threads for the jobs of tenants: the one that has used least goes first, and costly jobs yield to all else."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+_HALF_LIFE_S = 10.0  # of what a tenant has used
+_STUCK = 5  # times what is costly: a job that takes longer has its thread to itself
+_CLOSE_S = 5.0  # that a job may take to end
+_MOST_TENANTS = 1024  # that are remembered
+_LOWEST_PRIORITY = 19  # as `nice` counts
+
+
+@dataclass(eq=False)
+class _Tenant:
+    jobs: deque[Callable[[], None]] = field(default_factory=deque)
+    used_s: float = 0.0  # lately
+    num_jobs: float = 0.0  # lately
+    updated_at: float = 0.0
+
+    def charge(self, seconds: float, num_jobs: int, now: float) -> None:
+        share = 0.5 ** ((now - self.updated_at) / _HALF_LIFE_S)
+        self.used_s, self.num_jobs = self.used_s * share + seconds, self.num_jobs * share + num_jobs
+        self.updated_at = now
+
+
+@dataclass(eq=False)
+class _Worker:
+    """A thread, and what it does now. It ends when it is told to, after its job."""
+
+    yields: bool  # at the lowest priority, for costly jobs alone
+    thread_id: int = 0
+    tenant: _Tenant | None = None
+    began_at: float = 0.0
+    is_replaced: bool = False
+
+
+class FairThreads:
+    """Two threads. Jobs of tenants whose jobs have been costly run in the second one, at the lowest priority.
+
+    So what a tenant's jobs cost delays its own ones, and takes no processor from steps or from other tenants. A job
+    that turns out to be costly while it runs is left alone at that priority, and another thread does those of others.
+    """
+
+    def __init__(
+        self, name: str, costly_s: float, stack_bytes: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`costly_s`: a tenant's jobs are costly if they take more in the mean. `stack_bytes`: 0: as usual."""
+        self._name, self._costly_s, self._stack_bytes, self._clock = name, costly_s, stack_bytes, clock
+        self._tenants: dict[str, _Tenant] = {}
+        self._wake = threading.Condition()
+        self._is_closing = False
+        self._prompt: _Worker | None = None  # None: no job has come yet
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, tenant: str, job: Callable[[], None]) -> None:
+        """The job must not raise."""
+        with self._wake:
+            if self._prompt is None:
+                self._start(_Worker(yields=True))
+            self._replace_stuck()
+            self._tenants.setdefault(tenant, _Tenant()).jobs.append(job)
+            self._wake.notify_all()
+
+    def close(self) -> None:
+        """Jobs that have not begun are not done. One that does not end is left to the end of the process."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
+
+    def _replace_stuck(self) -> None:
+        """Has another thread take the prompt jobs if one of them has turned out to be costly, or none does yet."""
+        stuck = self._prompt
+        if stuck is not None and (stuck.tenant is None or self._clock() - stuck.began_at <= _STUCK * self._costly_s):
+            return
+        if stuck is not None and stuck.tenant is not None:
+            stuck.is_replaced = True
+            stuck.tenant.charge(self._clock() - stuck.began_at, 0, self._clock())
+            _yield_to_others(stuck.thread_id)
+        self._prompt = _Worker(yields=False)
+        self._start(self._prompt)
+
+    def _start(self, worker: _Worker) -> None:
+        if self._is_closing:
+            return
+        usual = threading.stack_size(self._stack_bytes)
+        try:
+            part = "costly" if worker.yields else "prompt"
+            thread = threading.Thread(target=self._run, args=(worker,), name=f"{self._name}-{part}", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
+
+    def _run(self, worker: _Worker) -> None:
+        worker.thread_id = threading.get_native_id()
+        if worker.yields:
+            _yield_to_others(worker.thread_id)
+        while (job := self._next(worker)) is not None:
+            job()
+            self._end_job(worker)
+
+    def _end_job(self, worker: _Worker) -> None:
+        with self._wake:
+            now = self._clock()
+            assert worker.tenant is not None
+            worker.tenant.charge(now - worker.began_at, 1, now)
+            worker.tenant = None
+
+    def _next(self, worker: _Worker) -> Callable[[], None] | None:
+        """Waits for a job. None: the thread ends."""
+        with self._wake:
+            while not (self._is_closing or worker.is_replaced):
+                here = [each for each in self._tenants.values() if each.jobs and self._is_costly(each) == worker.yields]
+                if here:
+                    worker.tenant = min(here, key=lambda each: each.used_s)
+                    worker.began_at = self._clock()
+                    return worker.tenant.jobs.popleft()
+                if len(self._tenants) > _MOST_TENANTS:
+                    self._forget_some()
+                self._wake.wait()
+            return None
+
+    def _is_costly(self, tenant: _Tenant) -> bool:
+        return tenant.used_s > self._costly_s * max(tenant.num_jobs, 1)
+
+    def _forget_some(self) -> None:
+        """Of tenants without jobs, the half that was charged longest ago."""
+        idle = sorted((name for name, each in self._tenants.items() if not each.jobs), key=self._updated_at)
+        for name in idle[: len(idle) // 2]:
+            del self._tenants[name]
+
+    def _updated_at(self, name: str) -> float:
+        return self._tenants[name].updated_at
+
+
+def _yield_to_others(thread_id: int) -> None:
+    if hasattr(os, "setpriority"):
+        os.setpriority(os.PRIO_PROCESS, thread_id, _LOWEST_PRIORITY)
