@@ -186,7 +186,7 @@ async def test_max_completion_tokens_goes_before_max_tokens(rig: RouterRig) -> N
         ({"documents": ["text"]}, "documents[0]"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"verbosity": "low"}, "verbosity"),
-        ({"regex": "a+"}, "regex"),
+        ({"regex": "a+("}, "regex"),
         ({"lora_path": "/adapter"}, "lora_path"),
         ({"detokenize": False}, "detokenize"),
         ({"chat_template_kwargs": {"tools": []}}, "messages"),
@@ -194,7 +194,7 @@ async def test_max_completion_tokens_goes_before_max_tokens(rig: RouterRig) -> N
         ({"messages": [{"role": "user", "content": [{"type": "refusal"}]}]}, "messages[0].content[0].refusal"),
         ({"messages": [*HELLO, calling("[1]"), *RESULT]}, "messages[1].tool_calls[0].function.arguments"),
         ({"messages": [*HELLO, calling('{"a":'), *RESULT]}, "messages[1].tool_calls[0].function.arguments"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "alloy"}}, "audio"),
         ({"echo": True}, "echo"),
@@ -228,7 +228,7 @@ async def test_what_is_ignored_is_named_in_a_header(rig: RouterRig) -> None:
     large = {**body, "messages": [*messages, {"role": "user", "content": "a " * 50_000}]}
     rig.dispatcher.context = 131_072
     assert (await post(rig, **large)).headers["x-motet-warning"] == expected
-    refused = await post(rig, **body, regex="a")
+    refused = await post(rig, **body, lora_path="a")
     assert (refused.status_code, refused.headers["x-motet-warning"]) == (400, expected.partition(", tools, ")[0])
 
 
