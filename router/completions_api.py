@@ -26,6 +26,7 @@ from .bodies.body_reader import BodyReader
 from .config import CurrentConfig
 from .fleet.dispatch import Dispatcher
 from .generation.generation import Generation, GenerationRequest, Prompt
+from .grammars.grammar_check import GrammarCheck
 from .metrics import Metrics
 from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion
 from .openai_api.errors import ApiError, invalid_value
@@ -39,6 +40,7 @@ from .requests.best_of import with_best_of
 from .requests.chat_fields import renamed
 from .requests.model_limits import check_length
 from .requests.prompt_scoring import check_num_scores, check_prompt_scoring
+from .requests.request_grammar import request_grammar
 from .requests.sampling_params import sampling_params, stop_strings
 from .resumption import answer_id, requested_position
 from .route import route
@@ -93,6 +95,7 @@ class CompletionsApi:
     ) -> None:
         self._config = config
         self._bodies = BodyReader(config.now.max_held_body_bytes, metrics)
+        self._grammars = GrammarCheck(text.special_ids)
         self._base = base
         self._dispatcher = dispatcher
         self._view = view
@@ -214,9 +217,10 @@ class CompletionsApi:
             self._check(request, kind)
             await self._base.wait_for_first_gang()
             gang = self._base.gang()
+            grammar = await self._grammar(request, identity, gang)
             prompts = await kind.tokenize(request, self._text, gang)
             record.ignored += prompts.not_shown
-        generation = _generation(request, kind, prompts, identity, gang, record.request_id)
+        generation = _generation(request, kind, prompts, grammar, identity, gang, record.request_id)
         response_id, choice = await answer_id(kind.id_prefix, generation, position, choice, gang.max_model_len)
         head = AnswerHead(str(response_id), response_id.created, request.model)
         record.answer = head.id[-NUM_ANSWER_CHARS:]
@@ -260,6 +264,11 @@ class CompletionsApi:
         max_bytes = max_body_bytes(context, num_prompts, config.max_body_bytes)
         return self._bodies.open(http, identity.name, kind.schema, max_bytes=max_bytes, context=context)
 
+    async def _grammar(self, request: GenerationFields, identity: Identity, gang: GangInfo) -> str:
+        """Of the answer; empty: any text will do. Raises a 400 for one that the engine does not take."""
+        wanted = request_grammar(request)
+        return "" if wanted is None else await self._grammars.lark(identity.name, wanted, gang.vocab_size)
+
     def _check(self, request: R, kind: AnswerKind[R]) -> None:
         """Raises a 400 for fields that are not supported, that contradict each other, or that ask for too much."""
         refuse_unsupported(request)
@@ -292,10 +301,16 @@ class CompletionsApi:
 
 
 def _generation(
-    request: R, kind: AnswerKind[R], tokens: PromptTokens, identity: Identity, gang: GangInfo, request_id: str
+    request: R,
+    kind: AnswerKind[R],
+    tokens: PromptTokens,
+    grammar: str,
+    identity: Identity,
+    gang: GangInfo,
+    request_id: str,
 ) -> GenerationRequest:
     """What to generate, by the base. Raises a 400 for what is too long."""
-    prompts = [_prompt(request, kind, token_ids, gang) for token_ids in tokens.token_lists]
+    prompts = [_prompt(request, kind, token_ids, grammar, gang) for token_ids in tokens.token_lists]
     check_num_scores(request, tokens.token_lists)
     generation = GenerationRequest(
         prompts=prompts,
@@ -321,11 +336,13 @@ def _generation(
     return generation
 
 
-def _prompt(request: R, kind: AnswerKind[R], token_ids: list[int], gang: GangInfo) -> Prompt:
+def _prompt(request: R, kind: AnswerKind[R], token_ids: list[int], grammar: str, gang: GangInfo) -> Prompt:
     max_tokens = kind.max_tokens(request, gang.max_model_len - len(token_ids))
     check_length(len(token_ids), max_tokens, gang, prompt_param=kind.prompt_param)
     num_logprobs = kind.num_logprobs(request)
-    sampling = sampling_params(request, max_tokens=max_tokens, num_logprobs=num_logprobs, vocab_size=gang.vocab_size)
+    sampling = sampling_params(
+        request, max_tokens=max_tokens, num_logprobs=num_logprobs, vocab_size=gang.vocab_size, grammar=grammar
+    )
     return Prompt(token_ids, sampling)
 
 

@@ -22,6 +22,12 @@ def bound_memory(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
+def bound_stack(num_bytes: int) -> None:
+    """Of the main thread: more ends the process by SIGSEGV."""
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (num_bytes, hard))
+
+
 def bound_cpu(seconds: float) -> None:
     """The process is ended by SIGXCPU when it has taken so much CPU from now on, and perhaps a second more."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

@@ -10,6 +10,7 @@ import msgspec
 from ..openai_api.chat_messages import ChatMessage
 from ..openai_api.errors import invalid_value
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from ..openai_api.structured_output import FORM_FIELDS
 from ..openai_api.unsupported_fields import refuse_unsupported
 
 # A token of text is about 4 bytes; 12 where JSON escapes each character, as Python's `json` does. Long tokens (runs of
@@ -19,7 +20,7 @@ FIXED_BYTES: Final = 256 << 10  # beside the prompts
 MOST_BYTES: Final = 16 << 20  # unless the operator says otherwise
 MAX_MESSAGES: Final = 8192  # of a chat, parts of all of them together, and prompts
 MAX_NAME_CHARS: Final = 1024  # of names and ids
-MAX_FREE_BYTES: Final = 128 << 10  # of what is passed on to the chat template as it came, as JSON
+MAX_FREE_BYTES: Final = 128 << 10  # of what is passed on to the chat template as it came, or to llguidance, as JSON
 MAX_ARGUMENTS_CHARS: Final = 256 << 10  # of one tool call: it is parsed at once
 MAX_CALLS_CHARS: Final = 512 << 10  # of the arguments of all tool calls of a chat
 
@@ -74,6 +75,8 @@ def check_extent(request: GenerationFields, context: int | None) -> None:
 def check_free(request: GenerationFields) -> GenerationFields:
     """The same request, of a large body. Raises 400 for values that are too large to pass on, or not supported."""
     refuse_unsupported(request)
+    for field in FORM_FIELDS:
+        _check_free(getattr(request, field), field)
     if isinstance(request, ChatRequest):
         for param in ("chat_template_kwargs", "tools", "functions", "documents"):
             _check_free(getattr(request, param), param)

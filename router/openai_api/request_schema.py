@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .chat_messages import MAX_DOCUMENTS, MAX_TOOLS, ChatMessage, FunctionDefinition, NamedFunction, Tool, ToolChoice
+from .structured_output import Choices, JsonSchema, ResponseFormat, StructuredOutputs
 
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]  # text that may become one is held back
 TokenId = Annotated[int, Meta(ge=0)]
@@ -34,12 +35,6 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that would change the answer and that motet does not support. See `unsupported_fields.py`."""
 
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     audio: Any = None
     modalities: Any = None
     web_search_options: Any = None
@@ -55,16 +50,11 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: Any = None
     include_stop_str_in_output: Any = None
     return_tokens_as_token_ids: Any = None
-    regex: Any = None  # SGLang's, as are the next six
-    json_schema: Any = None
-    ebnf: Any = None
-    lora_path: Any = None
+    lora_path: Any = None  # SGLang's, as are the next three
     stop_regex: Any = None
     no_stop_trim: Any = None
     custom_logit_processor: Any = None
-    structural_tag: Any = None  # vLLM's, as are the next five
-    guided_whitespace_pattern: Any = None
-    repetition_detection: Any = None
+    repetition_detection: Any = None  # vLLM's, as are the next four
     detokenize: Any = None
     thinking_token_budget: Any = None
     vllm_xargs: Any = None
@@ -111,6 +101,19 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     service_tier: Annotated[str, Meta(max_length=64, description="`flex` yields to everybody.")] | None = None
     user: Annotated[str, Meta(max_length=512, description="For whom you ask, in your own words.")] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024, description="KV is shared only with equal salts.")] | None = None
+    # The form of the answer: one of these, of which the last eight are what older servers call them.
+    response_format: Annotated[ResponseFormat | None, Meta(description="The form of the answer.")] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Meta(description="The form of the answer.")] = None
+    guided_json: Annotated[JsonSchema | str | None, Meta(description="`structured_outputs.json`.")] = None
+    guided_regex: Annotated[str | None, Meta(description="`structured_outputs.regex`.")] = None
+    guided_choice: Annotated[Choices | None, Meta(description="`structured_outputs.choice`.")] = None
+    guided_grammar: Annotated[str | None, Meta(description="`structured_outputs.grammar`.")] = None
+    guided_whitespace_pattern: Annotated[str | None, Meta(description="Of white space in JSON.")] = None
+    guided_decoding_backend: Annotated[str | None, Meta(description="Ignored: it is llguidance.")] = None
+    structural_tag: Annotated[str | None, Meta(description="`structured_outputs.structural_tag`.")] = None
+    json_schema: Annotated[JsonSchema | str | None, Meta(description="`structured_outputs.json`.")] = None
+    regex: Annotated[str | None, Meta(description="`structured_outputs.regex`.")] = None
+    ebnf: Annotated[str | None, Meta(description="`structured_outputs.grammar`.")] = None
 
 
 class RefusedInCompletions(GenerationFields, frozen=True, kw_only=True):

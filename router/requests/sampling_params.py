@@ -18,6 +18,7 @@ def sampling_params(
     max_tokens: int | None,
     num_logprobs: int | None,
     vocab_size: int,
+    grammar: str = "",
 ) -> SamplingParams:
     """The parameters of the first of a prompt's n sequences. Raises a 400 that names the wrong field."""
     stop_token_ids = tuple(request.stop_token_ids or ())
@@ -37,6 +38,7 @@ def sampling_params(
         ignore_eos=bool(request.ignore_eos),
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs(request),
+        grammar=grammar,
     )
 
 

@@ -105,6 +105,11 @@ class TextService:
         return self._backend.token_to_id(token)
 
     @property
+    def special_ids(self) -> Mapping[str, int]:
+        """Of the special tokens, by their names."""
+        return {name: token_id for token_id, name in self._special_ids.items()}
+
+    @property
     def template_digest(self) -> str:
         """Of the template of chats; empty: there is none."""
         template = self._templated.chat_template

@@ -206,7 +206,7 @@ BAD: Final[list[tuple[dict[str, Any], str]]] = [
     ({"user": "somebody"}, "user"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"stop_sequences": ["x" * 1000] * 5}, "stop_sequences"),
-    ({"guided_regex": "a+"}, "guided_regex"),
+    ({"lora_path": "a"}, "lora_path"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "assistant", "content": "hi"}]}, "messages"),  # as the template says
     ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role"),

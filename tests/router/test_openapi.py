@@ -147,7 +147,7 @@ async def test_what_is_refused_unless_neutral_is_told_so(rig: RouterRig, routes:
     fields = openapi_document(routes)["components"]["schemas"]["CompletionRequest"]["properties"]
     rig.dispatcher.answer = rig.ids("hi")
     async with rig.client() as client:
-        for field in ("suffix", "min_tokens", "guided_json"):
+        for field in ("suffix", "min_tokens", "prompt_embeds"):
             for value in fields[field]["enum"]:
                 body = {"model": BASE, "prompt": "hi", "max_tokens": 1, field: value}
                 assert (await client.post("/v1/completions", json=body)).status_code == 200

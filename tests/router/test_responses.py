@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from motet.adapters.registry.ledger.ledger_keys import entry_of, field_of
 from motet.router.bodies.request_decoder import MAX_OBJECTS
 from motet.router.openai_api.response_request import ResponseChat, ResponsesRequest
+from motet.router.openai_api.structured_output import ResponseFormat
 from motet.router.requests.response_chat import response_chat
 from motet.router.text.text import TextService
 from motet.router.usage.metering import Metering
@@ -260,7 +261,7 @@ BAD: Final[list[tuple[dict[str, Any], str]]] = [
     ({"max_tokens": 5}, "max_tokens"),
     ({"return_token_ids": True}, "return_token_ids"),
     ({"use_beam_search": True}, "use_beam_search"),
-    ({"guided_regex": "a+"}, "guided_regex"),
+    ({"lora_path": "a"}, "lora_path"),
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 2 * CONTEXT}, "max_output_tokens"),
@@ -321,11 +322,11 @@ def test_what_a_chat_is_asked_for() -> None:
         "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]},
     }
     schema = {"name": "x", "schema": SCHEMA, "strict": True}
-    assert chat.response_format == {"type": "json_schema", "json_schema": schema}
+    assert chat.response_format == msgspec.convert({"type": "json_schema", "json_schema": schema}, ResponseFormat)
     assert (chat.parallel_tool_calls, len(chat.tools or ())) == (False, 2)
     named = chat_of(tool_choice={"type": "function", "name": "f"}, text={"format": {"type": "json_object"}})
     assert msgspec.to_builtins(named.tool_choice) == {"type": "function", "function": {"name": "f"}}
-    assert named.response_format == {"type": "json_object"}
+    assert named.response_format == ResponseFormat(type="json_object")
     assert chat_of(tool_choice="required").tool_choice == "required"
 
 

@@ -74,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False  # the model's own ids only; stop_token_ids still stop
     num_logprobs: int | None = None  # None: none. 0: the chosen token's. k: also the k most likely ones
     num_prompt_logprobs: int | None = None  # the same of the prompt's tokens, without regard to all of the above
+    grammar: str = ""  # of the whole answer: llguidance's Lark text; empty: any text
 
     @property
     def has_penalty(self) -> bool:

@@ -1,0 +1,97 @@
+"""Translates tenants' grammars for llguidance, and tries them, in processes beside the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from functools import partial
+from hashlib import blake2b
+from typing import Final
+
+import msgspec
+
+from ...adapters.processes.child_processes import ChildProcesses
+from ...adapters.tenant_places import TenantPlaces
+from ..openai_api.errors import RETRY_AFTER_S, ApiError, invalid_value, unavailable
+from .check_process import MAX_GRAMMAR_BYTES, Question, Verdict
+from .known_grammars import KnownGrammars
+from .wanted_grammar import WantedGrammar
+
+NUM_PROCESSES: Final = 2  # of which a tenant has one
+DEADLINE_S: Final = 30.0  # for one grammar, on a machine that is busy: its CPU is bounded more closely
+MAX_WAITING: Final = 64  # grammars of a tenant
+
+_MODULE: Final = "motet.router.grammars.check_process"
+_log = logging.getLogger(__name__)
+
+
+class GrammarCheck:
+    """Belongs to one event loop. Its processes start at first use."""
+
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        """`special_ids`: of the model's special tokens, by name."""
+        self._special_ids = dict(special_ids)
+        self._processes = ChildProcesses(_MODULE, NUM_PROCESSES, DEADLINE_S)
+        self._places = TenantPlaces(NUM_PROCESSES)
+        self._trials: dict[tuple[str, bytes], asyncio.Task[Verdict]] = {}  # by tenant and digest
+        self.known = KnownGrammars()
+
+    async def lark(self, tenant: str, wanted: WantedGrammar, vocab_size: int) -> str:
+        """The grammar for the engine. Raises a 400 that names the field for one that llguidance does not take.
+
+        Raises 429 where too many of the tenant's grammars wait, and 503 where none can be tried.
+        """
+        try:
+            data = msgspec.msgpack.encode(wanted)
+        except UnicodeEncodeError:
+            raise invalid_value(wanted.param, "it has half of a surrogate pair, which is no character.") from None
+        except OverflowError:
+            raise invalid_value(wanted.param, "it has a whole number of more than 64 bits.") from None
+        except RecursionError:
+            raise invalid_value(wanted.param, "it is nested too deeply.") from None
+        if len(data) > MAX_GRAMMAR_BYTES:
+            message = f"it has {len(data)} bytes: at most {MAX_GRAMMAR_BYTES} are accepted."
+            raise invalid_value(wanted.param, message)
+        digest = blake2b(data, digest_size=16).digest()
+        verdict = self.known.get(tenant, digest) or await self._awaited(tenant, digest, data, vocab_size)
+        if verdict.problem:
+            raise invalid_value(wanted.param, verdict.problem)
+        return verdict.lark
+
+    async def _awaited(self, tenant: str, digest: bytes, data: bytes, vocab_size: int) -> Verdict:
+        """Of requests with one grammar that came together the first one has it tried.
+
+        That goes on if the requests are given up: to end its process would leave the next tenant to start one.
+        """
+        key = tenant, digest
+        task = self._trials.get(key)
+        if task is None:
+            if self._places.num_here(tenant) >= MAX_WAITING:
+                message = f"{MAX_WAITING} grammars of yours wait to be compiled: try again in a moment."
+                raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
+            task = self._trials[key] = asyncio.create_task(self._verdict(tenant, digest, data, vocab_size))
+            task.add_done_callback(partial(self._end, key))
+        return await asyncio.shield(task)
+
+    def _end(self, key: tuple[str, bytes], task: asyncio.Task[Verdict]) -> None:
+        del self._trials[key]
+        if not task.cancelled():
+            task.exception()  # nobody may be left to see it
+
+    async def _verdict(self, tenant: str, digest: bytes, data: bytes, vocab_size: int) -> Verdict:
+        async with self._places.of(tenant):
+            verdict = await self._asked(data, vocab_size)
+        self.known.put(tenant, digest, verdict)
+        return verdict
+
+    async def _asked(self, data: bytes, vocab_size: int) -> Verdict:
+        question = msgspec.msgpack.encode(Question(vocab_size, self._special_ids))
+        try:
+            async with self._processes.process() as process:
+                return await process.ask(
+                    [question, data], lambda frames: msgspec.msgpack.decode(frames[0], type=Verdict)
+                )
+        except (OSError, EOFError, TimeoutError) as error:
+            _log.warning("a grammar of %d bytes could not be tried: %r", len(data), error)
+            raise unavailable("The grammar cannot be compiled now.", "overloaded") from error

@@ -1,0 +1,92 @@
+"""Pieces of a grammar in llguidance's Lark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from llguidance import regex_to_lark
+
+MAX_SPACES: Final = 64  # in a row: a newline and the indentation of a deep level
+SPACES: Final = rf"[\x20\x09\x0A\x0D]{{1,{MAX_SPACES}}}"
+ANY_TEXT: Final = "/(?s:.*)/"
+_LARK_TOKEN: Final = re.compile(
+    r"""(?://|\#)[^\n]*
+    |"(?:\\.|[^"\\])*"
+    |/(?:\\.|[^/\\])+/
+    |(?P<option>%llguidance\b(?=\s*\{\s*[^\s}])|\b(?:max_tokens|temperature|stop|stop_capture)(?=\s*=))
+    |(?P<token><[^<>\s\[\]]+>)""",
+    re.VERBOSE,
+)
+_OPTIONS: Final = "x-guidance"  # llguidance's own keyword: separators, white space, which keywords it may ignore
+
+
+def quoted(text: str) -> str:
+    """A text that stands for itself."""
+    return msgspec.json.encode(text).decode().replace("\x7f", "\\u007f") if text else '""'
+
+
+def any_of(texts: list[str]) -> str:
+    """A whole grammar: one of the texts. They are one terminal, as one rule for each would take quadratic time."""
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(quoted, texts))
+
+
+def regular_expression(pattern: str) -> str:
+    """What matches all of it."""
+    return f"/{regex_to_lark(pattern)}/" if pattern else '""'
+
+
+def json_value(schema: dict[str, Any] | bool, spaces: str | None) -> str:
+    """JSON that fits the schema. Raises ValueError for a schema that sets llguidance's own options.
+
+    `spaces`: one run of white space, as a regular expression; None: there is none.
+    """
+    if schema is False:
+        raise ValueError("no value fits the schema false.")
+    if schema is True:
+        schema = {}
+    if _OPTIONS in schema:
+        raise ValueError(f"the keyword {_OPTIONS!r} is not supported.")
+    options: dict[str, Any] = {"whitespace_flexible": False}
+    if spaces is not None:
+        options = {"whitespace_pattern": spaces}
+    return "%json " + msgspec.json.encode({**schema, _OPTIONS: options}).decode()
+
+
+def clients_lark(grammar: str, special_ids: Mapping[str, int]) -> str:
+    """A client's own Lark, with the ids of special tokens for their names.
+
+    Raises ValueError for options that only some of llguidance's users obey: they would be ignored here.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        if match["option"]:
+            raise ValueError(f"the option {match['option']!r} is not supported.")
+        name = match["token"]
+        if name is None:
+            return match[0]
+        if name not in special_ids:
+            raise ValueError(f"the model has no special token {name[:40]!r}.")
+        return f"<[{special_ids[name]}]>"
+
+    return _LARK_TOKEN.sub(replaced, grammar)
+
+
+def text_with_tokens(text: str, special_ids: Mapping[str, int]) -> str:
+    """A text in which the names of special tokens stand for these tokens."""
+    names = sorted(filter(text.__contains__, special_ids), key=len, reverse=True)
+    if not names:
+        return quoted(text)
+    parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
+    return " ".join(f"<[{special_ids[part]}]>" if part in special_ids else quoted(part) for part in parts if part)
+
+
+def after_reasoning(grammar: str, end: str, special_ids: Mapping[str, int]) -> str:
+    """The grammar, which begins behind the first `end`, the text or the special token with which reasoning ends."""
+    if end in special_ids:
+        reasoning = f"reasoning: {ANY_TEXT} <[{special_ids[end]}]>"
+    else:
+        reasoning = f"reasoning[lazy]: {ANY_TEXT} {quoted(end)}"
+    return f"start: reasoning answer\n{reasoning}\nanswer: %lark {{\n{grammar}\n}}"

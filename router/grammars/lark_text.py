@@ -1,0 +1,45 @@
+"""A wanted grammar as llguidance reads it: one text in its Lark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ..openai_api.structured_output import ResponseFormat
+from .gbnf import is_gbnf, lark_of_gbnf
+from .lark_pieces import after_reasoning, any_of, clients_lark, json_value, regular_expression
+from .structural_tags import structural_tags
+from .wanted_grammar import WantedGrammar
+
+
+def lark_text(wanted: WantedGrammar, special_ids: Mapping[str, int]) -> str:
+    """`special_ids`: of the model's special tokens, by name. Raises ValueError for what is no grammar."""
+    text = _answer(wanted, special_ids)
+    return text if wanted.reasoning_end is None else after_reasoning(text, wanted.reasoning_end, special_ids)
+
+
+def _answer(wanted: WantedGrammar, special_ids: Mapping[str, int]) -> str:
+    value = wanted.value
+    match wanted.form:
+        case "json":
+            schema = _parsed(value, dict[str, Any] | bool) if isinstance(value, str) else value
+            return f"start: {json_value(schema, wanted.spaces)}"
+        case "regex":
+            return f"start: {regular_expression(value)}"
+        case "choice":
+            return any_of(value)
+        case "grammar":
+            return lark_of_gbnf(value) if is_gbnf(value) else clients_lark(value, special_ids)
+        case "structural_tag":
+            if isinstance(value, str):
+                value = _parsed(value, dict[str, Any])
+            return structural_tags(msgspec.convert(value, ResponseFormat), special_ids, wanted.spaces)
+
+
+def _parsed(text: str, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"it is no such JSON: {error}.") from error

@@ -1,0 +1,62 @@
+"""What a request may say of the form of its answer: OpenAI's `response_format`, vLLM's `structured_outputs`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+# Fields of a request, of which one may be there.
+FORM_FIELDS: Final = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structural_tag",
+    "json_schema",
+    "regex",
+    "ebnf",
+)
+JsonSchema = dict[str, Any] | bool
+Choices = Annotated[list[str], Meta(min_length=1)]
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    schema: JsonSchema
+    name: str | None = None
+    description: str | None = None
+    strict: Annotated[bool | None, Meta(description="Answers fit the schema either way.")] = None
+
+
+class TagStructure(msgspec.Struct, frozen=True):
+    begin: str
+    end: str
+    schema: JsonSchema | None = None  # None: any JSON
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`structures` with `triggers`, or `format`: of "structural_tag"."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[TagStructure] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the first six; the rest says more of `json` and `json_object`."""
+
+    json: Annotated[JsonSchema | str | None, Meta(description="A JSON schema, or its text.")] = None
+    regex: Annotated[str | None, Meta(description="Of the whole answer.")] = None
+    choice: Choices | None = None
+    grammar: Annotated[str | None, Meta(description="GBNF, or Lark as llguidance has it.")] = None
+    json_object: bool | None = None
+    structural_tag: Annotated[str | None, Meta(description="The JSON of such a `response_format`.")] = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: Annotated[str | None, Meta(description="A regular expression.")] = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: Annotated[bool | None, Meta(description="There is no other backend.")] = None

@@ -1,0 +1,30 @@
+"""Grammars made to take time, memory or the stack: each ends in a grammar or a 400, and the next one is served.
+
+It takes some 5 s of CPU: what the grammars are allowed to take.
+"""
+
+from __future__ import annotations
+
+from motet.router.grammars.check_process import MAX_GRAMMAR_BYTES
+from motet.router.grammars.grammar_check import GrammarCheck
+from motet.router.grammars.wanted_grammar import WantedGrammar
+from motet.router.openai_api.errors import ApiError
+from motet.tests.rigs.grammar_matcher import NUM_TOKENS, accepts
+from motet.tests.rigs.hostile_grammars import hostile_grammars
+
+
+async def test_a_hostile_grammar_ends_nothing_but_itself() -> None:
+    check = GrammarCheck({})
+    refusals: list[tuple[WantedGrammar, ApiError]] = []
+    for number, wanted in enumerate(hostile_grammars(0)):
+        try:
+            assert len((await check.lark("hostile", wanted, NUM_TOKENS)).encode()) <= MAX_GRAMMAR_BYTES
+        except ApiError as error:
+            refusals.append((wanted, error))
+        other = await check.lark("neighbour", WantedGrammar("regex", "regex", f"a{number}"), NUM_TOKENS)
+        assert accepts(other, f"a{number}")
+    messages = [error.detail.message for _, error in refusals]
+    assert all((error.status_code, error.detail.param) == (400, wanted.param) for wanted, error in refusals)
+    assert max(map(len, messages)) < 500
+    assert sum("nested too deeply" in message for message in messages) >= 3  # they ended the process that tried them
+    assert sum("at most" in message for message in messages) >= 3
