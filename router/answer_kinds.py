@@ -17,6 +17,7 @@ from .answers.message_form import MessageForm
 from .answers.message_parts import MessageShape
 from .answers.response_form import ResponseForm
 from .generation.generation import Generation
+from .grammars.wanted_grammar import WantedGrammar
 from .openai_api.errors import invalid_value, unsupported
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from .openai_api.response_request import ResponseChat
@@ -25,7 +26,8 @@ from .requests.best_of import check_best_of
 from .requests.chat_prompt import chat_prompt, fields_not_shown
 from .requests.completion_prompts import completion_prompts, count_prompts
 from .requests.prompt_scoring import num_echoed_logprobs
-from .requests.tool_choice import answer_reader, check_tools, is_old
+from .requests.request_grammar import request_grammar
+from .requests.tool_choice import answer_grammar, answer_reader, check_tools, is_old
 from .text.response_reader import ResponseReader
 from .text.text import TextService
 
@@ -42,6 +44,7 @@ class PromptTokens:
     not_shown: Sequence[str] = ()  # fields that the chat template leaves out
     echoes: Sequence[str] = ()  # the text of each prompt, where the answer repeats it; empty: it does not
     reader: ResponseReader | None = None  # of the answers' text; None: it is shown as it is
+    wanted: WantedGrammar | None = None  # the form of the answers; None: any
 
 
 class AnswerKind(Protocol[R]):
@@ -112,10 +115,12 @@ class OfChat(Generic[C]):
 
     async def tokenize(self, request: C, text: TextService, gang: GangInfo) -> PromptTokens:
         token_ids, prompt = await chat_prompt(request, text, gang)
+        reader = await answer_reader(request, text.answer_format, prompt)
         return PromptTokens(
             [token_ids],
             not_shown=fields_not_shown(request, text.forms),
-            reader=await answer_reader(request, text.answer_format, prompt),
+            reader=reader,
+            wanted=answer_grammar(request, reader),
         )
 
     def max_tokens(self, request: C, room: int) -> int | None:
@@ -192,7 +197,8 @@ class TextCompletion:
 
     async def tokenize(self, request: CompletionRequest, text: TextService, gang: GangInfo) -> PromptTokens:
         token_lists = await completion_prompts(request, text, gang)
-        return PromptTokens(token_lists, echoes=await text.echoes(token_lists) if request.echo else ())
+        echoes = await text.echoes(token_lists) if request.echo else ()
+        return PromptTokens(token_lists, echoes=echoes, wanted=request_grammar(request))
 
     def max_tokens(self, request: CompletionRequest, room: int) -> int | None:
         if request.max_tokens is not None:

@@ -217,9 +217,10 @@ class CompletionsApi:
             self._check(request, kind)
             await self._base.wait_for_first_gang()
             gang = self._base.gang()
-            grammar = await self._grammar(request, identity, gang)
             prompts = await kind.tokenize(request, self._text, gang)
             record.ignored += prompts.not_shown
+            wanted = prompts.wanted
+            grammar = "" if wanted is None else await self._grammars.lark(identity.name, wanted, gang.vocab_size)
         generation = _generation(request, kind, prompts, grammar, identity, gang, record.request_id)
         response_id, choice = await answer_id(kind.id_prefix, generation, position, choice, gang.max_model_len)
         head = AnswerHead(str(response_id), response_id.created, request.model)

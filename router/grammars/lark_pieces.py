@@ -81,12 +81,3 @@ def text_with_tokens(text: str, special_ids: Mapping[str, int]) -> str:
         return quoted(text)
     parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text)
     return " ".join(f"<[{special_ids[part]}]>" if part in special_ids else quoted(part) for part in parts if part)
-
-
-def after_reasoning(grammar: str, end: str, special_ids: Mapping[str, int]) -> str:
-    """The grammar, which begins behind the first `end`, the text or the special token with which reasoning ends."""
-    if end in special_ids:
-        reasoning = f"reasoning: {ANY_TEXT} <[{special_ids[end]}]>"
-    else:
-        reasoning = f"reasoning[lazy]: {ANY_TEXT} {quoted(end)}"
-    return f"start: reasoning answer\n{reasoning}\nanswer: %lark {{\n{grammar}\n}}"

@@ -8,16 +8,20 @@ from typing import Any
 import msgspec
 
 from ..openai_api.structured_output import ResponseFormat
+from .call_grammar import after_thought, with_calls
 from .gbnf import is_gbnf, lark_of_gbnf
-from .lark_pieces import after_reasoning, any_of, clients_lark, json_value, regular_expression
+from .lark_pieces import any_of, clients_lark, json_value, regular_expression
 from .structural_tags import structural_tags
 from .wanted_grammar import WantedGrammar
 
 
 def lark_text(wanted: WantedGrammar, special_ids: Mapping[str, int]) -> str:
     """`special_ids`: of the model's special tokens, by name. Raises ValueError for what is no grammar."""
-    text = _answer(wanted, special_ids)
-    return text if wanted.reasoning_end is None else after_reasoning(text, wanted.reasoning_end, special_ids)
+    text = None if wanted.form == "any" else _answer(wanted, special_ids)
+    if wanted.calls is not None:
+        text = with_calls(wanted.calls, text, special_ids, wanted.spaces)
+    assert text is not None
+    return text if wanted.thought is None else after_thought(text, *wanted.thought, special_ids)
 
 
 def _answer(wanted: WantedGrammar, special_ids: Mapping[str, int]) -> str:
@@ -36,6 +40,7 @@ def _answer(wanted: WantedGrammar, special_ids: Mapping[str, int]) -> str:
             if isinstance(value, str):
                 value = _parsed(value, dict[str, Any])
             return structural_tags(msgspec.convert(value, ResponseFormat), special_ids, wanted.spaces)
+    raise AssertionError(wanted.form)
 
 
 def _parsed(text: str, kind: Any) -> Any:

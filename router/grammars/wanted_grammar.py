@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from .call_texts import WantedCalls
 from .lark_pieces import SPACES
 
 
@@ -13,7 +14,8 @@ class WantedGrammar(msgspec.Struct, frozen=True):
     """Travels to the process that translates it."""
 
     param: str  # the field that asks for it
-    form: Literal["json", "regex", "choice", "grammar", "structural_tag"]
+    form: Literal["json", "regex", "choice", "grammar", "structural_tag", "any"]
     value: Any  # as the field has it
     spaces: str | None = SPACES  # between the tokens of JSON: a regular expression; None: there are none
-    reasoning_end: str | None = None  # the grammar begins behind this text, or special token; None: with the answer
+    thought: tuple[str, str] | None = None  # marks of what may come first; the first is empty where it has begun
+    calls: WantedCalls | None = None  # that may or must be there, beside text or in its place

@@ -25,12 +25,8 @@ _ALIASES: Final[dict[str, _Form]] = {
 _ANY_OBJECT: Final = {"type": "object"}
 
 
-def request_grammar(request: GenerationFields, reasoning_end: str | None = None) -> WantedGrammar | None:
-    """What form the answer is to have; None: any. Raises a 400 for fields that contradict each other.
-
-    `reasoning_end`: the text or special token with which the model's reasoning ends, where the answer begins with
-    reasoning.
-    """
+def request_grammar(request: GenerationFields) -> WantedGrammar | None:
+    """What form the answer is to have; None: any. Raises a 400 for fields that contradict each other."""
     wanted = [*_of_openai(request), *_of_vllm(request)]
     wanted += [
         (name, form, getattr(request, name)) for name, form in _ALIASES.items() if getattr(request, name) is not None
@@ -42,7 +38,7 @@ def request_grammar(request: GenerationFields, reasoning_end: str | None = None)
         raise invalid_value(others[0][0], f"{param} says already what form the answer has: send one of them.")
     if request.use_beam_search:
         raise unsupported(param, "beams are ranked by the model's own probabilities: leave it out.")
-    return WantedGrammar(param, form, value, _spaces(request), reasoning_end)
+    return WantedGrammar(param, form, value, _spaces(request))
 
 
 def _of_openai(request: GenerationFields) -> list[tuple[str, _Form, Any]]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
+from msgspec.structs import replace
+
+from ..grammars.call_texts import CALL_TEXTS, WantedCalls
+from ..grammars.wanted_grammar import WantedGrammar
 from ..openai_api.chat_messages import AllowedToolsChoice, FunctionDefinition, NamedFunction, NamedTool
 from ..openai_api.errors import invalid_value, unsupported
 from ..openai_api.request_schema import ChatRequest
@@ -13,21 +17,19 @@ from ..text.answer_format import AnswerFormat
 from ..text.call_parsing import KnownTools
 from ..text.response_reader import Reading, ResponseReader
 from ..text.text import MAX_CHARS_ON_LOOP
+from .request_grammar import request_grammar
 
 Mode = Literal["none", "auto", "required"]
 
 
 def check_tools(request: ChatRequest) -> None:
-    """Raises a 400 for a choice among tools that the request does not have, or that is not supported."""
+    """Raises a 400 for a choice among tools that the request does not have."""
     mode, names = _choice(request)
     field = _field_of_choice(request)
     known = {function.name for function in _functions(request)}
-    if mode == "required" or (names is not None and request.function_call is not None):
-        what = "only 'auto', 'none' and allowed tools of mode 'auto' are; none is called by force yet."
-        raise unsupported(field, what)
-    if names is None:
-        return
-    for name in names:
+    if mode == "required" and not known:
+        raise invalid_value(field, "a tool must be called, and the request has none.")
+    for name in names or ():
         if name not in known:
             raise invalid_value(field, f"it names {name!r}, and there is no such tool in the request.")
 
@@ -38,8 +40,7 @@ async def answer_reader(request: ChatRequest, answers: AnswerFormat | None, prom
     `answers`: the format of the model's; None: it is not known. `prompt`: what the chat template made of the messages.
     Raises a 400 for tools if it is not known how the model calls them.
     """
-    mode, names = _choice(request)
-    functions = [one for one in _functions(request) if names is None or one.name in names]
+    mode, functions = _choice(request)[0], _allowed(request)
     if mode == "none" or not functions:
         if answers is None or not answers.has_reasoning:
             return None
@@ -54,11 +55,72 @@ async def answer_reader(request: ChatRequest, answers: AnswerFormat | None, prom
         answers,
         KnownTools({one.name: _properties(one) for one in functions}),
         with_reasoning=request.include_reasoning is not False,
-        max_calls=1 if request.parallel_tool_calls is False or request.functions else None,
+        max_calls=1 if _is_one(request) else None,
     )
     if len(prompt) <= MAX_CHARS_ON_LOOP:
         return ResponseReader(reading, prompt)
     return await asyncio.to_thread(ResponseReader, reading, prompt)
+
+
+def answer_grammar(request: ChatRequest, reader: ResponseReader | None) -> WantedGrammar | None:
+    """What form the answer is to have: that which the request names, and that of calls that must be right.
+
+    None: any. Raises a 400 for what cannot be said in a grammar.
+    """
+    wanted = request_grammar(request)
+    if reader is None:
+        return wanted
+    answers = reader.reading.format
+    if answers.has_calls:
+        wanted = _with_calls(request, wanted, answers)
+    if wanted is None:
+        return None
+    if answers.has_marked_content:
+        raise unsupported(wanted.param, "it is not with this model's form of answers; leave it out.")
+    if not answers.has_reasoning or (reader.has_reasoned and not reader.is_reasoning):
+        return wanted
+    marks = answers.thought_marks
+    if marks is None:
+        raise unsupported(wanted.param, "it is not where the marks of the model's thoughts are patterns; leave it out.")
+    return replace(wanted, thought=("" if reader.is_reasoning else marks[0], marks[1]))
+
+
+def _with_calls(request: ChatRequest, wanted: WantedGrammar | None, answers: AnswerFormat) -> WantedGrammar | None:
+    """With the calls, where they must be made, must fit a schema, or may stand in the place of another form."""
+    functions, must_call = _allowed(request), _choice(request)[0] == "required"
+    is_strict = any(function.strict for function in functions)
+    if not (must_call or is_strict or wanted is not None):
+        return None
+    tools = "functions" if is_old(request) else "tools"
+    field = _field_of_choice(request) if must_call else tools if wanted is None else wanted.param
+    if request.use_beam_search:
+        raise unsupported(field, "beams are ranked by the model's own probabilities: leave it out.")
+    text = CALL_TEXTS.get(answers.family or "")
+    if text is None:
+        what = (
+            "a form of its answers cannot be demanded together with tools" if wanted is not None else "no call can be"
+        )
+        raise unsupported(field, f"of this model {what} demanded: its form of calls has no grammar here; leave it out.")
+    calls = WantedCalls(
+        text,
+        [(one.name, _schema(one, is_needed=must_call)) for one in functions],
+        must_call=must_call,
+        is_one=_is_one(request),
+    )
+    if wanted is None or must_call:
+        wanted = WantedGrammar(tools, "any", None)
+    return replace(wanted, calls=calls)
+
+
+def _schema(function: FunctionDefinition, *, is_needed: bool) -> dict[str, Any]:
+    """Of its arguments, as far as they must fit it."""
+    return function.parameters or {} if is_needed or function.strict else {"type": "object"}
+
+
+def _is_one(request: ChatRequest) -> bool:
+    """Whether an answer has no more than one call."""
+    is_named = isinstance(request.tool_choice, NamedTool)
+    return request.parallel_tool_calls is False or is_old(request) or is_named
 
 
 def is_old(request: ChatRequest) -> bool:
@@ -68,6 +130,12 @@ def is_old(request: ChatRequest) -> bool:
 
 def _functions(request: ChatRequest) -> Sequence[FunctionDefinition]:
     return [tool.function for tool in request.tools or ()] or request.functions or []
+
+
+def _allowed(request: ChatRequest) -> list[FunctionDefinition]:
+    """The tools that may be called."""
+    names = _choice(request)[1]
+    return [one for one in _functions(request) if names is None or one.name in names]
 
 
 def _field_of_choice(request: ChatRequest) -> str:

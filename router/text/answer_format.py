@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +29,7 @@ class AnswerFormat:
     name: str
     spec: Mapping[str, Any]
     template: Any  # transformers' `ResponseTemplate`
+    family: str | None = None  # the format of the table in which the model writes; None: it is not known
 
     @cached_property
     def has_calls(self) -> bool:
@@ -46,7 +47,20 @@ class AnswerFormat:
     @property
     def num_id_chars(self) -> int:
         """Of a call's id. Mistral's chat templates refuse others than those of nine."""
-        return 9 if self.name.startswith("mistral") else 24
+        return 9 if self.family in ("mistral", "mistral-args") else 24
+
+    @cached_property
+    def thought_marks(self) -> tuple[str, str] | None:
+        """The texts that begin and end thoughts; None: there are none, or they are patterns."""
+        for field in self.template.fields.values():
+            if field.name in REASONING_NAMES and field.open_literals and field.close_literals:
+                return field.open_literals[0], field.close_literals[0]
+        return None
+
+    @cached_property
+    def has_marked_content(self) -> bool:
+        """Whether text is content only behind a mark."""
+        return self.template.implicit is None
 
     def names(self, token: str) -> bool:
         """Whether the template has this text, also within a pattern."""
@@ -71,10 +85,10 @@ def answer_format(chosen: str, tokenizer: Any, vocabulary: frozenset[str]) -> An
     if chosen in FORMATS:
         return named_format(chosen)
     if chosen != BY_TEMPLATE:
-        return _of_file(Path(chosen))
+        return replace(_of_file(Path(chosen)), family=known_format(source))
     own = getattr(tokenizer, "response_template", None)
     if own is not None:
-        return _loaded("mistral, the model's own" if "[TOOL_CALLS]" in source else "the model's own", own)
+        return replace(_loaded("the model's own", own), family=known_format(source))
     name = known_format(source)
     if name is None:
         return None
@@ -84,7 +98,7 @@ def answer_format(chosen: str, tokenizer: Any, vocabulary: frozenset[str]) -> An
 
 
 def named_format(name: str) -> AnswerFormat:
-    return _loaded(name, FORMATS[name])
+    return replace(_loaded(name, FORMATS[name]), family=name)
 
 
 def known_format(source: str) -> str | None:
@@ -137,7 +151,7 @@ def _check_tag_pattern(pattern: object, name: str) -> None:
 
 def _without(found: AnswerFormat, field: str) -> AnswerFormat:
     fields = {name: spec for name, spec in found.spec["fields"].items() if name != field}
-    return _loaded(found.name, {**found.spec, "fields": fields}) if fields else found
+    return replace(_loaded(found.name, {**found.spec, "fields": fields}), family=found.family) if fields else found
 
 
 def _strings(value: Any) -> Iterator[str]:

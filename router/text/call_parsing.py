@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,7 +20,9 @@ _BARE_KEY: Final = re.compile(r"(?<=[{,])(\s*+)(\w++)(\s*+):")
 _LITERAL_END: Final = re.compile(r"\(\?P<value>\.\*\?\)(\\s\*|\\n\?)?([<\w/|>\]\[]+)\Z")
 _PLACEHOLDER: Final = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _TRUTHS: Final[Mapping[str, bool]] = MappingProxyType({"true": True, "1": True, "false": False, "0": False})
-_NO_NUMBERS: Final = (float("inf"), float("-inf"))
+# Before a number that floats do not hold, which stays as it was written. Random, so that no model writes it.
+_BIG: Final = f"big-{secrets.token_hex(8)}-"
+_BIG_IN_JSON: Final = re.compile(rf'"{_BIG}([^"]*)"')
 
 
 class Call(NamedTuple):
@@ -50,7 +54,7 @@ def calls_of(body: str, field: Any, captures: Mapping[str, str], tools: KnownToo
         if not isinstance(items, list):
             raise ValueError("it is no list")
         return [call for item in items for call in _calls(_transformed(item, field, captures), tools)]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
 
@@ -77,8 +81,19 @@ def _as_json(arguments: dict[str, Any]) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair
-        return json.dumps(arguments, allow_nan=False)
-    return text
+        text = json.dumps(arguments, allow_nan=False)
+    return _BIG_IN_JSON.sub(r"\1", text) if _BIG in text else text
+
+
+def _refuse(name: str) -> Any:
+    """Of what Python reads as a number, and JSON does not have."""
+    raise ValueError(f"{name} is no JSON")
+
+
+def _number(text: str) -> float | str:
+    """Of JSON's, with a point or an exponent."""
+    value = float(text)
+    return value if math.isfinite(value) else _BIG + text
 
 
 def _parsed(body: str, parser: str, args: Mapping[str, Any]) -> Any:
@@ -98,8 +113,8 @@ def _json(body: str, args: Mapping[str, Any]) -> Any:
         body = _strict(body, dict(args.get("string_delims", ())), has_bare_keys=bool(args.get("unquoted_keys")))
     separator = args.get("separator")
     if separator is None:
-        return json.loads(body)
-    found, decoder, position = [], json.JSONDecoder(), 0
+        return json.loads(body, parse_float=_number, parse_constant=_refuse)
+    found, decoder, position = [], json.JSONDecoder(parse_float=_number, parse_constant=_refuse), 0
     while True:
         value, position = decoder.raw_decode(body, len(body) - len(body[position:].lstrip()))
         found.append(value)
@@ -216,15 +231,19 @@ def _typed(value: Any, types: tuple[str, ...]) -> Any:
         return value
     for name in types:
         try:
-            read = _TRUTHS[value.strip().lower()] if name == "boolean" else json.loads(value)
+            read = (
+                _TRUTHS[value.strip().lower()]
+                if name == "boolean"
+                else json.loads(value, parse_float=_number, parse_constant=_refuse)
+            )
         except (ValueError, KeyError, RecursionError):
             if name == "null" and value.strip() == "None":
                 return None
             continue
-        is_number = isinstance(read, int | float) and not isinstance(read, bool) and read == read
-        if name == "integer" and is_number and read not in _NO_NUMBERS and read == int(read):
+        is_number = isinstance(read, int | float) and not isinstance(read, bool)
+        if name == "integer" and is_number and read == int(read):
             return int(read)
-        if name == "number" and is_number and read not in _NO_NUMBERS:
+        if name == "number" and (is_number or (isinstance(read, str) and read.startswith(_BIG))):
             return read
         if (
             (name == "boolean" and isinstance(read, bool))

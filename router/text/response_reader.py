@@ -129,6 +129,11 @@ class ResponseReader:
         return found
 
     @property
+    def has_reasoned(self) -> bool:
+        """Whether there were thoughts, or are."""
+        return self._texts["reasoning"].has_any or self.is_reasoning
+
+    @property
     def is_reasoning(self) -> bool:
         """Whether the next character is, as far as is known, a part of the model's thoughts."""
         return self._region.field is not None and _part_of(self._region.field) == "reasoning"

@@ -175,7 +175,7 @@ async def test_max_completion_tokens_goes_before_max_tokens(rig: RouterRig) -> N
         ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
         ({"tools": [NAMED] * 257}, "tools"),
-        ({"tools": [NAMED], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [NAMED], "tool_choice": "required"}, "tools"),  # how the model calls them is not known
         ({"tool_choice": NAMED}, "tool_choice"),
         (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}},

@@ -97,6 +97,11 @@ def test_what_is_no_call_is_content(text: str) -> None:
     assert read("hermes", text) == {"content": text}
 
 
+def test_numbers_that_floats_do_not_hold_stay_as_they_are() -> None:
+    found = reader_of("hermes").feed('<tool_call>{"name": "f", "arguments": {"n": [-2E+667, 1.5]}}</tool_call>')
+    assert found[0].arguments == '{"n": [-2E+667, 1.5]}'  # type: ignore[union-attr]
+
+
 def test_half_of_a_surrogate_pair_in_arguments_is_json() -> None:
     found = reader_of("hermes").feed('<tool_call>{"name": "f", "arguments": {"a": "\\ud800é"}}</tool_call>')
     assert found[0].arguments.encode() == b'{"a": "\\ud800\\u00e9"}'  # type: ignore[union-attr]
@@ -120,6 +125,8 @@ def test_texts_are_read_as_the_types_that_the_schema_names() -> None:
     assert typed({"anyOf": [{"type": "null"}, {"type": "string"}]}, "null") is None
     assert typed({"type": "string"}, "75001") == "75001"
     assert typed({"type": "integer"}, "many") == "many"
+    assert typed({"type": "integer"}, "Infinity") == "Infinity"
+    assert typed({"type": "number"}, "NaN") == "NaN"
     assert typed({"type": ["array", "string"]}, "[1, 2]") == [1, 2]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from motet.router.answers import generation_response
 from motet.router.text.text import TextService
+from motet.tests.rigs.grammar_matcher import accepts
 from motet.tests.rigs.router_rig import BASE, HEADERS, RouterRig, chunks_of, events_of, serving, text_service
 
 TEMPLATE = (
@@ -24,6 +25,7 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} 
 THOUGHT, CONTENT = "the fox", "So, 猫:"
 CALLS = [("f", '{"n": 3}'), ("g", "{}")]
 CALLING = "".join(f'<tool_call>{{"name": "{name}", "arguments": {given}}}</tool_call>' for name, given in CALLS)
+CALLING_F = '<tool_call>\n{"name": "f", "arguments": {"n": 3}}\n</tool_call>'
 ANSWER = f"<think>{THOUGHT}</think>\n\n{CONTENT}\n{CALLING}"
 
 
@@ -51,6 +53,18 @@ async def choice_of(rig: RouterRig, **fields: Any) -> Any:
     response = await post(rig, **fields)
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]
+
+
+async def grammar_of(rig: RouterRig, **fields: Any) -> str:
+    """The grammar that the engine gets for such a request."""
+    response = await post(rig, **fields)
+    assert response.status_code == 200, response.text
+    return rig.dispatcher.submitted[-1].sampling.grammar
+
+
+def bad_schema(choice: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"n": {"type": "array", "uniqueItems": True}}}
+    return {"type": "function", "function": {"name": "f", "parameters": schema, "strict": choice == "auto"}}
 
 
 def joined(chunks: list[Any], index: int = 0) -> Any:
@@ -192,9 +206,12 @@ async def test_every_choice_has_calls_of_its_own(rig: RouterRig) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"functions": [TOOLS[0]["function"]], "function_call": {"name": "f"}}, "function_call"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
+        ({"functions": [TOOLS[0]["function"]], "function_call": {"name": "h"}}, "function_call"),
+        ({"tools": TOOLS, "tool_choice": "required", "use_beam_search": True}, "tool_choice"),
+        ({"tools": [bad_schema("required")], "tool_choice": "required"}, "tools"),
+        ({"tools": [bad_schema("auto")]}, "tools"),
         (
             {
                 "tools": TOOLS,
@@ -211,6 +228,60 @@ async def test_a_wrong_choice_is_named(rig: RouterRig, fields: dict[str, Any], p
     response = await post(rig, **fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+FORCED: list[dict[str, Any]] = [
+    {"tool_choice": "required"},
+    {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"functions": [TOOLS[0]["function"]], "tools": None, "function_call": {"name": "f"}},
+]
+
+
+@pytest.mark.parametrize("fields", FORCED)
+async def test_a_forced_call_has_a_grammar(rig: RouterRig, fields: dict[str, Any]) -> None:
+    grammar = await grammar_of(rig, **{"tools": TOOLS, **fields})
+    assert accepts(grammar, CALLING_F)
+    assert accepts(grammar, f"<think>hm</think>\n\n{CALLING_F}")
+    assert not accepts(grammar, "text")
+    assert not accepts(grammar, CALLING_F.replace("3", "true"))
+    assert accepts(grammar, f"{CALLING_F}\n{CALLING_F}") == (fields == FORCED[0])
+
+
+async def test_free_text_needs_no_grammar(rig: RouterRig) -> None:
+    assert await grammar_of(rig, tools=TOOLS) == ""
+    assert await grammar_of(rig, tools=TOOLS, tool_choice="none") == ""
+
+
+async def test_calls_of_strict_tools_fit_their_schema_wherever_they_stand(rig: RouterRig) -> None:
+    strict = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
+    grammar = await grammar_of(rig, tools=[strict, TOOLS[1]])
+    for text in ("", "text", f"So: {CALLING_F}", f"{CALLING_F}\n{CALLING_F} and so on"):
+        assert accepts(grammar, text)
+    wrong = CALLING_F.replace("3", "true")
+    assert not accepts(grammar, f"So: {wrong}")
+    assert accepts(grammar, wrong.replace('"f"', '"g"')), "which is not strict"
+
+
+async def test_an_answer_of_a_form_may_be_a_call_where_there_are_tools(rig: RouterRig) -> None:
+    grammar = await grammar_of(rig, tools=TOOLS, response_format={"type": "json_object"})
+    assert accepts(grammar, '{"a": 1}') and accepts(grammar, CALLING_F) and not accepts(grammar, "text")
+    grammar = await grammar_of(rig, tools=TOOLS, tool_choice="none", response_format={"type": "json_object"})
+    assert accepts(grammar, "<think>hm</think>{}") and not accepts(grammar, CALLING_F)
+
+
+async def test_a_form_begins_behind_a_thought_that_the_prompt_began(rig: RouterRig) -> None:
+    begun = [*ASK, {"role": "assistant", "content": "<think>well"}]
+    fields = {"messages": begun, "continue_final_message": True, "response_format": {"type": "json_object"}}
+    grammar = await grammar_of(rig, **fields)
+    assert accepts(grammar, "{</think>\n{}") and not accepts(grammar, "{}")
+
+
+async def test_what_has_no_grammar_is_refused(tmp_path: Path) -> None:
+    text = TextService(text_service(TEMPLATE)._templated, response_template="gemma")
+    gemma = RouterRig(tmp_path / "spool", text)
+    response = await post(gemma, tools=TOOLS, tool_choice="required")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
+    assert (await post(gemma, tools=TOOLS)).status_code == 200
 
 
 async def test_tools_are_refused_where_the_form_of_calls_is_not_known(tmp_path: Path) -> None:
