@@ -40,7 +40,6 @@ from .requests.best_of import with_best_of
 from .requests.chat_fields import renamed
 from .requests.model_limits import check_length
 from .requests.prompt_scoring import check_num_scores, check_prompt_scoring
-from .requests.request_grammar import request_grammar
 from .requests.sampling_params import sampling_params, stop_strings
 from .resumption import answer_id, requested_position
 from .route import route
@@ -264,11 +263,6 @@ class CompletionsApi:
         num_prompts = kind.max_prompts(config.max_sequences_per_request)
         max_bytes = max_body_bytes(context, num_prompts, config.max_body_bytes)
         return self._bodies.open(http, identity.name, kind.schema, max_bytes=max_bytes, context=context)
-
-    async def _grammar(self, request: GenerationFields, identity: Identity, gang: GangInfo) -> str:
-        """Of the answer; empty: any text will do. Raises a 400 for one that the engine does not take."""
-        wanted = request_grammar(request)
-        return "" if wanted is None else await self._grammars.lark(identity.name, wanted, gang.vocab_size)
 
     def _check(self, request: R, kind: AnswerKind[R]) -> None:
         """Raises a 400 for fields that are not supported, that contradict each other, or that ask for too much."""
