@@ -15,6 +15,7 @@ from .answers.chunk_form import ChunkForm, StreamStyle
 from .answers.completion_answer import CompletionAnswer
 from .answers.message_form import MessageForm
 from .answers.message_parts import MessageShape
+from .answers.openai_logprobs import named_by_id
 from .answers.response_form import ResponseForm
 from .generation.generation import Generation
 from .openai_api.errors import invalid_value, unsupported
@@ -128,7 +129,7 @@ class OfChat(Generic[C]):
         request, formats = asked.request, asked.text.answer_format
         return ChatAnswer(
             asked.head,
-            asked.text.token_bytes,
+            named_by_id if request.return_tokens_as_token_ids else asked.text.token_bytes,
             num_choices=request.n or 1,
             prompt=asked.prompts.token_lists[0],
             with_logprobs=bool(request.logprobs),
@@ -192,7 +193,10 @@ class TextCompletion:
 
     async def tokenize(self, request: CompletionRequest, text: TextService, gang: GangInfo) -> PromptTokens:
         token_lists = await completion_prompts(request, text, gang)
-        return PromptTokens(token_lists, echoes=await text.echoes(token_lists) if request.echo else ())
+        if not request.echo:
+            return PromptTokens(token_lists)
+        skips = request.skip_special_tokens is not False
+        return PromptTokens(token_lists, echoes=await text.echoes(token_lists, skip_special_tokens=skips))
 
     def max_tokens(self, request: CompletionRequest, room: int) -> int | None:
         if request.max_tokens is not None:
@@ -208,7 +212,7 @@ class TextCompletion:
         echoes = prompts.echoes or [""] * len(prompts.token_lists)
         shape = CompletionAnswer(
             asked.head,
-            asked.text.token_bytes,
+            named_by_id if request.return_tokens_as_token_ids else asked.text.token_bytes,
             echoes=[echo for echo in echoes for _ in range(n)],
             prompts=[token_ids for token_ids in prompts.token_lists for _ in range(n)],
             with_logprobs=request.logprobs is not None,
