@@ -10,7 +10,8 @@ from .errors import AdapterInvalid, shown
 
 PRIVATE: Final = "~"  # begins the names of users' private adapters
 
-_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+PART: Final = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_ADAPTER = re.compile(f"(?:{PART}/)?{PART}")  # as hub ids are: one slash at most
 _ALIAS = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 _USER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@|:+=-]{0,63}")  # what identity providers call people, but no "/"
 _TENANT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,64}")  # "." and ".." in a URL are no names
@@ -24,7 +25,7 @@ def check_name(name: str, reserved: Collection[str] = ()) -> None:
     if not _ADAPTER.fullmatch(own):
         raise AdapterInvalid(
             f"name {shown(name)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "
-            "the first of them a letter or a digit"
+            "the first of them a letter or a digit; or two of these with a '/' between them"
         )
     if own in reserved:
         raise AdapterInvalid(f"name {shown(name)} is taken by the base model: choose another")

@@ -15,6 +15,7 @@ from .answers.chunk_form import ChunkForm, StreamStyle
 from .answers.completion_answer import CompletionAnswer
 from .answers.message_form import MessageForm
 from .answers.message_parts import MessageShape
+from .answers.openai_logprobs import named_by_id
 from .answers.response_form import ResponseForm
 from .generation.generation import Generation
 from .grammars.wanted_grammar import WantedGrammar
@@ -133,7 +134,7 @@ class OfChat(Generic[C]):
         request, formats = asked.request, asked.text.answer_format
         return ChatAnswer(
             asked.head,
-            asked.text.token_bytes,
+            named_by_id if request.return_tokens_as_token_ids else asked.text.token_bytes,
             num_choices=request.n or 1,
             prompt=asked.prompts.token_lists[0],
             with_logprobs=bool(request.logprobs),
@@ -197,7 +198,8 @@ class TextCompletion:
 
     async def tokenize(self, request: CompletionRequest, text: TextService, gang: GangInfo) -> PromptTokens:
         token_lists = await completion_prompts(request, text, gang)
-        echoes = await text.echoes(token_lists) if request.echo else ()
+        skips = request.skip_special_tokens is not False
+        echoes = await text.echoes(token_lists, skip_special_tokens=skips) if request.echo else ()
         return PromptTokens(token_lists, echoes=echoes, wanted=request_grammar(request))
 
     def max_tokens(self, request: CompletionRequest, room: int) -> int | None:
@@ -214,7 +216,7 @@ class TextCompletion:
         echoes = prompts.echoes or [""] * len(prompts.token_lists)
         shape = CompletionAnswer(
             asked.head,
-            asked.text.token_bytes,
+            named_by_id if request.return_tokens_as_token_ids else asked.text.token_bytes,
             echoes=[echo for echo in echoes for _ in range(n)],
             prompts=[token_ids for token_ids in prompts.token_lists for _ in range(n)],
             with_logprobs=request.logprobs is not None,

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from ..adapters.registry.registry_view import RegistryView
 from ..workers.wire.messages import GangInfo
+from ..workers.wire.token_rules import TokenRules
 from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .accounts.account import Accounts, AnswerRequest
 from .answer_kinds import AnswerKind, Asked, Chat, MessageBlocks, PromptTokens, ResponseItems, TextCompletion
@@ -25,6 +26,7 @@ from .bodies.body_limits import max_body_bytes
 from .bodies.body_reader import BodyReader
 from .config import CurrentConfig
 from .fleet.dispatch import Dispatcher
+from .generation.end_rules import EndRules
 from .generation.generation import Generation, GenerationRequest, Prompt
 from .grammars.grammar_check import GrammarCheck
 from .metrics import Metrics
@@ -41,6 +43,7 @@ from .requests.chat_fields import renamed
 from .requests.model_limits import check_length
 from .requests.prompt_scoring import check_num_scores, check_prompt_scoring
 from .requests.sampling_params import sampling_params, stop_strings
+from .requests.token_rules import token_rules
 from .resumption import answer_id, requested_position
 from .route import route
 from .tenants.identity import Identity
@@ -90,10 +93,11 @@ class CompletionsApi:
         text: TextService,
         metrics: Metrics,
         accounts: Accounts,
+        bodies: BodyReader,
         shadows: ShadowSender | None = None,
     ) -> None:
         self._config = config
-        self._bodies = BodyReader(config.now.max_held_body_bytes, metrics)
+        self._bodies = bodies
         self._grammars = GrammarCheck(text.special_ids)
         self._base = base
         self._dispatcher = dispatcher
@@ -219,8 +223,9 @@ class CompletionsApi:
             prompts = await kind.tokenize(request, self._text, gang)
             record.ignored += prompts.not_shown
             wanted = prompts.wanted
+            rules = await token_rules(request, self._text, gang, has_form=wanted is not None)
             grammar = "" if wanted is None else await self._grammars.lark(identity.name, wanted, gang.vocab_size)
-        generation = _generation(request, kind, prompts, grammar, identity, gang, record.request_id)
+        generation = _generation(request, kind, prompts, rules, grammar, identity, gang, record.request_id)
         response_id, choice = await answer_id(kind.id_prefix, generation, position, choice, gang.max_model_len)
         head = AnswerHead(str(response_id), response_id.created, request.model)
         record.answer = head.id[-NUM_ANSWER_CHARS:]
@@ -299,13 +304,14 @@ def _generation(
     request: R,
     kind: AnswerKind[R],
     tokens: PromptTokens,
+    rules: TokenRules | None,
     grammar: str,
     identity: Identity,
     gang: GangInfo,
     request_id: str,
 ) -> GenerationRequest:
     """What to generate, by the base. Raises a 400 for what is too long."""
-    prompts = [_prompt(request, kind, token_ids, grammar, gang) for token_ids in tokens.token_lists]
+    prompts = [_prompt(request, kind, token_ids, rules, grammar, gang) for token_ids in tokens.token_lists]
     check_num_scores(request, tokens.token_lists)
     generation = GenerationRequest(
         prompts=prompts,
@@ -313,6 +319,14 @@ def _generation(
         tenant=identity.name,
         adapter=None,
         stop=stop_strings(request),
+        ends=EndRules(
+            min_tokens=request.min_tokens or 0,
+            stop_token_ids=frozenset(request.stop_token_ids or ()).difference(
+                () if request.ignore_eos else gang.eos_token_ids
+            ),
+            shows_stop=bool(request.include_stop_str_in_output),
+            shows_special_tokens=request.skip_special_tokens is False,
+        ),
         keep_token_ids=bool(request.return_token_ids),
         keep_logprobs=prompts[0].sampling.num_logprobs is not None,
         beams=beam_rules(request, prompts, gang),
@@ -331,12 +345,19 @@ def _generation(
     return generation
 
 
-def _prompt(request: R, kind: AnswerKind[R], token_ids: list[int], grammar: str, gang: GangInfo) -> Prompt:
+def _prompt(
+    request: R, kind: AnswerKind[R], token_ids: list[int], rules: TokenRules | None, grammar: str, gang: GangInfo
+) -> Prompt:
     max_tokens = kind.max_tokens(request, gang.max_model_len - len(token_ids))
     check_length(len(token_ids), max_tokens, gang, prompt_param=kind.prompt_param)
     num_logprobs = kind.num_logprobs(request)
     sampling = sampling_params(
-        request, max_tokens=max_tokens, num_logprobs=num_logprobs, vocab_size=gang.vocab_size, grammar=grammar
+        request,
+        max_tokens=max_tokens,
+        num_logprobs=num_logprobs,
+        vocab_size=gang.vocab_size,
+        rules=rules,
+        grammar=grammar,
     )
     return Prompt(token_ids, sampling)
 

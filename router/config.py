@@ -32,6 +32,8 @@ class RouterConfig:
     upload_bytes_per_s: float  # an upload that comes more slowly on average is given up
     upload_deadline_s: float  # as is one that has not come by then
     upload_idle_s: float  # an upload from which nothing arrives for so long gives up its turn
+    adapter_folders: str  # that adapters may be loaded from, with commas between them; empty: none
+    cors_origins: str  # of pages that may read answers, with commas between them; "*": of all; empty: of none
     min_free_bytes: int  # of disk that uploads leave to the registry and the logs
     max_sequences_per_request: int  # prompts times n
     ready_interval_s: float  # how long one proof that a token can be served is believed

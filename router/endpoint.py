@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..adapters.errors import AdapterError
 from .access.access_log import AccessLog
+from .access.cors import Cors
 from .access.request_record import RequestRecord, begin_record
 from .answers.generation_response import CLIENT_CLOSED_REQUEST
 from .bodies.small_body import small_body
@@ -33,7 +34,9 @@ class Endpoint:
     server's own log would quote the error, which may quote the request.
     """
 
-    def __init__(self, route: RouteSpec, authenticator: Authenticator, metrics: Metrics, access_log: AccessLog) -> None:
+    def __init__(
+        self, route: RouteSpec, authenticator: Authenticator, metrics: Metrics, access_log: AccessLog, cors: Cors
+    ) -> None:
         self._route = route
         self._name = f"{route.method} {route.path}"
         self._authenticator = authenticator
@@ -41,7 +44,7 @@ class Endpoint:
         self._status_code = next(iter(route.answers), 200)
         self._headers = {"Cache-Control": "no-store"} if route.no_store else None
         self._metrics = metrics
-        self._access_log = access_log
+        self._access_log, self._cors = access_log, cors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status_code = 500  # of an error that passes through
@@ -50,6 +53,7 @@ class Endpoint:
         try:
             answer = await self._answer(Request(scope, receive), record)
             answer.raw_headers += record.headers_besides(answer.raw_headers)
+            answer.raw_headers += self._cors.headers(scope)
             await answer(scope, receive, send)
             status_code = answer.status_code
             if isinstance(answer, Response):

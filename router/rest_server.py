@@ -6,24 +6,28 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
+from urllib.parse import unquote
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from ..adapters.registry.administration.administration import Administration
 from ..adapters.registry.preloads import Preloads
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
 from .access.access_log import AccessLog
+from .access.cors import Cors
 from .access.request_record import begin_record
 from .accounts.account import Accountant, Accounts
 from .administration.keys_api import KeysApi
 from .administration.tenants_api import TenantsApi
 from .administration.users_api import UsersApi
 from .base_model import BaseModel
+from .bodies.body_reader import BodyReader
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
 from .endpoint import Endpoint
@@ -42,7 +46,9 @@ from .residency.pin_keeper import PinKeeper
 from .route import RouteSpec, routes_of
 from .tenants.auth import Authenticator, Tokens
 from .text.text import TextService
+from .tokenize_api import TokenizeApi
 from .uploads.adapters_api import AdaptersApi
+from .uploads.lora_adapters_api import LoraAdaptersApi
 from .versions.canary_book import CanaryBook
 from .versions.pin_api import PinApi
 from .versions.preload_api import PreloadApi
@@ -52,6 +58,10 @@ from .versions.shadow_sender import ShadowSender
 from .versions.trials_api import TrialsApi
 from .versions.versions_api import VersionsApi
 
+_SLASH: Final = re.compile("%2f", re.IGNORECASE)
+_IN_NAME: Final = "\0"  # stands for a slash of a name while paths are compared
+# A user's private adapter is `~user/name`; possessive, so that "~user" alone is never taken for a name.
+_NAME: Final = r"(?P<name>(?:~[^/\0]*/)?+[^/]+)"
 UNKNOWN_ROUTE: Final = "unknown"  # in the metrics: what clients ask for must not make labels
 
 
@@ -94,10 +104,14 @@ def create_app(
     accounts = Accounts(accountants) if quotas is None else Accounts((quotas, *accountants), quotas.precheck)
     shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries, accounts)
     counts = None if canaries is None else canaries.counts
+    bodies = BodyReader(config.now.max_held_body_bytes, metrics)
+    adapters = AdaptersApi(config, uploads, metrics, text, base_names, quotas)
     apis: list[object] = [
-        CompletionsApi(config, base, dispatcher, view, text, metrics, accounts, shadows),
+        CompletionsApi(config, base, dispatcher, view, text, metrics, accounts, bodies, shadows),
         ModelsApi(base, view),
-        AdaptersApi(config, uploads, metrics, text, base_names, quotas),
+        TokenizeApi(config, base, bodies, text),
+        adapters,
+        LoraAdaptersApi(config, adapters),
         VersionsApi(uploads, counts),
         ResidencyApi(uploads, dispatcher, view, counts, preloads, pins),
         LimitsApi(quotas, uploads),
@@ -116,12 +130,13 @@ def create_app(
         )
     openapi = OpenApi(routes)
     authenticator, access_log = Authenticator(view, OperatorKey.of(operator_key), tokens), AccessLog(config)
+    cors = Cors(config)
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.routes = openapi.all_routes
     for route in openapi.all_routes:
-        endpoint = Endpoint(route, authenticator, metrics, access_log)
+        endpoint = Endpoint(route, authenticator, metrics, access_log, cors)
         app.router.routes.append(_Route(route.path, endpoint, methods=[route.method]))
-    app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log))
+    app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log, cors))
     app.add_exception_handler(Exception, partial(_internal, metrics))
     return app
 
@@ -131,22 +146,40 @@ class _Route(Route):
 
     def __init__(self, path: str, endpoint: Endpoint, methods: list[str]) -> None:
         super().__init__(path, endpoint, methods=methods)
-        # A user's private adapter is `~user/name`; possessive, so that "~user" alone is never taken for a name.
-        self.path_regex = re.compile(self.path_regex.pattern.replace("(?P<name>[^/]+)", "(?P<name>(?:~[^/]*/)?+[^/]+)"))
+        self.path_regex = re.compile(self.path_regex.pattern.replace("(?P<name>[^/]+)", _NAME))
         if not path.endswith(("/", ":path}")):
             self.path_regex = re.compile(f"{self.path_regex.pattern.removesuffix('$')}/?$")
 
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """A slash that is sent as %2F parts nothing: it belongs to a name, as in `org%2Fname`."""
+        raw: bytes = scope.get("raw_path") or b""
+        if b"%2f" not in raw.lower():
+            return super().matches(scope)
+        path = unquote(_SLASH.sub(_IN_NAME, raw.decode("latin-1")))
+        match, found = super().matches({**scope, "path": path})
+        if match is not Match.NONE:
+            params = {name: str(value).replace(_IN_NAME, "/") for name, value in found["path_params"].items()}
+            found = {**found, "path_params": params}
+        return match, found
 
-async def _no_route(metrics: Metrics, access_log: AccessLog, request: Request, error: Exception) -> Response:
+
+async def _no_route(
+    metrics: Metrics, access_log: AccessLog, cors: Cors, request: Request, error: Exception
+) -> Response:
     assert isinstance(error, HTTPException)
     record = begin_record(request.scope, UNKNOWN_ROUTE)
+    if (preflight := cors.preflight(request)) is not None:
+        metrics.requests[UNKNOWN_ROUTE, preflight.status_code] += 1
+        preflight.raw_headers.append(record.header)
+        access_log.write(record, preflight.status_code)
+        return preflight
     metrics.requests[UNKNOWN_ROUTE, error.status_code] += 1
     message = f"{error.detail}: {request.method} {request.url.path}"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     refusal = ApiError(error.status_code, message, code=code, headers=error.headers)
     metrics.count_error(refusal)
     response = refusal.response()
-    response.raw_headers.append(record.header)
+    response.raw_headers += [record.header, *cors.headers(request.scope)]
     record.error, record.num_sent_bytes = code or "", len(response.body)
     access_log.write(record, error.status_code)
     return response

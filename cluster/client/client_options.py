@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec
 import click
 
 from ..settings.settings import Settings
-from .client import ClientError, MotetClient
+from .client import ClientError, MotetClient, RequestRefused
 from .key_file import operator_key_of, read_key
 
 P = ParamSpec("P")
@@ -38,7 +38,8 @@ def with_client(command: Callable[Concatenate[MotetClient, P], None]) -> Callabl
         url, key, key_file = str(options.pop("url")), options.pop("key"), options.pop("key_file")
         if isinstance(key_file, Path):
             key = read_key(key_file)
-        _call(command, url, None if key is None else str(key), *args, **options)
+        hint = f"no key was given: set {KEY_VARIABLE}, or use --key or --key-file"
+        _call(command, url, str(key) if key else None, hint, *args, **options)
 
     return run
 
@@ -67,7 +68,11 @@ def with_operator_client(command: Callable[Concatenate[MotetClient, P], None]) -
         key = os.environ.get(OPERATOR_KEY_VARIABLE) or operator_key_of(data_dir)
         if isinstance(key_file, Path):
             key = read_key(key_file)
-        _call(command, url, key, *args, **options)
+        hint = (
+            f"no operators' key was given, and {data_dir} has none that can be read: "
+            f"set {OPERATOR_KEY_VARIABLE}, or use --key-file or --data-dir"
+        )
+        _call(command, url, key, hint, *args, **options)
 
     return run
 
@@ -76,11 +81,15 @@ def _call(
     command: Callable[Concatenate[MotetClient, P], None],
     url: str,
     key: str | None,
+    hint: str,
     *args: P.args,
     **options: P.kwargs,
 ) -> None:
+    """`hint`: what to do where the server wants a key and none is there."""
     try:
         with MotetClient(url, key) as client:
             command(client, *args, **options)
     except ClientError as error:
+        if not key and isinstance(error, RequestRefused) and error.status_code == 401:
+            raise click.ClickException(hint) from error
         raise click.ClickException(str(error)) from error

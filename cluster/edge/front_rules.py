@@ -85,6 +85,10 @@ def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] 
     proxies = limits.trusted_proxies.replace(",", " ")
     lines.append(f"acl motet_trusted {f'src {proxies}' if proxies else 'always_false'}")
     lines.append(f"acl motet_open path {' '.join(OPEN_PATHS)}")
+    # A browser asks without a key what a page of another origin may send; a router knows which origins are allowed.
+    preflight = "METH_OPTIONS { req.hdr(origin) -m found } { req.hdr(access-control-request-method) -m found }"
+    lines.append(f"http-request set-var(txn.motet_preflight) bool(true) if {preflight}")
+    lines.append("acl motet_open var(txn.motet_preflight) -m bool")
     lines.append(f"acl motet_credential req.fhdr(authorization) -m reg -i '{CREDENTIAL}'")
     lines += [f"acl motet_elsewhere path_beg {prefix}/" for prefix in others or ()]
     lines += [f"acl motet_elsewhere path {prefix}" for prefix in others or ()]

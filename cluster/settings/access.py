@@ -88,6 +88,21 @@ def check_networks(networks: str) -> Refusal | None:
     return None
 
 
+def check_origins(origins: str) -> Refusal | None:
+    for origin in origins.split(",") if origins not in ("", "*") else ():
+        try:
+            parts = urlsplit(origin)
+            is_origin = f"{parts.scheme}://{parts.netloc}" == origin.lower() == origin and bool(parts.hostname)
+        except ValueError:
+            is_origin = False
+        if not is_origin or parts.scheme not in ("http", "https") or "@" in origin:
+            return (
+                origin,
+                "origins as browsers send them, with commas between them, like https://chat.example.com, or *",
+            )
+    return None
+
+
 def check_issuers(issuers: str) -> Refusal | None:
     for issuer in issuers.split(",") if issuers else ():
         if not is_safe(issuer) or "?" in issuer or "#" in issuer:
@@ -170,6 +185,18 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
             env="MOTET_TRUSTED_PROXIES",
             check=check_networks,
             not_in_args=OF_THE_EDGE,
+        ),
+    ] = ""
+    cors_origins: Annotated[
+        str,
+        Unit("ORIGINS", "origins with commas between them, or *"),
+        Setting(
+            "Origins of web pages whose scripts may ask motet and read its answers; *: of all.",
+            "live",
+            live_in="router",
+            unset="none",
+            env="MOTET_CORS_ORIGINS",
+            check=check_origins,
         ),
     ] = ""
     access_log: Annotated[

@@ -5,8 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from .setting import Bytes, BytesOrNone, Count, PositiveAmount, PositiveSeconds, Setting, Unit
+from .setting import Bytes, BytesOrNone, Count, PositiveAmount, PositiveSeconds, Refusal, Setting, Unit
 from .setting_field import SettingGroup
+
+
+def check_folders(folders: str) -> Refusal | None:
+    for folder in folders.split(",") if folders else ():
+        if not folder.startswith("/") or ".." in folder.split("/") or folder == "/":
+            return folder, "absolute paths with commas between them are accepted, like /adapters/{tenant},/shared"
+    return None
 
 
 class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +65,18 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             live_in="router",
         ),
     ] = "warn"
+    adapter_folders: Annotated[
+        str,
+        Unit("FOLDERS", "absolute paths with commas between them"),
+        Setting(
+            "Folders, on each router's machine, that keys with the scope upload may load adapters from "
+            "(/v1/load_lora_adapter). {tenant} in one stands for the tenant that asks; without it all tenants may.",
+            "live",
+            live_in="router",
+            unset="none",
+            check=check_folders,
+        ),
+    ] = ""
     base_aliases: Annotated[
         str,
         Unit("NAMES", "names with commas between them"),

@@ -66,6 +66,7 @@ class WholeChoice:
         self.echoed, self.prompt = echoed, prompt
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
         self._texts: list[str] = []
         self._long: list[list[bytes]] = []  # JSON of long fields, in the order of the fields
         self._logprobs = logprobs
@@ -73,7 +74,7 @@ class WholeChoice:
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
         self.token_ids += delta.token_ids
-        self.finish_reason = delta.finish_reason
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         if self._logprobs is not None and delta.logprobs:
             self._logprobs.add(delta.logprobs)
         for growing in (self.echoed, self.prompt):

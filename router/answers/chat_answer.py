@@ -66,6 +66,7 @@ class ChatAnswer:
             self._logprobs(delta) if delta.logprobs else None,
             self._message.finish_reason(delta.finish_reason, has_called=delta.has_called),
             delta.token_ids if self._with_token_ids else UNSET,
+            UNSET if delta.finish_reason is None else delta.stop_reason,
         )
         return ChatChunk(head.id, head.created, head.model, [choice], usage)
 
@@ -87,6 +88,7 @@ class ChatAnswer:
             whole.logprobs,
             self._message.finish_reason(whole.finish_reason, has_called=whole.has_called),
             whole.token_ids if self._with_token_ids else UNSET,
+            whole.stop_reason,
         )
 
     def without_choices(self, usage: Usage, wholes: Sequence[WholeChoice]) -> ChatCompletion:

@@ -81,6 +81,7 @@ class CompletionAnswer:
             whole.token_ids if self._with_token_ids else UNSET,
             self._prompts[index] if self._with_token_ids else UNSET,
             whole.prompt_logprobs,
+            whole.stop_reason,
         )
 
     def without_choices(self, usage: Usage, wholes: Sequence[WholeChoice]) -> Completion:
@@ -94,7 +95,10 @@ class CompletionAnswer:
         logprobs: CompletionLogprobs | None = None
         if self._with_logprobs:
             logprobs = completion_logprobs(delta.logprobs, self._bytes_of)
+        reason = UNSET if delta.finish_reason is None else delta.stop_reason
         if not self._with_token_ids:
-            return CompletionChoice(index, delta.text, logprobs, delta.finish_reason)
+            return CompletionChoice(index, delta.text, logprobs, delta.finish_reason, stop_reason=reason)
         prompt = self._prompts[index] if with_prompt else UNSET
-        return CompletionChoice(index, delta.text, logprobs, delta.finish_reason, delta.token_ids, prompt)
+        return CompletionChoice(
+            index, delta.text, logprobs, delta.finish_reason, delta.token_ids, prompt, stop_reason=reason
+        )

@@ -14,6 +14,11 @@ LEAST_LOGPROB: Final = -9999.0  # in place of minus infinity, which JSON does no
 BytesOfToken = Callable[[int], bytes]
 
 
+def named_by_id(token_id: int) -> bytes:
+    """In place of a token's bytes where a client wants to know its id, as vLLM writes it."""
+    return b"token_id:%d" % token_id
+
+
 def completion_logprobs(tokens: Sequence[ShownToken], bytes_of: BytesOfToken) -> CompletionLogprobs:
     """Lists with one entry for each token. `top_logprobs` has the chosen token, even if it is none of the top k."""
     return CompletionLogprobs(

@@ -9,9 +9,8 @@ import msgspec
 
 from ...adapters.processes.child_processes import ChildProcesses
 from ..openai_api.errors import ApiError
-from ..openai_api.request_schema import GenerationFields
 from .decode_process import Question, Refusal
-from .packed_request import PackedRequest, unpacked
+from .packed_request import BodyRequest, PackedRequest, unpacked
 
 NUM_PROCESSES: Final = 2
 DEADLINE_S: Final = 60.0  # for one body; the largest take a second or two
@@ -19,7 +18,7 @@ DEADLINE_S: Final = 60.0  # for one body; the largest take a second or two
 _MODULE: Final = "motet.router.bodies.decode_process"
 _log = logging.getLogger(__name__)
 
-R = TypeVar("R", bound=GenerationFields)
+R = TypeVar("R", bound=BodyRequest)
 
 
 class BodyDecoder:

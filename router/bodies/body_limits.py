@@ -9,9 +9,11 @@ import msgspec
 
 from ..openai_api.chat_messages import ChatMessage
 from ..openai_api.errors import invalid_value
-from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from ..openai_api.request_schema import ChatRequest, CompletionRequest
 from ..openai_api.structured_output import FORM_FIELDS
+from ..openai_api.tokenize_schema import DetokenizeRequest
 from ..openai_api.unsupported_fields import refuse_unsupported
+from .packed_request import BodyRequest
 
 # A token of text is about 4 bytes; 12 where JSON escapes each character, as Python's `json` does. Long tokens (runs of
 # spaces) are seldom next to each other.
@@ -51,7 +53,7 @@ def max_body_bytes(context: int | None, num_prompts: int, given: int | None) -> 
     return min(FIXED_BYTES + num_prompts * context * BYTES_PER_TOKEN, MOST_BYTES)
 
 
-def check_extent(request: GenerationFields, context: int | None) -> None:
+def check_extent(request: BodyRequest, context: int | None) -> None:
     """Raises a 400 for an implausible number of prompts or messages.
 
     A message takes a token of the context at least, and its template some time.
@@ -72,8 +74,10 @@ def check_extent(request: GenerationFields, context: int | None) -> None:
         raise invalid_value("messages", f"they have {num_parts} parts: at most {most} together are accepted.")
 
 
-def check_free(request: GenerationFields) -> GenerationFields:
+def check_free(request: BodyRequest) -> BodyRequest:
     """The same request, of a large body. Raises 400 for values that are too large to pass on, or not supported."""
+    if isinstance(request, DetokenizeRequest):
+        return request
     refuse_unsupported(request)
     for field in FORM_FIELDS:
         _check_free(getattr(request, field), field)

@@ -5,27 +5,27 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
 from ..access.request_record import record_of
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError
-from ..openai_api.request_schema import GenerationFields
 from .body_budget import BodyBudget
 from .body_decoder import BodyDecoder
 from .body_limits import ArrivalPace, check_extent
+from .packed_request import BodyRequest
 from .request_decoder import BODY_KINDS, MAX_BYTES_ON_LOOP, RequestDecoder
 from .turns import Turns
 
 PACE: Final = ArrivalPace(grace_s=10.0, bytes_per_s=32 << 10, deadline_s=120.0)
 TRIM_BYTES: Final = 8 << 20  # of released bodies, after which their memory is returned to the machine
 
-R = TypeVar("R", bound=GenerationFields)
+R = TypeVar("R", bound=BodyRequest)
 
 
 class BodyReader:
@@ -37,7 +37,9 @@ class BodyReader:
         self._pace = pace
         self._decoder = BodyDecoder()
         self._turns = Turns(1)
-        self._small: Final = {kind: RequestDecoder(kind) for kind in BODY_KINDS}
+        self._small: Final[Mapping[type[Any], RequestDecoder[Any]]] = {
+            kind: RequestDecoder(kind) for kind in BODY_KINDS
+        }
         self._num_untrimmed = 0  # bytes of large bodies that were released since the last trim
         self._trimming: asyncio.Future[None] | None = None
 

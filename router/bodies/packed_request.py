@@ -15,13 +15,15 @@ import msgspec
 from ..openai_api.chat_messages import ChatMessage, ToolCall
 from ..openai_api.prompt_field import same_kind
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from ..openai_api.tokenize_schema import DetokenizeRequest, TokenizeRequest
 
 PIECE_CHARS: Final = 128 << 10
 PIECE_IDS: Final = 64 << 10
 _ID: Final = "q"
 _MOST_ID: Final = 2**63 - 1
 
-R = TypeVar("R", bound=GenerationFields)
+BodyRequest = GenerationFields | DetokenizeRequest
+R = TypeVar("R", bound=BodyRequest)
 Kind = Literal["text", "ids"]
 
 
@@ -31,12 +33,18 @@ class PackedRequest(NamedTuple):
     pieces: list[bytes]
 
 
-def packed(request: GenerationFields) -> PackedRequest:
+def packed(request: BodyRequest) -> PackedRequest:
     """Raises a 400 for a prompt that mixes texts and token ids."""
     if isinstance(request, ChatRequest):
         found: list[str | list[int]] = []
         bare = [_with_texts(message, lambda text: _taken(text, found)) for message in request.messages]
         request = msgspec.structs.replace(request, messages=bare)
+        if isinstance(request, TokenizeRequest) and request.prompt is not None:
+            found.append(request.prompt)
+            request = msgspec.structs.replace(request, prompt="")
+    elif isinstance(request, DetokenizeRequest):
+        found = [request.tokens]
+        request = msgspec.structs.replace(request, tokens=[])
     else:
         assert isinstance(request, CompletionRequest)
         found = _values_of(request.prompt)
@@ -58,9 +66,14 @@ def unpacked(packed_request: PackedRequest, kind: type[R]) -> R:
     values = [_joined(what, [next(pieces) for _ in range(num_pieces)]) for what, num_pieces in shapes]
     if isinstance(request, ChatRequest):
         texts = (value for value in values if isinstance(value, str))
-        return msgspec.structs.replace(
+        request = msgspec.structs.replace(
             request, messages=[_with_texts(message, lambda _: next(texts)) for message in request.messages]
         )
+        if isinstance(request, TokenizeRequest) and request.prompt is not None:
+            request = msgspec.structs.replace(request, prompt=next(texts))
+        return request
+    if isinstance(request, DetokenizeRequest):
+        return msgspec.structs.replace(request, tokens=values[0])
     assert isinstance(request, CompletionRequest)
     is_one = isinstance(request.prompt, str) or request.prompt == [0]
     return msgspec.structs.replace(request, prompt=values[0] if is_one else values)

@@ -11,11 +11,13 @@ import msgspec
 from ..anthropic_api.message_request import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
 from ..openai_api.errors import ApiError
 from ..openai_api.json_body import decode
-from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from ..openai_api.request_schema import ChatRequest, CompletionRequest
 from ..openai_api.response_request import ResponseChat, ResponsesRequest
+from ..openai_api.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from ..openai_api.unknown_fields import unknown_fields
 from ..requests.message_chat import counted_chat, message_chat
 from ..requests.response_chat import response_chat
+from .packed_request import BodyRequest
 
 # What decodes in a millisecond or two whatever it holds; more is decoded in another process.
 MAX_BYTES_ON_LOOP: Final = 64 << 10
@@ -23,14 +25,16 @@ MAX_TRANSLATED_BYTES_ON_LOOP: Final = 24 << 10
 # Of a body that is translated: its items may be so small that millions of them would fit into it.
 MAX_OBJECTS: Final = 1 << 20
 
-R = TypeVar("R", bound=GenerationFields)
+R = TypeVar("R", bound=BodyRequest)
 
-BODY_KINDS: Final[tuple[type[GenerationFields], ...]] = (
+BODY_KINDS: Final[tuple[type[BodyRequest], ...]] = (
     CompletionRequest,
     ChatRequest,
     ResponseChat,
     MessageChat,
     CountedChat,
+    TokenizeRequest,
+    DetokenizeRequest,
 )
 # Of kinds whose bodies have another schema: that, and what makes the chat of it.
 _TRANSLATED: Final[Mapping[type[Any], tuple[type[Any], Callable[[Any], Any]]]] = MappingProxyType(

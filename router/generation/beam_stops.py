@@ -18,9 +18,11 @@ class BeamStops:
     To be called with the beams of one search, round by round, and with none that an earlier token has stopped.
     """
 
-    def __init__(self, stop: StopStrings, text: TextService, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, stop: StopStrings, text: TextService, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
         self._automaton = stop.automaton if stop.strings else None
-        self._text = text
+        self._text, self._skip_special_tokens = text, skip_special_tokens
         self._context = [*prompt_token_ids[-_NUM_CONTEXT_TOKENS:]]
         self._before: dict[tuple[int, ...], StopMatcher] = {}  # of the beams that are one token shorter
         self._now: dict[tuple[int, ...], StopMatcher] = {}
@@ -36,7 +38,8 @@ class BeamStops:
             self._length = len(beam.token_ids)
         parent = self._before.get(beam.token_ids[:-1])
         matcher = StopMatcher(self._automaton) if parent is None else parent.copy()
-        detokenizer = self._text.detokenizer([*self._context, *earlier[-_NUM_CONTEXT_TOKENS:]][-_NUM_CONTEXT_TOKENS:])
+        context = [*self._context, *earlier[-_NUM_CONTEXT_TOKENS:]][-_NUM_CONTEXT_TOKENS:]
+        detokenizer = self._text.detokenizer(context, skip_special_tokens=self._skip_special_tokens)
         found = matcher.find(detokenizer.step(last))
         self._now[beam.token_ids] = matcher
         return found is not None

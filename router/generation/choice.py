@@ -10,6 +10,7 @@ from ...workers.wire.prompt_scores import PromptScores
 from ..text.response_reader import Piece
 from ..text.stop_strings import StopMatcher, StopStrings
 from ..text.text import Detokenizer
+from .end_rules import PLAIN_ENDS, EndRules
 
 
 class ShownToken(NamedTuple):
@@ -30,6 +31,7 @@ class Delta(NamedTuple):
     token_ids: list[int]  # kept only if asked for
     logprobs: list[ShownToken]
     finish_reason: FinishReason | None
+    stop_reason: str | int | None = None  # the stop string or the token that has stopped it; None: neither
     pieces: Sequence[Piece] = ()  # of a message, in place of the text that they were read from
     has_called: bool = False  # with the finish reason: the answer calls tools
     prompt_scores: PromptScores | None = None  # of the prompt's next tokens
@@ -56,6 +58,7 @@ class Choice:
         *,
         keep_token_ids: bool = False,
         keep_logprobs: bool = False,
+        ends: EndRules = PLAIN_ENDS,
         keep_hidden: bool = False,
     ) -> None:
         """With `keep_hidden` or both others, log-probabilities of all tokens are shown.
@@ -64,6 +67,8 @@ class Choice:
         """
         self.num_tokens = 0  # up to the one that completed a stop string
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self._ends = ends
         self._detokenizer = detokenizer
         self._stop = StopMatcher(stop.automaton) if stop.strings else None
         self._keep_token_ids = keep_token_ids
@@ -94,13 +99,16 @@ class Choice:
             self._held_text = ""
         self._num_sent_chars += len(text)
         if not self._held_tokens:
-            return Delta(text, [], [], self.finish_reason)
+            return Delta(text, [], [], self.finish_reason, self.stop_reason)
         return self._with_tokens(text, is_cut=cut is not None)
 
     def _take_tokens(self, update: SequenceUpdate) -> int | None:
-        """Where in the held text a stop string starts, once one is complete."""
-        has_end_token = update.finish_reason == "stop" and update.token_ids
-        num_shown = len(update.token_ids) - bool(has_end_token)
+        """Where the shown part of the held text ends, once a stop string is complete."""
+        num_shown = len(update.token_ids)
+        if update.finish_reason == "stop" and update.token_ids:
+            last = update.token_ids[-1]
+            self.stop_reason = last if last in self._ends.stop_token_ids else None
+            num_shown -= not self._ends.shows_stop
         keeps = self._keep_token_ids or self._keep_logprobs
         for position, token_id in enumerate(update.token_ids):
             self.num_tokens += 1
@@ -116,9 +124,11 @@ class Choice:
             num_before = len(self._held_text)
             self._held_text += piece
             if self._stop is not None:
-                cut = self._stop.find(piece)
-                if cut is not None:
-                    return num_before + cut
+                found = self._stop.find(piece)
+                if found is not None and self.num_tokens > self._ends.min_tokens:
+                    start, end = num_before + found[0], num_before + found[1]
+                    self.stop_reason = self._held_text[start:end]
+                    return end if self._ends.shows_stop else start
         return None
 
     def _with_tokens(self, text: str, *, is_cut: bool) -> Delta:
@@ -136,4 +146,4 @@ class Choice:
             and (self._keep_hidden or not (token.is_hidden or (is_cut and token.offset >= num_sent)))
         ]
         token_ids = [token.token_id for token in sent] if self._keep_token_ids else []
-        return Delta(text, token_ids, shown if self._keep_logprobs else [], self.finish_reason)
+        return Delta(text, token_ids, shown if self._keep_logprobs else [], self.finish_reason, self.stop_reason)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
@@ -26,6 +27,7 @@ from .beam_search import BeamRules
 from .beam_stops import BeamStops
 from .beam_streams import BeamRun
 from .choice import Choice, Delta
+from .end_rules import PLAIN_ENDS, EndRules
 from .message_choice import MessageChoice
 from .portions import portions
 from .seeds import seeded
@@ -62,6 +64,7 @@ class GenerationRequest:
     stop: StopStrings
     keep_token_ids: bool
     keep_logprobs: bool
+    ends: EndRules = PLAIN_ENDS
     num_best: int | None = None  # None: all
     beams: Sequence[BeamRules] = ()  # one for each prompt, n wide: the choices are beams; empty: they are drawn
     request_id: str = ""  # for logs
@@ -280,7 +283,12 @@ class Generation:
                 is_background=request.is_background,
             )
             if request.beams:
-                is_stopped = BeamStops(request.stop, self._text, prompt.token_ids)
+                is_stopped = BeamStops(
+                    request.stop,
+                    self._text,
+                    prompt.token_ids,
+                    skip_special_tokens=not request.ends.shows_special_tokens,
+                )
                 search = BeamRun(self._dispatcher, sequence, request.beams[position], is_stopped, self._limit)
                 self._streams += search.streams()
                 await share.pause()
@@ -342,18 +350,20 @@ class Generation:
 def _choice(request: GenerationRequest, prompt: Prompt, text: TextService) -> Choice:
     reader = request.reader
     read_as = None if reader is None else reader.reading.format
-    detokenizer = text.detokenizer(prompt.token_ids, is_echoed=request.is_echoed, read_as=read_as)
-    keep_token_ids, keep_logprobs = request.keep_token_ids, request.keep_logprobs
-    if reader is None:
-        return Choice(
-            detokenizer,
-            request.stop,
-            keep_token_ids=keep_token_ids,
-            keep_logprobs=keep_logprobs,
-            keep_hidden=request.is_echoed,  # clients that score a prompt leave out the last entry, whatever it is
-        )
-    return MessageChoice(
-        reader.copy(), detokenizer, request.stop, keep_token_ids=keep_token_ids, keep_logprobs=keep_logprobs
+    detokenizer = text.detokenizer(
+        prompt.token_ids,
+        is_echoed=request.is_echoed,
+        read_as=read_as,
+        skip_special_tokens=not request.ends.shows_special_tokens,
+    )
+    make = Choice if reader is None else partial(MessageChoice, reader.copy())
+    return make(
+        detokenizer,
+        request.stop,
+        keep_token_ids=request.keep_token_ids,
+        keep_logprobs=request.keep_logprobs,
+        keep_hidden=request.is_echoed,  # clients that score a prompt leave out the last entry, whatever it is
+        ends=request.ends,
     )
 
 

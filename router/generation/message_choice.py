@@ -33,7 +33,7 @@ class MessageChoice(Choice):
                 pieces += self._reader.finish()
                 break
         has_called = self.finish_reason is not None and self._reader.num_calls > 0
-        return Delta("", token_ids, logprobs, self.finish_reason, pieces, has_called)
+        return Delta("", token_ids, logprobs, self.finish_reason, self.stop_reason, pieces, has_called)
 
 
 def _by_token(update: SequenceUpdate) -> Iterator[SequenceUpdate]:

@@ -31,6 +31,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 ChunkUsage = Usage | None | UnsetType  # None in all chunks but the last, if usage was asked for; UNSET if it was not
+# The stop string, or the token of `stop_token_ids`, that has ended the choice; None: neither has. UNSET: it goes on.
+StopReason = str | int | None | UnsetType
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -59,6 +61,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | msgspec.Raw | UnsetType = UNSET
+    stop_reason: StopReason = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -128,6 +131,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
+    stop_reason: StopReason = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -156,6 +160,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     logprobs: ChatLogprobs | msgspec.Raw | None
     finish_reason: ChatFinishReason | None
     token_ids: list[int] | UnsetType = UNSET
+    stop_reason: StopReason = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):

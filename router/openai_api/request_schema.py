@@ -15,6 +15,7 @@ from .chat_messages import MAX_DOCUMENTS, MAX_TOOLS, ChatMessage, FunctionDefini
 from .structured_output import Choices, JsonSchema, ResponseFormat, StructuredOutputs
 
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]  # text that may become one is held back
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 TokenId = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -24,6 +25,7 @@ Effort = Annotated[
     Meta(description="Where the chat template knows it."),
 ]
 MAX_LOGIT_BIASES = 1024  # each bias costs time at every token
+MAX_BAD_WORDS = 128
 MAX_TIMEOUT_S = 86_400
 
 
@@ -43,13 +45,7 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     prompt_embeds: Any = None
     logits_processors: Any = None
     early_stopping: Any = None
-    min_tokens: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    truncate_prompt_tokens: Any = None
-    skip_special_tokens: Any = None
-    include_stop_str_in_output: Any = None
-    return_tokens_as_token_ids: Any = None
+    spaces_between_special_tokens: Any = None
     lora_path: Any = None  # SGLang's, as are the next three
     stop_regex: Any = None
     no_stop_trim: Any = None
@@ -81,12 +77,26 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, description="Before them nothing stops the answer.")] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LOGIT_BIASES, description="No others come.")] | None
+    ) = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS, description="They never come.")] | None = None
+    include_stop_str_in_output: Annotated[bool | None, Meta(description="Show the stop string.")] = None
+    skip_special_tokens: Annotated[bool | None, Meta(description="False: special tokens are shown.")] = None
     ignore_eos: Annotated[bool | None, Meta(description="Go on behind an end-of-sequence token.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[
         bool | None, Meta(description="Return the token ids of the prompt and of the answer.")
     ] = None
+    return_tokens_as_token_ids: Annotated[
+        bool | None, Meta(description="Log-probabilities name tokens `token_id:5`.")
+    ] = None
+    truncate_prompt_tokens: (
+        Annotated[int, Meta(ge=-1, description="So many of the prompt's last tokens are read; -1: what has room.")]
+        | None
+    ) = None
     add_special_tokens: Annotated[bool | None, Meta(description="Begin prompts as the model's tokenizer does.")] = None
     use_beam_search: Annotated[bool | None, Meta(description="Search for the likeliest, with `n` beams.")] = None
     length_penalty: Annotated[float, Meta(ge=-10, le=10, description="Of beam search.")] | None = None
@@ -100,6 +110,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     priority: Annotated[int, Meta(ge=-100, le=100, description="Among your own, the higher goes first.")] | None = None
     service_tier: Annotated[str, Meta(max_length=64, description="`flex` yields to everybody.")] | None = None
     user: Annotated[str, Meta(max_length=512, description="For whom you ask, in your own words.")] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=1024, description="Makes no difference.")] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024, description="KV is shared only with equal salts.")] | None = None
     # The form of the answer: one of these, of which the last eight are what older servers call them.
     response_format: Annotated[ResponseFormat | None, Meta(description="The form of the answer.")] = None

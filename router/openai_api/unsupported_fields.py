@@ -23,11 +23,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "suffix": ("",),
         "logits_processors": ([],),
         "early_stopping": (False, "never"),  # of beam search, which goes on until nothing better can come
-        "min_tokens": (0,),
-        "bad_words": ([],),
-        "skip_special_tokens": (True,),
-        "include_stop_str_in_output": (False,),
-        "return_tokens_as_token_ids": (False,),
+        "spaces_between_special_tokens": (True,),
         "no_stop_trim": (False,),
         "detokenize": (True,),
         "vllm_xargs": ({},),

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from ..openai_api.tokenize_schema import TokenizeRequest
 from ..openai_api.unsupported_fields import refused_fields
 from .document import Schema
 from .error_codes import ERRORS, EVERYWHERE, OF_NO_ROUTE
@@ -118,12 +119,15 @@ def _refused(document: Schema) -> str:
 def _types(document: Schema) -> str:
     """Of all other bodies, and of answers."""
     rows = []
+    of_chats = document["components"]["schemas"][ChatRequest.__name__]["properties"]
     for name, schema in document["components"]["schemas"].items():
         if name in {kind.__name__ for kind in _GENERATION.values()}:
             continue
         required = schema.get("required", ())
         shown = f"`{shown_name(name)}`"
         for field, one in schema.get("properties", {}).items():
+            if name == TokenizeRequest.__name__ and one == of_chats.get(field):
+                continue
             accepted, meaning = words_of(one), _meaning(one)[1]
             rows.append((shown, f"`{field}`" + ("" if field in required else " (or absent)"), accepted, meaning))
             shown = ""

@@ -132,10 +132,10 @@ def codes_of(route: RouteSpec) -> tuple[str, ...]:
         codes.update(_WITH_KEY if route.needs_tenant else _WITH_OPERATORS_KEY)
     for has, more in ((route.query, _WITH_QUERY), (route.body, _WITH_BODY), (route.form, _WITH_FORM)):
         codes.update(more if has else ())
-    if "registry_unavailable" in route.errors and route.method != "GET" and "ledger_full" not in route.errors:
+    if "registry_unavailable" in route.errors and route.method != "GET" and not route.reads_body:
         codes.add("registry_full")
     if "{" in route.path:
-        codes.add("not_found")  # where a name has a slash
+        codes.add("not_found")  # where a name has a slash that was not sent as %2F
     if unknown := codes - ERRORS.keys():
         raise KeyError(f"{route.method} {route.path}: {sorted(unknown)} must be explained in openapi/error_codes.py")
     return tuple(code for code in ERRORS if code in codes)

@@ -24,8 +24,9 @@ def check_beams(request: GenerationFields) -> None:
     for field, neutral in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0)):
         if getattr(request, field) not in (None, neutral):
             raise unsupported(field, "beams are ranked by the model's own probabilities: leave it out.")
-    if request.logit_bias:
-        raise unsupported("logit_bias", "beams are ranked by the model's own probabilities: leave it out.")
+    for field in ("logit_bias", "min_tokens", "bad_words", "allowed_token_ids"):
+        if getattr(request, field):
+            raise unsupported(field, "beams are ranked by the model's own probabilities: leave it out.")
 
 
 def beam_rules(request: GenerationFields, prompts: list[Prompt], gang: GangInfo) -> list[BeamRules]:

@@ -10,7 +10,7 @@ from ..openai_api.errors import invalid_value
 from ..openai_api.prompt_field import same_kind
 from ..openai_api.request_schema import CompletionRequest
 from ..text.text import TextService
-from .model_limits import check_length, check_text, check_token_ids
+from .model_limits import check_length, check_text, check_token_ids, last_tokens
 
 
 def count_prompts(request: CompletionRequest) -> int:
@@ -30,18 +30,21 @@ async def completion_prompts(request: CompletionRequest, text: TextService, gang
     await share.pause()
     texts = [(param, prompt) for param, prompt in prompts if isinstance(prompt, str)]
     token_lists = [(param, prompt) for param, prompt in prompts if not isinstance(prompt, str)]
-    for _, prompt in texts:
+    kept = request.truncate_prompt_tokens
+    for _, prompt in texts if kept is None else ():
         check_text(prompt, text, gang, "prompt")
         await share.pause()
     for param, token_ids in token_lists:
         await share.pause()
-        check_length(len(token_ids), None, gang, prompt_param="prompt")
+        if kept is None:
+            check_length(len(token_ids), None, gang, prompt_param="prompt")
         check_token_ids(token_ids, gang.vocab_size, param)
     if texts:  # then all prompts are texts
         encoded = await text.encode_all(
             [prompt for _, prompt in texts], add_special_tokens=request.add_special_tokens is not False
         )
         token_lists = [(param, token_ids) for (param, _), token_ids in zip(texts, encoded, strict=True)]
+    token_lists = [(param, last_tokens(ids, kept, request.max_tokens, gang)) for param, ids in token_lists]
     for param, token_ids in token_lists:
         if not token_ids:
             raise invalid_value(param, "the prompt is empty, and at least one token is needed.")
@@ -56,7 +59,8 @@ def _listed(request: CompletionRequest, gang: GangInfo) -> list[tuple[str, str |
     if not prompt:
         raise invalid_value("prompt", "it is an empty list, and at least one prompt is needed.")
     if isinstance(prompt[0], int):
-        check_length(len(prompt), None, gang, prompt_param="prompt")
+        if request.truncate_prompt_tokens is None:
+            check_length(len(prompt), None, gang, prompt_param="prompt")
         if {*map(type, prompt)} != {int}:
             for position, token_id in enumerate(prompt):
                 same_kind(token_id, int, position)

@@ -34,6 +34,25 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo,
         )
 
 
+def last_tokens(token_ids: list[int], num_tokens: int | None, max_tokens: int | None, gang: GangInfo) -> list[int]:
+    """The last tokens of a prompt. -1: so many that `max_tokens`, or one, have room behind them. None: all."""
+    if num_tokens is None:
+        return token_ids
+    if num_tokens == -1:
+        num_tokens = max(1, gang.max_model_len - (max_tokens or 1))
+    return token_ids[max(len(token_ids) - num_tokens, 0) :]
+
+
+def check_num_tokens(num_tokens: int, gang: GangInfo, param: str) -> None:
+    """Raises a 400 for more tokens than the context has."""
+    if num_tokens > gang.max_model_len:
+        raise context_length_exceeded(
+            f"This model's maximum context length is {gang.max_model_len} tokens. However, your {param} are "
+            f"{num_tokens} tokens.",
+            param,
+        )
+
+
 def check_text(text: str, service: TextService, gang: GangInfo, prompt_param: str) -> None:
     """Raises a 400 for a text whose length shows, before it is tokenized, that it is too long for the context."""
     num_tokens, context = service.min_tokens(text), gang.max_model_len

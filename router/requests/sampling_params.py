@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...workers.wire.messages import SamplingParams
+from ...workers.wire.token_rules import TokenRules
 from ..openai_api.errors import invalid_value
 from ..openai_api.request_schema import GenerationFields
 from ..text.stop_strings import StopStrings
@@ -18,11 +19,14 @@ def sampling_params(
     max_tokens: int | None,
     num_logprobs: int | None,
     vocab_size: int,
+    rules: TokenRules | None = None,
     grammar: str = "",
 ) -> SamplingParams:
     """The parameters of the first of a prompt's n sequences. Raises a 400 that names the wrong field."""
     stop_token_ids = tuple(request.stop_token_ids or ())
     check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    if rules is not None and max_tokens is not None and rules.min_tokens > max_tokens:
+        raise invalid_value("min_tokens", f"it is {rules.min_tokens}, and max_tokens is {max_tokens}.")
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_or(request.temperature, 1.0),
@@ -34,6 +38,7 @@ def sampling_params(
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        rules=rules,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         num_logprobs=num_logprobs,

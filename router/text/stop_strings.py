@@ -96,20 +96,20 @@ class StopMatcher:
         """Characters at the end of the text so far that may be the start of a string."""
         return self._automaton.num_held(self._state)
 
-    def find(self, piece: str) -> int | None:
-        """Where the earliest of the strings starts that are complete in this piece; None: none is.
+    def find(self, piece: str) -> tuple[int, int] | None:
+        """Where the earliest of the strings that are complete in this piece starts, and its end; None: none is.
 
         Counted from the piece's start: below 0 it starts in an earlier piece.
         """
         automaton, state = self._automaton, self._state
         starts = automaton.starts
-        earliest: int | None = None
+        earliest: tuple[int, int] | None = None
         for end, char in enumerate(piece, 1):
             if not state and char not in starts:
                 continue  # most of most texts
             state = automaton.step(state, char)
             longest = automaton.longest_end(state)
-            if longest and (earliest is None or end - longest < earliest):
-                earliest = end - longest
+            if longest and (earliest is None or end - longest < earliest[0]):
+                earliest = end - longest, end
         self._state = state
         return earliest

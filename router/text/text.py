@@ -104,6 +104,10 @@ class TextService:
         """Of a token of the vocabulary, added ones included; None: it is none."""
         return self._backend.token_to_id(token)
 
+    def token_str(self, token_id: int) -> str:
+        """The token as the vocabulary has it; empty: it has none of this id."""
+        return self._backend.id_to_token(token_id) or ""
+
     @property
     def special_ids(self) -> Mapping[str, int]:
         """Of the special tokens, by their names."""
@@ -147,18 +151,23 @@ class TextService:
         work = partial(encode, [text], add_special_tokens=add_special_tokens)
         return (await self._done(work, len(text) <= MAX_CHARS_ON_LOOP))[0]
 
-    async def decode_all(self, token_lists: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each list of tokens, without special tokens; off the event loop when they are many together."""
-        work = partial(self._backend.decode_batch, token_lists, skip_special_tokens=True)
+    async def decode_all(self, token_lists: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        """The text of each list of tokens; off the event loop when they are many together."""
+        work = partial(self._backend.decode_batch, token_lists, skip_special_tokens=skip_special_tokens)
         return await self._done(work, sum(map(len, token_lists)) <= MAX_TOKENS_ON_LOOP)
 
-    async def echoes(self, token_lists: Sequence[Sequence[int]]) -> list[str]:
+    async def echoes(self, token_lists: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
         """The text of each prompt up to where the detokenizer of an echoed prompt continues, see `detokenizer`."""
-        texts = await self.decode_all(token_lists)
+        texts = await self.decode_all(token_lists, skip_special_tokens=skip_special_tokens)
         return [text[: len(text) - self._num_cut(ids)] for text, ids in zip(texts, token_lists, strict=True)]
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int], *, is_echoed: bool = False, read_as: AnswerFormat | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        is_echoed: bool = False,
+        read_as: AnswerFormat | None = None,
+        skip_special_tokens: bool = True,
     ) -> Detokenizer:
         """A new one for a sequence that continues this prompt.
 
@@ -169,6 +178,8 @@ class TextService:
         """
         context = self._context(prompt_token_ids)
         hidden = None if read_as is None else self._hidden_by(read_as)
+        if not skip_special_tokens:
+            hidden = frozenset()
         return Detokenizer(self._backend, context, is_echoed=is_echoed, hidden=hidden)
 
     def _hidden_by(self, answers: AnswerFormat) -> frozenset[int]:

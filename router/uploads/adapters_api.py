@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
@@ -33,8 +34,8 @@ from ..route import route
 from ..tenants.identity import Identity
 from ..text.text import TextService
 from .tokenizer_check import tokenizer_warnings
-from .upload_form import AdapterForm, check_form, declared_bytes, receive_upload
-from .upload_spool import UploadSpool
+from .upload_form import AdapterForm, UploadForm, check_form, declared_bytes, receive_upload
+from .upload_spool import UploadRoom, UploadSpool
 
 MAX_WAITING_UPLOADS: Final = 64  # of a tenant at a router, with those under way: each holds a connection
 _name: Final = attrgetter("name")
@@ -65,6 +66,18 @@ class DeletedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 class AdaptersApi:
     """Handlers of a tenant's adapters. They ask the registry itself and not this router's copy of it."""
 
+    UPLOAD_ERRORS: Final = (
+        "invalid_adapter",
+        "version_refused",
+        "rate_limit_exceeded",
+        "insufficient_quota",
+        "too_large",
+        "uploads_full",
+        "upload_unchecked",
+        "registry_unavailable",
+        "insufficient_storage",
+    )
+
     def __init__(
         self,
         config: CurrentConfig,
@@ -91,19 +104,28 @@ class AdaptersApi:
         summary="Upload an adapter.",
         form=AdapterForm,
         answers={200: Adapter, 201: Adapter},
-        errors=(
-            "invalid_adapter",
-            "version_refused",
-            "rate_limit_exceeded",
-            "insufficient_quota",
-            "uploads_full",
-            "upload_unchecked",
-            "registry_unavailable",
-            "insufficient_storage",
-        ),
+        errors=UPLOAD_ERRORS,
     )
     async def upload(self, request: Request, identity: Identity) -> Response:
         """201 for a new version, 200 for content that the name already points to."""
+        check_form(request, self._config.now.max_upload_bytes)
+        adapter, created, warnings = await self.take(
+            request, identity, partial(self._receive, request), declared_bytes(request) or 0
+        )
+        shown = structs.replace(self._shown(adapter), warnings=warnings)
+        return Response(msgspec.json.encode(shown), 201 if created else 200, media_type="application/json")
+
+    async def take(
+        self,
+        request: Request,
+        identity: Identity,
+        receive: Callable[[Path, UploadRoom], Awaitable[UploadForm]],
+        num_bytes: int = 0,
+    ) -> tuple[AdapterVersion, bool, tuple[str, ...]]:
+        """The version, whether it is new, and warnings. Raises the errors of the API.
+
+        `receive`: writes the tensors to a file. `num_bytes`: that they are said to have.
+        """
         started_at = time.perf_counter()
         tenant = identity.name
         if self._open_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
@@ -113,7 +135,7 @@ class AdaptersApi:
         # Held until the adapter is stored, because until then the spool takes disk.
         async with self._open_uploads.of(tenant):
             try:
-                adapter, created, warnings = await self._receive(request, identity)
+                taken = await self._take(request, identity, receive, num_bytes)
             except AdapterInvalid as error:
                 raise ApiError(400, str(error), code="invalid_adapter") from error
             except VersionRefused as error:
@@ -122,21 +144,30 @@ class AdaptersApi:
                 if error.errno not in DISK_FULL:
                     raise
                 raise _disk_full() from error
+        adapter = taken[0]
         record_of(request.scope).model = adapter.name
         self._metrics.upload_s.observe(time.perf_counter() - started_at)
         self._metrics.num_upload_bytes += adapter.num_bytes
-        shown = structs.replace(self._shown(adapter), warnings=warnings)
-        return Response(msgspec.json.encode(shown), 201 if created else 200, media_type="application/json")
+        return taken
 
-    async def _receive(self, request: Request, identity: Identity) -> tuple[AdapterVersion, bool, tuple[str, ...]]:
-        """The version, whether it is new, and warnings."""
+    async def has(self, identity: Identity, name: str) -> bool:
+        """Raises RegistryUnavailable."""
+        return await self._uploads.get(identity.name, name, identity.sight) is not None
+
+    async def _receive(self, request: Request, tensors_path: Path, room: UploadRoom) -> UploadForm:
         config = self._config.now
         pace = ArrivalPace(config.upload_idle_s, config.upload_bytes_per_s, config.upload_deadline_s)
-        check_form(request, config.max_upload_bytes)
-        with self._spool.room(declared_bytes(request) or 0) as room, self._spool.file() as tensors_path:
-            form = await receive_upload(
-                request, tensors_path, config.max_upload_bytes, config.upload_idle_s, pace, room
-            )
+        return await receive_upload(request, tensors_path, config.max_upload_bytes, config.upload_idle_s, pace, room)
+
+    async def _take(
+        self,
+        request: Request,
+        identity: Identity,
+        receive: Callable[[Path, UploadRoom], Awaitable[UploadForm]],
+        num_bytes: int,
+    ) -> tuple[AdapterVersion, bool, tuple[str, ...]]:
+        with self._spool.room(num_bytes) as room, self._spool.file() as tensors_path:
+            form = await receive(tensors_path, room)
             name = identity.sight.uploaded(form.name, is_private=form.is_private)
             user = owner_of(name) or identity.user
             warnings = tokenizer_warnings(form.tokenizer, self._text)
@@ -202,13 +233,16 @@ class AdaptersApi:
     )
     async def delete(self, request: Request, identity: Identity) -> DeletedAdapter:
         """Requests that are under way finish on it."""
-        name = request.path_params["name"]
+        return DeletedAdapter(name=await self.remove(request, identity, request.path_params["name"]))
+
+    async def remove(self, request: Request, identity: Identity, name: str) -> str:
+        """Its whole name. Raises NoSuchName, RegistryUnavailable."""
         entry = identity.entry(request, "adapter.delete", name)
         deleted = await self._uploads.delete(identity.name, name, entry, identity.sight)
         if deleted is None:
             raise _not_found(name)
         record_of(request.scope).model = deleted
-        return DeletedAdapter(name=deleted)
+        return deleted
 
     def _base_warnings(self, base: str) -> tuple[str, ...]:
         """What is wrong with the base that an adapter names."""

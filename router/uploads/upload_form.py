@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from ...adapters.format.own_tokenizer import NO_TOKENIZER, OwnTokenizer
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
+from ...adapters.names import PART
 from ...adapters.registry.versions.name_state import MAX_NOTE_CHARS
 from ..bodies.body_limits import ArrivalPace
 from ..openai_api.errors import ApiError
@@ -50,7 +51,7 @@ class AdapterForm(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[
         str,
         Meta(
-            pattern=r"^(~[^/]*/)?[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+            pattern=f"^(~[^/]*/)?({PART}/)?{PART}$",
             description="What requests call it in `model`; not the base's name. `~user/name`: private to that user.",
         ),
     ]

@@ -53,7 +53,7 @@ def test_an_upload_is_the_tenants_or_private_to_who_may(sight: Sight, name: str,
     assert bool(owner_of(registered)) == (is_private or bool(owner_of(name)))
 
 
-@pytest.mark.parametrize("name", ["", "~", "a/b", "a b", "-a", "a\n", "a\tb", "ä", "x" * 65, "..", "a\x00"])
+@pytest.mark.parametrize("name", ["", "~", "a/b/c", "a b", "-a", "a\n", "a\tb", "ä", "x" * 65, "..", "a\x00"])
 def test_names_that_no_user_may_have(name: str) -> None:
     with pytest.raises(AdapterInvalid):
         check_user(name)

@@ -294,7 +294,9 @@ def test_accepts_tenants_that_begin_or_end_with_a_point(tenant: str) -> None:
     check_tenant(tenant)
 
 
-@pytest.mark.parametrize("name", ["", ".a", "-a", "a/b", "a b", "a\n", "ä", "x" * 65, "a:b", "base", "\ud800", "a\0"])
+@pytest.mark.parametrize(
+    "name", ["", ".a", "-a", "a/b/c", "a/", "/a", "a/.b", "a b", "a\n", "ä", "x" * 65, "a:b", "base", "\ud800", "a\0"]
+)
 def test_refuses_names(name: str) -> None:
     with pytest.raises(AdapterInvalid, match="name"):
         check_name(name, reserved={"base"})

@@ -23,6 +23,8 @@ OTHERS = {
     "base_aliases": "mirror",
     "kv_host_bytes": 1 << 20,
     "access_log": False,
+    "cors_origins": "https://chat.example.com",
+    "adapter_folders": "/adapters",
     "tenant_queue_share": 0.25,
     "scheduling": "fifo",
     "tenant_scaling_share": 0.25,

@@ -31,7 +31,7 @@ def fake(server: FakeMotet) -> Iterator[FakeMotet]:
     server.adapters.clear()
     server.chats.clear()
     server.break_stream_with = None
-    server.lacks_tokens, server.warnings = False, []
+    server.lacks_tokens, server.guards_status, server.warnings = False, False, []
 
 
 @pytest.fixture
@@ -368,3 +368,23 @@ def test_serve_says_that_the_port_is_taken(tmp_path: Path) -> None:
         failed = CliRunner().invoke(main, arguments)
     assert failed.exit_code == 1
     assert f"cannot listen at 127.0.0.1:{port}" in failed.stderr
+
+
+@pytest.mark.parametrize("key", [None, ""])
+def test_without_a_key_it_says_which_one_it_wants(fake: FakeMotet, tmp_path: Path, key: str | None) -> None:
+    tenants = {"MOTET_URL": fake.url, "MOTET_API_KEY": key}
+    for arguments in (["adapters", "list"], ["adapters", "delete", "x"], ["chat"]):
+        failed = CliRunner().invoke(main, arguments, env=tenants, input="hello\n")
+        assert failed.exit_code == 1
+        assert "set MOTET_API_KEY, or use --key or --key-file" in failed.stderr
+    fake.guards_status = True
+    operators = {"MOTET_URL": fake.url, "MOTET_OPERATOR_KEY": key, "MOTET_DATA_DIR": str(tmp_path)}
+    failed = CliRunner().invoke(main, ["status", "--over", "0"], env=operators)
+    assert failed.exit_code == 1
+    assert f"{tmp_path} has none that can be read: set MOTET_OPERATOR_KEY, or use --key-file" in failed.stderr
+
+
+def test_a_wrong_key_is_told_as_the_server_tells_it(fake: FakeMotet) -> None:
+    failed = CliRunner().invoke(main, ["adapters", "list", "--key", "wrong"], env={"MOTET_URL": fake.url})
+    assert failed.exit_code == 1
+    assert "the API key is unknown" in failed.stderr

@@ -57,7 +57,7 @@ class Echo(http.server.BaseHTTPRequestHandler):
         with suppress(ConnectionError):  # HAProxy hangs up on what it does not pass on
             self.wfile.write(body)
 
-    do_POST = do_GET  # noqa: N815
+    do_OPTIONS = do_POST = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: object) -> None:
         pass

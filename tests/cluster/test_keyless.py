@@ -73,6 +73,16 @@ def test_routes_that_need_no_key_are_open_at_the_edge(tmp_path: Path) -> None:
     assert {route.path for route in routes if route.scope == "public"} == set(OPEN_ROUTES)
 
 
+def test_a_browser_may_ask_without_a_key_what_it_may_send(slow: int) -> None:
+    """A preflight is the routers' to answer, and as bounded as their open routes. Other OPTIONS are not."""
+    asks = KEYLESS.replace(b"GET", b"OPTIONS") + b"Origin: https://a.example\r\n"
+    preflight = asks + b"Access-Control-Request-Method: POST\r\n\r\n"
+    assert raw_answer(slow, asks + b"\r\n")[0] == 401
+    assert raw_answer(slow, KEYLESS + b"Origin: a\r\nAccess-Control-Request-Method: POST\r\n\r\n")[0] == 401
+    assert raw_answer(slow, preflight)[0] == 200
+    assert status_soon(slow, preflight, 429)[0] == 429
+
+
 def test_half_sent_bodies_without_a_key_take_no_place_of_those_with_one(router_port: int, tmp_path: Path) -> None:
     head = KEYLESS.replace(b"GET", b"POST") + b"Content-Length: 100\r\n\r\n{"
     with edge_front(tmp_path, NARROW, router_port) as port, ExitStack() as stack:

@@ -206,6 +206,28 @@ def test_tokens_that_anybody_could_make_cannot_be_asked_for(name: str, value: An
         Settings.of(**{name: value})
 
 
+@pytest.mark.parametrize("origins", ["", "*", "https://a.example", "https://a.example,http://localhost:3000"])
+def test_origins_are_written_as_browsers_send_them(origins: str) -> None:
+    assert Settings.of(cors_origins=origins).access.cors_origins == origins
+
+
+@pytest.mark.parametrize(
+    "origins",
+    [
+        "*,https://a.example",
+        "a.example",
+        "https://a.example/",
+        "https://A.example",
+        "https://a@b.example",
+        "ftp://a",
+        ",",
+    ],
+)
+def test_what_is_no_origin_is_refused(origins: str) -> None:
+    with pytest.raises(ConfigError, match="origins"):
+        Settings.of(cors_origins=origins)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "number"),
     [

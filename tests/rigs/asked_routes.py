@@ -63,7 +63,8 @@ def least_body(
         return {}
     content = document["paths"][_PARAMETER.sub(r"{\1}", route.path)][route.method.lower()]["requestBody"]["content"]
     body = _least(document, content["application/json"]["schema"])
-    for field in body.keys() & things.keys():
+    named = {"model", "adapter"} & {*route.body.__struct_fields__}  # which may be absent
+    for field in (body.keys() | named) & things.keys():
         body[field] = things[field].owners if owners else things[field].nobodys
     return {"content": msgspec.json.encode(body), "headers": {"Content-Type": "application/json"}}
 

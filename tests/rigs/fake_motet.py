@@ -27,6 +27,7 @@ class FakeMotet:
         self.page_size = 1000  # of the list of adapters
         self.num_pages = 0  # of it that were asked for
         self.uploaded_bytes = 0
+        self.guards_status = False
         self.lacks_tokens = False  # those that adapters' tokenizers add
         self.warnings: list[str] = []  # of every adapter that is uploaded
         self.chats: list[dict[str, Any]] = []
@@ -110,6 +111,8 @@ class FakeMotet:
 
         @app.get("/status")
         async def status(request: Request) -> dict[str, Any]:
+            if self.guards_status:
+                check_key(request)
             return {"version": "0.1.0", "model": BASE}
 
         @app.get("/not-json/status")

@@ -157,6 +157,7 @@ class FakeDispatcher:
     num_gang_faults: Mapping[FaultKind, int] = field(default_factory=dict)
     num_gangs: int = 1
     context: int = CONTEXT  # tokens
+    eos_token_ids: tuple[int, ...] = ()  # that it says it has; the stand-in ends with EOS anyway
     resident: set[tuple[str, str]] = field(default_factory=set)  # tenants, and digests of adapters that they use
     tiers: dict[str, AdapterTier] = field(default_factory=dict)  # of any adapter, by gang, where the gang is known
     submitted: list[SequenceRequest] = field(default_factory=list)
@@ -193,6 +194,7 @@ class FakeDispatcher:
             page_bytes=1024,
             num_threads=1,
             vocab_size=320,
+            eos_token_ids=self.eos_token_ids,
         )
 
     def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
@@ -212,16 +214,18 @@ class FakeDispatcher:
 
 
 def token_by_token(token_ids: Sequence[int], sampling: SamplingParams) -> list[SequenceUpdate]:
-    """An engine's updates for these tokens and an end-of-sequence token, cut at max_tokens."""
+    """An engine's updates for these tokens and an end-of-sequence token, cut at max_tokens and at a stop token."""
     wanted = [*token_ids, EOS][: sampling.max_tokens]
     if not wanted:
         return [SequenceUpdate(1, finish_reason="length")]
+    stops = {EOS, *sampling.stop_token_ids}
+    wanted = wanted[: next((place + 1 for place, token_id in enumerate(wanted) if token_id in stops), len(wanted))]
     return [
         SequenceUpdate(
             1,
             [token_id],
             None if sampling.num_logprobs is None else [logprobs_of(token_id, sampling.num_logprobs)],
-            None if position < len(wanted) - 1 else "stop" if token_id == EOS else "length",
+            None if position < len(wanted) - 1 else "stop" if token_id in stops else "length",
         )
         for position, token_id in enumerate(wanted)
     ]

@@ -58,6 +58,7 @@ async def test_a_whole_chat(rig: RouterRig) -> None:
             "message": {"content": ANSWER, "role": "assistant", "refusal": None},
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": None,
         }
     ]
     assert answer["usage"]["completion_tokens"] == len(rig.ids(ANSWER)) + 1
@@ -71,7 +72,13 @@ async def test_a_streamed_chat(rig: RouterRig) -> None:
     contents = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
     assert "".join(contents) == ANSWER
     assert "�" not in "".join(contents)
-    assert chunks[-1]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert chunks[-1]["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+        "stop_reason": None,
+    }
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 

@@ -44,7 +44,8 @@ async def test_a_whole_completion(rig: RouterRig) -> None:
     assert answer["id"].startswith("cmpl-")
     assert answer["object"] == "text_completion"
     assert answer["model"] == BASE
-    assert answer["choices"] == [{"index": 0, "text": ANSWER, "logprobs": None, "finish_reason": "stop"}]
+    choice = {"index": 0, "text": ANSWER, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    assert answer["choices"] == [choice]
     num_prompt, num_answer = len(rig.ids("hello")), len(rig.ids(ANSWER)) + 1  # the end-of-sequence token counts
     assert answer["usage"] == {
         "prompt_tokens": num_prompt,

@@ -15,6 +15,7 @@ from starlette.types import Message
 
 from motet.adapters.errors import RegistryUnavailable
 from motet.router.access.access_log import LOGGER, AccessLog
+from motet.router.access.cors import Cors
 from motet.router.config import CurrentConfig
 from motet.router.endpoint import Endpoint
 from motet.router.metrics import Metrics
@@ -74,7 +75,8 @@ async def takes_body(request: Request, body: Body) -> Body:
     return Body(body.size + 1)
 
 
-LOG = AccessLog(CurrentConfig(router_config("base", Path())))
+CONFIG = CurrentConfig(router_config("base", Path()))
+LOG = AccessLog(CONFIG)
 
 
 def endpoint(
@@ -86,7 +88,7 @@ def endpoint(
     **row: Any,
 ) -> Endpoint:
     spec = RouteSpec(method="GET", path="/", handler=handler, scope=scope, **row)
-    return Endpoint(spec, cast(Authenticator, authenticator or StrictAuthenticator()), metrics, LOG)
+    return Endpoint(spec, cast(Authenticator, authenticator or StrictAuthenticator()), metrics, LOG, Cors(CONFIG))
 
 
 async def test_answers_errors_and_failures_are_counted_by_status() -> None:

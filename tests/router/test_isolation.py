@@ -42,7 +42,10 @@ from motet.tests.rigs.router_rig import text_service
 ANYBODYS: Final = {"/health", "/ready", "/openapi.json"}
 NAMELESS: Final = {  # routes of a tenant's whose requests name nothing that could be another's
     "GET /v1/models",
+    "GET /version",
     "POST /v1/adapters",
+    "POST /v1/load_lora_adapter",  # both: tests/router/test_lora_adapters_api.py
+    "POST /v1/unload_lora_adapter",
     "GET /v1/adapters",
     "GET /v1/limits",
     "GET /v1/usage",

@@ -64,6 +64,7 @@ async def post(rig: RouterRig, path: str = "/v1/completions", **fields: Any) -> 
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+        ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
         ({"min_tokens": False}, "min_tokens"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),

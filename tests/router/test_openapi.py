@@ -147,13 +147,13 @@ async def test_what_is_refused_unless_neutral_is_told_so(rig: RouterRig, routes:
     fields = openapi_document(routes)["components"]["schemas"]["CompletionRequest"]["properties"]
     rig.dispatcher.answer = rig.ids("hi")
     async with rig.client() as client:
-        for field in ("suffix", "min_tokens", "prompt_embeds"):
+        for field in ("suffix", "early_stopping", "prompt_embeds"):
             for value in fields[field]["enum"]:
                 body = {"model": BASE, "prompt": "hi", "max_tokens": 1, field: value}
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
-        body = {"model": BASE, "prompt": "hi", "min_tokens": 1}
+        body = {"model": BASE, "prompt": "hi", "early_stopping": True}
         assert (await client.post("/v1/completions", json=body)).status_code == 400
-    assert fields["min_tokens"]["enum"] == [None, 0]
+    assert fields["early_stopping"]["enum"] == [None, False, "never"]
 
 
 def resolved(document: dict[str, Any], node: dict[str, Any]) -> dict[str, Any]:

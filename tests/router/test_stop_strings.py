@@ -29,9 +29,10 @@ def test_it_finds_what_a_search_of_the_whole_text_finds(seed: int) -> None:
         piece = "".join(rng.choices(letters, k=rng.randrange(4)))
         expected = naive_find(text + piece, strings)
         found = matcher.find(piece)
-        assert (None if found is None else len(text) + found) == expected
+        assert (None if found is None else len(text) + found[0]) == expected
         text += piece
         if found is not None:
+            assert text[len(text) - len(piece) + found[0] : len(text) - len(piece) + found[1]] in strings
             return
         assert matcher.num_held == naive_held(text, strings)
 
@@ -42,7 +43,7 @@ def test_a_copy_goes_on_by_itself() -> None:
     copy = matcher.copy()
     assert copy.find("x") is None
     assert (matcher.num_held, copy.num_held) == (2, 0)
-    assert matcher.find("c") == -2
+    assert matcher.find("c") == (-2, 1)
 
 
 def test_what_it_costs_does_not_grow_with_the_strings() -> None:

@@ -163,7 +163,7 @@ async def test_who_may_upload_what(rig: Users) -> None:
     refused: dict[str, list[tuple[str, dict[str, str]]]] = {
         rig.plain: [("x", {"private": "true"}), ("~ann/x", {}), ("~/x", {"private": "true"})],
         rig.ann: [(f"~{EVE}/x", {}), ("~/x", {"private": "true"}), ("x", {"private": "yes"})],
-        rig.admin: [("~a b/x", {}), ("~ann/a/b", {})],
+        rig.admin: [("~a b/x", {}), ("~ann/a/b/c", {})],
     }
     for key, forms in refused.items():
         for name, fields in forms:
@@ -357,3 +357,34 @@ async def test_a_deleted_tenants_private_adapters_are_not_the_next_ones(rig: Use
     await rig.begin()
     assert await rig.names(rig.ann) == await rig.names(rig.admin) == []
     assert (await rig.answer(rig.ann, "poet"))[0] == 404
+
+
+async def test_names_may_have_a_slash_as_hub_ids_have(rig: Users) -> None:
+    """In a path it is sent as %2F, so that no name is taken for a route."""
+    for name in ("org/poet", "~ann/org/poet", "org/versions", "org"):
+        await rig.upload(rig.admin, name)
+    for name in ("a/b/c", "/a", "a/", "a//b", "-a/b", "a/-b", "a/.."):
+        answer = await rig.ask("POST", ADAPTERS, rig.admin, **upload_form(name, 1))
+        assert answer.status_code == 400, name
+    assert (await rig.upload(rig.admin, "org/poet", seed=2))["version"] == 2
+    for name in ("org/poet", "org/poet@2", "org/poet@1", "~ann/org/poet@1", "org/versions"):
+        assert (await rig.answer(rig.admin, name))[0] == 200, name
+    assert await rig.answer(rig.admin, "org/other") == missing("org/other")
+    for path, name in (
+        ("org%2Fpoet", "org/poet"),
+        ("org%2fpoet/", "org/poet"),
+        ("~ann%2Forg%2Fpoet", "~ann/org/poet"),
+        ("~ann/org%2Fpoet", "~ann/org/poet"),
+        ("org%2Fversions", "org/versions"),
+    ):
+        assert (await rig.done("GET", f"{ADAPTERS}/{path}", rig.admin))["name"] == name
+    assert len((await rig.done("GET", f"{ADAPTERS}/org%2Fpoet/versions", rig.admin))["data"]) == 2
+    assert (await rig.done("GET", f"{ADAPTERS}/org%2Fpoet/versions/1", rig.admin))["version"] == 1
+    await rig.done("PUT", f"{ADAPTERS}/org%2Fpoet/aliases/prod", rig.admin, json={"version": 1})
+    assert await rig.answer(rig.admin, "org/poet@prod") == (200, "org/poet@1")
+    assert (await rig.done("GET", f"{ADAPTERS}/org/versions", rig.admin))["data"][0]["version"] == 1  # those of "org"
+    assert await rig.refused("GET", f"{ADAPTERS}/org/poet", rig.admin) == (404, "not_found")
+    assert (await rig.done("GET", f"{ADAPTERS}/~ann%2Forg%2Fpoet/versions", rig.admin))["data"][0]["version"] == 1
+    assert (await rig.done("GET", f"{MODELS}/org/poet", rig.ann))["id"] == "org/poet"
+    await rig.done("DELETE", f"{ADAPTERS}/org%2Fpoet", rig.admin)
+    assert sorted(await rig.names(rig.admin)) == ["org", "org/versions", "~ann/org/poet"]

@@ -24,14 +24,23 @@ from motet.tests.rigs.stand_in_gpu.timeline import OrderError
 from motet.workers.execution.feeding_executor import FeedingExecutor
 from motet.workers.execution.runner import Runner
 from motet.workers.wire.messages import SamplingParams
+from motet.workers.wire.token_rules import TokenRules
 
 ADAPTER = RECIPES[0].name
 PROMPT = [random.Random(7).randrange(VOCAB_SIZE) for _ in range(11)]
 NUM_TOKENS = 8
+ALLOWED = (*range(6),)
+# A bad word of three tokens for each of one, so that every third token needs those before it.
+RULES = TokenRules(
+    allowed_token_ids=ALLOWED,
+    bad_words=(*((a, b, a) for a in ALLOWED for b in ALLOWED), *((a, a) for a in ALLOWED), (5,)),
+    min_tokens=3,
+    late_token_ids=(1, 2),
+)
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "seed": 2, "num_logprobs": 1},
     {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
-    {"temperature": 0.8, "seed": 3, "top_p": 0.9, "num_logprobs": 2},
+    {"temperature": 0.8, "seed": 3, "top_p": 0.9, "num_logprobs": 2, "rules": RULES},
 )
 
 
@@ -118,6 +127,20 @@ def test_who_stops_is_told_so_though_the_next_step_has_begun(stock: Stock) -> No
             answers.append(ask(rig, stop_token_ids=stops))
     assert_same(*answers)
     assert {told.finish_reason for told in answers[1]} == {"stop"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rules_hold_whatever_was_fed_or_computed_again(stock: Stock, device: str) -> None:
+    with engine(stock, device, num_pages=stock.num_pages(19, ADAPTER) + 7) as (rig, _):
+        fill_to_the_last_page(rig.engine._scheduler)
+        asked = ask(rig, num=6, max_tokens=16, rules=RULES)
+        assert rig.engine.load().counters.num_preemptions
+    for told in asked:
+        tokens = told.token_ids
+        assert len(tokens) == 16
+        assert set(tokens) <= {0, 1, 2, 3, 4}
+        assert not {1, 2} & {*tokens[: RULES.min_tokens]}
+        assert all(a not in (b, c) and b != c for a, b, c in zip(tokens, tokens[1:], tokens[2:], strict=False))
 
 
 def test_who_is_preempted_goes_on_as_on_the_cpu(stock: Stock) -> None:

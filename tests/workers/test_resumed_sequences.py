@@ -14,6 +14,7 @@ from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import VOCAB_SIZE, write_adapters, write_model
 from motet.workers.wire.messages import SamplingParams
+from motet.workers.wire.token_rules import TokenRules
 
 TOLERANCE = 1e-3  # of log-probabilities in float32
 ADAPTERS = ("rank8", "rank16_rslora")
@@ -27,6 +28,13 @@ PENALTIES = SamplingParams(
     presence_penalty=0.5,
     frequency_penalty=0.4,
     logit_bias={3: 2.0, 5: -4.0},
+)
+ALLOWED = (*range(5),)
+RULES = TokenRules(
+    allowed_token_ids=ALLOWED,
+    bad_words=(*((a, b, a) for a in ALLOWED for b in ALLOWED), *((a, a) for a in ALLOWED)),
+    min_tokens=15,
+    late_token_ids=(1,),
 )
 
 
@@ -54,6 +62,7 @@ def questions() -> list[Asked]:
         msgspec.structs.replace(PENALTIES, temperature=0.0),
         msgspec.structs.replace(PENALTIES, temperature=0.9, top_p=0.9, seed=11),
         SamplingParams(max_tokens=NUM_TOKENS, temperature=1.2, min_p=0.02, seed=12, ignore_eos=True, num_logprobs=0),
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=0, rules=RULES),
     ]
     return [
         Asked([generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 30))], adapter, sampling)

@@ -20,11 +20,13 @@ from motet.kernels.plain.sampling import PlainSampling, draw_alone
 from motet.kernels.sampling import Draw, Penalty
 from motet.tests.rigs.native_builds import HERE, load_build
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import stand_in_gpu
+from motet.workers.decoding.bad_words import BadWords
 from motet.workers.decoding.token_choice import sample as sample_with
 from motet.workers.decoding.token_choice import uniform
 from motet.workers.decoding.token_counts import TokenCounts
 from motet.workers.plan import SamplePlan, SeenTokens, packed
 from motet.workers.wire.messages import SamplingParams
+from motet.workers.wire.token_rules import TokenRules
 
 VOCAB = 3000
 # Gives a SampledToken for each row, None for one that is not finite.
@@ -39,7 +41,7 @@ def sample(request: pytest.FixtureRequest) -> Sample:
     kernels = PlainSampling() if request.param == "torch" else load_build((torch.float32, 1, HERE)).sampling
 
     def sample(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[Any]:
-        counts = [TokenCounts(plan.seen) if plan.seen is not None else None for plan in plans]
+        counts = [TokenCounts.of(plan) if plan.seen is not None else None for plan in plans]
         return sample_with(logits.clone(), plans, kernels, counts)
 
     return sample
@@ -47,7 +49,7 @@ def sample(request: pytest.FixtureRequest) -> Sample:
 
 def sample_on_a_gpu(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[Any]:
     """The host waits for the device once, and once more if a row's filters keep many tokens."""
-    counts = [TokenCounts(plan.seen) if plan.seen is not None else None for plan in plans]
+    counts = [TokenCounts.of(plan) if plan.seen is not None else None for plan in plans]
     with stand_in_gpu() as gpu:
         rows = logits.to(torch.device("cuda", 0))
         gpu.tally.clear()
@@ -271,3 +273,68 @@ def test_penalties_cost_no_more_than_their_distinct_tokens() -> None:
 
     without, penalised = (min(cost_s(of) for _ in range(8)) for of in ([], counts))
     assert penalised < 6 * without
+
+
+TOKENS = st.integers(0, 11)
+WORDS = st.lists(st.lists(TOKENS, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple)
+
+
+def is_allowed(token_id: int, rules: TokenRules, output: Sequence[int]) -> bool:
+    """The definition of the rules."""
+    completes_a_word = any([*output, token_id][-len(word) :] == [*word] for word in rules.bad_words)
+    is_early = len(output) < rules.min_tokens and token_id in rules.late_token_ids
+    return not (completes_a_word or is_early) and (not rules.allowed_token_ids or token_id in rules.allowed_token_ids)
+
+
+@given(
+    rules=st.builds(
+        TokenRules,
+        allowed_token_ids=st.sets(TOKENS, max_size=8).map(tuple),
+        bad_words=WORDS,
+        min_tokens=st.integers(0, 4),
+        late_token_ids=st.sets(TOKENS, max_size=3).map(tuple),
+    ),
+    seed=st.integers(0, 1000),
+    temperature=st.sampled_from([0.0, 1.0]),
+    bias=st.dictionaries(TOKENS, st.floats(-100, 100), max_size=2),
+    penalty=st.sampled_from([0.0, 1.5]),
+)
+def test_only_what_rules_allow_is_chosen_as_if_there_were_nothing_else(
+    sample: Sample, rules: TokenRules, seed: int, temperature: float, bias: dict[int, float], penalty: float
+) -> None:
+    """Beside a row without rules; log-probabilities are the model's own."""
+    row = torch.randn(12, generator=torch.Generator().manual_seed(seed))
+    output: list[int] = []
+    for index in range(5):
+        left = [token for token in range(12) if is_allowed(token, rules, output)]
+        if not left:
+            return
+        params: dict[str, Any] = {
+            "temperature": temperature,
+            "logit_bias": bias,
+            "presence_penalty": penalty,
+            "num_logprobs": 0,
+        }
+        wanted = plan(index, seed, output=(*output,), rules=rules, **params)
+        plain = plan(index, seed, output=(*output,), **params)
+        banned = row.clone()
+        banned[[token for token in range(12) if token not in left]] = -torch.inf
+        other = plan(temperature=0.0)
+        chosen, beside = sample(torch.stack([row, row]), [wanted, other])
+        assert beside.token_id == int(row.argmax())
+        assert chosen.token_id == sample(torch.stack([banned]), [plain])[0].token_id
+        assert chosen.token_id in left
+        assert chosen.logprobs.chosen == pytest.approx(float(row.log_softmax(-1)[chosen.token_id]), abs=1e-5)
+        output.append(chosen.token_id)
+
+
+@given(words=WORDS.map(lambda words: [word for word in words if len(word) > 1]), output=st.lists(TOKENS, max_size=12))
+def test_bad_words_are_found_however_the_output_came(words: list[tuple[int, ...]], output: list[int]) -> None:
+    for num_given in range(len(output) + 1):
+        found = BadWords(words, output[:num_given])
+        for token_id in output[num_given:]:
+            found.add(token_id)
+        expected = [
+            word[-1] for word in words if output[1 - len(word) :] == [*word[:-1]] and len(output) >= len(word) - 1
+        ]
+        assert sorted(found.banned()) == sorted(expected)

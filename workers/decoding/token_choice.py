@@ -19,6 +19,7 @@ from .mask_source import TokenMask, forbid
 from .token_counts import TokenCounts
 
 _MASK = (1 << 64) - 1
+_BANNED = float("-inf")
 _HIGHEST = RowChoice(None, None, {}, None)  # of most rows; made once
 _FREE: Mapping[int, TokenMask] = MappingProxyType({})
 
@@ -41,7 +42,7 @@ def sample(
     if logits.device.type != "cpu":
         return sampled(begin_sample(logits, plans, counts, masks).read())
     penalised = [row for row, each in enumerate(counts) if each is not None]
-    biased = [row for row, plan in enumerate(plans) if plan.params.logit_bias]
+    biased = [row for row, plan in enumerate(plans) if plan.params.logit_bias or plan.params.rules is not None]
     # Log-probabilities are those before any shaping, and which token's are wanted is known only afterwards.
     kept = {
         row: logits[row].clone() for row in {*penalised, *biased, *masks} if plans[row].params.num_logprobs is not None
@@ -49,7 +50,7 @@ def sample(
     if penalised:
         kernels.penalise(logits, penalised, [_penalty_of(plans[row], counts[row]) for row in penalised])
     for row in biased:
-        _add_bias(logits[row], plans[row].params.logit_bias)
+        _add_bias(logits[row], plans[row], counts[row] if counts else None)
     forbid(logits, masks)
     listed = kernels.highest(logits).tolist()
     drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0 and listed[i] != NOT_FINITE]
@@ -77,15 +78,17 @@ def begin_sample(
 
 def _choice_of(plan: SamplePlan, seen: TokenCounts | None, mask: TokenMask | None) -> RowChoice:
     params = plan.params
-    is_free = seen is None and mask is None and not params.logit_bias
+    rules = params.rules
+    is_free = seen is None and mask is None and not params.logit_bias and rules is None
     if is_free and params.temperature <= 0 and params.num_logprobs is None:
         return _HIGHEST
     return RowChoice(
         _draw_of(plan) if params.temperature > 0 else None,
         _penalty_of(plan, seen) if seen is not None else None,
-        params.logit_bias,
+        _bias_of(plan, seen),
         params.num_logprobs,
         mask,
+        rules.allowed_token_ids if rules is not None else (),
     )
 
 
@@ -127,9 +130,28 @@ def _penalty_of(plan: SamplePlan, counts: TokenCounts | None) -> Penalty:
     )
 
 
-def _add_bias(row: torch.Tensor, logit_bias: dict[int, float]) -> None:
-    biases = torch.tensor(list(logit_bias.values()), dtype=row.dtype, device=row.device)
-    row.index_add_(0, torch.tensor(list(logit_bias), device=row.device), biases)
+def _bias_of(plan: SamplePlan, seen: TokenCounts | None) -> Mapping[int, float]:
+    """What is added to the logits of these tokens; minus infinity: it may not be chosen."""
+    rules = plan.params.rules
+    if rules is None:
+        return plan.params.logit_bias
+    banned = [word[0] for word in rules.bad_words if len(word) == 1]
+    if seen is not None and seen.bad_words is not None:
+        banned += seen.bad_words.banned()
+    if plan.index < rules.min_tokens:
+        banned += rules.late_token_ids
+    return plan.params.logit_bias | dict.fromkeys(banned, _BANNED)
+
+
+def _add_bias(row: torch.Tensor, plan: SamplePlan, seen: TokenCounts | None) -> None:
+    rules = plan.params.rules
+    if rules is not None and rules.allowed_token_ids:
+        allowed = torch.tensor(rules.allowed_token_ids)
+        values = row[allowed]
+        row.fill_(_BANNED)
+        row[allowed] = values
+    if bias := _bias_of(plan, seen):
+        row.index_add_(0, torch.tensor([*bias]), torch.tensor([*bias.values()], dtype=row.dtype))
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], plans: Sequence[SamplePlan]) -> dict[int, TokenLogprobs]:

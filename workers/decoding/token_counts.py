@@ -1,4 +1,4 @@
-"""Counts of each sequence's tokens, for penalties, kept by the worker that chooses tokens."""
+"""Counts of each sequence's tokens, for penalties and bad words, kept by the worker that chooses tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..plan import SampledToken, SeenTokens, StepPlan
+from ..plan import SampledToken, SamplePlan, SeenTokens, StepPlan, unpacked
+from .bad_words import BadWords
 
 
 class TokenCounts:
@@ -30,6 +31,17 @@ class TokenCounts:
         self.counts = array("i", filled.tobytes())  # how often each is in the output
         self._num_sorted = len(known)
         self._later: dict[int, int] = {}  # indices of tokens added later
+        self.bad_words: BadWords | None = None  # None: the sequence has none of several tokens
+
+    @classmethod
+    def of(cls, plan: SamplePlan) -> TokenCounts:
+        """Of a sequence whose plan carries its tokens."""
+        assert plan.seen is not None
+        counts, rules = cls(plan.seen), plan.params.rules
+        if rules is not None and rules.has_long_words:
+            words = [word for word in rules.bad_words if len(word) > 1]
+            counts.bad_words = BadWords(words, unpacked(plan.seen.output))
+        return counts
 
     def add(self, token_id: int) -> None:
         """Counts one more output token."""
@@ -40,6 +52,8 @@ class TokenCounts:
             self.token_ids.append(token_id)
             self.counts.append(0)
         self.counts[place] += 1
+        if self.bad_words is not None:
+            self.bad_words.add(token_id)
 
     def check_integrity(self, prompt: Iterable[int], output: Iterable[int]) -> None:
         """Raises AssertionError unless these are the tokens that were counted."""
@@ -67,7 +81,7 @@ class PenalisedSequences:
             if part.sample is None or part.sequence_id not in running:
                 continue
             if part.sample.seen is not None:
-                self._counts[part.sequence_id] = TokenCounts(part.sample.seen)
+                self._counts[part.sequence_id] = TokenCounts.of(part.sample)
                 continue
             token_ids = part.token_ids
             if part.is_fed:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..plan import Residence, SamplePlan, ScorePlan, SequencePlan, StepPlan, packed
 from ..wire.messages import SamplingParams
+from ..wire.token_rules import TokenRules
 
 _LONG_SEGMENT = 257  # rows with one adapter, for which LoRA's kernels take taller tiles
 _MOST_TOP = 20  # likeliest tokens that a request may ask for
@@ -27,6 +28,7 @@ ALL_WAYS = SamplePlan(
         presence_penalty=0.1,
         frequency_penalty=0.1,
         logit_bias={0: 1.0},
+        rules=TokenRules(allowed_token_ids=(0, 1, 2)),
         num_logprobs=5,
     ),
     0,

@@ -14,6 +14,7 @@ from .engine_load import EngineLoad
 from .fair_shares import ServedElsewhere, TenantShare
 from .prompt_scores import PromptScores
 from .sequence_usage import SequenceUsage
+from .token_rules import TokenRules
 
 FinishReason = Literal["stop", "length"]
 # A leader says "gang_lost" of a sequence when its engine has failed, and "handed_over" when it leaves before the
@@ -70,6 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    rules: TokenRules | None = None  # None: any token may come
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
     ignore_eos: bool = False  # the model's own ids only; stop_token_ids still stop
     num_logprobs: int | None = None  # None: none. 0: the chosen token's. k: also the k most likely ones
@@ -79,6 +81,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def has_penalty(self) -> bool:
         """Choosing a token depends on which ones the sequence has already."""
+        if self.rules is not None and self.rules.has_long_words:
+            return True
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 

@@ -1,0 +1,69 @@
+"""Fields of a request that say which tokens it may have: vLLM's `allowed_token_ids`, `bad_words`, `min_tokens`."""
+
+from __future__ import annotations
+
+from ...workers.wire.messages import GangInfo
+from ...workers.wire.token_rules import TokenRules, Word
+from ..openai_api.errors import invalid_value, unsupported
+from ..openai_api.request_schema import GenerationFields
+from ..text.text import TextService
+from .model_limits import check_token_ids
+
+MAX_WORD_TOKENS = 64  # of a bad word
+
+
+async def token_rules(
+    request: GenerationFields, text: TextService, gang: GangInfo, *, has_form: bool
+) -> TokenRules | None:
+    """None: any token may come. Raises a 400 for what is not in the vocabulary, and for rules that leave no token.
+
+    `has_form`: a grammar says what may come. At its end that is the end alone, which a rule could forbid.
+    """
+    allowed, words = request.allowed_token_ids, request.bad_words or []
+    min_tokens = request.min_tokens or 0
+    if allowed is None and not words and not min_tokens:
+        return None
+    if has_form:
+        field = "allowed_token_ids" if allowed is not None else "bad_words" if words else "min_tokens"
+        raise unsupported(
+            field, "the answer's form, or the calls that it must make, might leave no token: leave it out."
+        )
+    if allowed is not None:
+        check_token_ids(allowed, gang.vocab_size, "allowed_token_ids")
+    late = {*(request.stop_token_ids or ()), *(() if request.ignore_eos else gang.eos_token_ids)} if min_tokens else ()
+    rules = TokenRules(
+        allowed_token_ids=(*dict.fromkeys(allowed or ()),),
+        bad_words=await _tokenized(words, text),
+        min_tokens=min_tokens,
+        late_token_ids=(*sorted(late),),
+    )
+    banned = {*late, *(word[-1] for word in rules.bad_words)}
+    if banned.issuperset(range(gang.vocab_size) if allowed is None else allowed):
+        field = "bad_words" if words else "min_tokens"
+        raise invalid_value(field, "with the other fields it may leave no token that could come.")
+    return rules
+
+
+async def _tokenized(words: list[str], text: TextService) -> tuple[Word, ...]:
+    """Each word as it is at a text's start, and behind a space where that gives as many tokens that begin otherwise.
+
+    That is vLLM's rule.
+    """
+    if not words:
+        return ()
+    bare = [word.lstrip() for word in words]
+    if any(not word for word in bare):
+        raise invalid_value(f"bad_words[{bare.index('')}]", "it is empty.")
+    spaced = [f" {word}" for word in bare]
+    found = await text.encode_all([*bare, *spaced], add_special_tokens=False)
+    tokenized: dict[Word, None] = {}
+    for position, (plain, behind) in enumerate(zip(found, found[len(bare) :], strict=False)):
+        if len(plain) > MAX_WORD_TOKENS:
+            message = f"it has {len(plain)} tokens: at most {MAX_WORD_TOKENS} are accepted."
+            raise invalid_value(f"bad_words[{position}]", message)
+        if not plain:
+            raise invalid_value(f"bad_words[{position}]", "it has no tokens.")
+        tokenized[(*plain,)] = None
+        if len(behind) == len(plain) and behind[0] != plain[0]:
+            tokenized[(*behind,)] = None
+    return (*tokenized,)

@@ -1,0 +1,166 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter: which folders are read, and as what."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from motet.adapters.errors import AdapterInvalid, UploadTooLarge
+from motet.router.openai_api.errors import ApiError
+from motet.router.text.text import TextService
+from motet.router.uploads.adapter_folder import Limits, folder_below, read_adapter, tensors_bytes
+from motet.tests.rigs.router_rig import RouterRig, text_service
+
+CONFIG = b'{"r": 4}'
+LIMITS = Limits(1000, 1000)
+
+
+@pytest.fixture(scope="module")
+def text() -> TextService:
+    return text_service()
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """An allowed folder with an adapter, and beside it a secret one."""
+    for name in ("shared/mine", "secret/theirs", "shared/tenants/acme/own"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_bytes(CONFIG)
+        (folder / "adapter_model.safetensors").write_bytes(b"tensors of " + name.encode())
+    return tmp_path / "shared"
+
+
+def rig_of(folder: Path, text: TextService, folders: str) -> RouterRig:
+    return RouterRig(folder / "spool", text, adapter_folders=folders)
+
+
+async def load(rig: RouterRig, path: Path | str, name: str = "pirate", **fields: Any) -> httpx.Response:
+    async with rig.client() as client:
+        body = {"lora_name": name, "lora_path": str(path), **fields}
+        return await client.post("/v1/load_lora_adapter", json=body)
+
+
+async def test_a_folder_is_an_upload_of_its_files(tmp_path: Path, shared: Path, text: TextService) -> None:
+    rig = rig_of(tmp_path, text, str(shared))
+    loaded = await load(rig, shared / "mine")
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'pirate' added successfully.")
+    async with rig.client() as client:
+        assert (await client.get("/v1/adapters/pirate")).json()["version"] == 1
+        again = await load(rig, shared / "mine")
+        assert (again.status_code, again.json()["error"]["param"]) == (409, "lora_name")
+        assert (await load(rig, shared / "mine", load_inplace=True)).status_code == 200
+        for expected in (200, 404):
+            response = await client.post("/v1/unload_lora_adapter", json={"lora_name": "pirate"})
+            assert response.status_code == expected
+        assert (await client.get("/v1/adapters/pirate")).status_code == 404
+    assert (shared / "mine").is_dir()
+    assert not [*(tmp_path / "spool").iterdir()]
+
+
+async def test_anothers_adapter_is_as_if_it_did_not_exist(tmp_path: Path, shared: Path, text: TextService) -> None:
+    rig = rig_of(tmp_path, text, str(shared))
+    rig.registry.add("zenith", "theirs")
+    told = []
+    async with rig.client() as client:
+        for name in ("theirs", "nobody"):
+            response = await client.post("/v1/unload_lora_adapter", json={"lora_name": name})
+            told.append((response.status_code, response.text.replace(name, "*")))
+    assert told[0] == told[1] and told[0][0] == 404
+    assert rig.registry.held("zenith", "theirs") is not None
+    assert (await load(rig, shared / "mine", "theirs")).status_code == 200  # each tenant has names of its own
+
+
+async def test_without_allowed_folders_it_is_refused_with_a_sentence(
+    tmp_path: Path, shared: Path, text: TextService
+) -> None:
+    refused = await load(rig_of(tmp_path, text, ""), shared / "mine")
+    assert refused.status_code == 400
+    assert "its operator has allowed none" in refused.json()["error"]["message"]
+
+
+def test_what_is_outside_says_nothing_of_what_is_there(tmp_path: Path, shared: Path) -> None:
+    (shared / "link").symlink_to(tmp_path / "secret" / "theirs")
+    (shared / "dangling").symlink_to(tmp_path / "secret" / "nothing")
+    (shared / "loop").symlink_to(shared / "loop")
+    outside = [
+        tmp_path / "secret" / "theirs",
+        tmp_path / "secret" / "nothing",
+        shared / ".." / "secret" / "theirs",
+        shared / "mine" / ".." / "mine",
+        shared / "link",
+        shared / "dangling",
+        shared / "loop",
+        Path(f"{shared}-not/x"),
+        Path("mine"),
+        Path("/"),
+        Path("/" + "x" * 4000),
+    ]
+    messages = set()
+    for path in outside:
+        with pytest.raises(ApiError) as refused:
+            folder_below(str(path), str(shared), "acme")
+        messages.add(refused.value.detail.message)
+    with pytest.raises(ApiError):
+        folder_below("\0", str(shared), "acme")
+    assert len(messages) == 1
+
+
+def test_a_link_inside_of_the_folders_leads_to_where_it_points(shared: Path) -> None:
+    (shared / "newest").symlink_to(shared / "mine")
+    assert folder_below(str(shared / "newest"), f"/nowhere,{shared}", "acme") == (shared.resolve(), Path("mine"))
+    assert folder_below(str(shared / "mine"), str(shared / "mine"), "acme") == (shared.resolve() / "mine", Path())
+
+
+def test_a_tenants_own_folder_is_no_other_tenants(shared: Path) -> None:
+    folders = f"{shared}/tenants/{{tenant}}"
+    path = str(shared / "tenants" / "acme" / "own")
+    assert folder_below(path, folders, "acme")[1] == Path("own")
+    with pytest.raises(ApiError):
+        folder_below(path, folders, "zenith")
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "folder", "missing", "large"])
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_only_plain_files_are_read(tmp_path: Path, shared: Path, what: str, file: str) -> None:
+    path = shared / "mine" / file
+    path.unlink()
+    match what:
+        case "link":
+            path.symlink_to(tmp_path / "secret" / "theirs" / file)
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "large":
+            path.write_bytes(bytes(1001))
+    copy = tmp_path / "copy"
+    copy.touch()
+    with pytest.raises(UploadTooLarge if what == "large" else AdapterInvalid):
+        read_adapter(shared, Path("mine"), copy, LIMITS)
+    with pytest.raises(UploadTooLarge if what == "large" else AdapterInvalid):
+        tensors_bytes(shared, Path("mine"), LIMITS)
+    assert copy.read_bytes() == b""
+
+
+def test_a_folder_that_becomes_a_link_meanwhile_is_not_followed(tmp_path: Path, shared: Path) -> None:
+    (shared / "mine").rename(shared / "moved")
+    (shared / "mine").symlink_to(tmp_path / "secret" / "theirs")
+    copy = tmp_path / "copy"
+    copy.touch()
+    with pytest.raises(AdapterInvalid):
+        read_adapter(shared, Path("mine"), copy, LIMITS)
+
+
+def test_tensors_that_grow_meanwhile_are_refused(tmp_path: Path, shared: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.touch()
+    num_bytes = tensors_bytes(shared, Path("mine"), LIMITS)
+    assert read_adapter(shared, Path("mine"), copy, Limits(1000, num_bytes)) == CONFIG
+    assert copy.read_bytes() == b"tensors of shared/mine"
+    with pytest.raises(UploadTooLarge):
+        read_adapter(shared, Path("mine"), copy, Limits(1000, num_bytes - 1))
