@@ -36,19 +36,19 @@ class MessageForm:
         self._kind: _Kind | None = None  # of the block that grows; None: none does
         self._call: CalledToolDelta | None = None  # if it is one of a call
         self._texts: list[str] = []
-        self._stop_reason: schema.StopReason = "end_turn"
+        self._end = schema.MessageEnd("end_turn")
 
     def take(self, index: int, delta: Delta) -> None:
         for _ in self._events(spoken_in(delta, self._chat)):
             pass
 
     def document(self, usage: Usage) -> Iterator[bytes]:
-        for _ in self._end():
+        for _ in self._ended_block():
             pass
-        yield _encode(self._message(self._stop_reason, usage))
+        yield _encode(self._message(self._end, usage))
 
     def opening(self, usage: Usage, *, is_over: bool) -> Iterator[bytes]:
-        yield _bytes(schema.MessageStart(self._message(None, usage)))
+        yield _bytes(schema.MessageStart(self._message(schema.MessageEnd(None), usage)))
         yield _bytes(schema.Ping())
 
     def delta(self, index: int, delta: Delta) -> bytes:
@@ -57,8 +57,8 @@ class MessageForm:
         return b"".join(map(_bytes, self._events(spoken_in(delta, self._chat))))
 
     def ending(self, usage: Usage) -> bytes:
-        last = schema.MessageDelta(schema.MessageEnd(self._stop_reason), _usage(usage))
-        return b"".join(map(_bytes, (*self._end(), last, schema.MessageStop())))
+        last = schema.MessageDelta(self._end, _usage(usage))
+        return b"".join(map(_bytes, (*self._ended_block(), last, schema.MessageStop())))
 
     def failure(self, error: ApiError) -> bytes:
         return _bytes(schema.error_event(error))
@@ -80,10 +80,11 @@ class MessageForm:
                 part.text, schema.ThinkingBlockDelta(part.text) if thinks else schema.TextBlockDelta(part.text)
             )
         if spoken.finish_reason is not None:
-            self._stop_reason = _STOP_REASONS[spoken.finish_reason]
+            reason = _STOP_REASONS[spoken.finish_reason] if spoken.stop_string is None else "stop_sequence"
+            self._end = schema.MessageEnd(reason, spoken.stop_string)
 
     def _begin(self, kind: _Kind, call: CalledToolDelta | None = None) -> Iterator[MessageEvent]:
-        yield from self._end()
+        yield from self._ended_block()
         self._kind, self._call = kind, call
         yield schema.BlockStart(len(self._done), self._block())
 
@@ -91,7 +92,7 @@ class MessageForm:
         self._texts.append(text)
         return schema.BlockDelta(len(self._done), delta)
 
-    def _end(self) -> Iterator[MessageEvent]:
+    def _ended_block(self) -> Iterator[MessageEvent]:
         """The events of the end of the block that grows, if one does."""
         if self._kind is not None:
             yield schema.BlockStop(len(self._done))
@@ -106,8 +107,9 @@ class MessageForm:
             return schema.ToolUseBlock(self._call.id, self._call.function.name, arguments)
         return schema.ThinkingBlock(text) if self._kind is schema.ThinkingBlock else schema.TextBlock(text)
 
-    def _message(self, stop_reason: schema.StopReason | None, usage: Usage) -> schema.Message:
-        return schema.Message(self._head.id, self._head.model, [*self._done], stop_reason, _usage(usage))
+    def _message(self, end: schema.MessageEnd, usage: Usage) -> schema.Message:
+        head = self._head
+        return schema.Message(head.id, head.model, [*self._done], end.stop_reason, _usage(usage), end.stop_sequence)
 
 
 _STOP_REASONS: Final[dict[str, schema.StopReason]] = {

@@ -17,6 +17,7 @@ class Spoken(NamedTuple):
     parts: Sequence[TextPiece | CalledToolDelta]  # in the order in which they are said; a call is whole
     logprobs: Sequence[ChatTokenLogprob]
     finish_reason: ChatFinishReason | None
+    stop_string: str | None  # that has ended it
 
 
 def spoken_in(delta: Delta, chat: ChatAnswer) -> Spoken:
@@ -24,4 +25,6 @@ def spoken_in(delta: Delta, chat: ChatAnswer) -> Spoken:
     calls = iter(choice.delta.tool_calls or ())
     pieces = delta.pieces or ([TextPiece("content", delta.text)] if delta.text else [])
     parts = [piece if isinstance(piece, TextPiece) else next(calls) for piece in pieces]
-    return Spoken(parts, () if choice.logprobs is None else choice.logprobs.content, choice.finish_reason)
+    logprobs = () if choice.logprobs is None else choice.logprobs.content
+    stop_string = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+    return Spoken(parts, logprobs, choice.finish_reason, stop_string)

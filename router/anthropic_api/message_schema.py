@@ -94,7 +94,7 @@ class BlockStop(msgspec.Struct, frozen=True, tag_field="type", tag="content_bloc
 
 
 class MessageEnd(msgspec.Struct, frozen=True):
-    stop_reason: StopReason
+    stop_reason: StopReason | None
     stop_sequence: str | None = None
 
 

@@ -123,6 +123,14 @@ async def test_a_stream_makes_the_whole_message(rig: RouterRig, max_tokens: int)
     assert whole["stop_reason"] == ("end_turn" if max_tokens == 100 else "max_tokens")
 
 
+async def test_a_stop_sequence_is_named(rig: RouterRig) -> None:
+    asked: dict[str, Any] = {"stop_sequences": ["dog", " f"]}
+    whole = (await post(rig, **asked)).json()
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", " f")
+    assert whole["content"] == [{"type": "text", "text": ANSWER.partition(" f")[0]}]
+    assert {**gathered(await streamed(rig, **asked)), "id": ""} == {**whole, "id": ""}
+
+
 CONVERSATION: Final = [
     {"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}]},
     {"role": "assistant", "content": [{"type": "text", "text": "the fox"}]},
