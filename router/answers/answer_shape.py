@@ -41,7 +41,7 @@ class AnswerShape(Protocol):
         """The chunk without choices that has the usage, at the end of a stream."""
 
     def gathering(self, index: int, first: WholeChoice | None) -> WholeChoice:
-        """What the deltas of the choice `index` of a whole answer are added to.
+        """What the deltas of a choice of a whole answer are added to. `index`: of any answered one of the same prompt.
 
         `first`: of the first choice of the same prompt, whose log-probabilities of the prompt are this one's, too.
         """

@@ -42,9 +42,12 @@ class ChunkForm:
         self.is_stream = style is not None
         self._shape, self._style, self._generation = shape, style, generation
         self._wholes: list[WholeChoice] = []
+        num_drawn = generation.request.n
+        num_answered = generation.request.num_best or num_drawn
         for index in range(0 if self.is_stream else len(generation.choices)):
-            first = index - index % generation.request.n
-            self._wholes.append(shape.gathering(index, self._wholes[first] if first < index else None))
+            number, place = divmod(index, num_drawn)
+            first = self._wholes[index - place] if place else None
+            self._wholes.append(shape.gathering(number * num_answered, first))
 
     def take(self, index: int, delta: Delta) -> None:
         self._wholes[index].add(delta)
