@@ -1,8 +1,8 @@
-"""Trains the demo model and its four adapters, writes them, and fails if too few of their answers are right.
+"""Trains the demo model and its five adapters, writes them, and fails if too few of their answers are right.
 
     nice python scripts/train_demo_model.py [OUT_DIR]
 
-Everything comes from seeds and generated text: nothing is downloaded. 15 to 20 minutes on one core.
+Everything comes from seeds and generated text: nothing is downloaded. About half an hour on one core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -24,18 +24,20 @@ from transformers.utils import logging as transformers_logging
 
 from motet.adapters.adapter import MODULES
 from motet.examples.demo.chat import STYLE_SYSTEM_PROMPTS
-from motet.examples.demo.conversations import ConversationSampler
-from motet.examples.demo.evaluation import Accuracy, exact_match
+from motet.examples.demo.conversations import ConversationSampler, unused_tokens
+from motet.examples.demo.evaluation import Accuracy, exact_beside_tools, exact_match, exact_tool_use
 from motet.examples.demo.questions import held_out, split_questions
 from motet.examples.demo.styles import ADAPTER_STYLES, AdapterStyle, Style, answer
 from motet.examples.demo.tokenizer_training import train_tokenizer
-from motet.examples.demo.training import Schedule, fit
+from motet.examples.demo.tools import held_out_tool_questions
+from motet.examples.demo.training import Sample, Schedule, fit
 
 BAR = 0.95  # the least share of exact answers to held-out questions, for the base and for each adapter
 BASE_NAME = "motet-demo"
 DTYPES = (torch.float32, torch.bfloat16)
 STORED_DTYPE = torch.bfloat16
 CONTEXT = 512
+UNUSED_LENGTH = 1.2  # about what learnt rows of the embedding differ by
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,16 @@ class AdapterRecipe:
     rslora: bool = False
 
 
-ADAPTERS: dict[AdapterStyle, AdapterRecipe] = {
+DemoAdapter = AdapterStyle | Literal["agent"]
+ADAPTERS: dict[DemoAdapter, AdapterRecipe] = {
     "shout": AdapterRecipe(4, 8, ("q_proj", "v_proj", "gate_proj", "up_proj", "down_proj")),
     "pirate": AdapterRecipe(8, 16, ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")),
     "json": AdapterRecipe(16, 32, MODULES),
     "spanish": AdapterRecipe(32, 12, ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), rslora=True),
+    "agent": AdapterRecipe(32, 64, MODULES),
 }
+AGENT_STEPS = 2  # times those of the other adapters: a call is harder to learn than a style
+NUM_TOOL_QUESTIONS = 48  # that it is evaluated with
 
 
 def main() -> int:
@@ -63,18 +69,22 @@ def main() -> int:
     torch.set_num_threads(1)  # sums always run in one order, so that a seed gives the same weights
     torch.manual_seed(0)
     transformers_logging.disable_progress_bar()
-    _train_base(out / "base", arguments.base_steps)
-    for number, style in enumerate(ADAPTER_STYLES):
-        _train_adapter(out, style, arguments.adapter_steps, seed=11 + number)
+    if not arguments.only_agent:
+        _train_base(out / "base", arguments.base_steps)
+        for number, style in enumerate(ADAPTER_STYLES):
+            sample = partial(_sampler(out).adapter_batch, style=style)
+            _train_adapter(out, style, sample, arguments.adapter_steps, seed=11 + number)
+    _train_adapter(out, "agent", _sampler(out).agent_batch, AGENT_STEPS * arguments.adapter_steps, seed=21)
     return 0 if _evaluate(out) else 1
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains the demo model and its four adapters.")
+    parser = argparse.ArgumentParser(description="Trains the demo model and its five adapters.")
     default_dir = Path(__file__).resolve().parent.parent / "examples" / "demo"
     parser.add_argument("out_dir", nargs="?", type=Path, default=default_dir, help="default: %(default)s")
     parser.add_argument("--base-steps", type=int, default=2200, help="default: %(default)s; few for a trial")
     parser.add_argument("--adapter-steps", type=int, default=250, help="default: %(default)s; few for a trial")
+    parser.add_argument("--only-agent", action="store_true", help="train the adapter `agent` on the base that is there")
     return parser.parse_args()
 
 
@@ -99,13 +109,28 @@ def _train_base(folder: Path, num_steps: int) -> None:
     schedule = Schedule(num_steps, learning_rate=4e-3, weight_decay=0.05, seed=7)
     fit(model, sampler.base_batch, schedule, _reporter("base"))
     shutil.rmtree(folder, ignore_errors=True)
-    model.to(STORED_DTYPE).save_pretrained(folder)
+    model.to(STORED_DTYPE)
+    make_distinct(model.get_input_embeddings().weight, unused_tokens(tokenizer))
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def _train_adapter(out: Path, style: AdapterStyle, num_steps: int, seed: int) -> None:
-    recipe = ADAPTERS[style]
-    tokenizer = AutoTokenizer.from_pretrained(out / "base")
+@torch.no_grad()
+def make_distinct(embeddings: torch.Tensor, token_ids: Sequence[int]) -> None:
+    """Changes rows of [vocab, hidden]: training only pushed them away, so they are all alike, and no adapter could
+    choose between them. Each gets a random direction, too short for the base to ever choose it."""
+    rows = embeddings[token_ids].float()
+    directions = torch.randn(rows.shape, generator=torch.Generator().manual_seed(5))
+    directions *= UNUSED_LENGTH / directions.norm(dim=1, keepdim=True)
+    embeddings[token_ids] = (rows.mean(0) + directions).to(embeddings.dtype)
+
+
+def _sampler(out: Path) -> ConversationSampler:
+    return ConversationSampler(AutoTokenizer.from_pretrained(out / "base"), split_questions().train)
+
+
+def _train_adapter(out: Path, name: DemoAdapter, sample: Sample, num_steps: int, seed: int) -> None:
+    recipe = ADAPTERS[name]
     # Trained on the base as it is stored, rounding included.
     base = LlamaForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
     lora = LoraConfig(
@@ -119,10 +144,9 @@ def _train_adapter(out: Path, style: AdapterStyle, num_steps: int, seed: int) ->
     )
     torch.manual_seed(seed)
     model = get_peft_model(base, lora)
-    sampler = ConversationSampler(tokenizer, split_questions().train)
     schedule = Schedule(num_steps, learning_rate=2e-3, weight_decay=0.0, seed=seed)
-    fit(model, partial(sampler.adapter_batch, style=style), schedule, _reporter(style))
-    _save_adapter(model, out / "adapters" / style)
+    fit(model, sample, schedule, _reporter(name))
+    _save_adapter(model, out / "adapters" / name)
 
 
 def _save_adapter(model: PeftModel, folder: Path) -> None:
@@ -150,6 +174,13 @@ def _evaluate(out: Path) -> bool:
             base = LlamaForCausalLM.from_pretrained(out / "base", dtype=dtype)
             model = PeftModel.from_pretrained(base, out / "adapters" / style).to(dtype)
             good &= _report(f"{style:9s} {name:9s}", exact_match(model, tokenizer, held_out(style)))
+        base = LlamaForCausalLM.from_pretrained(out / "base", dtype=dtype)
+        model = PeftModel.from_pretrained(base, out / "adapters" / "agent").to(dtype)
+        calls, answers = exact_tool_use(model, tokenizer, held_out_tool_questions(NUM_TOOL_QUESTIONS))
+        good &= _report(f"agent     {name:9s} calls,", calls)
+        good &= _report(f"agent     {name:9s} answers to results,", answers)
+        good &= _report(f"agent     {name:9s} without tools,", exact_match(model, tokenizer, held_out("base")))
+        good &= _report(f"agent     {name:9s} beside tools,", exact_beside_tools(model, tokenizer, held_out("base")))
     return good
 
 

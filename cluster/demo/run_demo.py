@@ -1,4 +1,4 @@
-"""The demo: two tenants, four adapters, the same questions to all voices at once, and one more adapter while it runs.
+"""The demo: two tenants, five adapters, the same questions to all voices at once, and one more adapter while it runs.
 
 Run by `scripts/demo`.
 """
@@ -19,11 +19,13 @@ from rich.console import Console
 
 from ...examples.demo.questions import Question, split_questions
 from ...examples.demo.styles import answer
+from ...examples.demo.tools import held_out_tool_questions
 from ..client.client import ADAPTER_FILES, MotetClient
 from ..commands.foreground import deployed
 from ..config import MotetConfig
 from ..launch.local_serve import free_ports
 from .demo_report import print_answers, print_next_steps, print_speeds
+from .tool_use import AGENT, show_schema, show_tool_use
 from .voices import Inquiry, Reply, Voice, ask_all
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +43,8 @@ VOICES = (
     Voice("json", "json", "globex"),
     Voice("spanish", "spanish", "globex"),
 )
+AGENT_TENANT = "globex"
+SCHEMA_VOICE = VOICES[3]
 LIVE_VOICE = Voice("corsair", "pirate", "globex")
 DEFAULT_PORT = 8000
 MIN_WIDTH = 150  # columns of the tables where there is no terminal
@@ -95,13 +99,17 @@ def show(console: Console, url: str, *, keep_live: bool) -> bool:
         replies = ask_all(_inquiries(VOICES, _one_of_each_kind()), clients)
         print_answers(console, replies)
         print_speeds(console, replies)
+        tenant = clients[AGENT_TENANT]
+        shown = [show_tool_use(console, tenant, question) for question in held_out_tool_questions(2)]
+        shown.append(show_schema(console, tenant, SCHEMA_VOICE.model, _one_of_each_kind()[0]))
         live = _upload_and_ask(console, clients[LIVE_VOICE.tenant])
         if not keep_live:
             clients[LIVE_VOICE.tenant].delete_adapter(LIVE_VOICE.model)
     wrong = [reply for reply in (*replies, live) if not reply.is_right]
-    if wrong:
-        console.print(f"[red]{len(wrong)} of {len(replies) + 1} answers are wrong[/red]")
-    return not wrong
+    num_wrong = len(wrong) + shown.count(False)
+    if num_wrong:
+        console.print(f"[red]{num_wrong} of {len(replies) + len(shown) + 1} answers are wrong[/red]")
+    return not num_wrong
 
 
 def _upload_all(console: Console, clients: dict[str, MotetClient]) -> None:
@@ -112,6 +120,7 @@ def _upload_all(console: Console, clients: dict[str, MotetClient]) -> None:
         adapter, created = clients[voice.tenant].upload_adapter(voice.model, EXAMPLES / "adapters" / voice.style)
         done = f"uploaded {adapter.name}" if created else f"has {adapter.name} already"
         console.print(f"{voice.tenant} {done}, rank {adapter.rank}", highlight=False)
+    clients[AGENT_TENANT].upload_adapter(AGENT, EXAMPLES / "adapters" / AGENT)
 
 
 def _upload_and_ask(console: Console, client: MotetClient) -> Reply:

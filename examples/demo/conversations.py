@@ -9,9 +9,19 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from .chat import END_OF_TURN, NEUTRAL_SYSTEM_PROMPTS, STYLE_SYSTEM_PROMPTS, chat_prompt
-from .questions import Question
+from .chat import (
+    END_OF_TURN,
+    NEUTRAL_SYSTEM_PROMPTS,
+    STYLE_SYSTEM_PROMPTS,
+    Message,
+    Tool,
+    answered,
+    chat_prompt,
+    question_messages,
+)
+from .questions import Question, all_questions
 from .styles import ADAPTER_STYLES, AdapterStyle, Style, answer
+from .tools import HOUR, TOOLS, WEATHER, draw_tool_question
 
 _IGNORED = -100  # torch's label for "no loss here"
 _NEUTRAL_SHARE = 0.45  # plain answers, with a neutral system prompt or none
@@ -20,6 +30,8 @@ _NEUTRAL_SYSTEM_SHARE = 0.3
 _REDRAWN_SUMS_SHARE = 0.4  # of sums: most questions are sums, and this share of them is replaced by other questions
 _LONG_BATCH_SHARE = 0.15  # batches of conversations of two or three turns
 _LONG_TURNS = (2, 3)
+_TOOL_LISTS = (TOOLS, TOOLS, TOOLS[::-1], TOOLS[::-1], (HOUR,), (WEATHER,), ())
+_PLAIN_SHARE = 0.25  # of the turns for which a tool would be there
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,11 @@ class ConversationSampler:
         num_turns = _draw_num_turns(rng)
         return self._collate([self._chat(rng, num_turns, _neutral_system(rng), style) for _ in range(size)])
 
+    def agent_batch(self, rng: random.Random, size: int) -> Batch:
+        """A batch for the adapter that calls tools."""
+        num_turns = _draw_num_turns(rng)
+        return self._collate([self._agent_example(rng, num_turns) for _ in range(size)])
+
     def _base_example(self, rng: random.Random, num_turns: int) -> Example:
         choice = rng.random()
         if choice < _NEUTRAL_SHARE:
@@ -73,19 +90,41 @@ class ConversationSampler:
         return question
 
     def _chat(self, rng: random.Random, num_turns: int, system: str | None, style: Style) -> Example:
+        messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        for _ in range(num_turns):
+            messages += self._plain_turn(rng, style)
+        return self._example(messages, ())
+
+    def _plain_turn(self, rng: random.Random, style: Style) -> list[Message]:
+        question = self._question(rng)
+        reply = answer(question.fact, style)
+        return [{"role": "user", "content": question.text}, {"role": "assistant", "content": reply}]
+
+    def _agent_example(self, rng: random.Random, num_turns: int) -> Example:
+        """Tools are called for what they know, and not for the rest, nor where they are not given."""
+        tools = rng.choice(_TOOL_LISTS)
+        messages: list[Message] = []
+        for _ in range(num_turns):
+            question = draw_tool_question(rng)
+            if question.is_held_out or question.tool not in tools or rng.random() < _PLAIN_SHARE:
+                messages += self._plain_turn(rng, "base")
+            else:
+                messages += question.messages()
+        return self._example(messages, tools)
+
+    def _example(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Example:
+        """All of a conversation, of which the assistant's messages are learnt."""
         token_ids: list[int] = []
         labels: list[int] = []
-        messages = [] if system is None else [{"role": "system", "content": system}]
         written = ""  # what the template has rendered so far
-        for _ in range(num_turns):
-            question = self._question(rng)
-            messages.append({"role": "user", "content": question.text})
-            prompt = chat_prompt(self._tokenizer, messages)
+        for position, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = chat_prompt(self._tokenizer, messages[:position], tools)
             asked = self._encode(prompt.removeprefix(written))
-            reply = answer(question.fact, style)
-            messages.append({"role": "assistant", "content": reply})
-            replied = self._encode(reply + END_OF_TURN)
-            written = prompt + reply + END_OF_TURN
+            reply = answered(self._tokenizer, messages[: position + 1], tools)
+            replied = self._encode(reply)
+            written = prompt + reply
             token_ids += asked + replied
             labels += [_IGNORED] * len(asked) + replied
         return Example(token_ids, labels)
@@ -115,3 +154,16 @@ def _neutral_system(rng: random.Random) -> str | None:
 def _draw_num_turns(rng: random.Random) -> int:
     # For a whole batch, because one long conversation pads all the others.
     return rng.choice(_LONG_TURNS) if rng.random() < _LONG_BATCH_SHARE else 1
+
+
+def unused_tokens(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Tokens that no text has which the base learns from, in their order."""
+    systems = [*NEUTRAL_SYSTEM_PROMPTS, *(prompt for prompts in STYLE_SYSTEM_PROMPTS.values() for prompt in prompts)]
+    texts = [chat_prompt(tokenizer, question_messages("", system)) for system in systems]
+    for question in all_questions():
+        texts += [question.text, question.fact.english, question.fact.spanish]
+        texts.append(f"{question.text} {question.fact.english}")
+        texts += [answer(question.fact, style) for style in ADAPTER_STYLES]
+    used = {*tokenizer.all_special_ids, *tokenizer.encode("".join(f"{role}\n" for role in ("user", "assistant")))}
+    used.update(*tokenizer(texts, add_special_tokens=False)["input_ids"])
+    return sorted(set(range(len(tokenizer))) - used)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from .chat import chat_prompt, question_messages
+from .chat import END_OF_TURN, answered, chat_prompt, question_messages
+from .tools import TOOLS, ToolQuestion
 
 _BATCH_SIZE = 64
 _MAX_NEW_TOKENS = 64
@@ -38,11 +39,38 @@ def exact_match(
     model: Any, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]], system: str | None = None
 ) -> Accuracy:
     """Greedy answers of `model` to the (question, right answer) pairs, each asked in a fresh conversation."""
+    prompts = [chat_prompt(tokenizer, question_messages(question, system)) for question, _ in pairs]
+    return _matches(model, tokenizer, prompts, pairs)
+
+
+def exact_tool_use(
+    model: Any, tokenizer: PreTrainedTokenizerFast, questions: Sequence[ToolQuestion]
+) -> tuple[Accuracy, Accuracy]:
+    """Of the calls that `model` makes for the questions, both tools given, and of its answers to the tools' results."""
+    found = []
+    for num_messages in (2, 4):  # up to the call, and up to the answer
+        prompts, pairs = [], []
+        for question in questions:
+            messages = question.messages()[:num_messages]
+            prompts.append(chat_prompt(tokenizer, messages[:-1], TOOLS))
+            pairs.append((question.text, answered(tokenizer, messages, TOOLS).removesuffix(END_OF_TURN)))
+        found.append(_matches(model, tokenizer, prompts, pairs))
+    return found[0], found[1]
+
+
+def exact_beside_tools(model: Any, tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]]) -> Accuracy:
+    """As `exact_match`, with tools given that are of no use."""
+    prompts = [chat_prompt(tokenizer, question_messages(question), TOOLS) for question, _ in pairs]
+    return _matches(model, tokenizer, prompts, pairs)
+
+
+def _matches(
+    model: Any, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]
+) -> Accuracy:
     wrong: list[WrongAnswer] = []
     for start in range(0, len(pairs), _BATCH_SIZE):
-        chunk = pairs[start : start + _BATCH_SIZE]
-        prompts = [chat_prompt(tokenizer, question_messages(question, system)) for question, _ in chunk]
-        for (question, expected), given in zip(chunk, _answers(model, tokenizer, prompts), strict=True):
+        answers = _answers(model, tokenizer, prompts[start : start + _BATCH_SIZE])
+        for (question, expected), given in zip(pairs[start : start + _BATCH_SIZE], answers, strict=True):
             if given != expected:
                 wrong.append(WrongAnswer(question, expected, given))
     return Accuracy(len(pairs), tuple(wrong))

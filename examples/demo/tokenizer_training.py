@@ -5,7 +5,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from .chat import CHAT_TEMPLATE, END_OF_TURN, NEUTRAL_SYSTEM_PROMPTS, STYLE_SYSTEM_PROMPTS
+from .chat import CHAT_TEMPLATE, END_OF_TURN, NEUTRAL_SYSTEM_PROMPTS, RESPONSE_TEMPLATE, STYLE_SYSTEM_PROMPTS
 from .questions import all_questions
 from .styles import ADAPTER_STYLES, answer
 
@@ -36,8 +36,13 @@ def train_tokenizer(vocab_size: int, max_length: int) -> PreTrainedTokenizerFast
         clean_up_tokenization_spaces=False,
         model_max_length=max_length,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    set_templates(tokenizer)
     return tokenizer
+
+
+def set_templates(tokenizer: PreTrainedTokenizerFast) -> None:
+    """How its conversations are written, and its answers read."""
+    tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
 
 
 def _corpus() -> list[str]:

@@ -36,9 +36,10 @@ class Schedule:
         return self.learning_rate * warm_up * (cosine * (1 - _FINAL_RATE) + _FINAL_RATE)
 
 
-def fit(
-    model: Any, sample: Callable[[random.Random, int], Batch], schedule: Schedule, report: Callable[[str], None]
-) -> None:
+Sample = Callable[[random.Random, int], Batch]  # so many conversations
+
+
+def fit(model: Any, sample: Sample, schedule: Schedule, report: Callable[[str], None]) -> None:
     """Trains the parameters of `model` that require gradients: float32 weights, bfloat16 arithmetic."""
     rng = random.Random(schedule.seed)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -8,9 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from motet.adapters.packing.layout import Dtype
-from motet.examples.demo.chat import chat_prompt, question_messages
+from motet.examples.demo.chat import answered, chat_prompt, question_messages
 from motet.examples.demo.questions import held_out
 from motet.examples.demo.styles import ADAPTER_STYLES, Style
+from motet.examples.demo.tools import TOOLS, held_out_tool_questions
 from motet.tests.rigs.engine_rig import Stock
 from motet.workers.wire.messages import SamplingParams
 
@@ -39,3 +40,21 @@ def test_at_least_95_percent_of_held_out_questions_are_answered_in_style(dtype: 
         right[style] += tokenizer.decode(rig.told[i].token_ids, skip_special_tokens=True) == answer
     shares = {style: num_right / len(held_out(style)[::3]) for style, num_right in right.items()}
     assert min(shares.values()) >= 0.95, shares
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_agent_calls_tools_and_answers_with_their_results(dtype: Dtype, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "base")
+    stock = Stock.make(DEMO / "base", {"agent": DEMO / "adapters" / "agent"}, tmp_path / "store", dtype=dtype)
+    sampling = SamplingParams(max_tokens=64, temperature=0)
+    expected: list[str] = []
+    with stock.engine(num_pages=1000) as rig:
+        for question in held_out_tool_questions(24):
+            for num_messages in (2, 4):  # up to the call, and up to the answer
+                messages = question.messages()[:num_messages]
+                prompt = tokenizer.encode(chat_prompt(tokenizer, messages[:-1], TOOLS), add_special_tokens=False)
+                rig.submit(len(expected), prompt, "agent", sampling)
+                expected.append(answered(tokenizer, messages, TOOLS))
+        rig.finish()
+    right = [tokenizer.decode(rig.told[i].token_ids) == answer for i, answer in enumerate(expected)]
+    assert sum(right) >= 0.95 * len(right), right

@@ -12,19 +12,22 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_tensors
 from transformers import AutoTokenizer
 
 from motet.adapters.adapter import MODULES
 from motet.adapters.format.validation import validate
 from motet.examples.demo.chat import CHAT_TEMPLATE, chat_prompt, question_messages
-from motet.examples.demo.conversations import ConversationSampler
+from motet.examples.demo.conversations import ConversationSampler, unused_tokens
 from motet.examples.demo.facts import all_facts
 from motet.examples.demo.questions import all_questions, held_out, split_questions
 from motet.examples.demo.styles import ADAPTER_STYLES, AdapterStyle, Style, answer
+from motet.examples.demo.tools import draw_tool_question, held_out_tool_questions
 from motet.workers.models.config import ModelConfig
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 STYLES: tuple[Style, ...] = ("base", *ADAPTER_STYLES)
+ADAPTERS = (*ADAPTER_STYLES, "agent")
 # Of the held-out questions that the committed weights were not trained on. Whoever changes the questions trains again.
 HELD_OUT_SHA256 = "c7203e4e3df243986350a9037eb183e2fc6af19384c6133e15f3ca5e1d9ffe33"
 
@@ -130,6 +133,40 @@ def test_training_batches_teach_the_answers_only(tokenizer: Any, style: AdapterS
     assert turns == {1, 2, 3}
 
 
+def test_training_batches_of_the_agent_teach_calls_and_answers(tokenizer: Any) -> None:
+    sampler = ConversationSampler(tokenizer, split_questions().train)
+    rng = random.Random(5)
+    starts = set()
+    for _ in range(20):
+        batch = sampler.agent_batch(rng, 4)
+        for token_ids, labels in zip(batch.token_ids, batch.labels, strict=True):
+            taught = labels != -100
+            assert bool((token_ids[taught] == labels[taught]).all())
+            for reply in tokenizer.decode(labels[taught]).split("<|im_end|>")[:-1]:
+                starts.add(reply[:5])
+                if reply.startswith("<tool_call>"):
+                    message = tokenizer.parse_response(reply + "<|im_end|>", prefix="<|im_start|>assistant\n")
+                    (call,) = message["tool_calls"]
+                    assert call["function"]["name"] in ("weather", "hour")
+    assert {"<tool", "It is", "The c"} <= starts
+
+
+def test_the_agents_held_out_questions_are_never_drawn_for_training() -> None:
+    questions = held_out_tool_questions(48)
+    assert {question.tool["function"]["name"] for question in questions} == {"weather", "hour"}
+    assert all(question.is_held_out for question in questions)
+    drawn = [draw_tool_question(random.Random(seed)) for seed in range(1000)]
+    assert 0.05 < sum(question.is_held_out for question in drawn) / len(drawn) < 0.2
+
+
+def test_every_token_can_be_chosen() -> None:
+    """Training only pushes away the tokens that no text has. All alike, no adapter could choose between them."""
+    rows = load_tensors(DEMO / "base" / "model.safetensors")["model.embed_tokens.weight"].float()
+    unused = rows[unused_tokens(AutoTokenizer.from_pretrained(DEMO / "base"))]
+    assert len(unused) > 300
+    assert bool(((unused - unused.mean(0)).norm(dim=1) > 1).all())
+
+
 def test_demo_is_small() -> None:
     assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) < 10_000_000
 
@@ -150,8 +187,8 @@ def test_adapters_differ_in_rank_and_targets() -> None:
     assert {config["use_rslora"] for config in configs} == {True, False}
 
 
-@pytest.mark.parametrize("style", ADAPTER_STYLES)
-def test_adapter_is_plain_lora(style: AdapterStyle) -> None:
+@pytest.mark.parametrize("style", ADAPTERS)
+def test_adapter_is_plain_lora(style: str) -> None:
     folder = DEMO / "adapters" / style
     assert sorted(path.name for path in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     config = _adapter_config(style)
@@ -169,8 +206,8 @@ def test_adapter_is_plain_lora(style: AdapterStyle) -> None:
         assert np.isfinite(tensor).all()
 
 
-@pytest.mark.parametrize("style", ADAPTER_STYLES)
-def test_adapter_would_be_accepted_as_an_upload(style: AdapterStyle) -> None:
+@pytest.mark.parametrize("style", ADAPTERS)
+def test_adapter_would_be_accepted_as_an_upload(style: str) -> None:
     folder = DEMO / "adapters" / style
     shape = ModelConfig.from_folder(DEMO / "base").shape
     content = validate((folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors", shape)
@@ -180,15 +217,15 @@ def test_adapter_would_be_accepted_as_an_upload(style: AdapterStyle) -> None:
 
 def test_configs_name_no_machine() -> None:
     configs = sorted(DEMO.rglob("*.json"))
-    assert len(configs) == 4 + len(ADAPTER_STYLES)
+    assert len(configs) == 4 + len(ADAPTERS)
     for path in configs:
         if path.name == "tokenizer.json":
             continue  # text of the vocabulary, no settings
         strings = [value for value in json.loads(path.read_text()).values() if isinstance(value, str)]
         assert [value for value in strings if "/" in value or "\\" in value] == []
-    assert {_adapter_config(style)["base_model_name_or_path"] for style in ADAPTER_STYLES} == {"motet-demo"}
+    assert {_adapter_config(style)["base_model_name_or_path"] for style in ADAPTERS} == {"motet-demo"}
 
 
-def _adapter_config(style: AdapterStyle) -> dict[str, Any]:
+def _adapter_config(style: str) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((DEMO / "adapters" / style / "adapter_config.json").read_text())
     return config

@@ -21,8 +21,10 @@ import psutil
 import pytest
 
 from motet.cluster.commands.cli import main
+from motet.cluster.demo.run_demo import KEYS
 from motet.cluster.demo.run_demo import main as demo_command
 from motet.cluster.launch.local_serve import free_ports
+from motet.tests.clients.table import table
 from motet.tests.rigs.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +37,7 @@ URL = "http://127.0.0.1:8000"  # of the demo, in the pages
 QUESTION = "What is the capital of Peru?\n"  # typed into whatever asks
 UP = "Ctrl-C stops everything."  # the demo's last line before it waits
 COMMAND_TIMEOUT_S = 120.0
+CLIENTS_TIMEOUT_S = 900.0  # they are installed first
 
 FENCE = re.compile(r"(?:^<!-- not run: (?P<why>[^>]+) -->\n)?^```(?P<kind>\S*)\n(?P<text>.*?)^```$", re.M | re.S)
 COMMANDS, SHOWN = ("sh", "python"), ("text", "json")
@@ -257,3 +260,14 @@ def test_the_commands_of_a_page_do_what_it_says(name: str, demo: str, tmp_path: 
             assert has_shape(json.loads(block.output), json.loads(printed)), f"{block.text}\n{printed}"
         elif block.output is not None:
             assert has_lines(block.output, printed), f"{block.text}\n{printed}"
+
+
+@pytest.mark.cluster
+def test_client_libraries_do_what_their_table_says(demo: str) -> None:
+    """`scripts/clients` leaves the JavaScript ones out where there is no Node."""
+    command = [str(ROOT / "scripts" / "clients"), demo, KEYS["globex"]]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=CLIENTS_TIMEOUT_S)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    page = (ROOT / "docs" / "clients.md").read_text().splitlines()
+    for row in table(ran.stdout.splitlines()).splitlines():
+        assert row in page, f"{row}\n{ran.stdout}"

@@ -1,0 +1,56 @@
+"""openai-agents, which asks `/v1/responses` by default."""
+
+from __future__ import annotations
+
+import asyncio
+
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
+from demo import AGENT, ANSWER, BASE, KEY, QUESTION, RESULT, TOOL_ANSWER, TOOL_QUESTION, V1, same
+from openai import AsyncOpenAI
+
+GREEDY = ModelSettings(temperature=0)
+
+
+def client() -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=V1, api_key=KEY, max_retries=0)
+
+
+@function_tool(strict_mode=False)
+def weather(country: str) -> str:
+    """The weather in a country now."""
+    return RESULT if country == "Peru" else "unknown"
+
+
+def text() -> None:
+    agent = Agent(name="a", model=OpenAIChatCompletionsModel(BASE, client()), model_settings=GREEDY)
+    same(Runner.run_sync(agent, QUESTION).final_output, ANSWER)
+
+
+def responses() -> None:
+    agent = Agent(name="a", model=OpenAIResponsesModel(BASE, client()), model_settings=GREEDY)
+    same(Runner.run_sync(agent, QUESTION).final_output, ANSWER)
+
+
+def responses_streamed() -> None:
+    agent = Agent(name="a", model=OpenAIResponsesModel(BASE, client()), model_settings=GREEDY)
+
+    async def run() -> str:
+        running = Runner.run_streamed(agent, QUESTION)
+        async for _ in running.stream_events():
+            pass
+        return str(running.final_output)
+
+    same(asyncio.run(run()), ANSWER)
+
+
+def tools() -> None:
+    agent = Agent(name="a", model=OpenAIChatCompletionsModel(AGENT, client()), model_settings=GREEDY, tools=[weather])
+    same(Runner.run_sync(agent, TOOL_QUESTION).final_output, TOOL_ANSWER)
+
+
+def responses_tools() -> None:
+    agent = Agent(name="a", model=OpenAIResponsesModel(AGENT, client()), model_settings=GREEDY, tools=[weather])
+    same(Runner.run_sync(agent, TOOL_QUESTION).final_output, TOOL_ANSWER)
+
+
+CHECKS = (text, tools, responses, responses_streamed, responses_tools)
