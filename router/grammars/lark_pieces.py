@@ -9,8 +9,9 @@ from typing import Any, Final
 import msgspec
 from llguidance import regex_to_lark
 
-MAX_SPACES: Final = 64  # in a row: a newline and the indentation of a deep level
-SPACES: Final = rf"[\x20\x09\x0A\x0D]{{1,{MAX_SPACES}}}"
+MAX_SPACES: Final = 64  # behind a newline: the indentation of a deep level
+MAX_SPACES_IN_LINE: Final = 4  # a small model goes on with blanks for as long as it may
+SPACES: Final = rf"\x0D?\x0A[\x20\x09]{{0,{MAX_SPACES}}}|[\x20\x09]{{1,{MAX_SPACES_IN_LINE}}}"
 ANY_TEXT: Final = "/(?s:.*)/"
 _LARK_TOKEN: Final = re.compile(
     r"""(?://|\#)[^\n]*

@@ -19,6 +19,7 @@ from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.rest_server import create_app
+from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.part_configs import router_config
@@ -28,9 +29,16 @@ from motet.workers.wire.messages import Cancel, GangInfo, SequenceRequest, Submi
 
 
 def client_of(
-    dispatcher: EngineDispatcher, stock: Stock, *adapters: str, usage: Usage | None = None
+    dispatcher: EngineDispatcher,
+    stock: Stock,
+    *adapters: str,
+    usage: Usage | None = None,
+    text: TextService | None = None,
 ) -> httpx.AsyncClient:
-    """The client of a router in front of this engine, for a tenant that has these adapters. `usage`: counts answers."""
+    """The client of a router in front of this engine, for a tenant that has these adapters.
+
+    `usage`: counts answers. `text`: of the model; None: of the rig's tokenizer, for a model that has none.
+    """
     view = FakeView()
     for name in adapters:
         ref = stock.refs[name]
@@ -40,7 +48,7 @@ def client_of(
         dispatcher=dispatcher,
         view=cast(RegistryView, view),
         uploads=cast(UploadService, FakeUploads(view)),
-        text=text_service(),
+        text=text_service() if text is None else text,
         operator_key=OPERATOR_KEY,
         accountants=() if usage is None else (usage.metering,),
         more_routes=(lambda view: ()) if usage is None else usage.routes,

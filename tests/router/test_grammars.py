@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 from motet.router.grammars.check_process import GrammarTrial
 from motet.router.grammars.gbnf import lark_of_gbnf
-from motet.router.grammars.lark_pieces import MAX_SPACES
+from motet.router.grammars.lark_pieces import MAX_SPACES, MAX_SPACES_IN_LINE
 from motet.router.grammars.lark_text import lark_text
 from motet.router.grammars.wanted_grammar import WantedGrammar
 from motet.tests.rigs.grammar_matcher import NUM_TOKENS, accepts, random_text
@@ -52,8 +52,12 @@ def test_a_schema_as_text_is_the_same_as_the_schema() -> None:
 def test_runs_of_white_space_are_bounded() -> None:
     grammar = lark("json", POINT)
     assert accepts(grammar, json.dumps({"x": 1}, indent=4))
-    assert accepts(grammar, '{"x":' + " " * MAX_SPACES + "1}")
-    assert not accepts(grammar, '{"x":' + " " * (MAX_SPACES + 1) + "1}")
+    assert accepts(grammar, json.dumps({"x": 1}, indent="\t").replace("\n", "\r\n"))
+    assert accepts(grammar, '{"x":\n' + " " * MAX_SPACES + "1}")
+    assert not accepts(grammar, '{"x":\n' + " " * (MAX_SPACES + 1) + "1}")
+    assert accepts(grammar, '{"x":' + " " * MAX_SPACES_IN_LINE + "1}")
+    assert not accepts(grammar, '{"x":' + " " * (MAX_SPACES_IN_LINE + 1) + "1}")
+    assert not accepts(grammar, '{"x":\n\n1}')
     assert not accepts(grammar, ' {"x":1}')
     assert not accepts(grammar, '{"x":1} ')
 
