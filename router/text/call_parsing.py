@@ -13,9 +13,14 @@ from typing import Any, Final, NamedTuple
 
 # Of a region whose format has patterns that are not known to be linear.
 MAX_CHARS_OF_OTHERS: Final = 16_384
+# Of a region: what it has of them outside of strings is values, which take time, each of them, on the event loop.
+MAX_MARKS: Final = 16_384
+_MAX_MARKS_OF_PYTHON: Final = 2_048  # its parser is written in Python
+_MARKS: Final = ",[{("
 # A region that has ended without a mark can be told from half of one.
 SELF_DELIMITING: Final = frozenset({"json", "python-call-list"})
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_QUOTED_IN_PYTHON: Final = re.compile(rf"{_QUOTED.pattern}|'(?:[^'\\\\]|\\\\.)*+'", re.DOTALL)
 _BARE_KEY: Final = re.compile(r"(?<=[{,])(\s*+)(\w++)(\s*+):")
 _LITERAL_END: Final = re.compile(r"\(\?P<value>\.\*\?\)(\\s\*|\\n\?)?([<\w/|>\]\[]+)\Z")
 _PLACEHOLDER: Final = re.compile(r"\{(\w+(?:\.\w+)*)\}")
@@ -49,6 +54,8 @@ def calls_of(body: str, field: Any, captures: Mapping[str, str], tools: KnownToo
     Raises ValueError for text that is none.
     """
     try:
+        if field.content != "xml-inline":  # of which each value is a text, and looked at when it is read as its type
+            _check_size(body, field.content)
         parsed = _parsed(body, field.content, field.content_args)
         items = parsed if field.transform_each else [parsed]
         if not isinstance(items, list):
@@ -56,6 +63,18 @@ def calls_of(body: str, field: Any, captures: Mapping[str, str], tools: KnownToo
         return [call for item in items for call in _calls(_transformed(item, field, captures), tools)]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def _check_size(body: str, parser: str) -> None:
+    """Raises ValueError for a body of more values than may be read at once."""
+    of_python = parser == "python-call-list"
+    limit, strings = (_MAX_MARKS_OF_PYTHON, _QUOTED_IN_PYTHON) if of_python else (MAX_MARKS, _QUOTED)
+    if _num_marks(body) > limit and _num_marks(strings.sub("", body)) > limit:
+        raise ValueError(f"it has more than {limit} values")
+
+
+def _num_marks(text: str) -> int:
+    return sum(map(text.count, _MARKS))
 
 
 def _calls(value: Any, tools: KnownTools) -> Iterator[tuple[str, str]]:
@@ -226,9 +245,11 @@ def _types_of(schema: Any) -> tuple[str, ...]:
 
 
 def _typed(value: Any, types: tuple[str, ...]) -> Any:
-    """The first of the types that the text can be read as, else the text."""
-    if not isinstance(value, str):
+    """The first of the types that the text can be read as, else the text. Raises ValueError for too many values."""
+    types = tuple(name for name in types if name != "string")
+    if not isinstance(value, str) or not types:
         return value
+    _check_size(value, "json")
     for name in types:
         try:
             read = (
