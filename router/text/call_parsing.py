@@ -21,6 +21,7 @@ _MARKS: Final = ",[{("
 SELF_DELIMITING: Final = frozenset({"json", "python-call-list"})
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _QUOTED_IN_PYTHON: Final = re.compile(rf"{_QUOTED.pattern}|'(?:[^'\\\\]|\\\\.)*+'", re.DOTALL)
+_HALF: Final = re.compile("[\ud800-\udfff]")  # of a surrogate pair: no character
 _BARE_KEY: Final = re.compile(r"(?<=[{,])(\s*+)(\w++)(\s*+):")
 _LITERAL_END: Final = re.compile(r"\(\?P<value>\.\*\?\)(\\s\*|\\n\?)?([<\w/|>\]\[]+)\Z")
 _PLACEHOLDER: Final = re.compile(r"\{(\w+(?:\.\w+)*)\}")
@@ -97,10 +98,7 @@ def _calls(value: Any, tools: KnownTools) -> Iterator[tuple[str, str]]:
 
 def _as_json(arguments: dict[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        text = json.dumps(arguments, allow_nan=False)
+    text = _HALF.sub("\ufffd", text)  # which strict readers of JSON refuse, as an escape, too
     return _BIG_IN_JSON.sub(r"\1", text) if _BIG in text else text
 
 
