@@ -103,9 +103,7 @@ class TrialsApi:
             raise invalid_value("score", "it says neither good nor bad: above 0 is good, below 0 is bad.")
         is_good = body.thumb == "up" if body.score is None else body.score > 0
         tenant = identity.tenant.tenant_id
-        rate = partial(
-            self._counts.rate, tenant, body.id, is_good=is_good, comment=body.comment, sight=identity.sight
-        )
+        rate = partial(self._counts.rate, tenant, body.id, is_good=is_good, comment=body.comment, sight=identity.sight)
         is_counted = await rate()
         deadline = asyncio.get_running_loop().time() + NEW_ANSWER_WAIT_S
         while not is_counted and asyncio.get_running_loop().time() < deadline:

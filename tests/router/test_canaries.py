@@ -212,7 +212,11 @@ async def test_feedback_counts_once_and_only_for_answers_of_the_same_tenant(
 
 async def test_feedback_on_a_private_adapter_is_its_users_and_the_administrators(rigs: Sequence[VersionRig]) -> None:
     rig = rigs[0]
-    who: Sequence[tuple[str, Scope, str]] = (("admins", "admin", ""), ("ann", "upload", "ann"), ("eve", "upload", "eve"))
+    who: Sequence[tuple[str, Scope, str]] = (
+        ("admins", "admin", ""),
+        ("ann", "upload", "ann"),
+        ("eve", "upload", "eve"),
+    )
     for name, scope, user in who:
         scopes = frozenset[Scope](("infer", scope))
         record = KeyRecord(key_id=name, tenant="acme", scopes=scopes, user=user)

@@ -278,7 +278,7 @@ async def test_an_answer_cut_anywhere_is_the_same_in_a_stream(thinker: RouterRig
 @pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"\\udc00": 1}', '"{\\"a\\": \\"\\\\ud800\\"}"'])
 async def test_half_of_a_surrogate_pair_in_a_call_is_no_error(thinker: RouterRig, arguments: str) -> None:
     thinker.dispatcher.answer = thinker.ids(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
-    asked = {"messages": HELLO, "max_tokens": 200, "tools": [{"name": "f", "input_schema": {}}]}
+    asked: dict[str, Any] = {"max_tokens": 200, "tools": [{"name": "f", "input_schema": {}}]}
     (block,) = (await post(thinker, **asked)).json()["content"]
     assert "\ufffd" in str(block["input"])
     assert gathered(await streamed(thinker, **asked))["content"][0]["input"] == block["input"]

@@ -132,6 +132,21 @@ def test_texts_are_read_as_the_types_that_the_schema_names() -> None:
     assert typed({"type": ["array", "string"]}, "[1, 2]") == [1, 2]
 
 
+def test_a_text_is_read_once_however_many_types_a_schema_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema may name thousands of alternatives, and the text may be long."""
+    reads: list[str] = []
+    plain_loads = json.loads
+
+    def loads(text: str, **options: Any) -> Any:
+        reads.append(text)
+        return plain_loads(text, **options)
+
+    monkeypatch.setattr(json, "loads", loads)
+    schema = {"anyOf": [{"type": name} for name in ("integer", "boolean", "number", "null", "string") * 1_000]}
+    found = KnownTools({"f": {"a": schema}}).typed("f", {"a": "[1, 2]"})
+    assert (found, reads) == ({"a": "[1, 2]"}, ["[1, 2]"])
+
+
 def test_spaces_at_edges_are_left_out_and_parts_are_lines() -> None:
     text = f"  \n a  b \n{CALL}\n\n c  \n{CALL} \n"
     assert read("hermes", text)["content"] == "a  b\nc"
@@ -205,6 +220,7 @@ def test_a_call_of_hostile_text_takes_no_time(name: str, unit: str) -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [', "[],", "0]}}</tool_call>"),
         ("gemma", "<|tool_call>call:f{a:[", "{a:1},", "0]}<tool_call|>"),
         ("qwen-xml", "<tool_call><function=f>\n<parameter=a>[", "[],", "0]</parameter></function></tool_call>"),
+        ("llama-json", '{"name": "f", "parameters": {}}', '; {"name": "f", "parameters": {}}', ""),
         ("lfm", "<|tool_call_start|>[f(a=[", "1,", "0])]<|tool_call_end|>"),
         ("lfm", "<|tool_call_start|>[", "f(),", "f()]<|tool_call_end|>"),
     ],
@@ -221,7 +237,7 @@ def test_a_call_of_more_values_than_one_step_may_read_is_content(
 
     assert "tool_calls" in read_times(500, unit)
     assert read_times(40_000, unit).keys() == {"content"}
-    if unit != "f(),":
+    if "[" in opening and unit != "f(),":
         assert "tool_calls" in read_times(1, '"' + ",[{(" * 40_000 + '",')
 
 
