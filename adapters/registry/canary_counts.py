@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 from redis.asyncio import Redis
 
+from ..sight import FULL_SIGHT, Sight
 from .lease import Lease
 from .redis_deadline import answered_within
 from .registry_keys import (
@@ -126,17 +127,22 @@ class CanaryCounts:
                 )
             await pipeline.execute()
 
-    async def rate(self, tenant_id: str, response_id: str, *, is_good: bool, comment: str = "") -> bool:
+    async def rate(
+        self, tenant_id: str, response_id: str, *, is_good: bool, comment: str = "", sight: Sight = FULL_SIGHT
+    ) -> bool:
         """Counts a thumb for an answer; whether it counted.
 
-        It does not if the tenant has had no such answer in a trial within ANSWERS_KEPT_S, if it was rated before, or if
-        too many thumbs are for answers to the same sticky key.
+        It does not if the tenant has had no such answer in a trial within ANSWERS_KEPT_S, if it is of an adapter that
+        the caller does not see, if it was rated before, or if too many thumbs are for answers to the same sticky key.
         """
         async with answered_within(self._timeout_s):
             known: str | None = await self._client.hget(ANSWERS + tenant_id, response_id)
             if known is None or known.endswith(" rated"):
                 return False
             trial, arm, *sticky = known.split(" ")
+            of: str | None = await self._client.hget(CANARY_COUNTS + trial, "of")
+            if of is not None and not sight.sees(of.partition("/")[2]):
+                return False
             thumb = "up" if is_good else "down"
             counted = await self._rate_answer(
                 answers=ANSWERS + tenant_id,

@@ -23,6 +23,7 @@ LEEWAY_S: Final = 60.0  # between the provider's clock and this one
 MAX_CACHED: Final = 4096  # verified tokens that are remembered
 MAX_SUBJECT_CHARS: Final = 256
 _MAX_KEY_ID_CHARS: Final = 256
+_DIGEST: Final = "oidc-"  # begins the names of users whose claims are none
 _FIRST_WAIT_S: Final = 5.0
 _SCOPES: Final[Sequence[Scope]] = get_args(Scope)
 _Verified = tuple[KeyRecord, str]
@@ -133,7 +134,8 @@ class TokenVerifier:
         except AdapterInvalid:
             return _digest_name(claimed, issuer)
         is_of_issuer = self._config.oidc_user_claim == "sub" and len(self.issuers) > 1
-        return _digest_name(claimed, issuer) if is_of_issuer else claimed
+        is_like_a_digest = claimed.startswith(_DIGEST)  # who may choose his claim could choose another's digest
+        return _digest_name(claimed, issuer) if is_of_issuer or is_like_a_digest else claimed
 
     def _forget(self) -> None:
         """A provider's keys have changed: tokens that were signed with a removed key are no longer accepted."""
@@ -141,4 +143,4 @@ class TokenVerifier:
 
 
 def _digest_name(claimed: str, issuer: str) -> str:
-    return f"oidc-{sha256(f'{issuer} {claimed}'.encode()).hexdigest()[:32]}"
+    return f"{_DIGEST}{sha256(f'{issuer} {claimed}'.encode()).hexdigest()[:32]}"

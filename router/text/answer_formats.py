@@ -122,9 +122,9 @@ FORMATS: Final[Mapping[str, Spec]] = MappingProxyType(
             "<|start|>assistant",
             reasoning={"open": "<|channel|>analysis<|message|>", "close": "<|end|>", "repeats": True, "join": "\n"},
             tool_calls=_calls(
-                open_pattern=(
-                    r"(?:<\|channel\|>commentary\s+)?to=functions\.(?P<name>[\w.-]+)\s*(?:<\|channel\|>commentary)?\s*"
-                    r"(?:<\|constrain\|>)?\s*(?:json)?<\|message\|>"
+                open_pattern=(  # possessive: else a long run of spaces is shared out in all ways
+                    r"(?:<\|channel\|>commentary\s++)?to=functions\.(?P<name>[\w.-]++)\s*+"
+                    r"(?:<\|channel\|>commentary)?+\s*+(?:<\|constrain\|>)?+\s*+(?:json)?+<\|message\|>"
                 ),
                 close="<|call|>",
             ),

@@ -9,17 +9,25 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 # Of a region whose format has patterns that are not known to be linear.
 MAX_CHARS_OF_OTHERS: Final = 16_384
+# Of a region: what it has of them outside of strings is values, which take time, each of them, on the event loop.
+MAX_MARKS: Final = 16_384
+_MAX_MARKS_OF_PYTHON: Final = 2_048  # its parser is written in Python
+_MARKS: Final = ",;[{("
 # A region that has ended without a mark can be told from half of one.
 SELF_DELIMITING: Final = frozenset({"json", "python-call-list"})
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+_QUOTED_IN_PYTHON: Final = re.compile(rf"{_QUOTED.pattern}|'(?:[^'\\]|\\.)*+'", re.DOTALL)
+_HALF: Final = re.compile("[\ud800-\udfff]")  # of a surrogate pair: no character
+_SPACES: Final = re.compile(r"\s*")
 _BARE_KEY: Final = re.compile(r"(?<=[{,])(\s*+)(\w++)(\s*+):")
 _LITERAL_END: Final = re.compile(r"\(\?P<value>\.\*\?\)(\\s\*|\\n\?)?([<\w/|>\]\[]+)\Z")
 _PLACEHOLDER: Final = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 _TRUTHS: Final[Mapping[str, bool]] = MappingProxyType({"true": True, "1": True, "false": False, "0": False})
+_READ_TYPES: Final = frozenset({"boolean", "null", "integer", "number", "object", "array"})
 # Before a number that floats do not hold, which stays as it was written. Random, so that no model writes it.
 _BIG: Final = f"big-{secrets.token_hex(8)}-"
 _BIG_IN_JSON: Final = re.compile(rf'"{_BIG}([^"]*)"')
@@ -49,6 +57,8 @@ def calls_of(body: str, field: Any, captures: Mapping[str, str], tools: KnownToo
     Raises ValueError for text that is none.
     """
     try:
+        if field.content != "xml-inline":  # of which each value is a text, and looked at when it is read as its type
+            _check_size(body, field.content)
         parsed = _parsed(body, field.content, field.content_args)
         items = parsed if field.transform_each else [parsed]
         if not isinstance(items, list):
@@ -56,6 +66,18 @@ def calls_of(body: str, field: Any, captures: Mapping[str, str], tools: KnownToo
         return [call for item in items for call in _calls(_transformed(item, field, captures), tools)]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def _check_size(body: str, parser: str) -> None:
+    """Raises ValueError for a body of more values than may be read at once."""
+    of_python = parser == "python-call-list"
+    limit, strings = (_MAX_MARKS_OF_PYTHON, _QUOTED_IN_PYTHON) if of_python else (MAX_MARKS, _QUOTED)
+    if _num_marks(body) > limit and _num_marks(strings.sub("", body)) > limit:
+        raise ValueError(f"it has more than {limit} values")
+
+
+def _num_marks(text: str) -> int:
+    return sum(map(text.count, _MARKS))
 
 
 def _calls(value: Any, tools: KnownTools) -> Iterator[tuple[str, str]]:
@@ -78,10 +100,7 @@ def _calls(value: Any, tools: KnownTools) -> Iterator[tuple[str, str]]:
 
 def _as_json(arguments: dict[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        text = json.dumps(arguments, allow_nan=False)
+    text = _HALF.sub("\ufffd", text)  # which strict readers of JSON refuse, as an escape, too
     return _BIG_IN_JSON.sub(r"\1", text) if _BIG in text else text
 
 
@@ -116,14 +135,20 @@ def _json(body: str, args: Mapping[str, Any]) -> Any:
         return json.loads(body, parse_float=_number, parse_constant=_refuse)
     found, decoder, position = [], json.JSONDecoder(parse_float=_number, parse_constant=_refuse), 0
     while True:
-        value, position = decoder.raw_decode(body, len(body) - len(body[position:].lstrip()))
+        value, position = decoder.raw_decode(body, _behind_spaces(body, position))
         found.append(value)
-        rest = body[position:].lstrip()
-        if not rest:
+        position = _behind_spaces(body, position)
+        if position == len(body):
             return found
-        if not rest.startswith(separator):
+        if not body.startswith(separator, position):
             raise ValueError("something follows its JSON")
-        position = len(body) - len(rest) + len(separator)
+        position += len(separator)
+
+
+def _behind_spaces(text: str, position: int) -> int:
+    match = _SPACES.match(text, position)
+    assert match is not None
+    return match.end()
 
 
 def _strict(body: str, delimiters: Mapping[str, str], *, has_bare_keys: bool) -> str:
@@ -226,30 +251,33 @@ def _types_of(schema: Any) -> tuple[str, ...]:
 
 
 def _typed(value: Any, types: tuple[str, ...]) -> Any:
-    """The first of the types that the text can be read as, else the text."""
-    if not isinstance(value, str):
+    """The first of the types that the text can be read as, else the text. Raises ValueError for too many values."""
+    types = tuple(name for name in dict.fromkeys(types) if name in _READ_TYPES)
+    if not isinstance(value, str) or not types:
         return value
+    _check_size(value, "json")
+    is_json, read = True, cast(Any, None)
+    try:
+        read = json.loads(value, parse_float=_number, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        is_json = False
     for name in types:
-        try:
-            read = (
-                _TRUTHS[value.strip().lower()]
-                if name == "boolean"
-                else json.loads(value, parse_float=_number, parse_constant=_refuse)
-            )
-        except (ValueError, KeyError, RecursionError):
-            if name == "null" and value.strip() == "None":
-                return None
-            continue
-        is_number = isinstance(read, int | float) and not isinstance(read, bool)
-        if name == "integer" and is_number and read == int(read):
-            return int(read)
-        if name == "number" and (is_number or (isinstance(read, str) and read.startswith(_BIG))):
-            return read
-        if (
-            (name == "boolean" and isinstance(read, bool))
-            or (name == "null" and read is None)
-            or (name == "object" and isinstance(read, dict))
-            or (name == "array" and isinstance(read, list))
-        ):
-            return read
+        if name == "boolean":
+            truth = _TRUTHS.get(value.strip().lower())
+            if truth is not None:
+                return truth
+        elif is_json and _is_of(read, name):
+            return int(read) if name == "integer" else read
+        elif name == "null" and value.strip() == "None":
+            return None
     return value
+
+
+def _is_of(read: Any, name: str) -> bool:
+    """Whether a value of JSON is of the type. 3.0 is a whole number."""
+    if name in ("integer", "number"):
+        if isinstance(read, str):
+            return name == "number" and read.startswith(_BIG)
+        is_number = isinstance(read, int | float) and not isinstance(read, bool)
+        return is_number and (name == "number" or read == int(read))
+    return read is None if name == "null" else isinstance(read, dict if name == "object" else list)

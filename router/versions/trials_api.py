@@ -96,14 +96,14 @@ class TrialsApi:
 
     @route("POST", "/v1/feedback", scope="infer", summary="Rate an answer.", errors=ERRORS)
     async def feedback(self, request: Request, identity: Identity, body: FeedbackBody) -> FeedbackAnswer:
-        """The answer is the same for an unknown id and for another tenant's id."""
+        """The answer is the same for an unknown id and for one of an answer that you may not see."""
         if (body.score is None) == (body.thumb is None):
             raise invalid_value("score", "either score or thumb is needed, and not both.")
         if body.score == 0:
             raise invalid_value("score", "it says neither good nor bad: above 0 is good, below 0 is bad.")
         is_good = body.thumb == "up" if body.score is None else body.score > 0
         tenant = identity.tenant.tenant_id
-        rate = partial(self._counts.rate, tenant, body.id, is_good=is_good, comment=body.comment)
+        rate = partial(self._counts.rate, tenant, body.id, is_good=is_good, comment=body.comment, sight=identity.sight)
         is_counted = await rate()
         deadline = asyncio.get_running_loop().time() + NEW_ANSWER_WAIT_S
         while not is_counted and asyncio.get_running_loop().time() < deadline:

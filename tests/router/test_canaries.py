@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,15 @@ from redis.asyncio import Redis
 
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
-from motet.adapters.registry.registry import connect
+from motet.adapters.registry.registry import connect, hash_key
+from motet.adapters.registry.tenants.records import KeyRecord, Scope
 from motet.adapters.registry.versions.canary_policy import MIN_ANSWERS
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import CanaryBook
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
-from motet.tests.rigs.router_rig import failing, text_service, token_by_token
+from motet.tests.rigs.router_rig import HEADERS, failing, text_service, token_by_token
 from motet.tests.rigs.version_rig import VersionRig, version_rigs
 from motet.workers.wire.messages import SequenceRequest, SequenceUpdate
 
@@ -207,6 +208,37 @@ async def test_feedback_counts_once_and_only_for_answers_of_the_same_tenant(
         {"id": "a", "score": 0},
     ):
         assert (await rig.http.post("/v1/feedback", json=wrong)).status_code == 400
+
+
+async def test_feedback_on_a_private_adapter_is_its_users_and_the_administrators(rigs: Sequence[VersionRig]) -> None:
+    rig = rigs[0]
+    who: Sequence[tuple[str, Scope, str]] = (
+        ("admins", "admin", ""),
+        ("ann", "upload", "ann"),
+        ("eve", "upload", "eve"),
+    )
+    for name, scope, user in who:
+        scopes = frozenset[Scope](("infer", scope))
+        record = KeyRecord(key_id=name, tenant="acme", scopes=scopes, user=user)
+        rig.view._keys.set_key(hash_key(f"key-of-{name}"), record)
+    ann, eve, admin = ({"Authorization": f"Bearer key-of-{name}"} for name in ("ann", "eve", "admins"))
+    await rig.upload(1, headers=ann, private="true")
+    await rig.upload(2, headers=ann, private="true", activate="false")
+    trial = "/v1/adapters/x/canary"
+    await rig.http.put(trial, json={"version": 2, "share": 0.5}, headers=ann)
+    await rig.view.catch_up()
+    ids = [(await rig.complete(headers=ann, user=f"u{number}")).json()["id"] for number in range(3)]
+    await rig.canaries.flush()
+
+    async def counts(answer: str, headers: Mapping[str, str]) -> bool:
+        body = {"id": answer, "thumb": "down"}
+        return bool((await rig.http.post("/v1/feedback", json=body, headers=headers)).json()["counted"])
+
+    assert not await counts(ids[0], eve)
+    assert not await counts(ids[0], HEADERS)
+    assert [await counts(ids[0], ann), await counts(ids[1], admin)] == [True, True]
+    found = (await rig.http.get(trial, headers=ann)).json()
+    assert sum(found[arm]["thumbs_down"] for arm in ("stable", "canary")) == 2
 
 
 async def test_feedback_may_come_as_soon_as_its_answer_and_at_another_router(

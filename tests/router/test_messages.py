@@ -275,6 +275,15 @@ async def test_an_answer_cut_anywhere_is_the_same_in_a_stream(thinker: RouterRig
     assert messages[0] == messages[1]
 
 
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"\\udc00": 1}', '"{\\"a\\": \\"\\\\ud800\\"}"'])
+async def test_half_of_a_surrogate_pair_in_a_call_is_no_error(thinker: RouterRig, arguments: str) -> None:
+    thinker.dispatcher.answer = thinker.ids(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
+    asked: dict[str, Any] = {"max_tokens": 200, "tools": [{"name": "f", "input_schema": {}}]}
+    (block,) = (await post(thinker, **asked)).json()["content"]
+    assert "\ufffd" in str(block["input"])
+    assert gathered(await streamed(thinker, **asked))["content"][0]["input"] == block["input"]
+
+
 async def test_errors_have_anthropics_types(rig: RouterRig) -> None:
     unknown = await post(rig, model="nobodys")
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")

@@ -216,6 +216,7 @@ async def test_a_token_is_its_users(provider: Provider) -> None:
     odd = [await user_of(provider.token(sub=sub)) for sub in ("a/b", "~ann", "Zoë", "x" * 65)]
     assert len({*odd}) == 4 and all(one is not None and re.fullmatch(r"oidc-[0-9a-f]{32}", one) for one in odd)
     assert await user_of(provider.token(sub="a/b")) == odd[0]
+    assert odd[0] is not None and await user_of(provider.token(sub=odd[0])) not in (None, odd[0])
     for claimed in (None, "", 7, ["ann"], "x" * 300):
         assert await user_of(provider.token(email=claimed), oidc_user_claim="email") is None
     two = f"{provider.issuer},http://localhost:1/other"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_parsing import parse_response
 
-from motet.router.text.answer_format import NO_FORMAT, answer_format, known_format
+from motet.router.text.answer_format import NO_FORMAT, answer_format, known_format, named_format
 from motet.router.text.answer_formats import FORMATS
-from motet.router.text.response_reader import MAX_HELD_CHARS, Piece
+from motet.router.text.call_parsing import KnownTools
+from motet.router.text.response_reader import MAX_HELD_CHARS, Piece, Reading, ResponseReader
 from motet.tests.rigs.answer_samples import SAMPLES, TOOLS, message_of, message_of_sample, reader_of
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"n": 3}}\n</tool_call>'
@@ -102,9 +104,9 @@ def test_numbers_that_floats_do_not_hold_stay_as_they_are() -> None:
     assert found[0].arguments == '{"n": [-2E+667, 1.5]}'  # type: ignore[union-attr]
 
 
-def test_half_of_a_surrogate_pair_in_arguments_is_json() -> None:
+def test_half_of_a_surrogate_pair_in_arguments_is_no_character() -> None:
     found = reader_of("hermes").feed('<tool_call>{"name": "f", "arguments": {"a": "\\ud800é"}}</tool_call>')
-    assert found[0].arguments.encode() == b'{"a": "\\ud800\\u00e9"}'  # type: ignore[union-attr]
+    assert found[0].arguments == '{"a": "\ufffdé"}'  # type: ignore[union-attr]
 
 
 def test_texts_are_read_as_the_types_that_the_schema_names() -> None:
@@ -128,6 +130,21 @@ def test_texts_are_read_as_the_types_that_the_schema_names() -> None:
     assert typed({"type": "integer"}, "Infinity") == "Infinity"
     assert typed({"type": "number"}, "NaN") == "NaN"
     assert typed({"type": ["array", "string"]}, "[1, 2]") == [1, 2]
+
+
+def test_a_text_is_read_once_however_many_types_a_schema_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema may name thousands of alternatives, and the text may be long."""
+    reads: list[str] = []
+    plain_loads = json.loads
+
+    def loads(text: str, **options: Any) -> Any:
+        reads.append(text)
+        return plain_loads(text, **options)
+
+    monkeypatch.setattr(json, "loads", loads)
+    schema = {"anyOf": [{"type": name} for name in ("integer", "boolean", "number", "null", "string") * 1_000]}
+    found = KnownTools({"f": {"a": schema}}).typed("f", {"a": "[1, 2]"})
+    assert (found, reads) == ({"a": "[1, 2]"}, ["[1, 2]"])
 
 
 def test_spaces_at_edges_are_left_out_and_parts_are_lines() -> None:
@@ -195,6 +212,50 @@ def test_a_call_of_hostile_text_takes_no_time(name: str, unit: str) -> None:
     text = opening + unit * (50_000 // len(unit)) + "</parameter></arg_value></tool_call><tool_call|>"
     found = read(name, text)
     assert found.keys() <= {"content", "reasoning", "tool_calls"}
+
+
+@pytest.mark.parametrize(
+    ("name", "opening", "unit", "closing"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [', "[],", "0]}}</tool_call>"),
+        ("gemma", "<|tool_call>call:f{a:[", "{a:1},", "0]}<tool_call|>"),
+        ("qwen-xml", "<tool_call><function=f>\n<parameter=a>[", "[],", "0]</parameter></function></tool_call>"),
+        ("llama-json", '{"name": "f", "parameters": {}}', '; {"name": "f", "parameters": {}}', ""),
+        ("lfm", "<|tool_call_start|>[f(a=[", "1,", "0])]<|tool_call_end|>"),
+        ("lfm", "<|tool_call_start|>[", "f(),", "f()]<|tool_call_end|>"),
+    ],
+)
+def test_a_call_of_more_values_than_one_step_may_read_is_content(
+    name: str, opening: str, unit: str, closing: str
+) -> None:
+    """They are read on the event loop, in one piece; long texts are no such values."""
+    tools = KnownTools({"f": {"a": {"type": "array"}}})
+
+    def read_times(number: int, one: str) -> dict[str, Any]:
+        reader = ResponseReader(Reading(named_format(name), tools), "")
+        return message_of([*reader.feed(opening + one * number + closing), *reader.finish()])
+
+    assert "tool_calls" in read_times(500, unit)
+    assert read_times(40_000, unit).keys() == {"content"}
+    if "[" in opening and unit != "f(),":
+        assert "tool_calls" in read_times(1, '"' + ",[{(" * 40_000 + '",')
+
+
+@pytest.mark.parametrize("middle", ["", "<|channel|>commentary"])
+def test_spaces_in_a_mark_take_as_long_as_letters(middle: str) -> None:
+    """A pattern that shares a run of spaces out in all ways needs its square for each character that comes."""
+
+    def cost_s(run: str) -> float:
+        costs = []
+        for _ in range(5):
+            reader = reader_of("gpt-oss")
+            reader.feed(f"to=functions.f{run}{middle}{run}")
+            began_at = time.thread_time()
+            reader.feed("x")
+            costs.append(time.thread_time() - began_at)
+        return min(costs)
+
+    assert cost_s(" " * 450) < 50 * cost_s("f" * 450)
 
 
 def tokenizer(template: str, own: Any = None) -> Any:
