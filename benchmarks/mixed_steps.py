@@ -165,7 +165,7 @@ def without_a_driver(stack: ExitStack, device: SleepingDevice, hosts: list[Host]
         (joint_sampling, "Arriving", LateArriving),
         (joint_sampling, "staged", copied),
         (device_rows, "staged", copied),
-        *((host.bench.runner, "_logits_and_scores", launching(host.bench.runner._logits_and_scores)) for host in hosts),
+        *((host.bench.runner, "_launch", launching(host.bench.runner._launch)) for host in hosts),
     ):
         stack.enter_context(mock.patch.object(where, name, to))
 

@@ -7,25 +7,29 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Generic, Protocol, TypeVar
 
+from ..workers.wire.embedding import Pooling
 from ..workers.wire.messages import GangInfo
 from .answers.answer_form import AnswerForm
 from .answers.answer_shape import AnswerHead
 from .answers.chat_answer import ChatAnswer
 from .answers.chunk_form import ChunkForm, StreamStyle
 from .answers.completion_answer import CompletionAnswer
+from .answers.embedding_form import EmbeddingForm
 from .answers.message_form import MessageForm
 from .answers.message_parts import MessageShape
 from .answers.openai_logprobs import named_by_id
 from .answers.response_form import ResponseForm
 from .generation.generation import Generation
 from .grammars.wanted_grammar import WantedGrammar
+from .openai_api.embedding_request import EmbeddingPrompts
 from .openai_api.errors import invalid_value, unsupported
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from .openai_api.response_request import ResponseChat
-from .requests import message_chat, response_chat
+from .requests import embedding_prompts, message_chat, response_chat
 from .requests.best_of import check_best_of
 from .requests.chat_prompt import chat_prompt, fields_not_shown
 from .requests.completion_prompts import completion_prompts, count_prompts
+from .requests.embedding_prompts import chosen_pooling
 from .requests.prompt_scoring import num_echoed_logprobs
 from .requests.request_grammar import request_grammar
 from .requests.tool_choice import answer_grammar, answer_reader, check_tools, is_old
@@ -46,6 +50,7 @@ class PromptTokens:
     echoes: Sequence[str] = ()  # the text of each prompt, where the answer repeats it; empty: it does not
     reader: ResponseReader | None = None  # of the answers' text; None: it is shown as it is
     wanted: WantedGrammar | None = None  # the form of the answers; None: any
+    pooling: Pooling | None = None  # None: no embeddings are asked for
 
 
 class AnswerKind(Protocol[R]):
@@ -226,3 +231,41 @@ class TextCompletion:
             detokenizer=asked.text.detokenizer,
         )
         return ChunkForm(shape, asked.style, asked.generation)
+
+
+class Embeddings:
+    """Of prompts that nothing follows."""
+
+    schema = EmbeddingPrompts
+    id_prefix = "embd-"
+    prompt_param = "input"
+    count_param = "input"
+    is_resumable = False
+    names: Mapping[str, str] = embedding_prompts.NAMES
+
+    def max_prompts(self, max_sequences: int) -> int:
+        return max_sequences
+
+    def num_prompts(self, request: EmbeddingPrompts) -> int:
+        return count_prompts(request)
+
+    def check(self, request: EmbeddingPrompts) -> None:
+        """What contradicts itself was refused as the body was translated."""
+
+    async def tokenize(self, request: EmbeddingPrompts, text: TextService, gang: GangInfo) -> PromptTokens:
+        pooling = chosen_pooling(request, text.pooling, gang)
+        return PromptTokens(await completion_prompts(request, text, gang), pooling=pooling)
+
+    def max_tokens(self, request: EmbeddingPrompts, room: int) -> int | None:
+        return 0
+
+    def num_logprobs(self, request: EmbeddingPrompts) -> int | None:
+        return None
+
+    def form(self, asked: Asked[EmbeddingPrompts]) -> EmbeddingForm:
+        request = asked.request
+        is_normalised = request.pooling is not None or asked.text.pooling.is_normalised
+        num_inputs = len(asked.prompts.token_lists)
+        return EmbeddingForm(
+            asked.head.model, num_inputs, request.encoding_format, request.dimensions, is_normalised=is_normalised
+        )

@@ -1,4 +1,4 @@
-"""Completions, chats, responses and messages: from a request to the HTTP response that will generate its answer."""
+"""Completions, chats, embeddings and the like: from a request to the HTTP response that will generate its answer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from ..adapters.registry.registry_view import RegistryView
+from ..workers.wire.embedding import Pooling
 from ..workers.wire.messages import GangInfo
 from ..workers.wire.token_rules import TokenRules
 from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .accounts.account import Accounts, AnswerRequest
-from .answer_kinds import AnswerKind, Asked, Chat, MessageBlocks, PromptTokens, ResponseItems, TextCompletion
+from .answer_kinds import (
+    AnswerKind,
+    Asked,
+    Chat,
+    Embeddings,
+    MessageBlocks,
+    PromptTokens,
+    ResponseItems,
+    TextCompletion,
+)
 from .answers.answer_shape import AnswerHead
 from .answers.chunk_form import StreamStyle
 from .answers.generation_response import GenerationResponse
@@ -31,6 +41,8 @@ from .generation.generation import Generation, GenerationRequest, Prompt
 from .grammars.grammar_check import GrammarCheck
 from .metrics import Metrics
 from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion
+from .openai_api.embedding_list import EmbeddingList
+from .openai_api.embedding_request import EmbeddingsRequest
 from .openai_api.errors import ApiError, invalid_value
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from .openai_api.response_request import ResponsesRequest
@@ -77,6 +89,7 @@ _ERRORS: Final = (
 )
 _CHAT: Final = Chat()
 _TEXT_COMPLETION: Final = TextCompletion()
+_EMBEDDINGS: Final = Embeddings()
 _RESPONSE: Final = ResponseItems()
 _MESSAGE: Final = MessageBlocks(MessageChat)
 _TOKEN_COUNT: Final = MessageBlocks(CountedChat)
@@ -154,6 +167,19 @@ class CompletionsApi:
     async def respond(self, http: Request, identity: Identity) -> GenerationResponse:
         """Nothing is stored: a next request sends the items of its conversation."""
         return await self._answer(http, identity, _RESPONSE)
+
+    @route(
+        "POST",
+        "/v1/embeddings",
+        scope="infer",
+        summary="Embed texts.",
+        body=EmbeddingsRequest,
+        reads_body=True,
+        answers={200: EmbeddingList},
+        errors=_ERRORS,
+    )
+    async def embed(self, http: Request, identity: Identity) -> GenerationResponse:
+        return await self._answer(http, identity, _EMBEDDINGS)
 
     @route(
         "POST",
@@ -311,7 +337,9 @@ def _generation(
     request_id: str,
 ) -> GenerationRequest:
     """What to generate, by the base. Raises a 400 for what is too long."""
-    prompts = [_prompt(request, kind, token_ids, rules, grammar, gang) for token_ids in tokens.token_lists]
+    prompts = [
+        _prompt(request, kind, token_ids, rules, grammar, tokens.pooling, gang) for token_ids in tokens.token_lists
+    ]
     check_num_scores(request, tokens.token_lists)
     generation = GenerationRequest(
         prompts=prompts,
@@ -346,7 +374,13 @@ def _generation(
 
 
 def _prompt(
-    request: R, kind: AnswerKind[R], token_ids: list[int], rules: TokenRules | None, grammar: str, gang: GangInfo
+    request: R,
+    kind: AnswerKind[R],
+    token_ids: list[int],
+    rules: TokenRules | None,
+    grammar: str,
+    pooling: Pooling | None,
+    gang: GangInfo,
 ) -> Prompt:
     max_tokens = kind.max_tokens(request, gang.max_model_len - len(token_ids))
     check_length(len(token_ids), max_tokens, gang, prompt_param=kind.prompt_param)
@@ -358,6 +392,7 @@ def _prompt(
         vocab_size=gang.vocab_size,
         rules=rules,
         grammar=grammar,
+        pooling=pooling,
     )
     return Prompt(token_ids, sampling)
 

@@ -219,5 +219,6 @@ def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: st
         is_fair=config.scheduling == "fair",
         max_num_sequences=min(config.max_num_sequences, config.max_tokens_per_step),
         vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
         eos_token_ids=model.eos_token_ids,
     )

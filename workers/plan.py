@@ -105,6 +105,13 @@ class ScorePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     targets: Int32s  # the tokens, after `first_row` and the rows that follow it
 
 
+class PoolPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Add up the last layer's states of tokens of the prompt."""
+
+    first_row: int  # among the sequence's rows of this step
+    num_rows: int
+
+
 class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute these tokens of a sequence, writing their KV, and choose the next one if `sample` is there."""
 
@@ -113,9 +120,10 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int  # position of the first of them
     pages: Int32s  # all of the sequence's pages, enough for these tokens; of slabs, see `window_pages.FullLayers`
     adapter: str | None  # digest
-    sample: SamplePlan | None  # None: a prompt chunk that is not the last
+    sample: SamplePlan | None  # None: a prompt chunk that is not the last, or one that is only pooled
     is_fed: bool = False  # its one token is chosen by the step before; `token_ids` has a placeholder
     scores: ScorePlan | None = None  # None: none are asked for, or those of these tokens have been computed before
+    pool: PoolPlan | None = None  # None: none of these tokens is to be pooled
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -178,3 +186,4 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     moved: tuple[MoveEnd, ...] = ()
     host_adapter_stats: HostAdapterStats = HostAdapterStats()
     scores: dict[int, PromptScores | None] = {}  # by sequence id; None: they are not finite
+    pooled: dict[int, bytes | None] = {}  # packed sums of states by sequence id; None: they are not finite

@@ -61,7 +61,8 @@ def run_worker(settings: WorkerSettings) -> None:
         while (plan := leader.next_plan()) is not None:
             executor.begin_copies(plan)
             output = executor.runner.run(plan)
-            leader.send(Done(plan.step, output.tokens, executor.loader.host_adapter_stats(), output.scores))
+            stats = executor.loader.host_adapter_stats()
+            leader.send(Done(plan.step, output.tokens, stats, output.scores, output.pooled))
         executor.close()
     except ConnectionLostError as error:
         _log.warning("the leader is gone, and this worker with it: %s", error)

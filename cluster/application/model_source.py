@@ -25,10 +25,12 @@ WANTED_FILES = [
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "modules.json",
+    "*_Pooling/config.json",
     "*.safetensors",
     "*.safetensors.index.json",
 ]
-UNWANTED_FILES = ["*/*"]  # second copies of the weights in subfolders
+UNWANTED_FILES = ["*/*.safetensors", "*/*.safetensors.index.json"]  # second copies of the weights in subfolders
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 DONE_FILE = ".motet_download_complete"
 PROGRESS_INTERVAL_S = 0.5

@@ -9,12 +9,14 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from ..anthropic_api.message_request import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
+from ..openai_api.embedding_request import EmbeddingPrompts, EmbeddingsRequest
 from ..openai_api.errors import ApiError
 from ..openai_api.json_body import decode
 from ..openai_api.request_schema import ChatRequest, CompletionRequest
 from ..openai_api.response_request import ResponseChat, ResponsesRequest
 from ..openai_api.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from ..openai_api.unknown_fields import unknown_fields
+from ..requests.embedding_prompts import embedding_prompts
 from ..requests.message_chat import counted_chat, message_chat
 from ..requests.response_chat import response_chat
 from .packed_request import BodyRequest
@@ -35,6 +37,7 @@ BODY_KINDS: Final[tuple[type[BodyRequest], ...]] = (
     CountedChat,
     TokenizeRequest,
     DetokenizeRequest,
+    EmbeddingPrompts,
 )
 # Of kinds whose bodies have another schema: that, and what makes the chat of it.
 _TRANSLATED: Final[Mapping[type[Any], tuple[type[Any], Callable[[Any], Any]]]] = MappingProxyType(
@@ -42,6 +45,7 @@ _TRANSLATED: Final[Mapping[type[Any], tuple[type[Any], Callable[[Any], Any]]]] =
         ResponseChat: (ResponsesRequest, response_chat),
         MessageChat: (MessagesRequest, message_chat),
         CountedChat: (CountTokensRequest, counted_chat),
+        EmbeddingPrompts: (EmbeddingsRequest, embedding_prompts),
     }
 )
 

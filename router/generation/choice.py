@@ -35,6 +35,7 @@ class Delta(NamedTuple):
     pieces: Sequence[Piece] = ()  # of a message, in place of the text that they were read from
     has_called: bool = False  # with the finish reason: the answer calls tools
     prompt_scores: PromptScores | None = None  # of the prompt's next tokens
+    embedding: bytes | None = None  # of the prompt, packed: it is all that there is
 
     @property
     def is_empty(self) -> bool:

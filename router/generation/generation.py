@@ -140,6 +140,8 @@ class Generation:
         """What the update lets the client see."""
         num_tokens = self.choices[index].num_tokens
         delta = self._fold(index, update)
+        if update.embedding is not None:
+            delta = delta._replace(embedding=update.embedding)
         self._observe(index, self.choices[index].num_tokens - num_tokens, update.computing_s, is_first=num_tokens == 0)
         return delta
 

@@ -37,7 +37,7 @@ async def completion_prompts(request: CompletionRequest, text: TextService, gang
     for param, token_ids in token_lists:
         await share.pause()
         if kept is None:
-            check_length(len(token_ids), None, gang, prompt_param="prompt")
+            check_length(len(token_ids), _least_new(request), gang, prompt_param="prompt")
         check_token_ids(token_ids, gang.vocab_size, param)
     if texts:  # then all prompts are texts
         encoded = await text.encode_all(
@@ -51,6 +51,11 @@ async def completion_prompts(request: CompletionRequest, text: TextService, gang
     return [token_ids for _, token_ids in token_lists]
 
 
+def _least_new(request: CompletionRequest) -> int | None:
+    """0 if nothing follows a prompt, which may fill the context then."""
+    return 0 if request.max_tokens == 0 else None
+
+
 def _listed(request: CompletionRequest, gang: GangInfo) -> list[tuple[str, str | list[int]]]:
     """Each prompt with the name of its field."""
     prompt = request.prompt
@@ -60,7 +65,7 @@ def _listed(request: CompletionRequest, gang: GangInfo) -> list[tuple[str, str |
         raise invalid_value("prompt", "it is an empty list, and at least one prompt is needed.")
     if isinstance(prompt[0], int):
         if request.truncate_prompt_tokens is None:
-            check_length(len(prompt), None, gang, prompt_param="prompt")
+            check_length(len(prompt), _least_new(request), gang, prompt_param="prompt")
         if {*map(type, prompt)} != {int}:
             for position, token_id in enumerate(prompt):
                 same_kind(token_id, int, position)

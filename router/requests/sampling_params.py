@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...workers.wire.embedding import Pooling
 from ...workers.wire.messages import SamplingParams
 from ...workers.wire.token_rules import TokenRules
 from ..openai_api.errors import invalid_value
@@ -21,6 +22,7 @@ def sampling_params(
     vocab_size: int,
     rules: TokenRules | None = None,
     grammar: str = "",
+    pooling: Pooling | None = None,
 ) -> SamplingParams:
     """The parameters of the first of a prompt's n sequences. Raises a 400 that names the wrong field."""
     stop_token_ids = tuple(request.stop_token_ids or ())
@@ -44,6 +46,7 @@ def sampling_params(
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs(request),
         grammar=grammar,
+        pooling=pooling,
     )
 
 

@@ -20,6 +20,7 @@ from .chat_renderer import ChatRenderer, ChatTemplateError, RenderedChat
 from .control_names import TEMPLATE_ERRORS, control_names
 from .control_tokens import ControlTokens
 from .model_tokenizer import load_tokenizer
+from .own_pooling import OwnPooling, own_pooling
 from .template_forms import template_forms
 from .token_bytes import TokenBytes
 from .token_span import max_bytes_per_token
@@ -66,13 +67,16 @@ class TextService:
         tokenizer: Any,
         control_tokens: TextsWithControlTokens = "prompts",
         response_template: str = BY_TEMPLATE,
+        pooling: OwnPooling | None = None,
     ) -> None:
         """`tokenizer`: of transformers, with a `tokenizers` backend.
 
         `control_tokens`: which texts of clients may write them: those of completions, those of chats, too, or none.
-        `response_template`: of answers, see `answer_format`, which raises ValueError.
+        `response_template`: of answers, see `answer_format`, which raises ValueError. `pooling`: of embeddings; None:
+        where nothing is said.
         """
         self._templated = tokenizer
+        self.pooling = pooling or OwnPooling()
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a tokenizer.json may carry these from its training
         self._backend.no_padding()
@@ -98,7 +102,7 @@ class TextService:
         response_template: str = BY_TEMPLATE,
     ) -> TextService:
         """The service of a model folder in Hugging Face format. Blocking; raises ValueError, see `load_tokenizer`."""
-        return cls(load_tokenizer(path), control_tokens, response_template)
+        return cls(load_tokenizer(path), control_tokens, response_template, own_pooling(path))
 
     def token_id(self, token: str) -> int | None:
         """Of a token of the vocabulary, added ones included; None: it is none."""

@@ -289,6 +289,20 @@ class Oracle:
         return self._forward(token_ids)
 
     @torch.inference_mode()
+    def states(self, token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:
+        """`[num_tokens, hidden]` of one request alone: the last layer's states after the norm."""
+        if adapter is None:
+            with self._model.disable_adapter():
+                return self._last_states(token_ids)
+        self._model.set_adapter(adapter)
+        return self._last_states(token_ids)
+
+    def _last_states(self, token_ids: Sequence[int]) -> torch.Tensor:
+        model = self._model.get_base_model().model
+        states: torch.Tensor = model(input_ids=torch.tensor([token_ids]), use_cache=False).last_hidden_state[0]
+        return states
+
+    @torch.inference_mode()
     def _last_logits(self, requests: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> list[torch.Tensor]:
         """The logits of one batch, padded at the right, which causal attention does not see."""
         width = max(len(request) for request in requests)

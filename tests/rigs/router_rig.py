@@ -45,6 +45,7 @@ from motet.tests.rigs.fake_stream import FakeStream
 from motet.tests.rigs.operators import with_operator_key_in_loop
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.workers.wire.embedding import packed_vector
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import (
     GangInfo,
@@ -158,6 +159,7 @@ class FakeDispatcher:
     num_gangs: int = 1
     context: int = CONTEXT  # tokens
     eos_token_ids: tuple[int, ...] = ()  # that it says it has; the stand-in ends with EOS anyway
+    hidden_size: int = 8
     resident: set[tuple[str, str]] = field(default_factory=set)  # tenants, and digests of adapters that they use
     tiers: dict[str, AdapterTier] = field(default_factory=dict)  # of any adapter, by gang, where the gang is known
     submitted: list[SequenceRequest] = field(default_factory=list)
@@ -171,6 +173,12 @@ class FakeDispatcher:
         updates = self.script(request) if self.script is not None else token_by_token(self.answer, request.sampling)
         if request.sampling.num_prompt_logprobs is not None:
             updates = ScoredFirst(request, updates)
+        if request.sampling.pooling is not None:
+            updates = [
+                SequenceUpdate(
+                    1, finish_reason="length", embedding=embedding_of(request.prompt_token_ids, self.hidden_size)
+                )
+            ]
         # As a gang does it, one of several sequences computes their prompt, and the others find it in the cache.
         shares_prompt = bool(self.submitted) and self.submitted[-1].prompt_token_ids is request.prompt_token_ids
         self.submitted.append(request)
@@ -195,6 +203,7 @@ class FakeDispatcher:
             num_threads=1,
             vocab_size=320,
             eos_token_ids=self.eos_token_ids,
+            hidden_size=self.hidden_size,
         )
 
     def gangs(self) -> list[tuple[GangInfo, EngineLoad]]:
@@ -229,6 +238,13 @@ def token_by_token(token_ids: Sequence[int], sampling: SamplingParams) -> list[S
         )
         for position, token_id in enumerate(wanted)
     ]
+
+
+def embedding_of(token_ids: Sequence[int], hidden_size: int = 8) -> bytes:
+    """Of a prompt: its first token and its length, packed, and the rest 1."""
+    vector = np.ones(hidden_size)
+    vector[:2] = token_ids[0], len(token_ids)
+    return packed_vector(vector) or b""
 
 
 def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:

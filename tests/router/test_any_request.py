@@ -46,6 +46,7 @@ COMPLEX: Final = (
     "POST /v1/chat/completions",
     "POST /v1/responses",
     "POST /v1/messages",
+    "POST /v1/embeddings",
     "POST /v1/adapters",
 )
 REQUIRED: Final = frozenset({"prompt", "messages", "input", "max_tokens"})

@@ -112,7 +112,14 @@ MESSAGES = {
     + listed(b'{"type":"tool_result","tool_use_id":"a"}', 300_000)
     + b"}]}",
 }
+EMBEDDINGS = {
+    "a long text": HEAD + b'"input":"' + WORDS.encode() * 8_000 + b'"}',
+    "many vectors": HEAD + b'"input":' + listed(listed(b"300", 100), 128) + b"}",
+    "many vectors in base64": HEAD + b'"encoding_format":"base64","input":' + listed(listed(b"300", 100), 128) + b"}",
+    "token ids that are none": HEAD + b'"input":' + listed(b"300", 1_000_000) + b"}",
+}
 CASES = [("chat/completions", name, body) for name, body in CHATS.items()]
+CASES += [("embeddings", name, body) for name, body in EMBEDDINGS.items()]
 CASES += [("completions", name, body) for name, body in COMPLETIONS.items()]
 CASES += [("responses", name, body) for name, body in RESPONSES.items()]
 CASES += [("messages", name, body) for name, body in MESSAGES.items()]
@@ -126,7 +133,7 @@ def text() -> TextService:
 @pytest.fixture
 def rig(tmp_path: Path, text: TextService) -> RouterRig:
     rig = RouterRig(tmp_path / "spool", text)
-    rig.dispatcher.context = CONTEXT
+    rig.dispatcher.context, rig.dispatcher.hidden_size = CONTEXT, 4096
     rig.dispatcher.answer = rig.ids("a" * 190)
     return rig
 

@@ -188,16 +188,16 @@ def test_draws_that_are_draw_from_all_again_have_their_own_logits(
     with engine(stock, "cpu", **one_prompt) as (rig, _):
         here = asked(rig)
     monkeypatch.setattr(joint_sampling, "FIRST_LOOK", 2)
-    logits_of, buffers = Runner._logits_and_scores, list[torch.Tensor]()
+    launch, buffers = Runner._launch, list[torch.Tensor]()
 
-    def in_one_buffer(runner: Runner, inputs: Any) -> tuple[torch.Tensor, None]:
-        logits, _ = logits_of(runner, inputs)
+    def in_one_buffer(runner: Runner, inputs: Any) -> Any:
+        launched = launch(runner, inputs)
         if not buffers:
-            buffers.append(torch.zeros_like(logits))
-        return buffers[0].copy_(logits), None
+            buffers.append(torch.zeros_like(launched.logits))
+        return launched._replace(logits=buffers[0].copy_(launched.logits))
 
     with engine(stock, "cuda", **one_prompt) as (rig, _):
-        monkeypatch.setattr(Runner, "_logits_and_scores", in_one_buffer)
+        monkeypatch.setattr(Runner, "_launch", in_one_buffer)
         assert_same(asked(rig), here)
         buffers.clear()
 

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from ...kernels.joint_sampling import ChoicesUnderWay
+from ..decoding.prompt_pooling import PoolingUnderWay
 from ..decoding.prompt_scoring import ScoresUnderWay
 from ..decoding.token_choice import sampled
 from ..plan import SampledToken
@@ -21,13 +22,15 @@ class BegunStep:
         sample_ids: tuple[int, ...] = (),
         choices: ChoicesUnderWay | None = None,
         scores: ScoresUnderWay | None = None,
+        pooling: PoolingUnderWay | None = None,
         late: frozenset[int] = frozenset(),
     ) -> None:
-        """`sample_ids`: the sequences that get a token; `choices` is None if none does, `scores` if none has any.
+        """`sample_ids`: the sequences that get a token; `choices` is None if none does, the others likewise.
 
         `late`: sequences whose token is dropped.
         """
         self._sample_ids, self._choices, self._scores, self._late = sample_ids, choices, scores, late
+        self._pooling = pooling
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -57,3 +60,8 @@ class BegunStep:
     def scores(self) -> dict[int, PromptScores | None]:
         """Of prompts, by sequence id; waits for the step."""
         return {} if self._scores is None else self._scores.read()
+
+    @cached_property
+    def pooled(self) -> dict[int, bytes | None]:
+        """Sums of states, by sequence id; waits for the step."""
+        return {} if self._pooling is None else self._pooling.read()

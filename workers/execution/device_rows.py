@@ -17,6 +17,7 @@ import torch
 from ...kernels.attention import AttentionBatch
 from ...kernels.lora import LoraSegment, PagedAdapter
 from ...kernels.staging import staged
+from ..decoding.prompt_pooling import PooledRows, pooled_rows
 from ..decoding.prompt_scoring import ScoredRows, scored_rows
 from ..plan import INT32_BYTES, SamplePlan, SequencePlan, StepPlan
 from .begun_step import BegunStep
@@ -75,6 +76,7 @@ class DeviceRows:
             tuple([sequences[index].sequence_id for index in sampled]),
             tuple([sample for s in sequences if (sample := s.sample) is not None]),
             () if is_decode else scored_rows(sequences, query_starts),
+            () if is_decode else pooled_rows(sequences, query_starts),
         )
 
     def feed(self, before: BegunStep) -> None:
@@ -133,6 +135,7 @@ class DeviceInputs:
     sample_ids: tuple[int, ...]
     samples: tuple[SamplePlan, ...]
     scored: tuple[ScoredRows, ...] = ()
+    pooled: tuple[PooledRows, ...] = ()
 
     @property
     def is_fed(self) -> bool:

@@ -92,7 +92,7 @@ class LocalExecutor:
         loaded, failed = self.loader.take_ended()
         moved = self.mover.take_ended()
         stats = self.loader.host_adapter_stats()
-        return StepResult(plan.step, output.tokens, loaded, failed, moved, stats, output.scores)
+        return StepResult(plan.step, output.tokens, loaded, failed, moved, stats, output.scores, output.pooled)
 
     def begin_copies(self, plan: StepPlan) -> None:
         """Starts the plan's copies of adapters into the pool, and of KV between the tiers."""

@@ -50,4 +50,4 @@ class FeedingExecutor(LocalExecutor):
     @torch.inference_mode()  # as at the launch: tokens that are drawn again are written into its tensor
     def _await(self, plan: StepPlan, launched: Future[BegunStep]) -> StepResult:
         step = launched.result()
-        return self._result_of(plan, StepOutput(step.tokens, step.scores))
+        return self._result_of(plan, StepOutput(step.tokens, step.scores, step.pooled))

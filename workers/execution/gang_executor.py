@@ -64,7 +64,7 @@ class GangExecutor:
         loaded, failed = self._take_ended()
         num_hung_reads = max(each.host_adapter_stats.num_hung_reads for each in done)
         stats = msgspec.structs.replace(done[0].host_adapter_stats, num_hung_reads=num_hung_reads)
-        return StepResult(self._step, tokens, loaded, failed, self._take_moved(), stats, done[0].scores)
+        return StepResult(self._step, tokens, loaded, failed, self._take_moved(), stats, done[0].scores, done[0].pooled)
 
     def wake_on_copy_end(self, wake: Callable[[], None]) -> None:
         self._wake = wake

@@ -34,12 +34,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """A step is computed. Only the first worker sends the tokens and the scores."""
+    """A step is computed. Only the first worker sends the tokens, the scores and what is pooled."""
 
     step: int
     tokens: dict[int, SampledToken | None]
     host_adapter_stats: HostAdapterStats = HostAdapterStats()
     scores: dict[int, PromptScores | None] = {}
+    pooled: dict[int, bytes | None] = {}
 
 
 class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):

@@ -12,6 +12,7 @@ import torch
 from ...kernels.attention import AttentionBatch
 from ...kernels.lora import LoraSegment, PagedAdapter
 from ...kernels.staging import staged
+from ..decoding.prompt_pooling import PooledRows, pooled_rows
 from ..decoding.prompt_scoring import ScoredRows, scored_rows
 from ..plan import INT32_BYTES, SamplePlan, SequencePlan, StepPlan
 
@@ -25,6 +26,7 @@ class StepInputs:
     sample_ids: tuple[int, ...]  # sequence ids, in the order of sample_rows
     samples: tuple[SamplePlan, ...]
     scored: tuple[ScoredRows, ...] = ()
+    pooled: tuple[PooledRows, ...] = ()
 
 
 def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: int, device: torch.device) -> StepInputs:
@@ -48,6 +50,7 @@ def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: i
         tuple(s.sequence_id for _, s in sampled),
         tuple(s.sample for _, s in sampled if s.sample is not None),
         scored_rows(sequences, query_starts) if len(sampled) < query_starts[-1] else (),
+        pooled_rows(sequences, query_starts) if len(sampled) < query_starts[-1] else (),
     )
 
 

@@ -79,5 +79,13 @@ class DeltaDecoder:
 
 def _with_pages(part: SequencePlan, pages: Int32s) -> SequencePlan:
     return SequencePlan(
-        part.sequence_id, part.token_ids, part.start, pages, part.adapter, part.sample, part.is_fed, part.scores
+        part.sequence_id,
+        part.token_ids,
+        part.start,
+        pages,
+        part.adapter,
+        part.sample,
+        part.is_fed,
+        part.scores,
+        part.pool,
     )

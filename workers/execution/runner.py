@@ -16,6 +16,7 @@ from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ...kernels.pages import copy_slabs
 from ..decoding.mask_source import MaskSource, NoMasks, TokenMask
+from ..decoding.prompt_pooling import PoolingUnderWay
 from ..decoding.prompt_scoring import ScoredRows, ScoresUnderWay, most_rows
 from ..decoding.token_choice import begin_sample, sample
 from ..decoding.token_counts import PenalisedSequences, TokenCounts
@@ -43,6 +44,15 @@ class StepOutput(NamedTuple):
 
     tokens: dict[int, SampledToken | None]
     scores: dict[int, PromptScores | None]
+    pooled: dict[int, bytes | None]
+
+
+class _Launched(NamedTuple):
+    """What a forward pass gives, while the device computes it."""
+
+    logits: torch.Tensor  # of the rows after which a token is chosen
+    scores: ScoresUnderWay | None = None  # None: no prompt is scored
+    pooling: PoolingUnderWay | None = None  # None: none is pooled
 
 
 class Runner:
@@ -157,7 +167,7 @@ class Runner:
         for number, step in enumerate(steps):
             is_largest = number >= len(steps) - 2
             plan = as_plan(step, number, self._geometry.block_size, adapters, num_scored if is_largest else 0)
-            logits, _ = self._logits_and_scores(self._inputs(plan))
+            logits = self._launch(self._inputs(plan)).logits
         if self._parallel.rank == 0:
             seen = TokenCounts(SeenTokens(packed([0]), packed([1])))
             anything = dict.fromkeys(range(len(logits)), b"\xff" * (4 * -(-logits.shape[1] // 32)))
@@ -172,16 +182,19 @@ class Runner:
             self.penalised.follow(plan)
             self.masks.follow(plan, {})
         if not plan.sequences:
-            return StepOutput({}, {})
+            return StepOutput({}, {}, {})
         inputs = self._inputs(plan)
-        logits, scores = self._logits_and_scores(inputs)
+        logits, scores, pooling = self._launch(inputs)
         if self._parallel.rank > 0:
-            return StepOutput({}, {})
+            return StepOutput({}, {}, {})
         counts = self.penalised.of(inputs.sample_ids) if plan.penalised else ()
         masks, late = self._take_masks(inputs, logits.device, began_at)
         chosen = sample(logits, inputs.samples, self._kernels.sampling, counts, masks)
-        tokens = {id: token for id, token in zip(inputs.sample_ids, chosen, strict=True) if id not in late}
-        return StepOutput(tokens, {} if scores is None else scores.read())
+        return StepOutput(
+            {id: token for id, token in zip(inputs.sample_ids, chosen, strict=True) if id not in late},
+            {} if scores is None else scores.read(),
+            {} if pooling is None else pooling.read(),
+        )
 
     @torch.inference_mode()
     def begin(self, plan: StepPlan, before: BegunStep) -> BegunStep:
@@ -198,7 +211,7 @@ class Runner:
         before.settle()  # even if it does not feed this step, which overwrites recordings' logits that it may need
         if inputs.is_fed:
             self._rows.feed(before)
-        logits, scores = self._logits_and_scores(inputs)
+        logits, scores, pooling = self._launch(inputs)
         # The device computes this step while the host waits for the last step's tokens, which penalties and masks need.
         has_masks = any(sample.is_constrained for sample in inputs.samples)
         known = before.tokens if plan.penalised or has_masks else {}
@@ -206,10 +219,10 @@ class Runner:
         if has_masks:
             self.masks.follow(plan, known)
         if not inputs.samples:
-            return BegunStep(scores=scores)
+            return BegunStep(scores=scores, pooling=pooling)
         counts = self.penalised.of(inputs.sample_ids) if plan.penalised else ()
         masks, late = self._take_masks(inputs, logits.device, time.perf_counter()) if has_masks else ({}, frozenset())
-        return BegunStep(inputs.sample_ids, begin_sample(logits, inputs.samples, counts, masks), scores, late)
+        return BegunStep(inputs.sample_ids, begin_sample(logits, inputs.samples, counts, masks), scores, pooling, late)
 
     def _take_masks(
         self, inputs: StepInputs | DeviceInputs, device: torch.device, began_at: float
@@ -235,7 +248,7 @@ class Runner:
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Computes the plan's tokens; `[num_samples, vocab]` float32 of the sequences that sample, in batch order."""
         self._copy_pages(plan)
-        return self._logits_and_scores(self._inputs(plan))[0]
+        return self._launch(self._inputs(plan)).logits
 
     def _copy_pages(self, plan: StepPlan) -> None:
         """Makes the plan's copies within the pool. Later steps may need them, even if no sequence of this one does."""
@@ -254,13 +267,12 @@ class Runner:
             return self._rows.inputs(plan, adapters, before or BegunStep())
         return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
 
-    def _logits_and_scores(self, inputs: StepInputs | DeviceInputs) -> tuple[torch.Tensor, ScoresUnderWay | None]:
-        """Logits of the rows after which a token is chosen, and the scores of prompts if the step has any."""
+    def _launch(self, inputs: StepInputs | DeviceInputs) -> _Launched:
         adapters = self._adapters_of(inputs.segments)
         if isinstance(inputs, DeviceInputs) and inputs.is_decode and self._graphs is not None:
             recorded = self._graphs.logits(inputs, adapters)
             if recorded is not None:
-                return recorded, None
+                return _Launched(recorded)
         hidden = None
         if isinstance(inputs, DeviceInputs) and not inputs.is_decode and self._mixed_graphs is not None:
             hidden = self._mixed_graphs.hidden_states(inputs, adapters)
@@ -269,7 +281,8 @@ class Runner:
             hidden = self._decoder.hidden_states(inputs.token_ids, context)
         scores = self._scores(hidden, context, inputs.scored) if inputs.scored else None
         sampled = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
-        return self._decoder.logits(sampled, context), scores
+        pooling = PoolingUnderWay(hidden, inputs.pooled) if inputs.pooled else None
+        return _Launched(self._decoder.logits(sampled, context), scores, pooling)
 
     def _scores(self, hidden: torch.Tensor, context: ForwardContext, scored: Sequence[ScoredRows]) -> ScoresUnderWay:
         def head(states: torch.Tensor) -> torch.Tensor:

@@ -284,6 +284,7 @@ class RoutedSequences:
                 update.computing_s,
                 update.usage,
                 update.prompt_scores,
+                update.embedding,
             )
         )
         stream.wake.set()

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ..fairness.page_times import HeldPages
 from ..fairness.tenant_counters import TenantCounter
-from ..plan import INT32_BYTES, Int32s, SamplePlan, ScorePlan, SeenTokens, packed
+from ..plan import INT32_BYTES, Int32s, PoolPlan, SamplePlan, ScorePlan, SeenTokens, packed
 from ..window_pages import FullLayers
+from ..wire.embedding import packed_vector, pooled_positions, unpacked_vector
 from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey
 from ..wire.sequence_usage import SequenceUsage
@@ -45,6 +48,7 @@ class GrowingSequence:
     has_penalty: bool = field(init=False)
     is_constrained: bool = field(init=False)  # it has a grammar
     awaits_mask: bool = False  # a step had to do without its mask: none is planned before that is made
+    is_pooled: bool = field(init=False)  # an embedding of its prompt is asked for, and no token
     counter: TenantCounter = field(default_factory=TenantCounter)  # its tenant's
     held: HeldPages = field(init=False)  # page-seconds
     # Fields above are read in every step, and lie side by side in memory.
@@ -79,8 +83,9 @@ class GrowingSequence:
     own_arrival: int | None = None  # while it is promoted: its `arrival` before and afterwards
     # Pages of its prefix in the pool or coming, while copies are under way for it; None: no more copies should start.
     num_brought: int | None = None
-    num_scored: int = 0  # its first rows whose scores have gone out: each scores the token after it
-    num_to_score: int = 0  # its first rows whose scores it is asked for
+    num_scored: int = 0  # its first rows whose scores have gone out, or that are in `pooled` or need not be
+    num_to_score: int = 0  # its first rows whose scores it is asked for, or that are pooled
+    pooled: npt.NDArray[np.float64] | None = None  # sum of the states of those that are pooled so far; None: of none
 
     def __post_init__(self) -> None:
         self.sequence_id = self.request.sequence_id
@@ -103,10 +108,14 @@ class GrowingSequence:
 
         if params.num_prompt_logprobs is not None and not self.request.generated_token_ids:
             self.num_scored, self.num_to_score = self.request.num_scored, self.num_prompt_tokens - 1
+        self.is_pooled = params.pooling is not None
+        if params.pooling is not None:
+            positions = pooled_positions(params.pooling, self.num_prompt_tokens)
+            self.num_scored, self.num_to_score = positions.start, positions.stop
 
     @property
     def is_scored(self) -> bool:
-        """All scores that it was asked for have gone out."""
+        """All scores that it was asked for have gone out, and all rows are pooled that are to be."""
         return self.num_scored >= self.num_to_score
 
     @property
@@ -239,10 +248,26 @@ class GrowingSequence:
             self.num_recomputed_tokens + num_again,
         )
 
+    def pool_plan(self, start: int, end: int) -> PoolPlan | None:
+        """What to pool of these rows of its prompt; None: nothing."""
+        first, last = max(start, self.num_scored), min(end, self.num_to_score)
+        return PoolPlan(first - start, last - first) if self.is_pooled and first < last else None
+
+    def add_pooled(self, plan: PoolPlan, total: bytes) -> None:
+        """Takes in the packed sum of rows."""
+        states = unpacked_vector(total).astype(np.float64)
+        self.pooled = states if self.pooled is None else self.pooled + states
+        self.num_scored += plan.num_rows
+
+    def embedding(self) -> bytes | None:
+        """The packed mean of all rows that were to be pooled; None: it is not finite."""
+        assert self.pooled is not None and self.is_scored and self.sampling.pooling is not None
+        return packed_vector(self.pooled / len(pooled_positions(self.sampling.pooling, self.num_prompt_tokens)))
+
     def score_plan(self, start: int, end: int) -> ScorePlan | None:
         """What to score of these rows of its prompt; None: nothing."""
         first, last = max(start, self.num_scored), min(end, self.num_to_score)
-        if first >= last:
+        if first >= last or self.is_pooled:
             return None
         num_top = self.sampling.num_prompt_logprobs or 0
         return ScorePlan(num_top, first - start, packed(self.token_ids[first + 1 : last + 1]))

@@ -55,7 +55,10 @@ class PlannedStep:
                 if token is None or (token_id := token.token_id) in sequence.stop_ids:
                     continue
             going_on.append(sequence)
-            if sequence.has_penalty and not sequence.tokens_sent:
+            sample: SamplePlan | None
+            if sequence.is_pooled:
+                sample = None
+            elif sequence.has_penalty and not sequence.tokens_sent:
                 assert not is_fed, "the plan before has chosen the first token of this run"
                 sample = sequence.sample_plan([*sequence.token_ids[:start], token_id])
             else:
@@ -63,7 +66,10 @@ class PlannedStep:
                 sample = SamplePlan(sequence.sampling, sequence.seed, index, None, sequence.is_constrained)
             digest = sequence.adapter_digest
             pages = sequence.packed_pages
-            parts.append(SequencePlan(sequence.sequence_id, (token_id,), start, pages, digest, sample, is_fed))
+            pool = sequence.pool_plan(start, start + 1) if sequence.is_pooled else None
+            parts.append(
+                SequencePlan(sequence.sequence_id, (token_id,), start, pages, digest, sample, is_fed, pool=pool)
+            )
         if gone:
             self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in gone]
         return (*parts, *[chunk.part for chunk in self.chunks])
@@ -75,12 +81,12 @@ def plan_chunk(sequence: GrowingSequence, num_tokens: int) -> PlannedChunk:
     end = start + num_tokens
     sample = None
     if end == len(sequence.token_ids):
-        sample = sequence.sample_plan(sequence.token_ids)
+        sample = None if sequence.is_pooled else sequence.sample_plan(sequence.token_ids)
         sequence.num_coming += 1
     token_ids = tuple(sequence.token_ids[start:end])
     assert len(token_ids) == num_tokens, "a prompt lacks no token"
     sequence.num_planned += num_tokens
     pages, digest = sequence.packed_pages, sequence.adapter_digest
-    scores = sequence.score_plan(start, end)
-    part = SequencePlan(sequence.sequence_id, token_ids, start, pages, digest, sample, scores=scores)
+    scores, pool = sequence.score_plan(start, end), sequence.pool_plan(start, end)
+    part = SequencePlan(sequence.sequence_id, token_ids, start, pages, digest, sample, scores=scores, pool=pool)
     return PlannedChunk(sequence, part)

@@ -60,6 +60,8 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
         return _invalid(f"max_tokens = {max_tokens}: at least 0 is needed")
     if max_tokens is not None and 0 < num_generated >= max_tokens:
         return _invalid(f"max_tokens = {max_tokens}, and {num_generated} were generated before: nothing is left to do")
+    if request.sampling.pooling is not None and max_tokens != 0:
+        return _invalid(f"max_tokens = {max_tokens}: no token is chosen after a prompt that is pooled, 0 is needed")
     wanted = num_prompt + (num_generated + 1 if max_tokens is None else max_tokens)
     if wanted > limits.max_model_len:
         over = wanted - limits.max_model_len

@@ -21,7 +21,7 @@ from ..grammar.constraints import Constraints
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
 from ..memory.pending_host_updates import PendingHostUpdates
-from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, SampledToken, StepPlan, StepResult
+from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, PoolPlan, SampledToken, StepPlan, StepResult
 from ..wire.engine_load import EngineLoad
 from ..wire.fair_shares import TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
@@ -47,6 +47,7 @@ _MAX_PROTECTED = 64  # waiting sequences whose prefixes are evicted last
 _MAX_WANTED_PAGES = 4096  # of these prefixes
 _HEAD_START = 1 << 62  # makes a sequence that another gang began older than all that began here
 _PRIORITY = 1 << 63  # of one step of priority, which outweighs even that
+_NO_TOKEN = SampledToken(0, None)  # in place of one, where none is chosen
 USAGE_REPORT_PAGES = 8  # report usage to the router every 8 filled pages
 
 
@@ -441,6 +442,11 @@ class Scheduler:
                 continue
             sequence.num_computed = num_computed = sequence.num_computed + 1
             sequence.num_planned -= 1
+            if sequence.is_pooled:  # the last token of its prompt
+                self._prefixes.keep_filled(sequence)
+                pool = sequence.pool_plan(num_computed - 1, num_computed)
+                updates.append(self._end_pooled(sequence, is_finite=self._add_pooled(sequence, pool, result)))
+                continue
             if num_computed % block_size == 0:
                 self._prefixes.keep_filled(sequence)
                 self._give_back(sequence)
@@ -478,7 +484,12 @@ class Scheduler:
         self._prefixes.keep_filled(sequence)
         self._give_back(sequence)
         are_finite = self._take_scores(chunk, result, updates)
-        if chunk.part.sample is not None:
+        if sequence.is_pooled:
+            are_finite = self._add_pooled(sequence, chunk.part.pool, result)
+        if sequence.is_pooled and not sequence.num_uncomputed:
+            self._running.num_uncomputed += 1
+            updates.append(self._end_pooled(sequence, is_finite=are_finite))
+        elif chunk.part.sample is not None:
             self._running.num_uncomputed += 1
             updates.append(self._append(sequence, result.tokens[sequence.sequence_id] if are_finite else None))
         elif not are_finite:
@@ -495,6 +506,21 @@ class Scheduler:
         chunk.sequence.num_scored += scores.num_rows
         updates.append(SequenceUpdate(chunk.sequence.sequence_id, prompt_scores=scores))
         return True
+
+    def _add_pooled(self, sequence: GrowingSequence, pool: PoolPlan | None, result: StepResult) -> bool:
+        """Takes in what a step has pooled of the sequence's prompt. False: it is not finite."""
+        if pool is None:
+            return True
+        total = result.pooled[sequence.sequence_id]
+        if total is not None:
+            sequence.add_pooled(pool, total)
+        return total is not None
+
+    def _end_pooled(self, sequence: GrowingSequence, *, is_finite: bool) -> SequenceUpdate:
+        """Ends a sequence whose prompt is computed, with its embedding."""
+        embedding = sequence.embedding() if is_finite else None
+        update = self._append(sequence, None if embedding is None else _NO_TOKEN)
+        return update if embedding is None else msgspec.structs.replace(update, embedding=embedding)
 
     def _append(self, sequence: GrowingSequence, token: SampledToken | None) -> SequenceUpdate:
         """Appends the chosen token, and reports usage. Handles first and last tokens too.

@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from .embedding import Pooling
 from .engine_load import EngineLoad
 from .fair_shares import ServedElsewhere, TenantShare
 from .prompt_scores import PromptScores
@@ -77,6 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_logprobs: int | None = None  # None: none. 0: the chosen token's. k: also the k most likely ones
     num_prompt_logprobs: int | None = None  # the same of the prompt's tokens, without regard to all of the above
     grammar: str = ""  # of the whole answer: llguidance's Lark text; empty: any text
+    pooling: Pooling | None = None  # with max_tokens 0: an embedding of the prompt is computed, and no token chosen
 
     @property
     def has_penalty(self) -> bool:
@@ -225,6 +227,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     usage: SequenceUsage | None = None
     # Of the prompt's next tokens, if asked for: all of them come before the first of `token_ids`, or with it.
     prompt_scores: PromptScores | None = None
+    embedding: bytes | None = None  # of the prompt, if asked for: a packed vector, with the last update
 
 
 class ResidencyChange(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -265,6 +268,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
     num_threads: int  # that each worker computes with
     vocab_size: int
+    hidden_size: int = 0  # numbers of an embedding
     eos_token_ids: tuple[int, ...] = ()
     max_num_sequences: int = 0  # that can run at once: no more than a step has tokens for
     is_fair: bool = False  # the tenant served least goes first, and frames say what each tenant was served

@@ -31,6 +31,8 @@ def update_bytes(update: SequenceUpdate) -> int:
             num_bytes += _LOGPROB_BYTES + _TOP_BYTES * len(row.top_ids)
     if update.prompt_scores is not None:
         num_bytes += len(update.prompt_scores.data)
+    if update.embedding is not None:
+        num_bytes += len(update.embedding)
     if update.error is not None:
         num_bytes += _UPDATE_BYTES + _MAX_CHAR_BYTES * len(update.error.message)
     return num_bytes
@@ -108,7 +110,12 @@ class UnreadUpdate:
             self._num_top = update.prompt_scores.num_top
             self._scores += update.prompt_scores.data
         if update.finish_reason is not None or update.error is not None:
-            self._last = SequenceUpdate(update.sequence_id, finish_reason=update.finish_reason, error=update.error)
+            self._last = SequenceUpdate(
+                update.sequence_id,
+                finish_reason=update.finish_reason,
+                error=update.error,
+                embedding=update.embedding,
+            )
         started = self._started
         if update.num_cached_tokens is not None and started.num_cached_tokens is None:
             self._started = started = msgspec.structs.replace(started, num_cached_tokens=update.num_cached_tokens)
@@ -151,6 +158,7 @@ class UnreadUpdate:
             started.computing_s,
             self.usage,
             scores,
+            last.embedding if is_all else None,
         )
         self._num_taken, self._started, self.usage = end, SequenceUpdate(last.sequence_id), None
         return piece, is_all

@@ -1,0 +1,57 @@
+"""A request of embeddings as the prompts that are computed for it, and how they are pooled."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...workers.wire.embedding import Pooling
+from ...workers.wire.messages import GangInfo
+from ..openai_api.embedding_request import EmbeddingPrompts, EmbeddingsRequest
+from ..openai_api.errors import invalid_value, unsupported
+from ..text.own_pooling import OwnPooling
+
+NAMES: Final = {"prompt": "input"}  # of a completion's fields: see `renamed`
+_SHARED: Final = (
+    "model",
+    "user",
+    "add_special_tokens",
+    "truncate_prompt_tokens",
+    "timeout",
+    "priority",
+    "service_tier",
+    "cache_salt",
+)
+_REFUSED: Final = {
+    "messages": "send the text as input, with the template's marks where the model wants them.",
+    "embed_dtype": "embeddings are in float32: leave it out.",
+    "normalize": "the model's own pooling says so; with pooling the length is 1: leave it out.",
+    "use_activation": "the model's own pooling says so; with pooling the length is 1: leave it out.",
+    "input_type": "send the instruction that the model wants as a part of the input.",
+}
+
+
+def embedding_prompts(request: EmbeddingsRequest) -> EmbeddingPrompts:
+    """Raises a 400 that names a field of the request."""
+    for field, why in _REFUSED.items():
+        if getattr(request, field) is not None:
+            raise unsupported(field, why)
+    return EmbeddingPrompts(
+        prompt=request.input,
+        max_tokens=0,
+        encoding_format=request.encoding_format or "float",
+        dimensions=request.dimensions,
+        pooling=request.pooling,
+        **{field: getattr(request, field) for field in _SHARED},
+    )
+
+
+def chosen_pooling(request: EmbeddingPrompts, own: OwnPooling, gang: GangInfo) -> Pooling:
+    """The request's own pooling, or the model's. Raises a 400 for what the model's cannot do."""
+    if request.dimensions is not None and request.dimensions > gang.hidden_size:
+        what = f"{request.dimensions} are asked for, and embeddings of this model have {gang.hidden_size}."
+        raise invalid_value("dimensions", what)
+    if request.pooling is not None:
+        return request.pooling
+    if own.pooling is None:
+        raise unsupported("pooling", f"{own.problem}: ask for pooling last or mean.")
+    return own.pooling

@@ -1,0 +1,68 @@
+"""How a model was trained to make embeddings, as sentence-transformers writes it into the model's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from ...workers.wire.embedding import Pooling
+
+_MODULES: Final = "modules.json"
+_MODE: Final = "pooling_mode_"
+_POOLINGS: Final[dict[str, Pooling]] = {
+    "cls_token": "first",
+    "cls": "first",
+    "mean_tokens": "mean",
+    "mean": "mean",
+    "lasttoken": "last",
+}
+
+
+class OwnPooling(NamedTuple):
+    pooling: Pooling | None = "last"  # None: it is one that motet does not compute
+    is_normalised: bool = True  # embeddings have the length 1
+    problem: str = ""  # why `pooling` is None
+
+
+class _Module(msgspec.Struct, frozen=True):
+    type: str  # a class of Python's
+    path: Annotated[str, Meta(pattern=r"^[\w.-]*$")] = ""  # of its folder
+
+
+def own_pooling(folder: Path) -> OwnPooling:
+    """Of a model's folder; the last token's states, normalised, where nothing is said. Blocking."""
+    try:
+        listed = (folder / _MODULES).read_bytes()
+    except FileNotFoundError:
+        return OwnPooling()
+    pooling: Pooling | None = None
+    is_normalised = False
+    try:
+        for module in msgspec.json.decode(listed, type=list[_Module]):
+            match module.type.rpartition(".")[2]:
+                case "Transformer":
+                    pass
+                case "Pooling":
+                    pooling = _pooling((folder / module.path / "config.json").read_bytes())
+                case "Normalize":
+                    is_normalised = True
+                case other:
+                    return OwnPooling(None, problem=f"the model's {_MODULES} has a module {other[:40]}, unknown here")
+    except (OSError, msgspec.MsgspecError, ValueError) as error:
+        return OwnPooling(None, problem=f"the model's own pooling cannot be read ({error})")
+    if pooling is None:
+        return OwnPooling(None, problem=f"the model's {_MODULES} has no pooling")
+    return OwnPooling(pooling, is_normalised)
+
+
+def _pooling(config: bytes) -> Pooling:
+    """Raises ValueError for one that motet does not compute."""
+    fields = msgspec.json.decode(config, type=dict[str, Any])
+    modes = [name.removeprefix(_MODE) for name, value in fields.items() if name.startswith(_MODE) and value is True]
+    modes += [fields["pooling_mode"]] if isinstance(fields.get("pooling_mode"), str) else []
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ValueError(f"it is {' with '.join(modes) or 'none'}, and one of {', '.join(_POOLINGS)} is supported")
+    return _POOLINGS[modes[0]]
