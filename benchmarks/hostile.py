@@ -11,6 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
+from motet.benchmarks.hostile_parts.grammars import grammars
 from motet.benchmarks.hostile_parts.keyless import health, keyless, unknown_keys
 from motet.benchmarks.hostile_parts.uploads import refused_uploads, slow_expressions
 
@@ -22,6 +23,7 @@ PARTS: Final[Mapping[str, Part]] = {
     "keyless": keyless,
     "health": health,
     "unknown-keys": unknown_keys,
+    "grammars": grammars,
 }
 
 

@@ -24,6 +24,7 @@ class StepCounts:
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_fair_preemptions: int = 0  # of these, for sequences that waited
+    num_late_masks: int = 0
 
 
 def gang_load(
@@ -68,6 +69,7 @@ def gang_load(
         num_generated_tokens=counts.num_generated_tokens,
         num_preemptions=counts.num_preemptions,
         num_fair_preemptions=counts.num_fair_preemptions,
+        num_late_masks=counts.num_late_masks,
         num_adapter_loads=adapters.num_loads,
         num_adapter_evictions=adapters.num_evictions,
         num_cached_tokens=prefixes.num_cached_tokens,

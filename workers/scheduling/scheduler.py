@@ -413,6 +413,7 @@ class Scheduler:
             if sequence.is_constrained and sequence.sequence_id not in result.tokens and sequence not in planned.gone:
                 num_tokens = lengths.get(sequence, 1)
                 sequence.put_back_late(num_tokens)
+                self._counts.num_late_masks += 1
                 self._running.num_uncomputed -= num_tokens - 1
                 self._prefixes.keep_filled(sequence)
                 self._give_back(sequence)

@@ -70,6 +70,9 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(description="Of the preempted sequences, those that gave way to waiting ones of tenants who had less."),
     ] = 0
+    num_late_masks: Annotated[
+        int, Meta(description="Tokens that a step did not choose, because their grammar's mask was not made yet.")
+    ] = 0
     num_adapter_loads: Annotated[int, Meta(description="Adapters that were loaded into the pool.")] = 0
     num_adapter_evictions: Annotated[int, Meta(description="Adapters that were evicted from the pool.")] = 0
     num_cached_tokens: Annotated[
