@@ -14,7 +14,8 @@ import pytest
 from motet.cluster.launch_secrets import LaunchSecrets
 from motet.tests.rigs.running_motet import KEYS, RunningMotet
 
-HOLDERS_OF_METADATA = ("gcs_server", "raylet", "ServeController", "ray::ProxyActor", "ray::HAProxyManager")
+PROXY = "ray::ProxyActor"
+HOLDERS_OF_METADATA = ("gcs_server", "raylet", "ServeController", PROXY, "ray::HAProxyManager")
 CHUNK_BYTES = 16 << 20
 
 
@@ -61,7 +62,12 @@ def test_no_process_that_motet_starts_inherits_a_secret(motet: RunningMotet, sec
 
 
 def test_ray_and_serve_never_held_a_secret(motet: RunningMotet, secrets: list[bytes]) -> None:
-    """Init arguments, actors' metadata and the state of Serve are all in the memory of these processes."""
+    """Init arguments, actors' metadata and the state of Serve are all in the memory of these processes.
+
+    Requests go through Serve's own proxy while no router answers HAProxy's checks in time, as on a busy machine: with
+    the keys that clients send.
+    """
+    sent = {key.encode() for key in KEYS.values()}
     looked_at = set()
     for process in motet.processes():
         title = " ".join(process.cmdline())
@@ -70,7 +76,8 @@ def test_ray_and_serve_never_held_a_secret(motet: RunningMotet, secrets: list[by
             continue
         try:
             pieces = memory_of(process)
-            assert not any(found_in(piece, secrets) for piece in pieces), title
+            hidden = [one for one in secrets if holder != PROXY or one not in sent]
+            assert not any(found_in(piece, hidden) for piece in pieces), title
         except PermissionError:
             pytest.skip("the kernel forbids to read other processes' memory")
         looked_at.add(holder)
