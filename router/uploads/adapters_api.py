@@ -108,10 +108,8 @@ class AdaptersApi:
     )
     async def upload(self, request: Request, identity: Identity) -> Response:
         """201 for a new version, 200 for content that the name already points to."""
-        check_form(request, self._config.now.max_upload_bytes)
-        adapter, created, warnings = await self.take(
-            request, identity, partial(self._receive, request), declared_bytes(request) or 0
-        )
+        receive, declared = partial(self._receive, request), partial(self._declared_bytes, request)
+        adapter, created, warnings = await self.take(request, identity, receive, declared)
         shown = structs.replace(self._shown(adapter), warnings=warnings)
         return Response(msgspec.json.encode(shown), 201 if created else 200, media_type="application/json")
 
@@ -120,11 +118,11 @@ class AdaptersApi:
         request: Request,
         identity: Identity,
         receive: Callable[[Path, UploadRoom], Awaitable[UploadForm]],
-        num_bytes: int = 0,
+        declared: Callable[[], int] = lambda: 0,
     ) -> tuple[AdapterVersion, bool, tuple[str, ...]]:
         """The version, whether it is new, and warnings. Raises the errors of the API.
 
-        `receive`: writes the tensors to a file. `num_bytes`: that they are said to have.
+        `receive`: writes the tensors to a file. `declared`: the bytes that they are said to have, or why it is refused.
         """
         started_at = time.perf_counter()
         tenant = identity.name
@@ -135,7 +133,7 @@ class AdaptersApi:
         # Held until the adapter is stored, because until then the spool takes disk.
         async with self._open_uploads.of(tenant):
             try:
-                taken = await self._take(request, identity, receive, num_bytes)
+                taken = await self._take(request, identity, receive, declared)
             except AdapterInvalid as error:
                 raise ApiError(400, str(error), code="invalid_adapter") from error
             except VersionRefused as error:
@@ -154,6 +152,10 @@ class AdaptersApi:
         """Raises RegistryUnavailable."""
         return await self._uploads.get(identity.name, name, identity.sight) is not None
 
+    def _declared_bytes(self, request: Request) -> int:
+        check_form(request, self._config.now.max_upload_bytes)
+        return declared_bytes(request) or 0
+
     async def _receive(self, request: Request, tensors_path: Path, room: UploadRoom) -> UploadForm:
         config = self._config.now
         pace = ArrivalPace(config.upload_idle_s, config.upload_bytes_per_s, config.upload_deadline_s)
@@ -164,9 +166,9 @@ class AdaptersApi:
         request: Request,
         identity: Identity,
         receive: Callable[[Path, UploadRoom], Awaitable[UploadForm]],
-        num_bytes: int,
+        declared: Callable[[], int],
     ) -> tuple[AdapterVersion, bool, tuple[str, ...]]:
-        with self._spool.room(num_bytes) as room, self._spool.file() as tensors_path:
+        with self._spool.room(declared()) as room, self._spool.file() as tensors_path:
             form = await receive(tensors_path, room)
             name = identity.sight.uploaded(form.name, is_private=form.is_private)
             user = owner_of(name) or identity.user
