@@ -116,7 +116,7 @@ SAMPLES: Final = MappingProxyType(
 def reader_of(name: str, prompt: str = "", **options: Any) -> ResponseReader:
     found: AnswerFormat = named_format(name)
     functions = [tool["function"] for tool in TOOLS]
-    known = KnownTools({one["name"]: one["parameters"]["properties"] for one in functions})
+    known = KnownTools({one["name"]: {**one["parameters"]["properties"]} for one in functions})
     return ResponseReader(Reading(found, known, **options), prompt)
 
 
