@@ -24,6 +24,7 @@ FRONT, STATISTICS, EXPORTER = "frontend http_frontend", "listen stats", "fronten
 # of a stream, does nothing wrong, and HAProxy does not count that time.
 CLIENT_TIMEOUT_S = 60
 NO_APPLICATION = (503, "no_router", "No router is there yet; send it again in a moment.")
+ONLY_FALLBACK = (503, "not_ready", "Requests do not reach the routers themselves yet.")
 
 
 class TemplateChanged(Exception):  # noqa: N818
@@ -106,9 +107,21 @@ def _edited(
             if len(kept) != len(body) - 1:
                 raise TemplateChanged(f"{name} has not one answer")
             body = [*kept, *_indented([f"http-request return {returned(*NO_APPLICATION)}"])]
-        case _:
-            pass
+        case header:
+            body = [*_indented(_readiness(header.removeprefix("backend "), body)), *body]
     return [name, *body]
+
+
+def _readiness(backend: str, body: list[str]) -> list[str]:
+    """/ready only says so where a router itself can be reached.
+
+    Until HAProxy has Serve's newest list of routers and has checked one, requests go through Serve's own proxy: slower,
+    and their keys and texts are then in the memory of a process that is none of motet's.
+    """
+    servers = [found[1] for line in body if (found := re.match(r" *server (\S+) (?!.* backup$)", line))]
+    routers = [f"acl motet_router srv_is_up({backend}/{server})" for server in servers]
+    unreached = "!motet_router" if routers else ""
+    return [*routers, f"http-request return {returned(*ONLY_FALLBACK)} if {{ path /ready }} {unreached}".rstrip()]
 
 
 def _other_applications(front: list[str]) -> list[str] | None:

@@ -233,6 +233,16 @@ def test_a_router_that_is_gone_is_a_503(tmp_path: Path) -> None:
         error_of(answer)
 
 
+@pytest.mark.parametrize("has_router", [False, True])
+def test_it_is_ready_once_a_router_itself_is_reached(tmp_path: Path, router_port: int, has_router: bool) -> None:
+    """Before, Serve's own proxy answers: a moment later clients' keys would be in its memory (test_secrets.py)."""
+    with edge_front(tmp_path, edge_limits(), router_port if has_router else None, fallback_port=router_port) as port:
+        assert raw_answer(port, GET + b"\r\n")[0] == 200
+        answer = raw_answer(port, get("/ready"))
+    assert answer[0] == (200 if has_router else 503)
+    assert has_router or error_of(answer)["code"] == "not_ready"
+
+
 def test_requests_of_a_source_are_bounded(narrow: int) -> None:
     with ExitStack() as stack:
         held(stack, narrow, 4, source="127.0.0.2")

@@ -30,10 +30,12 @@ def write_serves_config(
     stats_port: int = 0,
     metrics_port: int = 0,
     others: Sequence[str] = (),
+    fallback_port: int | None = None,
 ) -> Path:
-    """HAProxy's configuration as this version of Serve writes it. `router_port`: None: there is no application yet.
+    """HAProxy's configuration as this version of Serve writes it. `router_port`: None: there is none yet.
 
-    `others`: prefixes of paths of other applications, which are answered by the same stand-in.
+    `others`: prefixes of paths of other applications, which are answered by the same stand-in. `fallback_port`: that of
+    Serve's own proxy; None: there is no application before its router.
     """
     ports = free_ports(2)
     config = HAProxyConfig(
@@ -50,12 +52,18 @@ def write_serves_config(
         http_options=HTTPOptions(host=host, port=port),
     )
     backends = {}
-    if router_port is not None:
-        router = ServerConfig(name="router", host=LOOPBACK, port=router_port)
+    if router_port is not None or fallback_port is not None:
+        routers = [] if router_port is None else [ServerConfig(name="router", host=LOOPBACK, port=router_port)]
+        fallback = None if fallback_port is None else ServerConfig(name="proxy", host=LOOPBACK, port=fallback_port)
         for prefix in ("/", *others):
             app = prefix.strip("/") or "motet"
             backends[f"http-{app}"] = BackendConfig(
-                name=f"http-{app}", path_prefix=prefix, app_name=app, servers=[router], http_health_check_path=None
+                name=f"http-{app}",
+                path_prefix=prefix,
+                app_name=app,
+                servers=routers,
+                fallback_server=fallback,
+                http_health_check_path=None,
             )
     path = folder / "haproxy.cfg"
     HAProxyApi(config, backends, str(path))._generate_config_file_internal()
@@ -72,11 +80,18 @@ def edge_front(
     router_port: int | None,
     variables: Mapping[str, str] | None = None,
     others: Sequence[str] = (),
+    fallback_port: int | None = None,
 ) -> Iterator[int]:
     """The port of a front with these limits. None: the program of an image, with these variables."""
     port, stats_port, metrics_port = free_ports(3)
     config = write_serves_config(
-        folder, port=port, router_port=router_port, stats_port=stats_port, metrics_port=metrics_port, others=others
+        folder,
+        port=port,
+        router_port=router_port,
+        stats_port=stats_port,
+        metrics_port=metrics_port,
+        others=others,
+        fallback_port=fallback_port,
     )
     program = folder / "haproxy"
     haproxy = write_edge_program(program) if limits is None else write_haproxy(program, limits, LOOPBACK)
