@@ -194,7 +194,7 @@ def worst_step_over_interval(max_tokens: int, seed: int = 1, num_steps: int = 15
     """In virtual time: the longest step with decodes over the token interval's target, after as many steps of warm-up.
 
     A prompt token's time grows with its context. Prompts are short ones, questions about documents that are kept, and
-    long ones that are new, beside sequences that decode.
+    long ones that are new, beside sequences of another tenant that decode.
     """
     rng, token_s = random.Random(seed), 0.025 / max_tokens
     limits = GangLimits(1 << 18, VOCAB_SIZE, BLOCK_SIZE, 60_000, max_tokens, 64)
@@ -202,19 +202,19 @@ def worst_step_over_interval(max_tokens: int, seed: int = 1, num_steps: int = 15
     documents = [own_prompt(number, 30_000 * (number + 1)) for number in range(4)]
     longest_s, num_ids = 0.0, 0
 
-    def add(prompt_token_ids: list[int], num_new: int) -> None:
+    def add(prompt_token_ids: list[int], num_new: int, tenant: str = "scarce") -> None:
         nonlocal num_ids
         num_ids += 1
         sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_new)
         request = SequenceRequest(
-            sequence_id=num_ids, prompt_token_ids=prompt_token_ids, sampling=sampling, tenant="scarce"
+            sequence_id=num_ids, prompt_token_ids=prompt_token_ids, sampling=sampling, tenant=tenant
         )
         assert scheduler.add(request, 0) is None
 
     for step in range(2 * num_steps):
         if step % 400 == 0:
             for _ in range(8):
-                add(own_prompt(1000 + num_ids, 64), 600)
+                add(own_prompt(1000 + num_ids, 64), 600, "streams")
         if step % 1500 == 100:
             add(own_prompt(1000 + num_ids, 60_000), 8)
         if rng.random() < 0.15:

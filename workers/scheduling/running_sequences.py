@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 
 from ..fairness.preemption import Rank, may_grow_over, should_preempt
 from ..fairness.prices import prompt_price
@@ -83,6 +84,10 @@ class RunningSequences:
         if not own:
             del self.by_tenant[sequence.counter]
         remove_by_arrival(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence)
+
+    def num_prompts(self) -> Counter[TenantCounter]:
+        """How many of each tenant's sequences have prompt left to compute."""
+        return Counter([sequence.counter for sequence in self.prompts])
 
     def take_removed(self) -> tuple[int, ...]:
         """Ids of the sequences that were removed since the last call."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from ..fairness.page_times import PageTimes
-from ..fairness.prompt_budget import PromptBudget, prompt_seconds
+from ..fairness.prompt_budget import PromptBudget, interval_stretch, prompt_seconds
 from ..fairness.tenant_counters import Scheduling, TenantCounters
 from ..grammar.constraints import Constraints
 from ..memory.adapter_cache import AdapterState
@@ -365,7 +365,13 @@ class Scheduler:
         most = self._limits.max_tokens_per_step - num_decodes
         if not num_decodes or not self.token_interval_s:
             return PromptBudget(most)  # no sequence waits for its next token
-        seconds = prompt_seconds(self.token_interval_s, self._step_costs.decode_s(num_decodes))
+        prompts = self._running.num_prompts()
+        stretch = interval_stretch(
+            prompts[tenant] + self._waiting.of_tenant(tenant)[0]
+            for tenant, running in self._running.by_tenant.items()
+            if len(running) > prompts[tenant] and not tenant.is_background
+        )
+        seconds = prompt_seconds(stretch * self.token_interval_s, self._step_costs.decode_s(num_decodes))
         return PromptBudget(most, seconds, self._step_costs.prompt_token_s, self._limits.block_size)
 
     def _preempt(self, victim: GrowingSequence) -> None:
