@@ -9,6 +9,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from ..workers.wire.embedding import Pooling
 from ..workers.wire.messages import GangInfo
+from ..workers.wire.token_rules import ThinkingBudget
 from .answers.answer_form import AnswerForm
 from .answers.answer_shape import AnswerHead
 from .answers.chat_answer import ChatAnswer
@@ -32,6 +33,7 @@ from .requests.completion_prompts import completion_prompts, count_prompts
 from .requests.embedding_prompts import chosen_pooling
 from .requests.prompt_scoring import num_echoed_logprobs
 from .requests.request_grammar import request_grammar
+from .requests.thinking_budget import thinking_budget
 from .requests.tool_choice import answer_grammar, answer_reader, check_tools, is_old
 from .text.response_reader import ResponseReader
 from .text.text import TextService
@@ -51,6 +53,7 @@ class PromptTokens:
     reader: ResponseReader | None = None  # of the answers' text; None: it is shown as it is
     wanted: WantedGrammar | None = None  # the form of the answers; None: any
     pooling: Pooling | None = None  # None: no embeddings are asked for
+    thinking: ThinkingBudget | None = None  # None: thoughts may go on
 
 
 class AnswerKind(Protocol[R]):
@@ -127,6 +130,7 @@ class OfChat(Generic[C]):
             not_shown=fields_not_shown(request, text.forms),
             reader=reader,
             wanted=answer_grammar(request, reader),
+            thinking=thinking_budget(request, reader, text),
         )
 
     def max_tokens(self, request: C, room: int) -> int | None:

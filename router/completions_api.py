@@ -249,7 +249,8 @@ class CompletionsApi:
             prompts = await kind.tokenize(request, self._text, gang)
             record.ignored += prompts.not_shown
             wanted = prompts.wanted
-            rules = await token_rules(request, self._text, gang, has_form=wanted is not None)
+            has_form, thinking = wanted is not None, prompts.thinking
+            rules = await token_rules(request, self._text, gang, has_form=has_form, thinking=thinking)
             grammar = "" if wanted is None else await self._grammars.lark(identity.name, wanted, gang.vocab_size)
         generation = _generation(request, kind, prompts, rules, grammar, identity, gang, record.request_id)
         response_id, choice = await answer_id(kind.id_prefix, generation, position, choice, gang.max_model_len)

@@ -50,9 +50,8 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_regex: Any = None
     no_stop_trim: Any = None
     custom_logit_processor: Any = None
-    repetition_detection: Any = None  # vLLM's, as are the next four
+    repetition_detection: Any = None  # vLLM's, as are the next three
     detokenize: Any = None
-    thinking_token_budget: Any = None
     vllm_xargs: Any = None
     verbosity: Any = None
 
@@ -112,6 +111,10 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     user: Annotated[str, Meta(max_length=512, description="For whom you ask, in your own words.")] | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=1024, description="Makes no difference.")] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024, description="KV is shared only with equal salts.")] | None = None
+    thinking_token_budget: (
+        Annotated[int, Meta(ge=-1, description="After so many tokens the model's thoughts end; -1: they may go on.")]
+        | None
+    ) = None
     # The form of the answer: one of these, of which the last eight are what older servers call them.
     response_format: Annotated[ResponseFormat | None, Meta(description="The form of the answer.")] = None
     structured_outputs: Annotated[StructuredOutputs | None, Meta(description="The form of the answer.")] = None
@@ -136,6 +139,7 @@ class RefusedInCompletions(GenerationFields, frozen=True, kw_only=True):
     function_call: Any = None
     documents: Any = None
     reasoning_effort: Any = None
+    thinking_token_budget: Any = None
 
 
 class CompletionRequest(RefusedInCompletions, frozen=True, kw_only=True):

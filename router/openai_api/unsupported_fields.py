@@ -37,7 +37,7 @@ def refused_fields(kind: type[GenerationFields]) -> tuple[str, ...]:
     """The fields of these requests of which only neutral values are accepted."""
     refused = set(UnsupportedFields.__struct_fields__)
     if issubclass(kind, RefusedInCompletions):
-        refused |= set(RefusedInCompletions.__struct_fields__) - set(GenerationFields.__struct_fields__)
+        refused |= RefusedInCompletions.__annotations__.keys()
     return tuple(field for field in kind.__struct_fields__ if field in refused)
 
 

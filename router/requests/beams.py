@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
 from ...workers.wire.messages import GangInfo
 from ..generation.beam_search import BeamRules
 from ..generation.generation import Prompt
 from ..openai_api.errors import unsupported
 from ..openai_api.request_schema import GenerationFields
+
+# Fields with which tokens have other probabilities than the model's own, unless they have these values.
+_NEUTRAL: Final[Mapping[str, int]] = MappingProxyType(
+    {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "thinking_token_budget": -1}
+)
 
 
 def check_beams(request: GenerationFields) -> None:
@@ -21,8 +30,8 @@ def check_beams(request: GenerationFields) -> None:
         raise unsupported("best_of", "n is the number of beams, and all of them are answered: leave it out.")
     if 0 in (request.max_tokens, getattr(request, "max_completion_tokens", None)):
         raise unsupported("max_tokens", "beams have at least one token: leave use_beam_search out.")
-    for field, neutral in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0)):
-        if getattr(request, field) not in (None, neutral):
+    for field, neutral in _NEUTRAL.items():
+        if getattr(request, field, None) not in (None, neutral):
             raise unsupported(field, "beams are ranked by the model's own probabilities: leave it out.")
     for field in ("logit_bias", "min_tokens", "bad_words", "allowed_token_ids"):
         if getattr(request, field):

@@ -1,9 +1,9 @@
-"""Fields of a request that say which tokens it may have: vLLM's `allowed_token_ids`, `bad_words`, `min_tokens`."""
+"""Which tokens a request may have: vLLM's `allowed_token_ids`, `bad_words`, `min_tokens`, and a budget of thoughts."""
 
 from __future__ import annotations
 
 from ...workers.wire.messages import GangInfo
-from ...workers.wire.token_rules import TokenRules, Word
+from ...workers.wire.token_rules import ThinkingBudget, TokenRules, Word
 from ..openai_api.errors import invalid_value, unsupported
 from ..openai_api.request_schema import GenerationFields
 from ..text.text import TextService
@@ -13,7 +13,12 @@ MAX_WORD_TOKENS = 64  # of a bad word
 
 
 async def token_rules(
-    request: GenerationFields, text: TextService, gang: GangInfo, *, has_form: bool
+    request: GenerationFields,
+    text: TextService,
+    gang: GangInfo,
+    *,
+    has_form: bool,
+    thinking: ThinkingBudget | None = None,
 ) -> TokenRules | None:
     """None: any token may come. Raises a 400 for what is not in the vocabulary, and for rules that leave no token.
 
@@ -22,7 +27,7 @@ async def token_rules(
     allowed, words = request.allowed_token_ids, request.bad_words or []
     min_tokens = request.min_tokens or 0
     if allowed is None and not words and not min_tokens:
-        return None
+        return None if thinking is None else TokenRules(thinking=thinking)
     if has_form:
         field = "allowed_token_ids" if allowed is not None else "bad_words" if words else "min_tokens"
         raise unsupported(
@@ -36,6 +41,7 @@ async def token_rules(
         bad_words=await _tokenized(words, text),
         min_tokens=min_tokens,
         late_token_ids=(*sorted(late),),
+        thinking=thinking,
     )
     banned = {*late, *(word[-1] for word in rules.bad_words)}
     if banned.issuperset(range(gang.vocab_size) if allowed is None else allowed):

@@ -88,6 +88,7 @@ class TextService:
         template = _template_of(tokenizer)
         self.answer_format = answer_format(response_template, tokenizer, added.names)
         self._hidden: dict[AnswerFormat, frozenset[int]] = {}  # special tokens by format; of one model's there are two
+        self._added_ids = frozenset(added.by_id)
         self._special_ids = {token_id: token.content for token_id, token in added.by_id.items() if token.special}
         names = control_names(added, template, self._apply_template)
         self.forms = template_forms(template, self._apply_template)
@@ -111,6 +112,11 @@ class TextService:
     def token_str(self, token_id: int) -> str:
         """The token as the vocabulary has it; empty: it has none of this id."""
         return self._backend.id_to_token(token_id) or ""
+
+    def mark_ids(self, text: str) -> tuple[int, ...] | None:
+        """The tokens of a mark in answers; None: it does not begin with an added token, and others may be its text."""
+        found = self._backend.encode(text, add_special_tokens=False).ids
+        return (*found,) if found and found[0] in self._added_ids else None
 
     @property
     def special_ids(self) -> Mapping[str, int]:

@@ -12,6 +12,8 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
+from motet.router.text.answer_formats import FORMATS
+from motet.router.text.model_tokenizer import load_tokenizer
 from motet.router.text.text import TextService
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock
@@ -170,3 +172,36 @@ async def test_other_forms_and_completions(client: httpx.AsyncClient) -> None:
         body: dict[str, Any] = {"prompt": ["hello", "good bye"], "max_tokens": 40, "seed": 3, **fields}
         for choice in (await posted(client, "/v1/completions", **body)).json()["choices"]:
             assert choice["finish_reason"] == "length" or is_one(choice["text"]), (fields, choice)
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> TextService:
+    """The demo's, as if it thought first, between two of its special tokens."""
+    file = tmp_path_factory.mktemp("thinking") / "template.json"
+    thoughts = {"open": "<|pad|>", "close": "<|endoftext|>"}
+    file.write_text(json.dumps({**FORMATS["hermes"], "fields": {**FORMATS["hermes"]["fields"], "reasoning": thoughts}}))
+    tokenizer = load_tokenizer(DEMO / "base")
+    tokenizer.chat_template += "{% if add_generation_prompt %}<|pad|>{% endif %}"
+    return TextService(tokenizer, response_template=str(file))
+
+
+async def test_thoughts_end_with_their_budget_and_the_answer_fits(
+    stock: Stock, engine: EngineRig, thinking: TextService
+) -> None:
+    """Seeded ones of several choices, streamed and resumed anywhere, too. In a form a character comes to its end."""
+    client = client_of(EngineDispatcher(engine), stock, *ADAPTERS, text=thinking)
+    for budget, fields in ((0, FORMAT), (9, FORMAT), (9, {"max_tokens": 30})):
+        body: dict[str, Any] = {**CHAT, **fields, "thinking_token_budget": budget, "seed": 8, "model": "pirate"}
+        answer = (await posted(client, **body, n=2)).json()
+        for choice in answer["choices"]:
+            assert "max_tokens" in fields or fits(choice["message"]["content"])
+            assert budget or "reasoning" not in choice["message"]
+        num_thought = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert num_thought - 2 * (budget + 1) in (range(7) if fields is FORMAT else {0})
+    body |= FORMAT | {"max_tokens": 400, "stream": True}
+    whole = events_of((await posted(client, **body)).content)
+    expected = contents_of(whole)
+    assert fits(expected[0])
+    for cut in range(1, len(whole) - 1, 9):
+        resumed = events_of((await posted(client, **body, event=whole[cut].id)).content)
+        assert contents_of([*whole[: cut + 1], *resumed]) == expected

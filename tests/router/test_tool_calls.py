@@ -13,6 +13,7 @@ from motet.router.answers import generation_response
 from motet.router.text.text import TextService
 from motet.tests.rigs.grammar_matcher import accepts
 from motet.tests.rigs.router_rig import BASE, HEADERS, RouterRig, chunks_of, events_of, serving, text_service
+from motet.workers.wire.token_rules import ThinkingBudget, TokenRules
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
@@ -316,3 +317,54 @@ async def test_the_client_of_openai_reads_it(rig: RouterRig) -> None:
     for message in messages:
         assert [(one.function.name, one.function.arguments) for one in message.tool_calls] == CALLS
         assert (message.content, message.reasoning_content) == (CONTENT, THOUGHT)
+
+
+@pytest.fixture
+def thinking(tmp_path: Path) -> RouterRig:
+    """Of a model whose marks of thoughts are tokens."""
+    tokenizer = text_service(TEMPLATE)._templated
+    tokenizer.add_tokens(["<think>", "</think>"])
+    rig = RouterRig(tmp_path / "thinking", TextService(tokenizer))
+    rig.dispatcher.context = 4096
+    rig.dispatcher.answer = rig.ids(ANSWER)
+    return rig
+
+
+async def test_a_budget_of_thinking_tokens_reaches_the_engine(thinking: RouterRig) -> None:
+    begin, end = thinking.ids("<think>"), thinking.ids("</think>")
+    assert len(begin) == len(end) == 1
+
+    async def budget_of(**fields: Any) -> ThinkingBudget | None:
+        assert (await post(thinking, **fields)).status_code == 200
+        rules = thinking.dispatcher.submitted[-1].sampling.rules
+        return None if rules is None else rules.thinking
+
+    budget = ThinkingBudget(5, (*begin,), (*end,))
+    assert await budget_of(thinking_token_budget=5) == budget
+    assert await budget_of(thinking_token_budget=5, tools=TOOLS, tool_choice="required", n=2) == budget
+    assert await budget_of(thinking_token_budget=5, tool_choice="none", min_tokens=2) == budget
+    assert await budget_of(thinking_token_budget=-1) is await budget_of() is None
+    begun = {"messages": [*ASK, {"role": "assistant", "content": "<think>well"}], "continue_final_message": True}
+    assert await budget_of(thinking_token_budget=0, **begun) == ThinkingBudget(0, (*begin,), (*end,), has_begun=True)
+    async with thinking.client() as client:
+        message = {"model": BASE, "messages": ASK, "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 5}}
+        assert (await client.post("/v1/messages", json=message)).status_code == 200
+        assert thinking.dispatcher.submitted[-1].sampling.rules == TokenRules(thinking=budget)
+        response = {"model": BASE, "input": "hello", "thinking_token_budget": 5}
+        assert (await client.post("/v1/responses", json=response)).status_code == 200
+        assert thinking.dispatcher.submitted[-1].sampling.rules == TokenRules(thinking=budget)
+
+
+async def test_a_budget_is_refused_where_tokens_do_not_show_thoughts(rig: RouterRig, thinking: RouterRig) -> None:
+    assert await refused_budget(rig) == "thinking_token_budget", "of marks that may be written in other tokens"
+    assert await refused_budget(thinking, use_beam_search=True) == "thinking_token_budget"
+    async with thinking.client() as client:
+        body = {"model": BASE, "prompt": "hello", "thinking_token_budget": 5}
+        answer = await client.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "thinking_token_budget")
+
+
+async def refused_budget(rig: RouterRig, **fields: Any) -> str:
+    answer = await post(rig, thinking_token_budget=5, **fields)
+    assert answer.status_code == 400, answer.text
+    return str(answer.json()["error"]["param"])

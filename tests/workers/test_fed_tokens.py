@@ -24,7 +24,7 @@ from motet.tests.rigs.stand_in_gpu.timeline import OrderError
 from motet.workers.execution.feeding_executor import FeedingExecutor
 from motet.workers.execution.runner import Runner
 from motet.workers.wire.messages import SamplingParams
-from motet.workers.wire.token_rules import TokenRules
+from motet.workers.wire.token_rules import ThinkingBudget, TokenRules
 
 ADAPTER = RECIPES[0].name
 PROMPT = [random.Random(7).randrange(VOCAB_SIZE) for _ in range(11)]
@@ -37,8 +37,10 @@ RULES = TokenRules(
     min_tokens=3,
     late_token_ids=(1, 2),
 )
+END_OF_THOUGHT = (9, 4)
+THINKING = TokenRules(thinking=ThinkingBudget(3, (8,), END_OF_THOUGHT, has_begun=True))
 WAYS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0, "seed": 2, "num_logprobs": 1},
+    {"temperature": 0.0, "seed": 2, "num_logprobs": 1, "rules": THINKING},
     {"temperature": 0.9, "seed": 4, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
     {"temperature": 0.8, "seed": 3, "top_p": 0.9, "num_logprobs": 2, "rules": RULES},
 )
@@ -152,6 +154,7 @@ def test_who_is_preempted_goes_on_as_on_the_cpu(stock: Stock) -> None:
             numbers.append(rig.engine.load().counters.num_preemptions)
     assert_same(*answers)
     assert min(numbers) > 0
+    assert all((*told.token_ids[3:5],) == END_OF_THOUGHT for told in answers[1][::3])
 
 
 def test_draws_that_must_look_through_the_whole_vocabulary_are_known_before_they_are_fed(

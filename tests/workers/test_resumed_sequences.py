@@ -14,7 +14,7 @@ from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import VOCAB_SIZE, write_adapters, write_model
 from motet.workers.wire.messages import SamplingParams
-from motet.workers.wire.token_rules import TokenRules
+from motet.workers.wire.token_rules import ThinkingBudget, TokenRules
 
 TOLERANCE = 1e-3  # of log-probabilities in float32
 ADAPTERS = ("rank8", "rank16_rslora")
@@ -35,6 +35,7 @@ RULES = TokenRules(
     bad_words=(*((a, b, a) for a in ALLOWED for b in ALLOWED), *((a, a) for a in ALLOWED)),
     min_tokens=15,
     late_token_ids=(1,),
+    thinking=ThinkingBudget(6, (0,), (7, 6)),
 )
 
 
@@ -106,6 +107,8 @@ def test_greedy_and_seeded_text_goes_on_as_it_would_have(stock: Stock) -> None:
     asked = questions()
     whole = undisturbed(stock, asked)
     assert all(len(told.token_ids) == NUM_TOKENS and told.finish_reason == "length" for told in whole)
+    ruled = [told.token_ids for question, told in zip(asked, whole, strict=True) if question.sampling.rules is not None]
+    assert all(6 in tokens and tokens[tokens.index(6) - 1] == 7 for tokens in ruled), "a thought was ended"
     num_pages = 24 + max(stock.num_pages(30 + NUM_TOKENS, adapter) for adapter in stock.refs)
     with stock.engine(num_pages, max_tokens_per_step=50, max_num_sequences=8) as rig:
         fill_to_the_last_page(rig.engine._scheduler)

@@ -26,7 +26,7 @@ from motet.workers.decoding.token_choice import uniform
 from motet.workers.decoding.token_counts import TokenCounts
 from motet.workers.plan import SamplePlan, SeenTokens, packed
 from motet.workers.wire.messages import SamplingParams
-from motet.workers.wire.token_rules import TokenRules
+from motet.workers.wire.token_rules import ThinkingBudget, TokenRules
 
 VOCAB = 3000
 # Gives a SampledToken for each row, None for one that is not finite.
@@ -326,6 +326,24 @@ def test_only_what_rules_allow_is_chosen_as_if_there_were_nothing_else(
         assert chosen.token_id in left
         assert chosen.logprobs.chosen == pytest.approx(float(row.log_softmax(-1)[chosen.token_id]), abs=1e-5)
         output.append(chosen.token_id)
+
+
+@pytest.mark.parametrize("masked", [None, True, False])
+def test_the_end_of_thoughts_is_forced_whatever_else_is_said_but_within_a_character(masked: bool | None) -> None:
+    """`masked`: whether a grammar's mask allows it; None: there is none."""
+    rules = TokenRules(allowed_token_ids=(1, 2), bad_words=((5,),), thinking=ThinkingBudget(2, (4,), (5,), True))
+    wanted = plan(2, output=(1, 2), rules=rules, temperature=0.0, logit_bias={1: 50.0, 5: -100.0}, num_logprobs=0)
+    bits = sum(1 << token for token in ((1, 5) if masked else (1,)))
+    masks = {} if masked is None else {0: bits.to_bytes(4, "little")}
+    row, counts = torch.randn(1, 12, generator=torch.Generator().manual_seed(0)), TokenCounts.of(wanted)
+    expected = 1 if masked is False else 5
+    (chosen,) = sample_with(row.clone(), [wanted], PlainSampling(), [counts], masks)
+    assert chosen is not None and chosen.token_id == expected
+    assert chosen.logprobs is not None
+    assert chosen.logprobs.chosen == pytest.approx(float(row[0].log_softmax(-1)[expected]), abs=1e-5)
+    with stand_in_gpu():
+        (chosen,) = sample_with(row.to(torch.device("cuda", 0)), [wanted], PlainSampling(), [counts], masks)
+    assert chosen is not None and chosen.token_id == expected
 
 
 @given(words=WORDS.map(lambda words: [word for word in words if len(word) > 1]), output=st.lists(TOKENS, max_size=12))

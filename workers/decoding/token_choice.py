@@ -50,7 +50,7 @@ def sample(
     if penalised:
         kernels.penalise(logits, penalised, [_penalty_of(plans[row], counts[row]) for row in penalised])
     for row in biased:
-        _add_bias(logits[row], plans[row], counts[row] if counts else None)
+        _limit(logits[row], *_limits_of(plans[row], counts[row] if counts else None, masks.get(row)))
     forbid(logits, masks)
     listed = kernels.highest(logits).tolist()
     drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0 and listed[i] != NOT_FINITE]
@@ -78,17 +78,17 @@ def begin_sample(
 
 def _choice_of(plan: SamplePlan, seen: TokenCounts | None, mask: TokenMask | None) -> RowChoice:
     params = plan.params
-    rules = params.rules
-    is_free = seen is None and mask is None and not params.logit_bias and rules is None
+    is_free = seen is None and mask is None and not params.logit_bias and params.rules is None
     if is_free and params.temperature <= 0 and params.num_logprobs is None:
         return _HIGHEST
+    allowed, bias = _limits_of(plan, seen, mask)
     return RowChoice(
         _draw_of(plan) if params.temperature > 0 else None,
         _penalty_of(plan, seen) if seen is not None else None,
-        _bias_of(plan, seen),
+        bias,
         params.num_logprobs,
         mask,
-        rules.allowed_token_ids if rules is not None else (),
+        allowed,
     )
 
 
@@ -130,27 +130,34 @@ def _penalty_of(plan: SamplePlan, counts: TokenCounts | None) -> Penalty:
     )
 
 
-def _bias_of(plan: SamplePlan, seen: TokenCounts | None) -> Mapping[int, float]:
-    """What is added to the logits of these tokens; minus infinity: it may not be chosen."""
+def _limits_of(
+    plan: SamplePlan, seen: TokenCounts | None, mask: TokenMask | None
+) -> tuple[Sequence[int], Mapping[int, float]]:
+    """Tokens beside which none may be chosen (empty: all may), and what is added to the logits of some.
+
+    Minus infinity: it may not be chosen.
+    """
     rules = plan.params.rules
     if rules is None:
-        return plan.params.logit_bias
+        return (), plan.params.logit_bias
+    forced = None if seen is None or seen.thoughts is None else seen.thoughts.forced
+    if forced is not None and (mask is None or mask[forced // 8] >> forced % 8 & 1):
+        return (forced,), {}  # a mask does not allow it within a character: that comes to its end first
     banned = [word[0] for word in rules.bad_words if len(word) == 1]
     if seen is not None and seen.bad_words is not None:
         banned += seen.bad_words.banned()
     if plan.index < rules.min_tokens:
         banned += rules.late_token_ids
-    return plan.params.logit_bias | dict.fromkeys(banned, _BANNED)
+    return rules.allowed_token_ids, plan.params.logit_bias | dict.fromkeys(banned, _BANNED)
 
 
-def _add_bias(row: torch.Tensor, plan: SamplePlan, seen: TokenCounts | None) -> None:
-    rules = plan.params.rules
-    if rules is not None and rules.allowed_token_ids:
-        allowed = torch.tensor(rules.allowed_token_ids)
-        values = row[allowed]
+def _limit(row: torch.Tensor, allowed: Sequence[int], bias: Mapping[int, float]) -> None:
+    if allowed:
+        indices = torch.tensor(allowed)
+        values = row[indices]
         row.fill_(_BANNED)
-        row[allowed] = values
-    if bias := _bias_of(plan, seen):
+        row[indices] = values
+    if bias:
         row.index_add_(0, torch.tensor([*bias]), torch.tensor([*bias.values()], dtype=row.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Counts of each sequence's tokens, for penalties and bad words, kept by the worker that chooses tokens."""
+"""Counts of each sequence's tokens, for penalties and rules that look back, kept by the worker that chooses tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from ..plan import SampledToken, SamplePlan, SeenTokens, StepPlan, unpacked
 from .bad_words import BadWords
+from .thoughts import Thoughts
 
 
 class TokenCounts:
@@ -32,15 +33,20 @@ class TokenCounts:
         self._num_sorted = len(known)
         self._later: dict[int, int] = {}  # indices of tokens added later
         self.bad_words: BadWords | None = None  # None: the sequence has none of several tokens
+        self.thoughts: Thoughts | None = None  # None: they have no budget
 
     @classmethod
     def of(cls, plan: SamplePlan) -> TokenCounts:
         """Of a sequence whose plan carries its tokens."""
         assert plan.seen is not None
         counts, rules = cls(plan.seen), plan.params.rules
-        if rules is not None and rules.has_long_words:
-            words = [word for word in rules.bad_words if len(word) > 1]
-            counts.bad_words = BadWords(words, unpacked(plan.seen.output))
+        if rules is None or not rules.looks_back:
+            return counts
+        output = unpacked(plan.seen.output)
+        if words := [word for word in rules.bad_words if len(word) > 1]:
+            counts.bad_words = BadWords(words, output)
+        if rules.thinking is not None:
+            counts.thoughts = Thoughts(rules.thinking, output)
         return counts
 
     def add(self, token_id: int) -> None:
@@ -54,6 +60,8 @@ class TokenCounts:
         self.counts[place] += 1
         if self.bad_words is not None:
             self.bad_words.add(token_id)
+        if self.thoughts is not None:
+            self.thoughts.add(token_id)
 
     def check_integrity(self, prompt: Iterable[int], output: Iterable[int]) -> None:
         """Raises AssertionError unless these are the tokens that were counted."""

@@ -83,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def has_penalty(self) -> bool:
         """Choosing a token depends on which ones the sequence has already."""
-        if self.rules is not None and self.rules.has_long_words:
+        if self.rules is not None and self.rules.looks_back:
             return True
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 

@@ -7,6 +7,15 @@ import msgspec
 Word = tuple[int, ...]
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """After so many tokens of thinking, those of the end are forced, whatever other rules say."""
+
+    num_tokens: int  # of all thoughts together, without the marks around them
+    begin: Word
+    end: Word
+    has_begun: bool = False  # the prompt ends in the midst of a thought
+
+
 class TokenRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """By token ids alone. Some token is always left: the router has made sure of that."""
 
@@ -14,8 +23,9 @@ class TokenRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bad_words: tuple[Word, ...] = ()  # the last token of one may not follow those before it, all of them generated
     min_tokens: int = 0  # generated before the first of `late_token_ids`
     late_token_ids: tuple[int, ...] = ()
+    thinking: ThinkingBudget | None = None
 
     @property
-    def has_long_words(self) -> bool:
-        """Some bad word has several tokens."""
-        return any(len(word) > 1 for word in self.bad_words)
+    def looks_back(self) -> bool:
+        """What may come depends on the tokens before it."""
+        return self.thinking is not None or any(len(word) > 1 for word in self.bad_words)
