@@ -68,7 +68,7 @@ class OperationsApi:
         labels: Mapping[str, str],
         targets: Callable[[], Sequence[MetricsTarget]],
     ) -> None:
-        """`labels`: of all that /metrics shows. `targets`: processes with metrics of their own, this one included."""
+        """`labels`: of all that /metrics shows. `targets`: nodes whose processes show metrics, this one included."""
         self._labels, self._targets = labels, targets
         self._base = base
         self._dispatcher = dispatcher
@@ -108,11 +108,11 @@ class OperationsApi:
         "GET",
         "/metrics/targets",
         scope="operator",
-        summary="All processes that have metrics, for Prometheus.",
+        summary="All nodes that have metrics, for Prometheus.",
         answers={200: list[TargetGroup]},
     )
     async def metrics_targets(self, request: Request) -> Response:
-        """For Prometheus' HTTP service discovery: where each process of this motet shows its own numbers."""
+        """For Prometheus' HTTP service discovery: where each node of this motet shows the numbers of its processes."""
         return Response(discovery(self._targets()), media_type="application/json")
 
     @route("GET", "/status", scope="operator", summary="Gangs, their load, and what they are.")

@@ -15,5 +15,5 @@ class ExpositionConfig:
 
     name: str  # the base's, a label of everything
     data_dir: Path  # has the operators' key if none was given
-    metrics_port: int  # the first one that is tried; 0: there is no page of its own
+    metrics_port: int  # of each node; 0: there is no page
     metrics_access: Access  # holders of the operators' key, or every client that reaches the port

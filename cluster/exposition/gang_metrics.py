@@ -99,7 +99,7 @@ class GangMetrics:
 
     def _for_gateways(self, facts: GangFacts) -> Iterator[Metric]:
         """What the endpoint picker of the Gateway API inference extension asks of a server, under vLLM's names."""
-        make, now = Families({"model_name": self._base}), facts.load.gauges
+        make, now = Families({GANG: self._info.gang_id, "model_name": self._base}), facts.load.gauges
         yield make.gauge("vllm:num_requests_running", "For gateways: sequences that run.", now.num_running)
         yield make.gauge("vllm:num_requests_waiting", "For gateways: sequences that wait.", now.num_waiting)
         num_idle = now.num_free_pages + now.num_idle_adapter_pages + now.num_idle_prefix_pages
@@ -114,7 +114,7 @@ class GangMetrics:
         asked = facts.asked
         labels = lora_requests(asked.names, asked.num_open, facts.resident, self._info.max_num_sequences)
         help_text = "For gateways: time of this list of adapters that run or are at hand, and of those waited for."
-        yield Families({}).gauges(
+        yield Families({GANG: self._info.gang_id}).gauges(
             "vllm:lora_requests_info", help_text, tuple(labels), [(tuple(labels.values()), time.time())]
         )
         loaded = loaded_adapters(asked, facts.resident, facts.hosted, facts.pinned)

@@ -1,58 +1,47 @@
-"""One process's own page of metrics, on a port of its own.
+"""Answers `GET /metrics` on a socket that listens.
 
-It is served by the process's event loop, so a scrape also proves that the loop turns; the text is made in
-a thread. Prometheus asks every few seconds, so there is a connection for each scrape and nothing is kept between them.
+Prometheus asks every few seconds, so there is a connection for each scrape and nothing is kept between them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import hmac
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from ...router.operator_key import OperatorKey
-
-NUM_PORTS: Final = 64  # that are tried: processes of one machine that share a first port
-MAX_CONNECTIONS: Final = 16  # at once; more are closed
+MAX_CONNECTIONS: Final = 16
 DEADLINE_S: Final = 10.0  # for a whole scrape, as long as Prometheus waits
 MAX_HEAD_BYTES: Final = 16 << 10
-_HEAD_END: Final = b"\r\n\r\n"
+METRICS: Final = b"/metrics"
+HEAD_END: Final = b"\r\n\r\n"
 
 _log = logging.getLogger(__name__)
 
 
 class MetricsServer:
-    """Answers `GET /metrics`. Belongs to one event loop."""
+    """Belongs to one event loop."""
 
-    def __init__(self, page: Callable[[], Awaitable[bytes]], key: str | OperatorKey | None) -> None:
-        """`page` makes the text. `key`: what a scrape must present as a bearer token; None: nothing."""
-        self._page = page
-        self._key = None if key is None else OperatorKey.of(key)
+    def __init__(
+        self, page: Callable[[bytes], Awaitable[bytes | None]], *, max_connections: int = MAX_CONNECTIONS
+    ) -> None:
+        """`page` makes the text for a bearer token (empty: none was sent); None: it opens nothing.
+
+        Connections beyond `max_connections` at once are closed.
+        """
+        self._page, self._max_connections = page, max_connections
         self._server: asyncio.Server | None = None
         self._num_open = 0
 
-    async def start(self, host: str, first_port: int) -> int | None:
-        """Listens at the first of `NUM_PORTS` that is free, and returns it.
-
-        None, and a line in the log, if there is none: a process without a page serves as well as others.
-        """
-        last_port = min(first_port + NUM_PORTS, 1 << 16)
-        for port in range(first_port, last_port):
-            try:
-                self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    continue
-                _log.warning("no metrics at %s:%d: %s", host, port, error)
-                return None
-            return port
-        _log.warning("no metrics: all ports of %s from %d to %d are in use", host, first_port, last_port - 1)
-        return None
+    async def start(self, listener: socket.socket) -> None:
+        """`listener` is closed with the server."""
+        if listener.family == socket.AF_UNIX:
+            self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=MAX_HEAD_BYTES)
+        else:
+            self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_HEAD_BYTES)
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -61,9 +50,9 @@ class MetricsServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._num_open += 1
         try:
-            if self._num_open <= MAX_CONNECTIONS:
+            if self._num_open <= self._max_connections:
                 async with asyncio.timeout(DEADLINE_S):
-                    head = await reader.readuntil(_HEAD_END)
+                    head = await reader.readuntil(HEAD_END)
                     writer.write(await self._answer(head))
                     await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
@@ -75,31 +64,28 @@ class MetricsServer:
     async def _answer(self, head: bytes) -> bytes:
         request, *headers = head.split(b"\r\n")
         method, _, target = request.partition(b" ")
-        if target.partition(b" ")[0].partition(b"?")[0] != b"/metrics":
+        if target.partition(b" ")[0].partition(b"?")[0] != METRICS:
             return _response("404 Not Found", b"only /metrics is here\n")
         if method != b"GET":
             return _response("405 Method Not Allowed", b"only GET is answered\n", "Allow: GET")
-        if self._key is not None and not _has_key(headers, self._key.now):
-            text = b"the operators' key is needed: Authorization: Bearer KEY\n"
-            return _response("401 Unauthorized", text, "WWW-Authenticate: Bearer")
         try:
-            return _response("200 OK", await self._page(), content_type=CONTENT_TYPE_LATEST)
+            text = await self._page(_bearer(headers))
         except Exception:
             _log.exception("the page of metrics could not be made")
             return _response("500 Internal Server Error", b"the cause is in the log\n")
+        if text is None:
+            refusal = b"the operators' key is needed: Authorization: Bearer KEY\n"
+            return _response("401 Unauthorized", refusal, "WWW-Authenticate: Bearer")
+        return _response("200 OK", text, content_type=CONTENT_TYPE_LATEST)
 
 
-def _has_key(headers: list[bytes], key: str) -> bool:
-    return hmac.compare_digest(_authorization(headers), f"Bearer {key}".encode())
-
-
-def _authorization(headers: list[bytes]) -> bytes:
-    """The header's value, its scheme in the usual case; empty if there is none."""
+def _bearer(headers: list[bytes]) -> bytes:
+    """The token in the header; empty if there is none."""
     for header in headers:
         name, _, value = header.partition(b":")
         if name.strip().lower() == b"authorization":
             scheme, _, key = value.strip().partition(b" ")
-            return scheme.capitalize() + b" " + key.strip()
+            return key.strip() if scheme.lower() == b"bearer" else b""
     return b""
 
 
@@ -111,4 +97,4 @@ def _response(status: str, body: bytes, *headers: str, content_type: str = "text
         "Connection: close",
         *headers,
     )
-    return "\r\n".join(lines).encode() + _HEAD_END + body
+    return "\r\n".join(lines).encode() + HEAD_END + body

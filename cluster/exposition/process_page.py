@@ -1,25 +1,26 @@
-"""Starts a process's own page of metrics, and publishes its address."""
+"""A process's own page of metrics, as a part of its node's page, and where that is."""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from ipaddress import ip_address
+from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from ...router.exposition.families import text_of
-from ...router.exposition.targets import MetricsTarget, Process
+from ...router.exposition.targets import MetricsTarget
 from ...router.operator_key import OperatorKey
 from ..launch_secrets import operator_key_in
 from .exposition_config import ExpositionConfig
-from .metrics_server import MetricsServer
+from .node_page import NodePage
 
-# Keys in a replica's metadata, from which others know it.
-METRICS_ADDRESS = "metrics_address"
-METRICS_NAME = "metrics_name"
+METRICS_ADDRESS: Final = "metrics_address"  # a key in a replica's metadata, from which others know it
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class ProcessPage:
     def __init__(
         self,
         config: ExpositionConfig,
+        process: Literal["router", "gang"],
         name: str,
         operator_key: str | OperatorKey | None,
         metrics: Callable[[], Iterable[Metric]],
@@ -37,59 +39,63 @@ class ProcessPage:
         """`name`: of the router or gang. `operator_key`: None: the one in the data folder. `metrics` is called on the
         loop; what it returns is read in a thread.
         """
-        self._config, self._name, self._metrics = config, name, metrics
-        self._process = ProcessCollector(registry=CollectorRegistry())  # CPU seconds, memory, files, time of the start
+        self._config, self._metrics = config, metrics
+        self._process = _ProcessMetrics({process: name, "base": config.name})
         self._operator_key = operator_key
-        self._server: MetricsServer | None = None
+        self._key: OperatorKey | None = None  # what a scrape must present; None: nothing
+        self._node_page = NodePage(process, name, self._text)
         self._address: str | None = None
 
     async def start(self, node_address: str) -> None:
         """`node_address`: the address of this machine for others; on loopback there are no others."""
-        if not self._config.metrics_port:
+        if not (port := self._config.metrics_port):
             return
-        self._server = MetricsServer(self._text, await self._key())
-        port = await self._server.start(_listen_host(node_address), self._config.metrics_port)
-        if port is not None:
-            host = f"[{node_address}]" if ":" in node_address else node_address
-            self._address = f"{host}:{port}"
-            _log.info("metrics at http://%s/metrics", self._address)
+        if self._config.metrics_access == "operators":
+            self._key = OperatorKey.of(self._operator_key or await self._key_of_folder())
+        try:
+            await self._node_page.start(_listen_host(node_address), port)
+        except OSError as error:
+            _log.warning("no metrics of this process: %s", error)
+            return
+        host = f"[{node_address}]" if ":" in node_address else node_address
+        self._address = f"{host}:{port}"
+        _log.info("metrics at http://%s/metrics", self._address)
 
     async def stop(self) -> None:
-        if self._server is not None:
-            await self._server.stop()
+        await self._node_page.stop()
 
     @property
     def metadata(self) -> dict[str, str]:
         """What a replica adds to its metadata; empty: there is no page."""
-        return {} if self._address is None else {METRICS_ADDRESS: self._address, METRICS_NAME: self._name}
+        return {} if self._address is None else {METRICS_ADDRESS: self._address}
 
-    async def _key(self) -> str | OperatorKey | None:
-        """What a scrape must present; None: nothing."""
-        if self._config.metrics_access == "all":
-            return None
-        if self._operator_key is not None:
-            return self._operator_key
+    async def _key_of_folder(self) -> str:
         await asyncio.to_thread(self._config.data_dir.mkdir, parents=True, exist_ok=True)
         return await asyncio.to_thread(operator_key_in, self._config.data_dir)
 
-    async def _text(self) -> bytes:
+    async def _text(self, key: bytes) -> bytes | None:
+        if self._key is not None and not hmac.compare_digest(key, self._key.now.encode()):
+            return None
         return await asyncio.to_thread(text_of, self._metrics(), self._process)
 
 
-def targets_of(
-    config: ExpositionConfig, routers: Iterable[Mapping[str, str]], gangs: Iterable[Mapping[str, str]]
-) -> list[MetricsTarget]:
-    """The processes that have a page, from the metadata of all replicas."""
-    return [
-        *(_target(config, "router", metadata) for metadata in routers if METRICS_ADDRESS in metadata),
-        *(_target(config, "gang", metadata) for metadata in gangs if METRICS_ADDRESS in metadata),
-    ]
+class _ProcessMetrics(Collector):
+    """CPU seconds, memory, files and the time of the start of this process."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+        self._collector = ProcessCollector(registry=CollectorRegistry())
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._collector.collect():
+            metric.samples = [sample._replace(labels={**self._labels, **sample.labels}) for sample in metric.samples]
+            yield metric
 
 
-def _target(config: ExpositionConfig, process: Process, metadata: Mapping[str, str]) -> MetricsTarget:
-    return MetricsTarget(
-        process=process, name=metadata[METRICS_NAME], address=metadata[METRICS_ADDRESS], base=config.name
-    )
+def targets_of(config: ExpositionConfig, replicas: Iterable[Mapping[str, str]]) -> list[MetricsTarget]:
+    """The nodes that have a page, from the metadata of all replicas."""
+    addresses = {metadata[METRICS_ADDRESS] for metadata in replicas if METRICS_ADDRESS in metadata}
+    return [MetricsTarget(address=address, base=config.name) for address in sorted(addresses)]
 
 
 def _listen_host(node_address: str) -> str:

@@ -114,7 +114,7 @@ class GangReplica:
             if operator_key is not None and secrets_path is None:
                 await parts.start(OperatorKeyWatch(operator_key, secrets_of_this_node))
             self._page = ProcessPage(
-                exposition, info.gang_id, operator_key, lambda: metrics.families(GangFacts.of(self._server))
+                exposition, "gang", info.gang_id, operator_key, lambda: metrics.families(GangFacts.of(self._server))
             )
             parts.push_async_callback(self._page.stop)
             await self._page.start(host)

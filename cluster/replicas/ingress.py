@@ -166,7 +166,7 @@ class RouterReplica:
         operator_key = await self._start_operator_key(parts, secrets, secrets_path)
         name = uuid4().hex[:8]
         self._labels = {"router": name, "base": config.serving.name}
-        self._page = ProcessPage(config.exposition, name, operator_key, self._families)
+        self._page = ProcessPage(config.exposition, "router", name, operator_key, self._families)
         parts.push_async_callback(self._page.stop)
         await self._page.start(ray.util.get_node_ip_address())
         self._app = create_app(
@@ -181,7 +181,7 @@ class RouterReplica:
             labels=self._labels,
             administration=self._administration,
             tokens=tokens,
-            targets=lambda: targets_of(config.exposition, self._routers.values(), self._gangs.values()),
+            targets=lambda: targets_of(config.exposition, (*self._routers.values(), *self._gangs.values())),
             quotas=quotas,
             canaries=canaries,
             preloads=Preloads(redis),

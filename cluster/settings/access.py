@@ -228,7 +228,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         str | None,
         Unit("KEY", "printable ASCII without spaces"),
         Setting(
-            "The key that /status, /metrics and each process's own metrics ask for.",
+            "The key that /status, /metrics and each node's metrics ask for.",
             unset="the one in the file operator_key of the data folder, made at the first start",
             env="MOTET_OPERATOR_KEY",
             secret=True,
@@ -268,8 +268,8 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(ge=0, le=65535),
         Unit("NUMBER"),
         Setting(
-            "Each router and each gang shows its own metrics at the first free port from this one on, of 64; 0: it "
-            "shows none. Other machines reach it on a running cluster only."
+            "Each node shows the metrics of its routers and gangs at this port; 0: it shows none. Other machines reach "
+            "it on a running cluster only."
         ),
     ] = 9400
     metrics_access: Annotated[

@@ -71,6 +71,6 @@ USER 1000:1000
 WORKDIR /home/motet
 # An image that cannot compile the C++ kernels would serve with the plain ones, many times slower: it is not made.
 RUN ["python", "-P", "-m", "motet.kernels.native.build"]
-EXPOSE 8000 9400-9407
+EXPOSE 8000 9400
 ENTRYPOINT ["motet"]
 CMD ["serve", "/opt/motet/examples/base", "--host", "0.0.0.0", "--data-dir", "/var/lib/motet"]

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
@@ -19,13 +25,17 @@ from motet.cluster.exposition.exposition_config import ExpositionConfig
 from motet.cluster.exposition.gang_metrics import GangFacts, GangMetrics
 from motet.cluster.exposition.loaded_adapters import MOST_LISTED, loaded_adapters
 from motet.cluster.exposition.lora_requests import MAX_CHARS, lora_requests
-from motet.cluster.exposition.metrics_server import MAX_CONNECTIONS, MetricsServer
-from motet.cluster.exposition.process_page import METRICS_ADDRESS, METRICS_NAME, ProcessPage, targets_of
+from motet.cluster.exposition.merged_pages import merged_pages
+from motet.cluster.exposition.metrics_server import MAX_CONNECTIONS
+from motet.cluster.exposition.node_page import NodePage, node_folder
+from motet.cluster.exposition.process_page import METRICS_ADDRESS, ProcessPage, targets_of
 from motet.cluster.launch.local_serve import free_ports
-from motet.router.exposition.families import Families
+from motet.router.exposition.families import Families, text_of
 from motet.tests.rigs.leader_rig import TOKEN, Router
+from motet.tests.rigs.metrics_node import LOOPBACK, metrics_node, requests_of
 from motet.tests.rigs.part_configs import DEFAULTS, leader_config
-from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
+from motet.tests.rigs.patience import PATIENCE_S, eventually, eventually_in_loop
+from motet.tests.rigs.prometheus_binaries import promtool
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.asked_adapters import AskedAdapters
 from motet.workers.leader.frame_server import FrameServer
@@ -33,27 +43,49 @@ from motet.workers.wire.engine_load import EngineCounters, EngineGauges, EngineL
 from motet.workers.wire.messages import AdapterRef, Cancel, Pinned, SamplingParams, SequenceRequest, Submit
 from motet.workers.wire.short_digest import short_digest
 
-LOOPBACK = "127.0.0.1"
 KEY = {"Authorization": "Bearer secret"}
 
 
-async def page_of_one() -> bytes:
-    return b"one 1.0\n"
-
-
 @asynccontextmanager
-async def server(key: str | None = "secret") -> AsyncIterator[str]:
-    found = MetricsServer(page_of_one, key)
-    port = await found.start(LOOPBACK, free_port())
+async def page_of(
+    port: int, name: str = "r1", process: Literal["router", "gang"] = "router", key: str | None = "secret"
+) -> AsyncIterator[ProcessPage]:
+    """A process of this node. `key`: None: its page is open to all."""
+    access = "operators" if key else "all"
+    config = part_config(ExpositionConfig, DEFAULTS, name="llama", metrics_port=port, metrics_access=access)
+    page = ProcessPage(config, process, name, key, requests_of(process, name))
+    await page.start(LOOPBACK)
     try:
-        yield f"http://{LOOPBACK}:{port}"
+        yield page
     finally:
-        await found.stop()
+        await page.stop()
 
 
 def free_port() -> int:
-    """A port whose followers are most likely free too."""
     return free_ports(1)[0]
+
+
+async def scrape(port: int, key: str | None = "secret") -> httpx.Response:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
+        return await client.get(f"http://{LOOPBACK}:{port}/metrics", headers=headers)
+
+
+def series_of(text: str) -> dict[tuple[str, str], float]:
+    """The values by metric and process. Each series is there once, and each metric's series are together."""
+    families = [*text_string_to_metric_families(text)]
+    assert len({family.name for family in families}) == len(families) == text.count("# HELP ") == text.count("# TYPE ")
+    samples = [sample for family in families for sample in family.samples]
+    assert len({(sample.name, *sorted(sample.labels.items())) for sample in samples}) == len(samples)
+    found = {}
+    for sample in samples:
+        process = "router" if "router" in sample.labels else "gang"
+        found[sample.name, f"{process}_{sample.labels[process]}"] = sample.value
+    return found
+
+
+def up_in(text: str) -> dict[str, float]:
+    return {process: value for (name, process), value in series_of(text).items() if name == "motet_process_up"}
 
 
 @pytest.mark.parametrize(
@@ -68,88 +100,180 @@ def free_port() -> int:
     ],
 )
 async def test_the_operators_key_opens_it(path: str, headers: dict[str, str], status: int) -> None:
-    async with server() as url, httpx.AsyncClient(trust_env=False) as client:
+    async with page_of(port := free_port()), httpx.AsyncClient(trust_env=False) as client:
+        url = f"http://{LOOPBACK}:{port}"
         answer = await client.get(url + path, headers=headers)
         assert answer.status_code == status
-        assert (answer.text == "one 1.0\n") == (status == 200)
+        assert ("motet_requests_total" in answer.text) == (status == 200)
         assert (await client.post(url + path, headers=headers)).status_code in (404, 405)
 
 
 async def test_it_may_be_open_to_all() -> None:
-    async with server(key=None) as url, httpx.AsyncClient(trust_env=False) as client:
-        assert (await client.get(url + "/metrics")).text == "one 1.0\n"
+    async with page_of(port := free_port(), key=None):
+        assert up_in((await scrape(port, None)).text) == {"router_r1": 1}
+        assert up_in((await scrape(port)).text) == {"router_r1": 1}
+
+
+async def test_two_motets_of_a_machine_share_a_port_and_no_key_opens_both() -> None:
+    async with page_of(port := free_port()), page_of(port, "r2", key="other"), page_of(port, "g1", "gang", "other"):
+        assert up_in((await scrape(port)).text) == {"router_r1": 1}
+        assert up_in((await scrape(port, "other")).text) == {"router_r2": 1, "gang_g1": 1}
+        assert (await scrape(port, "third")).status_code == 401
 
 
 async def test_who_says_nothing_or_too_much_takes_no_place_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     deadline_s = "motet.cluster.exposition.metrics_server.DEADLINE_S"
     monkeypatch.setattr(deadline_s, 0.5)
-    async with server() as url, httpx.AsyncClient(trust_env=False) as client:
-        port = int(url.rpartition(":")[2])
+    async with page_of(port := free_port()):
         streams = [await asyncio.open_connection(LOOPBACK, port) for _ in range(MAX_CONNECTIONS)]
         refused = await asyncio.open_connection(LOOPBACK, port)
         assert await asyncio.wait_for(refused[0].read(), PATIENCE_S) == b""
         for reader, _ in streams:  # each is closed when its time is over
             assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
         monkeypatch.setattr(deadline_s, PATIENCE_S)
-        assert (await client.get(url + "/metrics", headers=KEY)).status_code == 200
+        assert (await scrape(port)).status_code == 200
         reader, writer = await asyncio.open_connection(LOOPBACK, port)
         writer.write(b"GET /metrics HTTP/1.1\r\n" + b"x" * (1 << 20))
         with suppress(ConnectionResetError):
             assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
-        assert (await client.get(url + "/metrics", headers=KEY)).status_code == 200
+        assert (await scrape(port)).status_code == 200
         for _, stream in (*streams, refused, (reader, writer)):
             stream.close()
 
 
-async def test_processes_of_one_machine_take_the_next_free_port() -> None:
-    first, second = MetricsServer(page_of_one, None), MetricsServer(page_of_one, None)
-    port = await first.start(LOOPBACK, free_port())
-    assert port is not None
-    found = await second.start(LOOPBACK, port)
-    assert found is not None
-    assert found > port
-    await first.stop()
-    await second.stop()
+def test_a_pods_processes_die_hang_and_come_behind_one_port() -> None:
+    """The largest pod: a router and eight gangs."""
+    names = ["router_r1", *(f"gang_g{number}" for number in range(8))]
+    port = free_port()
+
+    def page() -> str:
+        """Empty: no process listens yet, or the one that answered was killed meanwhile."""
+        try:
+            return asyncio.run(scrape(port)).raise_for_status().text
+        except (httpx.TransportError, httpx.HTTPStatusError):
+            return ""
+
+    def are_up(wanted: dict[str, int]) -> bool:
+        return up_in(page()) == wanted
+
+    with metrics_node(port, names, read_s=PATIENCE_S) as pids:
+        processes = dict(zip(names, pids, strict=True))
+        eventually(lambda: are_up(dict.fromkeys(names, 1)))
+        found = series_of(page())
+        for metric in ("motet_requests_total", "process_cpu_seconds_total", "process_start_time_seconds"):
+            assert {process for name, process in found if name == metric} == set(names)
+        promtool("check", "metrics", text=page())
+        for number, name in enumerate(names[:-2], 1):  # one of these came first, and bound the port
+            os.kill(processes[name], signal.SIGKILL)
+            eventually(partial(are_up, dict.fromkeys(names[number:], 1)))
+            assert {process for _, process in series_of(page())} == set(names[number:])
+        stopped, killed = names[-2:]
+        with metrics_node(port, ["router_r2"], read_s=1.0):
+            eventually(partial(are_up, {stopped: 1, killed: 1, "router_r2": 1}))
+            os.kill(processes[stopped], signal.SIGSTOP)  # it listens too, and takes no connection
+            os.kill(processes[killed], signal.SIGKILL)
+            eventually(partial(are_up, {stopped: 0, "router_r2": 1}))
+            assert {process for name, process in series_of(page()) if name != "motet_process_up"} == {"router_r2"}
+            os.kill(processes[stopped], signal.SIGCONT)
+            eventually(partial(are_up, {stopped: 1, "router_r2": 1}))
+    with socket.create_server((LOOPBACK, port)):
+        pass  # nobody is left with it
 
 
-async def test_a_process_without_a_free_port_serves_all_the_same(
+async def test_a_process_that_is_slow_is_missing_and_the_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("motet.cluster.exposition.node_page.READ_S", 0.5)
+
+    async def hangs(key: bytes) -> bytes | None:
+        await asyncio.Event().wait()
+        return None
+
+    async def fails(key: bytes) -> bytes | None:
+        raise RuntimeError("no page")
+
+    port = free_port()
+    slow, broken = NodePage("gang", "g1", hangs), NodePage("gang", "g2", fails)
+    await slow.start(LOOPBACK, port)
+    await broken.start(LOOPBACK, port)
+    async with page_of(port):
+        assert up_in((await scrape(port)).text) == {"router_r1": 1, "gang_g1": 0, "gang_g2": 0}
+    assert (await scrape(port)).status_code == 401  # no process says that the key is right
+    await broken.stop()
+    await slow.stop()
+
+
+async def test_a_port_that_another_program_has_is_taken_when_it_is_free(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("motet.cluster.exposition.metrics_server.NUM_PORTS", 1)
+    monkeypatch.setattr("motet.cluster.exposition.node_page.RETRY_S", 0.01)
     with socket.create_server((LOOPBACK, 0)) as taken:
-        assert await MetricsServer(page_of_one, None).start(LOOPBACK, taken.getsockname()[1]) is None
-    assert "are in use" in caplog.text
+        port = taken.getsockname()[1]
+        pages = AsyncExitStack()
+        await pages.enter_async_context(page_of(port))
+        await pages.enter_async_context(page_of(port, "r2"))
+        await eventually_in_loop(lambda: "in use by another program" in caplog.text)
+    async with pages:
+        await eventually_in_loop(lambda: not free(port))
+        for _ in range(1000):
+            answer = await scrape(port)
+            if answer.status_code == 200 and len(up_in(answer.text)) == 2:
+                break
+        assert up_in(answer.text) == {"router_r1": 1, "router_r2": 1}
 
 
-def one_metric() -> Iterator[Metric]:
-    yield Families({"router": "r1"}).gauge("motet_open_generations", "Some.", 3)
-
-
-async def test_a_page_tells_of_its_process_and_where_it_is() -> None:
-    config = part_config(ExpositionConfig, DEFAULTS, name="llama", metrics_port=free_port())
-    page = ProcessPage(config, "r1", "secret", one_metric)
-    assert page.metadata == {}
-    await page.start(LOOPBACK)
+def free(port: int) -> bool:
     try:
-        address = page.metadata[METRICS_ADDRESS]
-        assert page.metadata[METRICS_NAME] == "r1"
-        async with httpx.AsyncClient(trust_env=False) as client:
-            text = (await client.get(f"http://{address}/metrics", headers=KEY)).raise_for_status().text
-        names = {family.name for family in text_string_to_metric_families(text)}
-        assert {"motet_open_generations", "process_cpu_seconds", "process_start_time_seconds"} <= names
-        routers = [page.metadata, {}]  # the second one found no port
-        (target,) = targets_of(config, routers, [])
-        assert (target.process, target.name, target.address, target.base) == ("router", "r1", address, "llama")
-    finally:
-        await page.stop()
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError:
+        return False
+    return True
+
+
+async def test_a_folder_of_another_user_or_an_open_one_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setattr("tempfile.tempdir", short)
+        folder = Path(short) / f"motet-metrics-{os.getuid()}"
+        folder.mkdir()
+        folder.chmod(0o755)
+        async with page_of(free_port()) as page:
+            assert page.metadata == {}
+    assert "is open to other users" in caplog.text
+
+
+def test_a_long_folder_of_temporary_files_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 90)))
+    assert node_folder(30).parent == Path("/tmp")
+
+
+async def test_a_page_tells_where_it_is() -> None:
+    async with page_of(port := free_port()) as page, page_of(port, "g1", "gang") as other:
+        assert page.metadata == other.metadata == {METRICS_ADDRESS: f"{LOOPBACK}:{port}"}
+        config = part_config(ExpositionConfig, DEFAULTS, name="llama")
+        (target,) = targets_of(config, [page.metadata, other.metadata, {}])  # the last one has none
+        assert (target.address, target.base) == (f"{LOOPBACK}:{port}", "llama")
 
 
 async def test_port_0_is_no_page() -> None:
-    page = ProcessPage(
-        part_config(ExpositionConfig, DEFAULTS, name="llama", metrics_port=0), "r1", "secret", one_metric
-    )
-    await page.start(LOOPBACK)
-    assert page.metadata == {}
+    async with page_of(0) as page:
+        assert page.metadata == {}
+
+
+NAMES = st.sampled_from([f"motet_{letter}" for letter in "abcde"])
+
+
+@given(st.lists(st.dictionaries(NAMES, st.tuples(st.booleans(), st.integers(0, 9)), max_size=5), max_size=4))
+def test_a_merged_page_has_every_series_of_its_pages(pages: list[dict[str, tuple[bool, int]]]) -> None:
+    wanted, texts = {}, []
+    for number, metrics in enumerate(pages):
+        make = Families({"gang": str(number)})
+        families = []
+        for name, (is_counter, value) in metrics.items():
+            metric = f"{name}_{'c' if is_counter else 'g'}"
+            families.append((make.counter if is_counter else make.gauge)(metric, "Some.", value))
+            wanted[f"{metric}_total" if is_counter else metric, f"gang_{number}"] = value
+        texts.append(text_of(families))
+    assert series_of(merged_pages(texts).decode()) == wanted
 
 
 def stepped(number: int, num_tokens: int, busy_s: float) -> EngineLoad:
@@ -205,6 +329,7 @@ async def test_a_gang_serves_what_gateways_ask_for() -> None:
     } <= families.keys()
     (lora,) = families["vllm:lora_requests_info"].samples
     assert lora.labels == {
+        "gang": INFO.gang_id,
         "max_lora": str(INFO.max_num_sequences),
         "running_lora_adapters": "",
         "waiting_lora_adapters": "support",
@@ -264,7 +389,7 @@ async def test_a_gang_tells_which_adapters_it_has_at_hand() -> None:
         await router.send(Submit(request))
     await router.send(Pinned(["d2"]))
     await eventually_in_loop(lambda: len(told()) == 2 and told()["sales"]["pinned"] == "true")
-    facts = {"model_name": "llama", "level": "gpu", "pinned": "false"}
+    facts = {"gang": INFO.gang_id, "model_name": "llama", "level": "gpu", "pinned": "false"}
     assert told()["support"] == facts | {"adapter_name": "support", "rank": "8"}
     assert told()["sales"] == facts | {"adapter_name": "sales", "rank": "16", "pinned": "true"}
     await eventually_in_loop(lambda: frames.num_sequences == 0)

@@ -24,7 +24,7 @@ SETTINGS = {flag: field for field in fields_of(Settings) for flag in field.flags
 RAY_FOLDERS = ("_private", "_common/usage", "serve/_private")  # where Ray's Python reads its environment
 RAY_PROGRAMS = ("_raylet.so", "core/src/ray/raylet/raylet")  # which know RAY_x as x
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-SERVE_PORT, METRICS_PORTS = 8000, range(9400, 9408)
+SERVE_PORT, METRICS_PORT = 8000, 9400
 
 every_overlay = pytest.mark.parametrize("name", OVERLAY_NAMES)
 
@@ -302,7 +302,7 @@ def test_ports_have_one_meaning(name: str) -> None:
         ports = {one["name"]: one["containerPort"] for one in pod["spec"]["containers"][0]["ports"]}
         assert ports["serve"] == SERVE_PORT == service["spec"]["ports"][0]["port"]
         if group != "head":
-            assert [ports[f"metrics-{n}"] for n in range(len(METRICS_PORTS))] == list(METRICS_PORTS)
+            assert ports["metrics"] == METRICS_PORT == Settings().access.metrics_port
 
 
 @every_overlay

@@ -79,20 +79,13 @@ def test_names_end_in_their_units() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.fixture
-def targets() -> list[MetricsTarget]:
-    return [
-        MetricsTarget(process="router", name="r1", address="10.0.0.1:9400", base=BASE),
-        MetricsTarget(process="gang", name="g1", address="[fd00::2]:9401", base=BASE),
-    ]
-
-
-def test_discovery_does_not_repeat_what_the_series_say(targets: list[MetricsTarget]) -> None:
+def test_discovery_does_not_repeat_what_the_series_say() -> None:
     """A target's label that a series has too would be renamed to exported_…."""
-    for group in msgspec.json.decode(discovery(targets)):
-        assert {name for name in group["labels"] if not name.startswith("__meta_motet_")} == {"process", "node"}
-    nodes = {group["labels"]["process"]: group["labels"]["node"] for group in msgspec.json.decode(discovery(targets))}
-    assert nodes == {"router": "10.0.0.1", "gang": "fd00::2"}
+    targets = [MetricsTarget(address=address, base=BASE) for address in ("10.0.0.1:9400", "[fd00::2]:9401")]
+    groups = msgspec.json.decode(discovery(targets))
+    assert [group["targets"] for group in groups] == [["10.0.0.1:9400"], ["[fd00::2]:9401"]]
+    nodes = [{name: value for name, value in group["labels"].items() if name[:2] != "__"} for group in groups]
+    assert nodes == [{"node": "10.0.0.1"}, {"node": "fd00::2"}]
 
 
 async def test_discovery_is_for_operators(rig: RouterRig) -> None:

@@ -104,7 +104,8 @@ def cpu_s(process: psutil.Process) -> float:
 
 def check_sums(motet: RunningMotet, prometheus: Prometheus) -> None:
     for process in ("router", "gang"):
-        prometheus.reaches(f'count(up{{process="{process}"}} == 1)', lambda number: number == 2)
+        prometheus.reaches(f'count(motet_process_up{{process="{process}"}} == 1)', lambda number: number == 2)
+    assert len(prometheus.query("up == 1")) == 1  # all four are on one page
     # A scrape that comes too late on a busy machine takes all series of its process away until the next one.
     eventually(lambda: len(prometheus.gangs(MADE)) == 2)
     gangs = prometheus.gangs(f"max_over_time({MADE}[10m])")
@@ -129,7 +130,7 @@ def check_sums(motet: RunningMotet, prometheus: Prometheus) -> None:
 
     # The gang that died takes nothing away of what it had told, and another one is found by itself.
     prometheus.reaches("count(motet_connected_gangs == 2)", lambda number: number == 2)
-    prometheus.reaches('count(up{process="gang"} == 1)', lambda number: number == 2)
+    prometheus.reaches('count(motet_process_up{process="gang"} == 1)', lambda number: number == 2)
     eventually(lambda: len(prometheus.gangs(MADE)) == 2 and len(prometheus.gangs(MADE) & gangs) == 1)
     assert prometheus.gangs(f"max_over_time({MADE}[10m])") > gangs
     for counter in (MADE, "motet_completion_tokens_total"):

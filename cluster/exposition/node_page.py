@@ -1,0 +1,219 @@
+"""One port a node, where the pages of all processes on it are one page.
+
+Each process has its own page behind a Unix socket in a folder of the node, which is private to the user. The process
+that comes first listens at the port. Those that come later are handed its listening socket: they all accept from one
+queue, so any that lives answers, and none that dies or hangs takes the port with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from prometheus_client.core import GaugeMetricFamily
+
+from ...adapters.ended_tasks import end_tasks
+from ...router.exposition.families import text_of
+from .merged_pages import merged_pages
+from .metrics_server import HEAD_END, METRICS, MetricsServer
+
+FOLDER: Final = "motet-metrics-{}"  # by user, in the folder of temporary files
+SHORT_PARENT: Final = Path("/tmp")  # for paths that would be too long there
+READ_S: Final = 4.0  # for all pages: less than Prometheus waits
+MAX_READERS: Final = 256  # of one process's page at once: each of a node's processes may answer several scrapes
+MAX_PAGE_BYTES: Final = 8 << 20
+_MAX_SOCKET_BYTES: Final = 100  # the kernel's limit is 104 on macOS and 108 on Linux
+_ASK_S: Final = 1.0  # for another process to hand its listening socket over
+RETRY_S: Final = 1.0
+_BACKLOG: Final = 64
+_PAGE, _LISTENER = ".page", ".listener"  # suffixes of sockets
+UP: Final = "motet_process_up"
+_UP_TEXT: Final = "1 if the process's metrics could be read; 0: it did not answer in time, and its series are missing."
+
+_log = logging.getLogger(__name__)
+
+
+class _RefusedError(Exception):
+    """A process whose page another key opens."""
+
+
+class NodePage:
+    """The part that one process has in its node's page. Belongs to one event loop."""
+
+    def __init__(self, process: str, name: str, page: Callable[[bytes], Awaitable[bytes | None]]) -> None:
+        """`process`: router or gang, and `name` is its label of that name.
+
+        `page`: the process's own, for who has a key; None: another key opens it.
+        """
+        self._own, self._name = MetricsServer(page, max_connections=MAX_READERS), f"{process}_{name}"
+        self._shared = MetricsServer(self.text)
+        self._folder = Path()
+        self._prefix = ""  # of all sockets of one port
+        self._hand_over: socket.socket | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises OSError if this process's own page cannot be at hand. The port is tried until it is free."""
+        self._prefix = f"{host}_{port}_"
+        self._folder = await asyncio.to_thread(node_folder, len(self._path(_LISTENER).name))
+        own = await asyncio.to_thread(_listening, self._path(_PAGE))
+        await self._own.start(own)
+        if not await self._share(host, port):
+            self._task = asyncio.create_task(self._share_in_the_end(host, port), name="metrics port")
+
+    async def stop(self) -> None:
+        await end_tasks(self._task)
+        if self._hand_over is not None:
+            asyncio.get_running_loop().remove_reader(self._hand_over)
+            self._hand_over.close()
+            self._hand_over = None
+        await self._shared.stop()
+        await self._own.stop()
+        if self._prefix:
+            for suffix in (_LISTENER, _PAGE):
+                self._path(suffix).unlink(missing_ok=True)
+
+    async def text(self, key: bytes) -> bytes | None:
+        """The pages of all processes that the key opens; None if it opens none."""
+        processes = self._processes(_PAGE)
+        pages = await asyncio.gather(*(_read(path, key) for path in processes), return_exceptions=True)
+        texts, is_up = [], {}
+        for (path, process), page in zip(processes.items(), pages, strict=True):
+            if isinstance(page, bytes):
+                texts.append(page)
+                is_up[process] = True
+            elif isinstance(page, ConnectionRefusedError):
+                path.unlink(missing_ok=True)  # its process has died
+            elif not isinstance(page, _RefusedError | FileNotFoundError):
+                is_up[process] = False
+        return await asyncio.to_thread(_whole, texts, is_up) if texts else None
+
+    async def _share_in_the_end(self, host: str, port: int) -> None:
+        num_tries = 0
+        while not await self._share(host, port):
+            num_tries += 1
+            if num_tries == 10:
+                _log.warning(
+                    "no metrics at %s:%d: it is in use by another program; it is tried until it is free", host, port
+                )
+            await asyncio.sleep(RETRY_S)
+
+    async def _share(self, host: str, port: int) -> bool:
+        """Whether this process listens at the port now."""
+        others = self._processes(_LISTENER)
+        if (listener := await asyncio.to_thread(_found_listener, host, port, others)) is None:
+            return False
+        hand_over = self._hand_over = await asyncio.to_thread(_listening, self._path(_LISTENER))
+        asyncio.get_running_loop().add_reader(hand_over, _hand_to_next, hand_over, listener)
+        await self._shared.start(listener)
+        return True
+
+    def _path(self, suffix: str) -> Path:
+        return self._folder / f"{self._prefix}{self._name}{suffix}"
+
+    def _processes(self, suffix: str) -> dict[Path, tuple[str, str]]:
+        """The sockets of all processes of this port, this one included: what each is, and its name."""
+        names = sorted(os.listdir(self._folder))
+        return {
+            self._folder / name: (process, rest)
+            for name in names
+            if name.startswith(self._prefix) and name.endswith(suffix)
+            for process, _, rest in [name.removeprefix(self._prefix).removesuffix(suffix).partition("_")]
+        }
+
+
+def node_folder(name_bytes: int) -> Path:
+    """The folder for sockets of this user's processes. Raises OSError, too if it is another user's.
+
+    `name_bytes`: the longest name that is to be in it.
+    """
+    for parent in (Path(tempfile.gettempdir()), SHORT_PARENT):
+        folder = parent / FOLDER.format(os.getuid())
+        if len(os.fsencode(folder)) + 1 + name_bytes <= _MAX_SOCKET_BYTES:
+            break
+    folder.mkdir(mode=0o700, exist_ok=True)
+    facts = folder.lstat()
+    if folder.is_symlink() or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+        raise PermissionError(f"{folder} is open to other users")
+    return folder
+
+
+def _listening(path: Path) -> socket.socket:
+    """A Unix socket at the path, which appears there when it listens: one that refuses is of a process that died."""
+    unready = path.with_suffix(".new")
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(unready))
+        listener.listen(MAX_READERS)
+        unready.rename(path)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def _found_listener(host: str, port: int, others: Iterable[Path]) -> socket.socket | None:
+    """The port's listening socket, of another process or a new one; None: a program that is none of `others` has it."""
+    for path in others:
+        try:
+            with socket.socket(socket.AF_UNIX) as asking:
+                asking.settimeout(_ASK_S)
+                asking.connect(str(path))
+                _, files, _, _ = socket.recv_fds(asking, 1, 1)
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)  # its process has died
+        except OSError:
+            continue  # it hangs, or has just ended
+        else:
+            for file in files:
+                os.set_inheritable(file, False)
+                listener = socket.socket(fileno=file)
+                listener.setblocking(False)
+                return listener
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError:
+        return None
+
+
+def _hand_to_next(hand_over: socket.socket, listener: socket.socket) -> None:
+    """Gives the listening socket to a process that asks for it."""
+    try:
+        asking, _ = hand_over.accept()
+        with asking:
+            socket.send_fds(asking, [b"1"], [listener.fileno()])
+    except OSError as error:
+        _log.debug("a process has not taken the metrics port: %s", error)
+
+
+async def _read(path: Path, key: bytes) -> bytes:
+    """A process's page. Raises _RefusedError, or what says that it cannot be read now."""
+    async with asyncio.timeout(READ_S):
+        reader, writer = await asyncio.open_unix_connection(path)
+        try:
+            authorization = b"Authorization: Bearer " + key + b"\r\n" if key else b""
+            writer.write(b"GET " + METRICS + b" HTTP/1.1\r\n" + authorization + b"\r\n")
+            status, *headers = (await reader.readuntil(HEAD_END)).split(b"\r\n")
+            if status.startswith(b"HTTP/1.1 401 "):
+                raise _RefusedError
+            (length,) = (int(header.split(b":")[1]) for header in headers if header.startswith(b"Content-Length:"))
+            if not status.startswith(b"HTTP/1.1 200 ") or length > MAX_PAGE_BYTES:
+                raise ValueError(f"{path} answered {status!r}, {length} bytes")
+            return await reader.readexactly(length)
+        finally:
+            writer.close()
+
+
+def _whole(texts: Iterable[bytes], is_up: Mapping[tuple[str, str], bool]) -> bytes:
+    family = GaugeMetricFamily(UP, _UP_TEXT)
+    for (process, name), up in is_up.items():
+        family.add_sample(UP, {"process": process, process: name}, float(up))
+    return merged_pages([text_of([family]), *texts])
