@@ -14,14 +14,15 @@ from motet.benchmarks.gpu.engine_bench import DRY_SIZE, FULL_SIZE, TINY, Bench, 
 from motet.benchmarks.gpu.lora_rows import GROUPS, LLAMA, LoraCase
 from motet.benchmarks.gpu.lora_rows import TINY as TINY_SIDES
 from motet.benchmarks.gpu.machine import Machine, Row
-from motet.benchmarks.gpu.roofline import DATA_SHEETS, DeviceLimits, explained, num_launches, table
+from motet.benchmarks.gpu.roofline import explained, num_launches, table
 from motet.benchmarks.gpu.step_profile import StepProfile
 from motet.kernels.backend import Kernels, choose_kernels, with_float8_weights
 from motet.kernels.lora import LoraSegment
+from motet.workers.costs.devices import DEVICES, Device
 
 _TIMED, _WATCHED = 10, 8  # decode steps, one after the other
 _DRY_TIMED = _DRY_WATCHED = 1
-_DRY_LIMITS = DATA_SHEETS["H100 SXM"]  # where nothing is measured
+_DRY_LIMITS = DEVICES["H100 SXM"]  # where nothing is measured
 Record = dict[str, Any]
 
 
@@ -109,7 +110,7 @@ def _explained(machine: Machine, kernels: Kernels | None, size: Size, case: str)
         bench.bring_adapters(num_adapters)
         served = bench.serve(num_adapters, profile)
         step_s = None if machine.is_dry else statistics.median(served.steps_s[:timed])
-        limits: DeviceLimits = machine.limits or _DRY_LIMITS
+        limits: Device = machine.limits or _DRY_LIMITS
         kernels_seen = profile.kernels()
         lines = explained(bench.floor(num_adapters, limits), step_s, kernels_seen)
         what = f"{case}, {num_adapters} adapters"

@@ -18,10 +18,11 @@ from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.packing.packing import PAGE_DTYPES
 from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.gpu.machine import Machine
-from motet.benchmarks.gpu.roofline import DecodeStep, DeviceLimits, Floor, roofline
+from motet.benchmarks.gpu.roofline import DecodeStep, Floor, roofline
 from motet.kernels.backend import Kernels
 from motet.workers.copies.adapter_loader import AdapterLoader
 from motet.workers.copies.page_mover import PageMover
+from motet.workers.costs.devices import Device
 from motet.workers.engine import Engine
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.execution.feeding_executor import FeedingExecutor
@@ -202,7 +203,7 @@ class Bench:
         self._size, self._num_rounds = size, 0
         self.weights_in_float8 = kernels.float8 is not None
 
-    def floor(self, num_adapters: int, limits: DeviceLimits) -> Floor:
+    def floor(self, num_adapters: int, limits: Device) -> Floor:
         """Of a decode step of all sequences, halfway through `serve`."""
         size, newest = self._size, self._size.num_steps // 2
         element_bytes = 2 if self._layout.dtype == "bfloat16" else 4

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from motet.benchmarks.gpu.roofline import DeviceLimits
+from motet.workers.costs.devices import Device
 
 _REPLAYS = 20
 
@@ -36,11 +36,14 @@ class Machine:
         return Machine(device, torch.bfloat16, False, *limits)
 
     @property
-    def limits(self) -> DeviceLimits | None:
+    def limits(self) -> Device | None:
         """What was measured, for a `roofline`; None: nothing was."""
         if self.copied_bytes_per_s is None or self.matrix_flops_per_s is None or self.launch_s is None:
             return None
-        return DeviceLimits("measured", self.copied_bytes_per_s, self.matrix_flops_per_s, self.launch_s)
+        memory_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        return Device(
+            "measured", self.matrix_flops_per_s, self.copied_bytes_per_s, memory_bytes, launch_s=self.launch_s
+        )
 
     def floor_s(self, num_bytes: float, flops: float = 0.0) -> float | None:
         """The least time possible: bytes over copy bandwidth or operations over matrix rate, whichever is more."""

@@ -17,28 +17,14 @@ from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     from run import make_importable  # type: ignore[import-not-found]  # it makes motet importable
+
+    _LINK = tempfile.TemporaryDirectory(prefix="motet-bench-")
+    make_importable(Path(_LINK.name))
+from motet.workers.costs.devices import DEVICES, Device
+from motet.workers.costs.operations import Batch, Formats, step_operations
+
 if TYPE_CHECKING:
     from motet.workers.models.config import ModelConfig
-
-LAUNCH_S = 1e-6  # an assumption, not measured: between two kernels of a CUDA graph on Hopper
-
-
-@dataclass(frozen=True)
-class DeviceLimits:
-    name: str
-    bytes_per_s: float  # of the device's memory
-    flops_per_s: float  # of dense bfloat16 matrix products
-    launch_s: float = LAUNCH_S  # from one kernel of a CUDA graph to the next
-
-
-# What NVIDIA's data sheets state: nothing reaches it. A large copy reaches nine tenths of the bandwidth or a little
-# more, so that floors by a measured copy (`Machine.find`) are higher by as much.
-DATA_SHEETS = {
-    "A100 SXM 80GB": DeviceLimits("A100 SXM 80GB", 2.039e12, 312e12),
-    "H100 PCIe": DeviceLimits("H100 PCIe", 2.0e12, 756e12),
-    "H100 SXM": DeviceLimits("H100 SXM", 3.35e12, 989e12),
-    "H200": DeviceLimits("H200", 4.8e12, 989e12),
-}
 
 # Of a layer: two norms, four products, rotary embedding with the write of KV, attention and its combination of splits,
 # the activation. An adapter adds a shrink and an expand for each of the four products.
@@ -81,37 +67,29 @@ class Floor:
         return sum(component.num_bytes for component in self.components)
 
 
-def roofline(model: ModelConfig, step: DecodeStep, limits: DeviceLimits) -> Floor:
+def roofline(model: ModelConfig, step: DecodeStep, limits: Device) -> Floor:
     """The floor of a decode step on one device. Raises ValueError for a model with experts.
 
     Which experts a batch takes decides what is read, and no batch says so before it runs.
     """
     if model.experts is not None:
         raise ValueError("a model with experts has no floor that is known before a batch chooses its experts")
-    sides = model.shape.modules.values()
-    linears = model.num_layers * sum(num_in * num_out for num_in, num_out in sides)
-    head = model.vocab_size * model.hidden_size  # of the embedding only the batch's rows are read
-    weights_bytes = (linears + head) * step.element_bytes
-    products_s = 2 * len(step.contexts) * (linears + head) / limits.flops_per_s
-    if step.weights_in_float8:  # with a scale in float32 for each output, and products at twice the rate
-        scales = model.num_layers * sum(num_out for _, num_out in sides)
-        weights_bytes = linears + 4 * scales + head * step.element_bytes
-        products_s = 2 * len(step.contexts) * (linears / 2 + head) / limits.flops_per_s
-    token = 2 * model.num_kv_heads * model.head_dim * step.element_bytes  # keys and values of a layer
-    if step.kv_in_float8:  # with a scale in float32 for each of them
-        token = 2 * model.num_kv_heads * (model.head_dim + 4)
-    kv = token * sum(min(context, window or context) for window in model.sliding_windows for context in step.contexts)
-    adapter = model.num_layers * step.rank * sum(num_in + num_out for num_in, num_out in sides)
+    batch = Batch(step.contexts, num_adapters=step.num_adapters, rank=step.rank)
+    formats = Formats(step.element_bytes, step.weights_in_float8, step.kv_in_float8)
+    operations = {operation.name: operation for operation in step_operations(model, batch, formats=formats)}
 
-    def read(name: str, num_bytes: int, at_least_s: float = 0.0) -> Component:
-        return Component(name, num_bytes, max(num_bytes / limits.bytes_per_s, at_least_s))
+    def read(name: str, *parts: str) -> Component:
+        """What a layer hands on is not counted; products take their time, too."""
+        read_bytes = int(sum(operations[part].read_bytes for part in parts))
+        products_s = sum(operations[part].times_s(limits)[0] for part in parts) if name == "weights" else 0.0
+        return Component(name, read_bytes, max(read_bytes / limits.bytes_per_s, products_s))
 
     launches = num_launches(model, step.num_adapters > 0, step.weights_in_float8)
     return Floor(
         (
-            read("weights", weights_bytes, products_s),
-            read("KV", kv),
-            read("adapters", step.num_adapters * adapter * step.element_bytes),
+            read("weights", "KQV", "O", "UG", "D", "head"),
+            read("KV", "decode attention"),
+            read("adapters", *(["LoRA"] if step.num_adapters else [])),
             Component("launches", 0, launches * limits.launch_s),
         )
     )
@@ -190,7 +168,7 @@ def table(lines: Sequence[Line], step_s: float | None = None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The floor of a decode step of Llama-3-8B in bfloat16.")
-    parser.add_argument("--device", choices=DATA_SHEETS, default="H100 SXM", help="whose data sheet is taken")
+    parser.add_argument("--device", choices=DEVICES, default="H100 SXM", help="whose data sheet is taken")
     parser.add_argument("--batch", type=int, default=64, help="sequences")
     parser.add_argument("--context", type=int, default=1024, help="tokens of each of them")
     parser.add_argument("--adapters", type=int, default=64, help="different ones in the batch")
@@ -198,17 +176,15 @@ def main() -> None:
     parser.add_argument("--weights-dtype", choices=("dtype", "float8"), default="dtype", help="of the layers' linears")
     parser.add_argument("--kv-dtype", choices=("dtype", "float8"), default="dtype")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
-        make_importable(Path(folder))
-        from motet.benchmarks.gpu.engine_bench import FULL_SIZE, model_of
+    from motet.benchmarks.gpu.engine_bench import FULL_SIZE, model_of
 
-        contexts = (arguments.context,) * arguments.batch
-        in_float8 = {
-            "weights_in_float8": arguments.weights_dtype == "float8",
-            "kv_in_float8": arguments.kv_dtype == "float8",
-        }
-        step = DecodeStep(contexts, arguments.adapters, arguments.rank, **in_float8)
-        floor = roofline(model_of(FULL_SIZE), step, DATA_SHEETS[arguments.device])
+    contexts = (arguments.context,) * arguments.batch
+    in_float8 = {
+        "weights_in_float8": arguments.weights_dtype == "float8",
+        "kv_in_float8": arguments.kv_dtype == "float8",
+    }
+    step = DecodeStep(contexts, arguments.adapters, arguments.rank, **in_float8)
+    floor = roofline(model_of(FULL_SIZE), step, DEVICES[arguments.device])
     print(table(explained(floor, None, ())))
     gigabytes = ", ".join(f"{part.name} {part.num_bytes / 1e9:.2f} GB" for part in floor.components if part.num_bytes)
     print(f"\n{arguments.device}, from data sheets: {gigabytes}")

@@ -23,6 +23,7 @@ from ..client_commands.user_commands import users
 from ..client_commands.version_commands import aliases, canary, versions
 from .chat import Chat
 from .check_command import check
+from .costs_command import costs
 from .doctor_command import doctor
 from .edge_command import edge_program
 from .scale_command import scale
@@ -79,6 +80,7 @@ for _command in (
     serve,
     check,
     scale,
+    costs,
     doctor,
     edge_program,
     adapters,

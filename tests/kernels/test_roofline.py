@@ -8,7 +8,6 @@ import pytest
 
 from motet.benchmarks.gpu.engine_bench import FULL_SIZE, model_of
 from motet.benchmarks.gpu.roofline import (
-    DATA_SHEETS,
     OTHER_KERNELS,
     DecodeStep,
     KernelTime,
@@ -18,9 +17,10 @@ from motet.benchmarks.gpu.roofline import (
     roofline,
     table,
 )
+from motet.workers.costs.devices import DEVICES
 
 LLAMA = model_of(FULL_SIZE)
-H100 = DATA_SHEETS["H100 SXM"]
+H100 = DEVICES["H100 SXM"]
 STEP = DecodeStep((1024,) * 64, num_adapters=64, rank=16)
 
 

@@ -1,0 +1,222 @@
+"""What the operations of a step need: floating-point operations, bytes of memory and bytes of network.
+
+All numbers are of the whole gang. Products, attention and collectives are counted; norms, rotary embeddings and
+activations are not, as they run where their inputs are. The names are NanoFlow's (arXiv 2408.12757, table 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...adapters.adapter import EXPERT_MODULES
+from ..models.config import ModelConfig
+from .devices import Device
+
+_ROW_PARALLEL = ("o_proj", "down_proj", EXPERT_MODULES[2])  # cut along their inputs, the others along their outputs
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt tokens of one sequence that a step computes."""
+
+    start: int  # tokens before them
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.num_tokens < 1:
+            raise ValueError(f"{self}: a chunk has one token at least, and none before the first")
+
+    def num_pairs(self, window: int | None) -> int:
+        """Pairs of a token and one that it sees, itself included."""
+        stop = self.start + self.num_tokens
+        return _triangle(stop, window) - _triangle(self.start, window)
+
+    def num_seen(self, window: int | None) -> int:
+        """Tokens that at least one of its own sees."""
+        return min(self.start + self.num_tokens, (window or self.start + 1) - 1 + self.num_tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step computes. Its rows are shared out evenly to `num_adapters` different adapters; 0: to the base."""
+
+    contexts: tuple[int, ...] = ()  # of each sequence that decodes: tokens that it sees, its new one included
+    chunks: tuple[Chunk, ...] = ()
+    num_adapters: int = 0
+    rank: int = 16  # of the adapters, on all their modules
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.contexts) + sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows that choose a token, if each chunk ends its prompt."""
+        return len(self.contexts) + len(self.chunks)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How weights and KV are held. In eight bits each output or head has a scale in float32."""
+
+    element_bytes: int = 2
+    weights_in_float8: bool = False  # those of attention and of dense MLPs
+    kv_in_float8: bool = False
+
+    def kv_bytes(self, model: ModelConfig) -> int:
+        """Of a token in one layer."""
+        head = model.head_dim + 4 if self.kv_in_float8 else model.head_dim * self.element_bytes
+        return 2 * model.num_kv_heads * head
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of all layers. An input counts once, though each worker of a gang reads it whole."""
+
+    name: str
+    flops: float
+    read_bytes: float  # of weights, KV or adapters
+    activation_bytes: float = 0.0  # inputs and outputs; a cache may hold them
+    network_bytes: float = 0.0  # that all workers send
+    flops_rate: float = 1.0  # over that of 16-bit products
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.read_bytes + self.activation_bytes
+
+    def times_s(self, device: Device, degree: int = 1) -> tuple[float, float, float]:
+        """By compute, memory and network, each as if it alone limited the gang."""
+        if self.network_bytes and device.network_bytes_per_s is None:
+            raise ValueError(f"the network of {device.name} is not known: only a degree of 1 can be computed")
+        return (
+            self.flops / (self.flops_rate * device.flops_per_s * degree),
+            self.memory_bytes / (device.bytes_per_s * degree),
+            self.network_bytes / ((device.network_bytes_per_s or 1.0) * degree),
+        )
+
+    def seconds(self, device: Device, degree: int = 1) -> float:
+        """The least time on a gang of so many devices."""
+        return max(self.times_s(device, degree))
+
+
+def step_operations(
+    model: ModelConfig, batch: Batch, degree: int = 1, formats: Formats | None = None
+) -> tuple[Operation, ...]:
+    """The operations of one step, without those that have nothing to do.
+
+    Which experts a batch takes is known only when it runs: their number is the expected one if each row chooses evenly.
+    """
+    if degree < 1:
+        raise ValueError(f"degree {degree}: a gang has one worker at least")
+    if batch.num_rows == 0:
+        return ()
+    parts = _Parts(model, batch, degree, formats or Formats())
+    found = (*parts.linears(), *parts.experts(), *parts.attention(), *parts.adapters(), *parts.collectives())
+    return tuple(operation for operation in found if operation.flops or operation.memory_bytes)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    model: ModelConfig
+    batch: Batch
+    degree: int
+    formats: Formats
+
+    @property
+    def _kv_copies(self) -> int:
+        """Workers that outnumber the KV heads hold the same ones."""
+        return max(1, self.degree // self.model.num_kv_heads)
+
+    def linears(self) -> Iterator[Operation]:
+        model, rows = self.model, self.batch.num_rows
+        hidden, query, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+        kv *= self._kv_copies
+        num_dense = model.num_layers - (0 if model.experts is None else sum(model.experts.layers))
+        yield self._linear("KQV", model.num_layers, hidden, query + 2 * kv)
+        yield self._linear("O", model.num_layers, query, hidden)
+        yield self._linear("UG", num_dense, hidden, 2 * model.intermediate_size)
+        yield self._linear("D", num_dense, model.intermediate_size, hidden)
+        head, logits = model.vocab_size * hidden, self.batch.num_logits
+        size, others = self.formats.element_bytes, self.degree - 1
+        gathered = logits * -(-model.vocab_size // self.degree) * self.degree * others * size
+        between = logits * (hidden + model.vocab_size) * size
+        yield Operation("head", 2 * logits * head, head * size, between, gathered)
+        yield Operation("embedding", 0, 0, 2 * rows * hidden * size, 2 * others * rows * hidden * size)
+
+    def _linear(self, name: str, num_layers: int, num_in: int, num_out: int) -> Operation:
+        rows, formats = self.batch.num_rows, self.formats
+        weights = num_layers * num_in * num_out
+        read = weights + 4 * num_layers * num_out if formats.weights_in_float8 else weights * formats.element_bytes
+        between = num_layers * rows * (num_in + num_out) * formats.element_bytes
+        rate = 2.0 if formats.weights_in_float8 else 1.0
+        return Operation(name, 2.0 * rows * weights, read, between, flops_rate=rate)
+
+    def experts(self) -> Iterator[Operation]:
+        model, rows, size = self.model, self.batch.num_rows, self.formats.element_bytes
+        if (experts := model.experts) is None:
+            return
+        layers, hidden, width = sum(experts.layers), model.hidden_size, experts.intermediate_size
+        router, expert = hidden * experts.num_experts, 3 * hidden * width
+        shared = experts.shared_intermediate_size or 0
+        always = router + 3 * hidden * shared + (hidden if shared else 0)  # the shared expert has a gate of its own
+        weights = always + self._num_chosen(rows) * expert
+        flops = 2 * rows * (always + experts.top_k * expert)
+        between = rows * (experts.num_experts + experts.top_k * (2 * hidden + 3 * width) + 3 * shared + 2 * hidden)
+        yield Operation("experts", layers * flops, layers * weights * size, layers * between * size)
+
+    def _num_chosen(self, num_rows: float) -> float:
+        """Experts that at least one of so many rows is expected to choose in a layer."""
+        experts = self.model.experts
+        assert experts is not None
+        missed = float((1 - experts.top_k / experts.num_experts) ** num_rows)  # the chance that no row chooses one
+        return experts.num_experts * (1 - missed)
+
+    def attention(self) -> Iterator[Operation]:
+        model, batch = self.model, self.batch
+        windows, query = model.sliding_windows, model.num_heads * model.head_dim
+        decoded = [min(context, window or context) for window in windows for context in batch.contexts]
+        yield self._attention("decode attention", sum(decoded), sum(decoded), len(batch.contexts) * query)
+        pairs = sum(chunk.num_pairs(window) for window in windows for chunk in batch.chunks)
+        seen = sum(chunk.num_seen(window) for window in windows for chunk in batch.chunks)
+        num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
+        yield self._attention("prefill attention", pairs, seen, num_tokens * query)
+
+    def _attention(self, name: str, num_pairs: int, num_seen: int, num_queries: int) -> Operation:
+        """`num_queries`: elements of a layer's queries, of which there are as many results."""
+        model, formats = self.model, self.formats
+        between = 2 * model.num_layers * num_queries * formats.element_bytes
+        flops = 4.0 * num_pairs * model.num_heads * model.head_dim  # of scores, and of weighted values
+        return Operation(name, flops, self._kv_copies * num_seen * formats.kv_bytes(model), between)
+
+    def adapters(self) -> Iterator[Operation]:
+        """An adapter's matrix on the side that is not cut is on every worker, and computed there."""
+        model, batch, size = self.model, self.batch, self.formats.element_bytes
+        if not batch.num_adapters:
+            return
+        flops = read = between = 0.0
+        for module, (num_in, num_out) in model.shape.modules.items():
+            cut_in = module in _ROW_PARALLEL
+            num_out *= self._kv_copies if module in ("k_proj", "v_proj") else 1
+            sides = num_in * (1 if cut_in else self.degree) + num_out * (self.degree if cut_in else 1)
+            num_layers, rows, num_adapters = model.num_layers, float(batch.num_rows), float(batch.num_adapters)
+            if module in EXPERT_MODULES:
+                assert model.experts is not None
+                num_adapters *= self._num_chosen(rows / num_adapters)
+                num_layers, rows = sum(model.experts.layers), rows * model.experts.top_k
+            flops += 2 * num_layers * rows * batch.rank * sides
+            read += num_layers * num_adapters * batch.rank * sides * size
+            between += num_layers * rows * (num_in + 2 * batch.rank + 2 * num_out) * size
+        yield Operation("LoRA", flops, read, between)
+
+    def collectives(self) -> Iterator[Operation]:
+        """Two all-reduces a layer, over a ring: each element is sent twice by all workers but one, and added once."""
+        added = 2 * self.model.num_layers * (self.degree - 1) * self.batch.num_rows * self.model.hidden_size
+        sent = 2 * added * self.formats.element_bytes
+        yield Operation("communication", added, 0, sent, sent)
+
+
+def _triangle(num_tokens: int, window: int | None) -> int:
+    """Pairs of one of the first tokens and one that it sees."""
+    full = min(num_tokens, window or num_tokens)
+    return full * (full + 1) // 2 + (num_tokens - full) * full
