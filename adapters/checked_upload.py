@@ -85,7 +85,7 @@ async def _ask(process: ChildProcess, cpu_s: float, *frames: bytes) -> Found:
     try:
         answer = await process.ask(frames, lambda found: msgspec.msgpack.decode(found[0], type=Answer))
     except ChildEnded as error:
-        if error.status == -signal.SIGXCPU:
+        if error.status == -signal.SIGPROF:
             raise AdapterInvalid(f"this adapter takes more than {cpu_s:.0f} s of CPU to check or to pack") from error
         _log.warning("an upload could not be checked: %s", error)
         raise UploadUnchecked("the process that checks uploads has ended: try again") from error

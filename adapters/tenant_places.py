@@ -8,6 +8,12 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Place:
+    rest_s: float = 0.0  # after it, for so long its tenant gets no other for it: set by who holds it
 
 
 class TenantPlaces:
@@ -21,17 +27,17 @@ class TenantPlaces:
     def __init__(self, num_places: int, most_each: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_free, self._most_each, self._clock = num_places, most_each, clock
         self._waiting: dict[str, deque[tuple[int, asyncio.Future[float]]]] = {}  # with the number of its arrival
-        self._holders: Counter[str] = Counter()  # places of each tenant that has any
+        self._holders: Counter[str] = Counter()  # places of each tenant that has any, or rests after them
         self._arrivals = itertools.count()
         self._begun_s = 0.0  # virtual time: of the newest place that was given
         self._ended_s: dict[str, float] = {}  # until when a tenant has held places, where that is later
 
     def num_here(self, tenant: str) -> int:
-        """How many have a place or wait for one."""
+        """How many have a place, rest after it, or wait for one."""
         return self._holders[tenant] + len(self._waiting.get(tenant, ()))
 
     @asynccontextmanager
-    async def of(self, tenant: str) -> AsyncIterator[None]:
+    async def of(self, tenant: str) -> AsyncIterator[Place]:
         turn: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append((next(self._arrivals), turn))
         self._give()
@@ -39,15 +45,15 @@ class TenantPlaces:
             begun_s = await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._end(tenant, turn.result(), 0.0)
+                self._end(tenant, turn.result(), 0.0, 0.0)
             else:
                 self._leave(tenant, turn)
             raise
-        began_at = self._clock()
+        began_at, place = self._clock(), Place()
         try:
-            yield
+            yield place
         finally:
-            self._end(tenant, begun_s, self._clock() - began_at)
+            self._end(tenant, begun_s, self._clock() - began_at, place.rest_s)
 
     def _begins_s(self, tenant: str) -> float:
         """When the tenant's next place begins, in virtual time."""
@@ -68,14 +74,22 @@ class TenantPlaces:
     def _with_a_turn(self) -> list[str]:
         return [tenant for tenant in self._waiting if self._holders[tenant] < self._most_each]
 
-    def _end(self, tenant: str, begun_s: float, held_s: float) -> None:
+    def _end(self, tenant: str, begun_s: float, held_s: float, rest_s: float) -> None:
         # What it held at the same time adds up.
         self._ended_s[tenant] = max(begun_s, self._ended_s.get(tenant, 0.0)) + held_s
         self._ended_s = {one: ended_s for one, ended_s in self._ended_s.items() if ended_s > self._begun_s}
+        self._num_free += 1
+        if rest_s > 0:
+            asyncio.get_running_loop().call_later(rest_s, self._end_rest, tenant)
+            self._give()
+        else:
+            self._end_rest(tenant)
+
+    def _end_rest(self, tenant: str) -> None:
+        """It may have one more place from now on."""
         self._holders[tenant] -= 1
         if not self._holders[tenant]:
             del self._holders[tenant]
-        self._num_free += 1
         self._give()
 
     def _leave(self, tenant: str, turn: asyncio.Future[float]) -> None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
-from motet.benchmarks.hostile_parts.grammars import grammars
+from motet.benchmarks.hostile_parts.grammars import grammars, refusals
 from motet.benchmarks.hostile_parts.keyless import health, keyless, unknown_keys
 from motet.benchmarks.hostile_parts.uploads import refused_uploads, slow_expressions
 
@@ -24,6 +24,7 @@ PARTS: Final[Mapping[str, Part]] = {
     "health": health,
     "unknown-keys": unknown_keys,
     "grammars": grammars,
+    "refusals": refusals,
 }
 
 

@@ -30,7 +30,6 @@ class RowChoice:
     bias: Mapping[int, float]  # is added to the logits of these tokens; minus infinity: it may not be chosen
     num_logprobs: int | None  # of this many likeliest tokens beside the chosen one; None: no log-probabilities at all
     mask: bytes | None = None  # a bit for each token, the lowest first, in int32 words: 0 is never chosen
-    allowed: Sequence[int] = ()  # tokens beside which none may be chosen; empty: all may
 
 
 class Chosen(NamedTuple):
@@ -68,7 +67,7 @@ class ChoicesUnderWay:
         groups = _groups(choices, logits.shape[1])
         self._logprobs: torch.Tensor | None = None
         drawn: list[_Drawn] = []
-        shaped = any(c.penalty is not None or c.bias or c.mask or c.allowed for c in choices)
+        shaped = any(c.penalty is not None or c.bias or c.mask for c in choices)
         if reported or groups or shaped:
             reported_rows, drawn, shaping = _on_device(logits.device, reported, groups, choices)
             if reported:
@@ -139,13 +138,11 @@ def _may_need_more(draw: Draw | None, vocab_size: int) -> bool:
 
 @dataclass(frozen=True)
 class _Shaping:
-    """Penalties, allowed tokens and biases, one entry for each token of each row that has any."""
+    """Penalties, biases and masks, one entry for each token of each row that has any."""
 
     factors: torch.Tensor  # [num_penalised, 4] float64: row, repetition, presence, frequency
     lengths: torch.Tensor  # [num_penalised] int64, entries of each
     bias_at: torch.Tensor  # [2, num_biased] int64: rows and tokens
-    limited: torch.Tensor  # [num_limited] int64: rows of which only some tokens are allowed
-    allowed_at: torch.Tensor  # [2, num_allowed] int64: rows and tokens
     bias: torch.Tensor  # [num_biased] float32
     masked: torch.Tensor  # [num_masked] int64: rows
     masks: torch.Tensor  # [num_masked, num_words] int32
@@ -157,7 +154,6 @@ def _on_device(
 ) -> tuple[torch.Tensor, list[_Drawn], _Shaping]:
     """Everything that the device needs, in one copy."""
     penalties = [(row, c.penalty) for row, c in enumerate(choices) if c.penalty is not None and c.penalty.token_ids]
-    allowed = [(row, token) for row, c in enumerate(choices) for token in c.allowed]
     biases = [(row, token, value) for row, c in enumerate(choices) for token, value in c.bias.items()]
     drawn_rows = list(chain.from_iterable(rows for rows, _ in groups))
     draws = [choices[row].draw for row in drawn_rows]
@@ -175,25 +171,23 @@ def _on_device(
         torch.tensor([*reported, *drawn_rows, *masked], dtype=torch.int64),
         torch.tensor([len(p.token_ids) for _, p in penalties], dtype=torch.int64),
         torch.tensor([[row for row, _, _ in biases], [token for _, token, _ in biases]], dtype=torch.int64),
-        torch.tensor([row for row, c in enumerate(choices) if c.allowed], dtype=torch.int64),
-        torch.tensor([[row for row, _ in allowed], [token for _, token in allowed]], dtype=torch.int64),
         torch.tensor([value for _, _, value in biases], dtype=torch.float32),
         torch.cat([torch.empty(0, dtype=torch.int32), *counted]).view(2, -1),
         words[: 0 if not masked else None].view(len(masked), -1 if masked else 0),
     )
-    of_draws, factors, rows, lengths, bias_at, limited, allowed_at, bias, penalised, masks = on_device
+    of_draws, factors, rows, lengths, bias_at, bias, penalised, masks = on_device
     drawn, at = [], 0
     for group, count in groups:
         part = slice(at, at + len(group))
         drawn.append(_Drawn(rows[len(reported) :][part], of_draws[:, part].unsqueeze(2), count))
         at += len(group)
     of_masks = rows[len(reported) + len(drawn_rows) :]
-    shaping = _Shaping(factors, lengths, bias_at, limited, allowed_at, bias, of_masks, masks, penalised)
+    shaping = _Shaping(factors, lengths, bias_at, bias, of_masks, masks, penalised)
     return rows[: len(reported)], drawn, shaping
 
 
 def _shape(logits: torch.Tensor, shaping: _Shaping) -> None:
-    """Penalties, then what is allowed, then biases, then masks. No token of a row has two entries."""
+    """Penalties, then biases, then masks. No token of a row has two entries."""
     if len(shaping.lengths):
         token, count = shaping.penalised
         entries = shaping.factors.repeat_interleave(shaping.lengths, 0, output_size=len(token))
@@ -202,11 +196,6 @@ def _shape(logits: torch.Tensor, shaping: _Shaping) -> None:
         taken = torch.where(count > 0, presence + frequency * count, 0.0).float()
         values = logits[at]
         logits[at] = torch.where(values > 0, values / repetition, values * repetition) - taken
-    if len(shaping.limited):
-        at = (shaping.allowed_at[0], shaping.allowed_at[1])
-        values = logits[at]
-        logits.index_fill_(0, shaping.limited, -torch.inf)
-        logits[at] = values
     if len(shaping.bias):
         at = (shaping.bias_at[0], shaping.bias_at[1])
         logits[at] = logits[at] + shaping.bias
@@ -269,7 +258,7 @@ def _draw_from_all(
     vocab_size = logits.shape[1]
     most = max(_MOST_BYTES // (8 * vocab_size), 1)
     groups = [(lacking[at : at + most], vocab_size) for at in range(0, len(lacking), most)]
-    alone = [replace(choice, penalty=None, bias={}, mask=None, allowed=()) for choice in choices]  # they are shaped
+    alone = [replace(choice, penalty=None, bias={}, mask=None) for choice in choices]  # they are shaped
     places = [reported.index(row) if row in reported else 0 for row in lacking]
     at, drawn, _ = _on_device(logits.device, places, groups, alone)
     tokens = torch.cat([_draw(logits, group) for group in drawn])

@@ -3,53 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import threading
-from collections import Counter
-from collections.abc import Iterator
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
-import httpx
-
-from motet.tests.rigs.hostile_grammars import hostile_grammars
-from motet.tests.rigs.running_motet import BASE, RunningMotet
+from motet.benchmarks.rigs import form_attack
+from motet.tests.rigs.neighbour import KEY_VARIABLE
+from motet.tests.rigs.running_motet import KEYS, RunningMotet
 
 from .beside_attack import beside_attack
 
 TENANT = "globex"
-NUM_AT_ONCE = 4
-_SALTS = itertools.count()  # of forms, so that none is known from before
-_MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 async def grammars(seconds: float) -> dict[str, float]:
     """`grammars_p99_ratio`: of a neighbour's first tokens at a `motet serve`, router and gang."""
-    return await asyncio.to_thread(beside_attack, "grammars", seconds, _attack)
+    return await asyncio.to_thread(beside_attack, "grammars", seconds, partial(_attack, "forms"))
+
+
+async def refusals(seconds: float) -> dict[str, float]:
+    """`refusals_p99_ratio`: beside as many clients, whose requests are ordinary, small and refused."""
+    return await asyncio.to_thread(beside_attack, "refusals", seconds, partial(_attack, "refused"))
 
 
 @contextmanager
-def _attack(motet: RunningMotet) -> Iterator[Counter[str]]:
-    statuses, is_over = Counter[str](), threading.Event()
-    threads = [threading.Thread(target=_ask, args=(motet, statuses, is_over)) for _ in range(NUM_AT_ONCE)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield statuses
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
-
-
-def _ask(motet: RunningMotet, statuses: Counter[str], is_over: threading.Event) -> None:
-    with motet.http(TENANT) as client:
-        for salt in _SALTS:
-            for wanted in hostile_grammars(salt):
-                if is_over.is_set():
-                    return
-                body = {"model": BASE, "messages": _MESSAGES, "max_tokens": 8}
-                body["structured_outputs"] = {wanted.form: wanted.value}
-                try:
-                    statuses[str(client.post("/v1/chat/completions", json=body).status_code)] += 1
-                except httpx.HTTPError as error:
-                    statuses[type(error).__name__] += 1
+def _attack(kind: str, motet: RunningMotet) -> Iterator[Mapping[str, int]]:
+    statuses = dict[str, int]()
+    command = [sys.executable, "-m", form_attack.__name__, motet.url.rpartition(":")[2], kind]
+    environment = os.environ | {KEY_VARIABLE: KEYS[TENANT]}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as attackers:
+        assert attackers.stdout is not None
+        assert attackers.stdout.readline() == "attacking\n"
+        try:
+            yield statuses
+        finally:
+            said, _ = attackers.communicate()
+            statuses |= json.loads(said)

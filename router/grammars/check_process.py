@@ -18,17 +18,17 @@ from typing import IO, Final
 import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from ...adapters.processes.process_bounds import bound_cpu, bound_memory, bound_stack, yield_to_others
+from ...adapters.processes.process_bounds import bound_cpu, bound_memory, bound_stack, yield_to_others, yield_wholly
 from ...adapters.processes.process_frames import NOT_LAST, read_frames, write_frames
+from ...workers.wire.grammar_limits import GRAMMAR_LIMITS
 from .lark_text import lark_text
 from .wanted_grammar import WantedGrammar
 
 NICENESS: Final = 5  # they yield to all other work
-QUICK_S: Final = 0.05  # what takes longer yields to those that do not
-COSTLY_NICENESS: Final = 19
+QUICK_S: Final = 0.05  # what takes longer has only what would idle
 MAX_GRAMMAR_BYTES: Final = 128 << 10
 CPU_S: Final = 1.0  # for one grammar: some milliseconds are usual, and of 128 KiB some take 0.2 s
-MOST_BYTES: Final = 512 << 20  # of memory
+MOST_BYTES: Final = 256 << 20  # of memory
 STACK_BYTES: Final = 1 << 20
 NUM_TRIED_BYTES: Final = 16  # that are generated, as some grammars show only then what they take
 
@@ -83,7 +83,7 @@ class GrammarTrial:
     def problem(self, grammar: str, vocab_size: int) -> str:
         """What is wrong with the grammar; empty: nothing."""
         self.prepare(vocab_size)
-        matcher = LLMatcher(self._tokenizers[vocab_size], grammar, log_level=0)
+        matcher = LLMatcher(self._tokenizers[vocab_size], grammar, log_level=0, limits=GRAMMAR_LIMITS)
         for _ in range(NUM_TRIED_BYTES):
             if matcher.is_error() or matcher.is_stopped():
                 break
@@ -131,8 +131,8 @@ def _verdict(trial: GrammarTrial, question: Question, wanted: bytes) -> Verdict:
     return Verdict(problem=problem) if problem else Verdict(lark)
 
 
-def _answer(trial: GrammarTrial, question: Question, wanted: bytes) -> bytes:
-    """The verdict, by a process that the grammar may end."""
+def _answer(trial: GrammarTrial, question: Question, wanted: bytes) -> list[bytes]:
+    """The verdict, by a process that the grammar may end, and the seconds of CPU that it took."""
     source, sink = os.pipe()
     child = os.fork()
     if not child:
@@ -153,10 +153,10 @@ def _answer(trial: GrammarTrial, question: Question, wanted: bytes) -> bytes:
     with os.fdopen(source, "rb") as pipe:
         is_quick, _, _ = select.select([pipe], [], [], QUICK_S)
         if not is_quick:
-            os.setpriority(os.PRIO_PROCESS, child, COSTLY_NICENESS)
+            yield_wholly(child)
         verdict = pipe.read()
-    _, status = os.waitpid(child, 0)
-    return _TOO_MUCH if status else verdict
+    _, status, used = os.wait4(child, 0)
+    return [_TOO_MUCH if status else verdict, b"%f" % (used.ru_utime + used.ru_stime)]
 
 
 def main(source: IO[bytes], sink: IO[bytes]) -> None:
@@ -166,7 +166,7 @@ def main(source: IO[bytes], sink: IO[bytes]) -> None:
     while frames := read_frames(source):
         question, wanted = decoder.decode(frames[0]), frames[1]
         trial.prepare(question.vocab_size)
-        write_frames(sink, [NOT_LAST, _answer(trial, question, wanted)])
+        write_frames(sink, [NOT_LAST, *_answer(trial, question, wanted)])
 
 
 if __name__ == "__main__":

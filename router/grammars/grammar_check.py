@@ -15,12 +15,15 @@ from ...adapters.processes.child_processes import ChildProcesses
 from ...adapters.tenant_places import TenantPlaces
 from ..openai_api.errors import RETRY_AFTER_S, ApiError, invalid_value, unavailable
 from .check_process import MAX_GRAMMAR_BYTES, Question, Verdict
+from .cpu_shares import CpuShares
 from .known_grammars import KnownGrammars
 from .wanted_grammar import WantedGrammar
 
 NUM_PROCESSES: Final = 2  # of which a tenant has one
 DEADLINE_S: Final = 30.0  # for one grammar, on a machine that is busy: its CPU is bounded more closely
 MAX_WAITING: Final = 64  # grammars of a tenant
+CPU_SHARE: Final = 0.2  # of one processor, for a tenant
+CPU_BURST_S: Final = 1.0  # beside it: some 70 schemas of 20 KB
 
 _MODULE: Final = "motet.router.grammars.check_process"
 _log = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ class GrammarCheck:
         self._special_ids = dict(special_ids)
         self._processes = ChildProcesses(_MODULE, NUM_PROCESSES, DEADLINE_S)
         self._places = TenantPlaces(NUM_PROCESSES)
+        self._shares = CpuShares(CPU_SHARE, CPU_BURST_S)
         self._trials: dict[tuple[str, bytes], asyncio.Task[Verdict]] = {}  # by tenant and digest
         self.known = KnownGrammars()
 
@@ -80,18 +84,23 @@ class GrammarCheck:
             task.exception()  # nobody may be left to see it
 
     async def _verdict(self, tenant: str, digest: bytes, data: bytes, vocab_size: int) -> Verdict:
-        async with self._places.of(tenant):
-            verdict = await self._asked(data, vocab_size)
+        async with self._places.of(tenant) as place:
+            verdict, cpu_s = await self._asked(data, vocab_size)
+            place.rest_s = self._shares.rest_s(tenant, cpu_s)
         self.known.put(tenant, digest, verdict)
         return verdict
 
-    async def _asked(self, data: bytes, vocab_size: int) -> Verdict:
+    async def _asked(self, data: bytes, vocab_size: int) -> tuple[Verdict, float]:
+        """The verdict, and the seconds of CPU that it took."""
+
+        def read(frames: list[bytes]) -> tuple[Verdict, float]:
+            verdict, cpu_s = frames
+            return msgspec.msgpack.decode(verdict, type=Verdict), float(cpu_s)
+
         question = msgspec.msgpack.encode(Question(vocab_size, self._special_ids))
         try:
             async with self._processes.process() as process:
-                return await process.ask(
-                    [question, data], lambda frames: msgspec.msgpack.decode(frames[0], type=Verdict)
-                )
+                return await process.ask([question, data], read)
         except (OSError, EOFError, TimeoutError) as error:
             _log.warning("a grammar of %d bytes could not be tried: %r", len(data), error)
             raise unavailable("The grammar cannot be compiled now.", "overloaded") from error

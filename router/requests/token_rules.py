@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...workers.wire.messages import GangInfo
 from ...workers.wire.token_rules import ThinkingBudget, TokenRules, Word
-from ..openai_api.errors import invalid_value, unsupported
+from ..openai_api.errors import invalid_value
 from ..openai_api.request_schema import GenerationFields
 from ..text.text import TextService
 from .model_limits import check_token_ids
@@ -22,22 +22,18 @@ async def token_rules(
 ) -> TokenRules | None:
     """None: any token may come. Raises a 400 for what is not in the vocabulary, and for rules that leave no token.
 
-    `has_form`: a grammar says what may come. At its end that is the end alone, which a rule could forbid.
+    `has_form`: a grammar says what may come, too, and where it ends the answer may.
     """
     allowed, words = request.allowed_token_ids, request.bad_words or []
     min_tokens = request.min_tokens or 0
     if allowed is None and not words and not min_tokens:
         return None if thinking is None else TokenRules(thinking=thinking)
-    if has_form:
-        field = "allowed_token_ids" if allowed is not None else "bad_words" if words else "min_tokens"
-        raise unsupported(
-            field, "the answer's form, or the calls that it must make, might leave no token: leave it out."
-        )
     if allowed is not None:
         check_token_ids(allowed, gang.vocab_size, "allowed_token_ids")
     late = {*(request.stop_token_ids or ()), *(() if request.ignore_eos else gang.eos_token_ids)} if min_tokens else ()
+    ends = gang.eos_token_ids if has_form and allowed is not None else ()
     rules = TokenRules(
-        allowed_token_ids=(*dict.fromkeys(allowed or ()),),
+        allowed_token_ids=(*dict.fromkeys([*(allowed or ()), *ends]),),
         bad_words=await _tokenized(words, text),
         min_tokens=min_tokens,
         late_token_ids=(*sorted(late),),

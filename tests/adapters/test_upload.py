@@ -510,7 +510,7 @@ async def test_a_process_that_ended_is_replaced(parts: Parts) -> None:
 async def test_one_that_dies_of_an_upload_is_told_from_one_that_takes_too_long(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for status, expected in ((-signal.SIGXCPU, AdapterInvalid), (-signal.SIGKILL, UploadUnchecked)):
+    for status, expected in ((-signal.SIGPROF, AdapterInvalid), (-signal.SIGKILL, UploadUnchecked)):
 
         async def ended(*_: object, status: int = status) -> None:
             raise ChildEnded(status)

@@ -15,6 +15,7 @@ from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
+from motet.router.fleet.dispatch import Dispatcher
 from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.fleet.open_sequence import OpenSequence
@@ -29,13 +30,13 @@ from motet.workers.wire.messages import Cancel, GangInfo, SequenceRequest, Submi
 
 
 def client_of(
-    dispatcher: EngineDispatcher,
+    dispatcher: Dispatcher,
     stock: Stock,
     *adapters: str,
     usage: Usage | None = None,
     text: TextService | None = None,
 ) -> httpx.AsyncClient:
-    """The client of a router in front of this engine, for a tenant that has these adapters.
+    """The client of a router in front of this engine, or of gangs, for a tenant that has these adapters.
 
     `usage`: counts answers. `text`: of the model; None: of the rig's tokenizer, for a model that has none.
     """

@@ -127,10 +127,10 @@ async def test_what_cannot_be_served_is_refused_by_name(rig: RouterRig) -> None:
 async def test_a_tenants_grammars_wait_for_each_other_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     check, goes_on, asked = GrammarCheck({}), asyncio.Event(), []
 
-    async def ask(data: bytes, vocab_size: int) -> Verdict:
+    async def ask(data: bytes, vocab_size: int) -> tuple[Verdict, float]:
         asked.append(data)
         await goes_on.wait()
-        return Verdict(lark="start: /a/")
+        return Verdict(lark="start: /a/"), 0.0
 
     monkeypatch.setattr(check, "_asked", ask)
 
@@ -149,6 +149,23 @@ async def test_a_tenants_grammars_wait_for_each_other_and_others_do_not(monkeypa
     await asyncio.gather(other, *same, *more)
     assert len(asked) == MAX_WAITING + 1  # one for each grammar of each tenant
     check.known.check_integrity()
+
+
+async def test_a_tenant_rests_after_a_costly_grammar_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, asked = GrammarCheck({}), list[bytes]()
+
+    async def ask(data: bytes, vocab_size: int) -> tuple[Verdict, float]:
+        asked.append(data)
+        return Verdict(lark="start: /a/"), 1e6
+
+    monkeypatch.setattr(check, "_asked", ask)
+    await check.lark("acme", WantedGrammar("regex", "regex", "a"), VOCAB_SIZE)
+    rests = asyncio.create_task(check.lark("acme", WantedGrammar("regex", "regex", "b"), VOCAB_SIZE))
+    for tenant in ("zenith", "other", "third"):
+        await check.lark(tenant, WantedGrammar("regex", "regex", "b"), VOCAB_SIZE)
+    assert await check.lark("acme", WantedGrammar("regex", "regex", "a"), VOCAB_SIZE)  # it is known
+    assert not rests.done() and len(asked) == 4
+    rests.cancel()
 
 
 def test_known_grammars_are_bounded_by_tenant_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:

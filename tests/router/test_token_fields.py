@@ -60,6 +60,12 @@ async def test_rules_reach_the_engine(rig: RouterRig) -> None:
     assert asked == TokenRules(min_tokens=2, late_token_ids=(9,))
 
 
+async def test_rules_stand_beside_a_form_whose_end_may_come(rig: RouterRig) -> None:
+    asked = await rules_of(rig, allowed_token_ids=[7, 3], regex="a+")
+    assert asked == TokenRules(allowed_token_ids=(7, 3, EOS))
+    assert await rules_of(rig, min_tokens=2, regex="a+") == TokenRules(min_tokens=2, late_token_ids=(EOS,))
+
+
 async def test_bad_words_are_tokenized_with_and_without_a_space(rig: RouterRig) -> None:
     rules = await rules_of(rig, bad_words=[" fox", "jumps"])
     assert rules is not None

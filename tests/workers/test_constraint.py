@@ -31,7 +31,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
 def made(vocabulary: Vocabulary, token_ids: list[int]) -> Constraint:
     """Of a sequence that has these tokens, and had no others."""
     constraint = Constraint("t", token_ids, False)
-    constraint.begin(CompiledGrammars().matcher("t", GRAMMAR, vocabulary, lambda _: ""))
+    constraint.begin(CompiledGrammars().matcher("t", GRAMMAR, vocabulary))
     constraint.make_mask(vocabulary)
     return constraint
 
@@ -87,14 +87,14 @@ class Clock:
 def test_a_tenants_grammars_are_its_own_and_who_keeps_most_loses_some(vocabulary: Vocabulary) -> None:
     grammars = CompiledGrammars(most_bytes=5 * 66_000)
     for index in range(20):
-        grammars.matcher("large", f'start: "{index}"', vocabulary, lambda _: "")
-        grammars.matcher("small", GRAMMAR, vocabulary, lambda _: "")
+        grammars.matcher("large", f'start: "{index}"', vocabulary)
+        grammars.matcher("small", GRAMMAR, vocabulary)
         grammars.check_integrity()
     assert len(grammars._by_tenant["small"]) == 1
     assert len(grammars._by_tenant["large"]) == 3
     for _ in range(2):  # what is no grammar is not compiled again either
         with pytest.raises(GrammarError):
-            grammars.matcher("small", "start: /(/", vocabulary, lambda _: "")
+            grammars.matcher("small", "start: /(/", vocabulary)
     grammars.check_integrity()
 
 

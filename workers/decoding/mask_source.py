@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -36,6 +37,14 @@ class NoMasks:
 
     def take(self, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
         return {}
+
+
+@lru_cache(maxsize=256)
+def mask_of(token_ids: tuple[int, ...], vocab_size: int) -> TokenMask:
+    """Of these tokens alone."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[[*token_ids]] = 1
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
 def forbid(logits: torch.Tensor, masks: Mapping[int, TokenMask]) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from ...kernels.joint_sampling import ChoicesUnderWay, Chosen, RowChoice
 from ...kernels.sampling import NOT_FINITE, Draw, Penalty, SamplingKernels
 from ..plan import SampledToken, SamplePlan
 from ..wire.messages import TokenLogprobs
-from .mask_source import TokenMask, forbid
+from ..wire.token_rules import TokenRules
+from .mask_source import TokenMask, forbid, mask_of
 from .token_counts import TokenCounts
 
 _MASK = (1 << 64) - 1
@@ -41,6 +43,7 @@ def sample(
     """
     if logits.device.type != "cpu":
         return sampled(begin_sample(logits, plans, counts, masks).read())
+    masks = _narrowed(masks, plans, counts, logits.shape[1])
     penalised = [row for row, each in enumerate(counts) if each is not None]
     biased = [row for row, plan in enumerate(plans) if plan.params.logit_bias or plan.params.rules is not None]
     # Log-probabilities are those before any shaping, and which token's are wanted is known only afterwards.
@@ -50,7 +53,8 @@ def sample(
     if penalised:
         kernels.penalise(logits, penalised, [_penalty_of(plans[row], counts[row]) for row in penalised])
     for row in biased:
-        _limit(logits[row], *_limits_of(plans[row], counts[row] if counts else None, masks.get(row)))
+        if bias := _bias_of(plans[row], counts[row] if counts else None, masks.get(row)):
+            logits[row].index_add_(0, torch.tensor([*bias]), torch.tensor([*bias.values()], dtype=logits.dtype))
     forbid(logits, masks)
     listed = kernels.highest(logits).tolist()
     drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0 and listed[i] != NOT_FINITE]
@@ -72,6 +76,7 @@ def begin_sample(
 ) -> ChoicesUnderWay:
     """As `sample` on a GPU, without a wait."""
     seen = counts or [None] * len(plans)
+    masks = _narrowed(masks, plans, counts, logits.shape[1])
     choices = [_choice_of(plan, of, masks.get(row)) for row, (plan, of) in enumerate(zip(plans, seen, strict=True))]
     return ChoicesUnderWay(logits, choices)
 
@@ -81,14 +86,12 @@ def _choice_of(plan: SamplePlan, seen: TokenCounts | None, mask: TokenMask | Non
     is_free = seen is None and mask is None and not params.logit_bias and params.rules is None
     if is_free and params.temperature <= 0 and params.num_logprobs is None:
         return _HIGHEST
-    allowed, bias = _limits_of(plan, seen, mask)
     return RowChoice(
         _draw_of(plan) if params.temperature > 0 else None,
         _penalty_of(plan, seen) if seen is not None else None,
-        bias,
+        _bias_of(plan, seen, mask),
         params.num_logprobs,
         mask,
-        allowed,
     )
 
 
@@ -130,35 +133,68 @@ def _penalty_of(plan: SamplePlan, counts: TokenCounts | None) -> Penalty:
     )
 
 
-def _limits_of(
-    plan: SamplePlan, seen: TokenCounts | None, mask: TokenMask | None
-) -> tuple[Sequence[int], Mapping[int, float]]:
-    """Tokens beside which none may be chosen (empty: all may), and what is added to the logits of some.
+def _narrowed(
+    masks: Mapping[int, TokenMask],
+    plans: Sequence[SamplePlan],
+    counts: Sequence[TokenCounts | None],
+    vocab_size: int,
+) -> Mapping[int, TokenMask]:
+    """The masks by row, with those of rows that may choose some tokens alone, and without what rules forbid."""
+    found = dict[int, TokenMask]()
+    for row, plan in enumerate(plans):
+        rules = plan.params.rules
+        if rules is None:
+            continue
+        mask, seen = masks.get(row), counts[row] if counts else None
+        if (forced := _forced(seen, mask)) is not None:
+            found[row] = mask_of((forced,), vocab_size)
+        elif mask is not None:
+            found[row] = _within_rules(mask, rules, plan.index, seen, vocab_size)
+        elif rules.allowed_token_ids:
+            found[row] = mask_of(rules.allowed_token_ids, vocab_size)
+    return {**masks, **found} if found else masks
 
-    Minus infinity: it may not be chosen.
-    """
-    rules = plan.params.rules
-    if rules is None:
-        return (), plan.params.logit_bias
+
+def _forced(seen: TokenCounts | None, mask: TokenMask | None) -> int | None:
+    """The only token that may come; None: there are others."""
     forced = None if seen is None or seen.thoughts is None else seen.thoughts.forced
-    if forced is not None and (mask is None or mask[forced // 8] >> forced % 8 & 1):
-        return (forced,), {}  # a mask does not allow it within a character: that comes to its end first
+    if forced is not None and mask is not None and not mask[forced // 8] >> forced % 8 & 1:
+        return None  # a mask does not allow it within a character: that comes to its end first
+    return forced
+
+
+def _within_rules(
+    mask: TokenMask, rules: TokenRules, index: int, seen: TokenCounts | None, vocab_size: int
+) -> TokenMask:
+    """Of what a grammar allows, what the rules do, too. It may end early only where it must end."""
+    words = np.frombuffer(mask, np.int32)
+    if rules.allowed_token_ids:
+        words = words & np.frombuffer(mask_of(rules.allowed_token_ids, vocab_size), np.int32)
+    if banned := _banned(rules, seen):
+        words = words & ~np.frombuffer(mask_of((*banned,), vocab_size), np.int32)
+    if index < rules.min_tokens and rules.late_token_ids:
+        later = words & ~np.frombuffer(mask_of(rules.late_token_ids, vocab_size), np.int32)
+        words = later if later.any() else words
+    return words.tobytes()
+
+
+def _banned(rules: TokenRules, seen: TokenCounts | None) -> list[int]:
+    """The last tokens of bad words."""
     banned = [word[0] for word in rules.bad_words if len(word) == 1]
-    if seen is not None and seen.bad_words is not None:
-        banned += seen.bad_words.banned()
+    return banned if seen is None or seen.bad_words is None else [*banned, *seen.bad_words.banned()]
+
+
+def _bias_of(plan: SamplePlan, seen: TokenCounts | None, mask: TokenMask | None) -> Mapping[int, float]:
+    """What is added to the logits of these tokens; minus infinity: it may not be chosen. Grammars' masks have rules."""
+    rules = plan.params.rules
+    if rules is None or plan.is_constrained:
+        return plan.params.logit_bias
+    if _forced(seen, mask) is not None:
+        return {}
+    banned = _banned(rules, seen)
     if plan.index < rules.min_tokens:
         banned += rules.late_token_ids
-    return rules.allowed_token_ids, plan.params.logit_bias | dict.fromkeys(banned, _BANNED)
-
-
-def _limit(row: torch.Tensor, allowed: Sequence[int], bias: Mapping[int, float]) -> None:
-    if allowed:
-        indices = torch.tensor(allowed)
-        values = row[indices]
-        row.fill_(_BANNED)
-        row[indices] = values
-    if bias:
-        row.index_add_(0, torch.tensor([*bias]), torch.tensor([*bias.values()], dtype=row.dtype))
+    return plan.params.logit_bias | dict.fromkeys(banned, _BANNED)
 
 
 def _logprobs(logits: torch.Tensor, tokens: Sequence[int], plans: Sequence[SamplePlan]) -> dict[int, TokenLogprobs]:

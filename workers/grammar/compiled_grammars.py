@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
+from ..wire.grammar_limits import GRAMMAR_LIMITS
 from .vocabulary import Vocabulary
 
-MAX_GRAMMAR_CHARS: Final = 1 << 18
 MAX_PROBLEM_CHARS: Final = 300  # of a message, which may repeat the grammar
-COMPILE_S: Final = 2.0  # of CPU, at most
-COMPILE_BYTES: Final = 1 << 30  # at most, beside the tokenizer
-COMPILE_STACK_BYTES: Final = 64 << 20
 _BYTES_PER_CHAR, _LEAST_BYTES = 64, 64 << 10  # that a compiled grammar takes, about
 MOST_BYTES: Final = 256 << 20
-_LIMITS: Final = LLParserLimits(  # the library's own, but for memory, and without the grammar in messages
-    max_lexer_states=20_000, verbose_errors=False
-)
 
 
 class GrammarError(ValueError):
@@ -44,10 +37,10 @@ class CompiledGrammars:
         self._by_tenant: dict[str, OrderedDict[str, _Kept]] = {}  # the one that was used last comes last
         self._bytes: dict[str, int] = {}  # by tenant
 
-    def matcher(self, tenant: str, grammar: str, vocabulary: Vocabulary, why_not: Callable[[str], str]) -> LLMatcher:
+    def matcher(self, tenant: str, grammar: str, vocabulary: Vocabulary) -> LLMatcher:
         """A matcher of its own before any token. Compiles the grammar, if need be. Raises GrammarError.
 
-        `why_not`: why it must not be compiled in this process; empty: it may be.
+        A router has tried it, within a smaller stack and less CPU than would harm this process.
         """
         with self._lock:
             own = self._by_tenant.get(tenant)
@@ -55,7 +48,7 @@ class CompiledGrammars:
             if own is not None and kept is not None:
                 own.move_to_end(grammar)
         if kept is None:
-            kept = _compile(grammar, vocabulary, why_not)
+            kept = _compile(grammar, vocabulary)
             with self._lock:
                 self._keep(tenant, grammar, kept)
         if kept.matcher is None:
@@ -82,17 +75,9 @@ class CompiledGrammars:
         assert counted == self._bytes and sum(counted.values()) <= self._most_bytes
 
 
-def compiled(grammar: str, vocabulary: Vocabulary) -> LLMatcher:
-    """A matcher before any token; `is_error` if the text is no grammar. Other threads run meanwhile."""
-    return LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=_LIMITS)
-
-
-def _compile(grammar: str, vocabulary: Vocabulary, why_not: Callable[[str], str]) -> _Kept:
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        problem = f"it has {len(grammar)} characters, and at most {MAX_GRAMMAR_CHARS} are compiled"
-    elif not (problem := why_not(grammar)):
-        matcher = compiled(grammar, vocabulary)
-        if not matcher.is_error():
-            return _Kept(matcher, "", _LEAST_BYTES + _BYTES_PER_CHAR * len(grammar))
-        problem = matcher.get_error()
-    return _Kept(None, problem[:MAX_PROBLEM_CHARS], _LEAST_BYTES + len(grammar))
+def _compile(grammar: str, vocabulary: Vocabulary) -> _Kept:
+    """Other threads run meanwhile."""
+    matcher = LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=GRAMMAR_LIMITS)
+    if matcher.is_error():
+        return _Kept(None, matcher.get_error()[:MAX_PROBLEM_CHARS], _LEAST_BYTES + len(grammar))
+    return _Kept(matcher, "", _LEAST_BYTES + _BYTES_PER_CHAR * len(grammar))

@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import MappingProxyType
 
 from ..decoding.mask_source import TokenMask
 from ..plan import SampledToken, StepPlan
-from .checking_process import CheckingProcess
-from .compiled_grammars import COMPILE_STACK_BYTES, CompiledGrammars, GrammarError
+from .compiled_grammars import CompiledGrammars, GrammarError
 from .constraint import Constraint
 from .fair_threads import FairThreads
 from .vocabulary import Vocabulary, VocabularyError
 
 _COSTLY_COMPILE_S, _COSTLY_MASKS_S = 0.1, 0.01  # a job: one grammar; the masks of a tenant's sequences in a step
+_STACK_BYTES = 64 << 20  # to compile with: far more than a router's trial may take
 _POLL_S = 0.0002
 
 
@@ -35,12 +35,11 @@ class Constraints:
         self._by_id: dict[int, Constraint] = {}
         self._compiled = CompiledGrammars()
         self._compiling, self._making = (
-            FairThreads("grammar", _COSTLY_COMPILE_S, COMPILE_STACK_BYTES),
+            FairThreads("grammar", _COSTLY_COMPILE_S, _STACK_BYTES),
             FairThreads("mask", _COSTLY_MASKS_S),
         )
         self._vocabulary: Vocabulary | None = None
         self._problem = ""  # why there is none
-        self._checks: SimpleQueue[CheckingProcess] = SimpleQueue()  # those that are idle
         self._reading: threading.Thread | None = None
         self._lock = threading.Lock()  # of the next
         self._waiting: list[Callable[[], None]] | None = []  # for the vocabulary; None: it was read
@@ -130,16 +129,11 @@ class Constraints:
             self._reading.join()
         self._compiling.close()
         self._making.close()
-        while not self._checks.empty():
-            self._checks.get_nowait().close()
 
     def _read(self) -> None:
-        """Reads the vocabulary and starts the process that checks grammars, then has those that wait compiled."""
+        """Reads the vocabulary, then has the grammars compiled that wait for it."""
         try:
-            self._vocabulary = vocabulary = Vocabulary(self._folder, self._vocab_size, self._eos_token_ids)
-            check = CheckingProcess(vocabulary)
-            check.why_not('start: "a"')  # it is there before the first tenant's grammar waits for it
-            self._checks.put(check)
+            self._vocabulary = Vocabulary(self._folder, self._vocab_size, self._eos_token_ids)
         except VocabularyError as error:
             self._problem = str(error)
         with self._lock:
@@ -154,24 +148,13 @@ class Constraints:
             constraint.problem = self._problem
         else:
             try:
-                matcher = self._compiled.matcher(constraint.tenant, grammar, self._vocabulary, self._why_not)
+                matcher = self._compiled.matcher(constraint.tenant, grammar, self._vocabulary)
                 constraint.begin(matcher)
                 constraint.make_mask(self._vocabulary)
             except GrammarError as error:
                 constraint.problem = str(error)
         self._ended.put((sequence_id, constraint))
         self.wake()
-
-    def _why_not(self, grammar: str) -> str:
-        assert self._vocabulary is not None
-        try:
-            check = self._checks.get_nowait()
-        except Empty:  # another one is busy with a costly grammar
-            check = CheckingProcess(self._vocabulary)
-        try:
-            return check.why_not(grammar)
-        finally:
-            self._checks.put(check)
 
     def _make_masks(self, changed: Sequence[tuple[int, Constraint]]) -> None:
         assert self._vocabulary is not None

@@ -9,6 +9,8 @@ import numpy as np
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
+from ..decoding.mask_source import mask_of
+
 
 class VocabularyError(ValueError):
     """Grammars cannot be served with this folder's tokenizer; the message says why."""
@@ -33,6 +35,4 @@ class Vocabulary:
             raise VocabularyError(f"the tokenizer of {folder.name} cannot be used with grammars: {error}") from error
         self.folder, self.vocab_size, self.eos_token_ids = folder, vocab_size, sorted(eos_token_ids)
         self.num_words = -(-vocab_size // 32)  # of a mask
-        bits = np.zeros(self.num_words * 32, np.uint8)
-        bits[list(eos_token_ids)] = 1
-        self.eos_mask = np.packbits(bits, bitorder="little").view(np.int32)
+        self.eos_mask = np.frombuffer(mask_of((*eos_token_ids,), vocab_size), np.int32)

@@ -41,6 +41,10 @@ def finish_reason(sequence: GrowingSequence) -> FinishReason | None:
 
 def not_finite(sequence: GrowingSequence) -> SequenceError:
     """Why a sequence ends whose logits are not finite."""
+    rules = sequence.sampling.rules
+    if sequence.is_constrained and rules is not None and (rules.allowed_token_ids or rules.bad_words):
+        left = "its grammar, allowed_token_ids and bad_words leave no token that could come next"
+        return SequenceError("invalid_request", left)
     if sequence.adapter_digest is None:
         return SequenceError("internal", "the model gave no finite number for the next token")
     message = f"adapter {sequence.adapter_digest} gave no finite number for the next token: its weights are too large"

@@ -17,7 +17,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
 
 
 class TokenRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """By token ids alone. Some token is always left: the router has made sure of that."""
+    """By token ids alone. Some token is always left, unless there is a grammar: the router has made sure of that."""
 
     allowed_token_ids: tuple[int, ...] = ()  # no others; empty: all
     bad_words: tuple[Word, ...] = ()  # the last token of one may not follow those before it, all of them generated
