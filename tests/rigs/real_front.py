@@ -114,10 +114,7 @@ class RealFront:
         """All that a request could leave: what the registry says, and files in the store and of uploads."""
         keys = sorted([key async for key in self.redis.scan_iter(match="motet:{registry}:*")])
         files = sorted(str(path) for path in self.folder.rglob("*") if path.is_file())
-        async with self.redis.pipeline(transaction=False) as pipeline:
-            for key in keys:
-                pipeline.dump(key)
-            return list(zip(keys, await pipeline.execute(), strict=True)), files
+        return [(key, await self.redis.dump(key)) for key in keys], files
 
     async def _upload(self, tenant: str, name: str, files: LoraFiles) -> None:
         tensors = files.write(self.folder)
