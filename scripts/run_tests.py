@@ -129,8 +129,9 @@ def run_all(
         [[*PYTEST, "-m", "cluster", *whole, *options, *WITH_RAY]],
         [
             ["scripts/check"],
-            [*PYTEST, "-m", "not cluster", *SHARED_OUT, "--note-passed", *whole, *options, *ignored],
+            # Before the long run: at the end no tests of Ray would use the cores that their few files leave free.
             *([[*PYTEST, *SHARED_OUT, "--note-passed", *options, *interpreted]] if interpreted else []),
+            [*PYTEST, "-m", "not cluster", *SHARED_OUT, "--note-passed", *whole, *options, *ignored],
         ],
     )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import signal
+import ssl
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -27,7 +30,9 @@ from motet.adapters.registry.registry import Registry, connect
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.answers import generation_response
 from motet.tests.rigs.cost_report import CostReport
+from motet.tests.rigs.imports import ROOT
 from motet.tests.rigs.moving_seed import commit_seed
+from motet.tests.rigs.passed_files import covered_files
 from motet.tests.rigs.passing_runs import PassingRuns
 from motet.tests.rigs.patience import PATIENCE_S
 
@@ -46,6 +51,7 @@ ASKS_REDIS: tuple[Callable[..., object], ...] = (
     TenantRegistry.__init__,
 )
 
+_OWN_SETTINGS = "_hypothesis_internal_use_settings"  # of a test of hypothesis, which has no other way to its settings
 # How long an example takes says only how busy the machine is.
 hypothesis.settings.register_profile("motet", deadline=None)
 hypothesis.settings.load_profile("motet")
@@ -87,9 +93,32 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"tests that draw: --first-seed {config.option.first_seed}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first: they are shared out file by file, and a long one at the end would run alone."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if not config.option.thorough:
+        rarely_run = {ROOT / file for file in covered_files()}
+        for test in {_function_of(item) for item in items if item.path not in rarely_run}:
+            _halve_examples(test)
+
+
+def pytest_collection_finish() -> None:
+    """A tenth of the CPU went into searches for garbage. What modules hold stays to the end, and is not searched."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 20, 50)
+
+
+def _function_of(item: pytest.Item) -> Callable[..., object] | None:
+    found: Callable[..., object] | None = getattr(item, "function", None)
+    return found
+
+
+def _halve_examples(test: Callable[..., object] | None) -> None:
+    """Those of hypothesis, which draws others in each run."""
+    if test is not None and _OWN_SETTINGS in vars(test):
+        own = vars(test)[_OWN_SETTINGS] or hypothesis.settings.get_profile("motet")
+        setattr(test, _OWN_SETTINGS, hypothesis.settings(own, max_examples=max(1, own.max_examples // 2)))
 
 
 def patient_defaults(function: Callable[..., object]) -> tuple[object, ...]:
@@ -111,6 +140,14 @@ def patient_routers() -> Iterator[None]:
             patch.setattr(module, name, PATIENCE_S)
         for function in ASKS_REDIS:
             patch.setattr(function, "__defaults__", patient_defaults(function))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tls_context() -> Iterator[None]:
+    """Each client of httpx would read all authorities' certificates, 15 ms of CPU, and tests speak plain HTTP."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield
 
 

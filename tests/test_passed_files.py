@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -13,21 +14,26 @@ from motet.tests.rigs.imports import ROOT
 from motet.tests.rigs.passed_files import PassedFiles, Sources, covered_files, dependencies, sources, standing
 from motet.tests.rigs.passing_runs import PassingRuns
 
-SOURCES = {file: sources(file, group) for file, group in covered_files().items()}
 ONE = "tests/kernels/test_native_linear.py"
 TESTS = [f"{ONE}::{name}" for name in ("test_a", "test_b[x::y]")]
+
+
+@cache
+def all_sources() -> dict[str, Sources]:
+    """Of each covered file."""
+    return {file: sources(file, group) for file, group in covered_files().items()}
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of all that is covered, in which everything has passed; a test leaves it as it found it."""
-    return copied({file for one in SOURCES.values() for file in one.files}, tmp_path_factory.mktemp("checkout"))
+    return copied({file for one in all_sources().values() for file in one.files}, tmp_path_factory.mktemp("checkout"))
 
 
 @pytest.fixture
 def small_checkout(tmp_path: Path) -> Path:
     """Likewise, of one test file and its sources."""
-    return copied(SOURCES[ONE].files, tmp_path)
+    return copied(all_sources()[ONE].files, tmp_path)
 
 
 def copied(files: Iterable[str], root: Path) -> Path:
@@ -47,7 +53,7 @@ def to_run(root: Path) -> dict[str, str]:
 def test_what_passed_is_left_out_until_a_line_of_any_source_changes(checkout: Path) -> None:
     assert to_run(checkout) == {}
     users: dict[str, list[str]] = {}
-    for test, own in SOURCES.items():
+    for test, own in all_sources().items():
         for file in own.files:
             users.setdefault(file, []).append(test)
     record = PassedFiles.read(checkout)
@@ -56,7 +62,7 @@ def test_what_passed_is_left_out_until_a_line_of_any_source_changes(checkout: Pa
         content = path.read_bytes()
         path.write_bytes(content + b"\n# a line\n")
         test = tests[len(file) % len(tests)]  # one of them
-        digest = SOURCES[test].digest(checkout)
+        digest = all_sources()[test].digest(checkout)
         assert record.why_to_run(test, digest, record.entries[test][1][0]) is not None, (file, test)
         path.write_bytes(content)
     assert to_run(checkout) == {}
@@ -69,7 +75,7 @@ def test_a_changed_kernel_makes_its_tests_run_and_no_others(checkout: Path) -> N
     stale = to_run(checkout)
     header.write_text(content)
     assert set(stale.values()) == {"its sources have changed since it passed"}
-    assert set(stale) == {file for file, own in SOURCES.items() if "kernels/cpp/attention.h" in own.files}
+    assert set(stale) == {file for file, own in all_sources().items() if "kernels/cpp/attention.h" in own.files}
     assert ONE in stale and "tests/kernels/test_sanitizers.py" in stale
     assert not any("triton" in file for file in stale)
 
@@ -88,8 +94,8 @@ def test_a_changed_kernel_makes_its_tests_run_and_no_others(checkout: Path) -> N
     ],
 )
 def test_sources_are_what_is_imported_read_or_started(test: str, source: str) -> None:
-    assert test in SOURCES[test].files
-    assert source in SOURCES[test].files
+    assert test in all_sources()[test].files
+    assert source in all_sources()[test].files
 
 
 def test_a_new_import_makes_its_file_a_source(small_checkout: Path) -> None:

@@ -23,7 +23,8 @@ def gang(
     They have ended when the block ends.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["motet.workers.worker"])  # torch is imported once, not by every worker
+    # Imported once, and not by every worker. The second comes with any operation on a stand-in of a GPU.
+    context.set_forkserver_preload(["motet.workers.worker", "torch._dynamo"])
     processes: list[BaseProcess] = []
 
     def spawn(settings: WorkerSettings) -> None:

@@ -7,7 +7,7 @@ operator's kinds no schema is at hand: what is written here allows just what mot
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -160,14 +160,21 @@ def pod_templates(ray_service: Manifest) -> Iterator[tuple[str, Manifest]]:
         yield group["groupName"], group["template"]
 
 
-def _of_kubernetes(manifest: Manifest) -> Iterator[str]:
+def _of_kubernetes(manifest: Manifest) -> Sequence[str]:
+    return _of_kubernetes_text(json.dumps(manifest))
+
+
+@cache
+def _of_kubernetes_text(manifest: str) -> Sequence[str]:
+    """Tests ask of the same manifests often, and each answer reads megabytes of schemas."""
     try:
-        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+        kubernetes_validate.validate(json.loads(manifest), KUBERNETES, strict=True)
     except kubernetes_validate.ValidationError as error:
         path = ".".join(str(one) for one in error.path)
-        yield f"{path}: {error.message}"
+        return (f"{path}: {error.message}",)
     except kubernetes_validate.SchemaNotFoundError:
-        yield "Kubernetes has no such kind"
+        return ("Kubernetes has no such kind",)
+    return ()
 
 
 def _against(schema: dict[str, Any], manifest: Manifest) -> Iterator[str]:

@@ -74,7 +74,7 @@ def templated(*options: str) -> list[Manifest]:
 
 
 def manifests_of(text: str) -> list[Manifest]:
-    return [one for one in yaml.safe_load_all(text) if one is not None]
+    return [one for one in yaml.load_all(text, yaml.CSafeLoader) if one is not None]
 
 
 def only(manifests: list[Manifest], kind: str) -> Manifest:

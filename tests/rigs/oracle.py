@@ -204,11 +204,11 @@ def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
     Where a model has experts, a recipe's modules outside of attention are left out.
     """
     found: dict[str, Path] = {}
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
     for seed, recipe in enumerate(RECIPES):
-        base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
         with patterns_may_match_nothing():
-            model = get_peft_model(base, recipe.config(targets))
+            model = get_peft_model(deepcopy(base), recipe.config(targets))
         generator = torch.Generator().manual_seed(1_000 + seed)
         for module in model.modules():
             if not hasattr(module, "lora_A") or "default" not in module.lora_A:

@@ -48,6 +48,11 @@ COVERED = (
     Covered(
         "tests/kernels/test_triton*.py", also=("docs/kernels.md", "benchmarks/gpu/run.py", "benchmarks/gpu/sweep.py")
     ),
+    Covered(
+        "tests/kernels/test_first_run.py",
+        also=("benchmarks/gpu/*.py", "examples/demo/base/*", "examples/demo/adapters/*/*", "kernels/cpp/*"),
+        is_native=True,
+    ),
     Covered("tests/kernels/test_native*.py", also=("tests/kernels/conftest.py", "kernels/cpp/*"), is_native=True),
     Covered(
         "tests/kernels/test_sanitizers.py",

@@ -22,6 +22,7 @@ from motet.tests.rigs.patience import PATIENCE_S, eventually
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 BASE = "motet-demo"
+ONE_THREAD = ("--threads", "1")  # of a gang alone: on so small a model a second one only spins, on a core of its own
 KEYS = {"acme": "key-of-acme", "globex": "key-of-globex"}
 
 

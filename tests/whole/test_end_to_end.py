@@ -25,6 +25,7 @@ from motet.tests.rigs.patience import eventually
 from motet.tests.rigs.running_motet import (
     BASE,
     DEMO,
+    ONE_THREAD,
     RunningMotet,
     running_motet,
     wait_until_nothing_is_held,
@@ -364,7 +365,7 @@ def restarted(motet: RunningMotet, data_dir: Path) -> Iterator[RunningMotet]:
     """Runs beside the module's motet on a copy of its data, taken as a power cut would leave it, with a tiny pool."""
     copied = data_dir.parent / "restarted"
     shutil.copytree(data_dir, copied, ignore=shutil.ignore_patterns("*.sock", "lock"))
-    with running_motet(copied, free_ports(1)[0], pool_bytes="640KiB") as running:
+    with running_motet(copied, free_ports(1)[0], *ONE_THREAD, pool_bytes="640KiB") as running:
         yield running
 
 

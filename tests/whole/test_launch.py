@@ -22,6 +22,7 @@ import pytest
 from motet.cluster.launch.janitor import SESSION_VARIABLE
 from motet.cluster.launch.local_serve import free_ports
 from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.tests.rigs.running_motet import ONE_THREAD
 
 pytestmark = pytest.mark.cluster
 
@@ -89,7 +90,7 @@ def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Motet]:
     port = free_ports(1)[0]
     command = [sys.executable, "-c", "from motet.cluster.commands.cli import main; main()", "serve"]
     command += [str(ROOT / "examples" / "demo" / "base"), "--port", str(port), "--data-dir", str(folder / "data")]
-    command += ["--pool-bytes", "64MiB", "--host-bytes", "64MiB"]
+    command += ["--pool-bytes", "64MiB", "--host-bytes", "64MiB", *ONE_THREAD]
     with (folder / "stderr").open("w+") as stderr:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=os.environ | VARIABLES

@@ -22,10 +22,12 @@ from motet.cluster.launch.local_serve import free_ports
 from motet.examples.demo.questions import held_out
 from motet.examples.demo.styles import Style
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.tests.rigs.running_motet import BASE, DEMO, KEYS, RunningMotet, running_motet
+from motet.tests.rigs.running_motet import BASE, DEMO, KEYS, ONE_THREAD, RunningMotet, running_motet
 
 pytestmark = pytest.mark.cluster
 
+# In float32, where rounding decides no token, so that texts can be compared.
+OPTIONS: Final = ("--dtype", "float32", *ONE_THREAD)
 TENANT: Final = "initech"
 OTHER: Final = "globex"  # has a key of the configuration
 NAME: Final = "desk"
@@ -118,8 +120,7 @@ class CommandLine:
 
 @pytest.fixture(scope="module")
 def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMotet]:
-    # In float32, where rounding decides no token, so that texts can be compared.
-    with running_motet(tmp_path_factory.mktemp("day") / "data", free_ports(1)[0], "--dtype", "float32") as motet:
+    with running_motet(tmp_path_factory.mktemp("day") / "data", free_ports(1)[0], *OPTIONS) as motet:
         yield motet
 
 

@@ -34,15 +34,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.set_num_threads(num_threads)
 
 
-def questions(oracle: Oracle, seed: int) -> list[Asked]:
+def questions(oracle: Oracle, seed: int, num: int = 5) -> list[Asked]:
     """Prompts of many windows whose best tokens lead clearly, so that rounding cannot change the answer."""
     rng, found = random.Random(seed), list[Asked]()
-    while len(found) < 5:
-        own = [None, RECIPES[3].name][len(found) % 2]
-        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(LONGEST // 2, LONGEST))]
-        (answer,) = oracle.answers([prompt], [own], NUM_TOKENS)
-        if answer.margin > 5 * TOLERANCE:
-            found.append((prompt, own, answer))
+    while len(found) < num:
+        adapters = [(None, RECIPES[3].name)[place % 2] for place in range(len(found), num)]
+        prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(LONGEST // 2, LONGEST))] for _ in adapters]
+        answers = oracle.answers(prompts, adapters, NUM_TOKENS)
+        asked = zip(prompts, adapters, answers, strict=True)
+        found += [(prompt, own, answer) for prompt, own, answer in asked if answer.margin > 5 * TOLERANCE]
     return found
 
 
@@ -111,7 +111,7 @@ def test_a_gang_of_two_workers_gives_the_same_answers(model: tuple[Stock, Oracle
 def test_a_window_comes_back_from_host_memory(model: tuple[Stock, Oracle]) -> None:
     """Preempted again and again, and gone from the pool each time."""
     stock, oracle = model
-    asked = questions(oracle, seed=2)[:1]
+    asked = questions(oracle, seed=2, num=1)
     with stock.engine(60, max_tokens_per_step=BUDGET, kv_host_bytes=100 * stock.page_bytes) as rig:
         rig.prefer_copies()
         scheduler = rig.engine._scheduler
