@@ -19,6 +19,8 @@ AdapterError
 ├── NoSuchTenant          (HTTP 404)
 ├── NoSuchKey             (HTTP 404)
 ├── NoSuchUser            (HTTP 404)
+├── NoSuchFile            (HTTP 404)
+├── FileInUse             a batch that has not ended reads the file (HTTP 409)
 ├── KeyTaken              an API key belongs to another tenant already (a launch is refused)
 └── OtherBase             a store or registry holds adapters of another base (a launch is refused)
 ```
@@ -100,6 +102,14 @@ class TooManyKeys(AdapterError):  # noqa: N818
 
 
 class NoSuchUser(AdapterError):  # noqa: N818
+    pass
+
+
+class NoSuchFile(AdapterError):  # noqa: N818
+    pass
+
+
+class FileInUse(AdapterError):  # noqa: N818
     pass
 
 

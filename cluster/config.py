@@ -116,6 +116,11 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
         return self.store_path / "ledger"
 
     @property
+    def files_path(self) -> Path:
+        """Of tenants' files and the results of batches."""
+        return self.store_path / "files"
+
+    @property
     def listen_host(self) -> str:
         """Where it listens."""
         assert self.access.host is not None

@@ -27,6 +27,9 @@ class RouterConfig:
     max_held_body_bytes: int  # of JSON requests, of all tenants together, until they are decoded
     control_tokens: TextsWithControlTokens  # which texts of requests may write control tokens
     response_template: str  # of answers: auto, none, the name of a format, or a file
+    max_file_bytes: int  # of a file for a batch
+    file_days: int  # after which files, and batches that have ended, are removed
+    max_batch_lines: int  # under way at once, of all batches together
     max_open_uploads: int  # that arrive at once; more wait their turn unread
     max_tenant_uploads: int  # of these, of one tenant
     upload_bytes_per_s: float  # an upload that comes more slowly on average is given up

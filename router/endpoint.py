@@ -22,7 +22,7 @@ from .bodies.small_body import small_body
 from .metrics import Metrics
 from .openai_api.errors import ApiError, from_adapter_error, internal_error
 from .route import Answer, RouteSpec
-from .tenants.auth import Authenticator
+from .tenants.auth import Authenticates
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Endpoint:
     """
 
     def __init__(
-        self, route: RouteSpec, authenticator: Authenticator, metrics: Metrics, access_log: AccessLog, cors: Cors
+        self, route: RouteSpec, authenticator: Authenticates, metrics: Metrics, access_log: AccessLog, cors: Cors
     ) -> None:
         self._route = route
         self._name = f"{route.method} {route.path}"

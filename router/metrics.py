@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from ..adapters.registry.starts import StartReport
 from ..workers.wire.messages import FinishReason, RefusalReason, SequenceError
@@ -18,6 +19,9 @@ REQUEST_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
 UPLOAD_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 3600.0)
 LENGTH_BOUNDS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)  # tokens
 LOOP_HELD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+LineResult = Literal["completed", "failed"]
+PauseReason = Literal["disk", "registry", "gang"]  # why batches that run begin no lines
 
 
 class Metrics:
@@ -40,6 +44,9 @@ class Metrics:
         self.request_s = Histogram(REQUEST_BOUNDS_S)  # of answers that came to an end
         self.upload_s = Histogram(UPLOAD_BOUNDS_S)  # of uploads that were accepted
         self.num_upload_bytes = 0  # of adapters that were stored
+        self.batch_lines: Counter[LineResult] = Counter()  # whose results are written
+        self.num_running_batches = 0
+        self.paused_batches: Counter[PauseReason] = Counter()
         self.store_free_bytes: int | None = None  # on the disk of the adapters, a while ago
         self.redis_memory: tuple[int, int] | None = None  # used bytes, and their bound or 0; a while ago
         self.starts: Sequence[StartReport] = ()  # of replicas that cannot start, a few seconds ago

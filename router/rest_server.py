@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, get_args
 from urllib.parse import unquote
 
 from fastapi import FastAPI
@@ -27,6 +28,8 @@ from .administration.keys_api import KeysApi
 from .administration.tenants_api import TenantsApi
 from .administration.users_api import UsersApi
 from .base_model import BaseModel
+from .batches.batches import Batches
+from .batches.schema import Endpoint as LineRoute
 from .bodies.body_reader import BodyReader
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
@@ -84,6 +87,7 @@ def create_app(
     canaries: CanaryBook | None = None,
     preloads: Preloads | None = None,
     pins: PinKeeper | None = None,
+    batches: Batches | None = None,
     more_routes: Callable[[RegistryView], Sequence[RouteSpec]] = lambda view: (),
 ) -> FastAPI:
     """The app. The caller starts and stops the collaborators that it passes in.
@@ -93,7 +97,8 @@ def create_app(
     metrics of their own. `accountants`: account for each answer. `administration`: None: tenants and keys cannot be
     changed here. `tokens`: verifies tokens of identity providers; None: only keys are accepted. `quotas`: None: there
     are none. `canaries`: must be started; None: no version can be put on trial. `preloads`: None, or no `canaries`: no
-    adapter can be preloaded. `pins`: must be started; None: none can be pinned. `more_routes`: routes of what else the
+    adapter can be preloaded. `pins`: must be started; None: none can be pinned. `batches`:
+    is started later; None: there are no files and no batches. `more_routes`: routes of what else the
     caller has made.
     """
     metrics = metrics or Metrics()
@@ -126,8 +131,12 @@ def create_app(
         routes += routes_of(PinApi(uploads, view, pins))
     if administration is not None:
         routes += routes_of(
-            TenantsApi(administration, view), KeysApi(administration, view), UsersApi(administration, view, uploads)
+            TenantsApi(administration, view),
+            KeysApi(administration, view),
+            UsersApi(administration, view, uploads, None if batches is None else batches.delete_of_user),
         )
+    if batches is not None:
+        routes += batches.routes()
     openapi = OpenApi(routes)
     authenticator, access_log = Authenticator(view, OperatorKey.of(operator_key), tokens), AccessLog(config)
     cors = Cors(config)
@@ -136,6 +145,12 @@ def create_app(
     for route in openapi.all_routes:
         endpoint = Endpoint(route, authenticator, metrics, access_log, cors)
         app.router.routes.append(_Route(route.path, endpoint, methods=[route.method]))
+    if batches is not None:
+        lines = [replace(one, method="BATCH") for one in routes if one.path in get_args(LineRoute) and one.reads_body]
+        batches.answer_with(
+            {one.path: Endpoint(one, batches.authenticator, metrics, access_log, cors) for one in lines},
+            lambda: config.now.scales_from_zero or dispatcher.gang() is not None,
+        )
     app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log, cors))
     app.add_exception_handler(Exception, partial(_internal, metrics))
     return app

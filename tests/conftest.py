@@ -21,6 +21,8 @@ from motet.adapters.registry.administration.audit_log import AuditLog
 from motet.adapters.registry.administration.ended_keys import EndedKeys
 from motet.adapters.registry.administration.key_registry import KeyRegistry
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
+from motet.adapters.registry.batches.batch_registry import BatchRegistry
+from motet.adapters.registry.batches.file_registry import FileRegistry
 from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.launches import Launches
 from motet.adapters.registry.ledger.ledger import Ledger
@@ -40,8 +42,10 @@ from motet.tests.rigs.patience import PATIENCE_S
 ASKS_REDIS: tuple[Callable[..., object], ...] = (
     connect,
     AuditLog.__init__,
+    BatchRegistry.__init__,
     CanaryCounts.__init__,
     EndedKeys.__init__,
+    FileRegistry.__init__,
     KeyRegistry.__init__,
     Launches.__init__,
     Ledger.__init__,

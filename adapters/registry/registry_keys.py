@@ -54,6 +54,15 @@ CANARY_COMMENTS = PREFIX + "canary_comments:"  # + trial: list, the newest first
 UPDATED_TRIALS = PREFIX + "canary_news"  # hash: trial -> how often something was counted since the judge looked
 ANSWERS = PREFIX + "answers:"  # + tenant_id: hash: response id -> "trial arm sticky", with " rated" once it was
 ANSWER_ORDER = PREFIX + "answer_order:"  # + tenant_id: sorted set of response ids, by when they were counted
+FILES = PREFIX + "files:"  # + tenant_id: hash: id of a file -> its FileRecord as JSON
+FILE_USES = PREFIX + "file_uses:"  # + tenant_id: hash: id of a file -> how many batches that have not ended read it
+FILE_BYTES = PREFIX + "file_bytes:"  # + tenant, hash: owner as in STORED -> bytes of files, results under way included
+FILE_ENDS = PREFIX + "file_ends"  # sorted set of "tenant_id/id" of files and batches by when they expire, Unix seconds
+FILE_SWEEP = PREFIX + "file_sweep"  # the router that removes expired files, as a string that expires
+BATCHES = PREFIX + "batches:"  # + tenant_id: hash: id of a batch -> its BatchRecord as JSON
+BATCH_QUEUE = PREFIX + "batch_queue:"  # + tenant_id: set of ids of batches that have not ended
+BATCH_TENANTS = PREFIX + "batch_tenants"  # sorted set of ids of tenants that have any, by when one was last begun
+BATCH_LEASE = PREFIX + "batch:"  # + id: the router that runs the batch, as a string that expires
 
 # By the names of KEYS in scripts. A script adds the last part to a key whose name ends in `_prefix`.
 SCRIPT_KEYS: Final[Mapping[str, str]] = {
@@ -63,6 +72,9 @@ SCRIPT_KEYS: Final[Mapping[str, str]] = {
     "version_notes": VERSION_NOTES,
     "stored_prefix": STORED,
     "unswept_prefix": UNSWEPT,
+    "file_bytes_prefix": FILE_BYTES,
+    "file_ends": FILE_ENDS,
+    "batch_tenants": BATCH_TENANTS,
     "unswept_tenants": UNSWEPT_TENANTS,
     "pins": PINS,
     "pinned": PINNED,

@@ -5,7 +5,8 @@
 --
 -- Content that a name no longer has stays on the disk until it is swept, and counts until then: `unswept_prefix` .. tenant
 -- has "event bytes key_id user" by digest (without " user": it was no user's), where the event is the newest one by which a name of the tenant has lost it.
--- KEYS: stored_prefix, unswept_prefix, unswept_tenants
+-- Files are counted apart, in `file_bytes_prefix` .. tenant: bytes by owner. A bound of bytes is for both together.
+-- KEYS: stored_prefix, unswept_prefix, unswept_tenants, file_bytes_prefix
 local function add_count(counts, owner, num_adapters, num_bytes)
   local count = counts[owner] or {0, 0}
   counts[owner] = {count[1] + num_adapters, count[2] + num_bytes}
@@ -66,6 +67,10 @@ local function read_count(tenant, owner)
   return tonumber(adapters), tonumber(bytes)
 end
 
+local function read_file_bytes(tenant, owner)
+  return tonumber(redis.call('HGET', file_bytes_prefix .. tenant, owner) or 0)
+end
+
 local function write_count(tenant, owner, num_adapters, num_bytes)
   if num_adapters == 0 and num_bytes == 0 then
     redis.call('HDEL', stored_prefix .. tenant, owner)
@@ -108,6 +113,7 @@ local function exceeded_bound(tenant, changes, bounds)
     local owner, max_adapters, max_bytes = bounds[i], bounds[i + 1], bounds[i + 2]
     local change = changes.counts[owner] or {0, 0}
     local adapters, bytes = read_count(tenant, owner)
+    bytes = bytes + read_file_bytes(tenant, owner)
     if (max_adapters ~= '' and change[1] > 0 and adapters + change[1] > tonumber(max_adapters))
         or (max_bytes ~= '' and change[2] > 0 and bytes + change[2] > tonumber(max_bytes)) then
       return {owner, adapters, string.format('%.0f', bytes), change[1], string.format('%.0f', change[2])}

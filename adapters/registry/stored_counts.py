@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from redis.asyncio import Redis
 
 from .redis_deadline import answered_within
-from .registry_keys import STORED, STORED_IS_COUNTED, UNSWEPT, UNSWEPT_TENANTS, bind_script
+from .registry_keys import FILE_BYTES, STORED, STORED_IS_COUNTED, UNSWEPT, UNSWEPT_TENANTS, bind_script
 from .tenants.storage_bounds import StorageBound, StorageUse
 
 _PAGE: Final = 500  # of tenants, or of a tenant's entries
@@ -42,9 +42,11 @@ class StoredCounts:
 
     async def of(self, tenant: str, owner: str) -> tuple[StorageUse, StorageUse]:
         """What the tenant has stored, what is to be swept included, and what of that is a key's, or a `~user`'s."""
-        async with answered_within(self._timeout_s):
-            found: list[str | None] = await self._client.hmget(STORED + tenant, ["", owner])
-        of_tenant, of_owner = (_use(text) for text in found)
+        async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
+            pipeline.hmget(STORED + tenant, ["", owner])
+            pipeline.hmget(FILE_BYTES + tenant, ["", owner])
+            counts, file_bytes = await pipeline.execute()
+        of_tenant, of_owner = (_use(*found) for found in zip(counts, file_bytes, strict=True))
         return of_tenant, of_owner
 
     async def unswept_bytes(self, tenant: str, digest: str) -> int:
@@ -120,5 +122,6 @@ def use_of(adapters: int | str, stored_bytes: int | str) -> StorageUse:
     return StorageUse(int(adapters), int(stored_bytes))
 
 
-def _use(text: str | None) -> StorageUse:
-    return StorageUse() if text is None else use_of(*text.split(" "))
+def _use(text: str | None, file_bytes: str | None) -> StorageUse:
+    adapters, num_bytes = ("0", "0") if text is None else text.split(" ")
+    return use_of(adapters, int(num_bytes) + int(file_bytes or 0))

@@ -35,6 +35,7 @@ from ...adapters.registry.rollouts import Rollouts
 from ...adapters.registry.starts import Starts
 from ...adapters.store.store import AdapterStore
 from ...adapters.upload import UploadLimits, UploadService
+from ...router.batches.batches import Batches
 from ...router.config import CurrentConfig
 from ...router.exposition.router_families import router_families
 from ...router.fleet.dispatch import FleetDispatcher
@@ -155,8 +156,9 @@ class RouterReplica:
         parts.callback(text.close)
         usage = await parts.start(await _make_usage(redis, config))
         self._metrics.ledger = usage.behind
-        self._administration = Administration.of(redis, [usage.retire])
         quotas = await parts.start(Quotas(redis, lambda: len(self._routers)))
+        batches = Batches(redis, config.files_path, view, self._current, self._metrics, quotas)
+        self._administration = Administration.of(redis, [batches.retire, usage.retire])
         canary_counts = CanaryCounts(redis)
         canaries = await parts.start(CanaryBook(canary_counts))
         await parts.start(CanaryJudge(self._uploads, canary_counts))
@@ -186,10 +188,12 @@ class RouterReplica:
             canaries=canaries,
             preloads=Preloads(redis),
             pins=pins,
+            batches=batches,
             accountants=[usage.metering],
             more_routes=usage.routes,
         )
         self._app.add_middleware(BoundedReceive)
+        await parts.start(batches)
         _keep_pauses_short()
         edge = await parts.start(EdgeWatch(RAY_SERVE_HAPROXY_SOCKET_PATH))
         self._metrics.edge_refused = lambda: edge.refused

@@ -98,6 +98,17 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             unset="twice --max-upload-bytes",
         ),
     ] = None
+    max_file_bytes: Annotated[
+        Bytes, Setting("Largest file of lines for a batch that is accepted.", "live", live_in="router")
+    ] = 200 << 20
+    file_days: Annotated[
+        Count,
+        Setting("Days after which files, and batches that have ended, are removed.", "live", live_in="router"),
+    ] = 30
+    max_batch_lines: Annotated[
+        Count,
+        Setting("Lines of batches that a router has under way at once, shared by tenants.", "live", live_in="router"),
+    ] = 32
     max_open_uploads: Annotated[
         Count, Setting("Uploads that a router receives at once; more wait their turn unread.", "live")
     ] = 8

@@ -6,6 +6,7 @@ Nobody makes users: whoever has a key or a private adapter is one.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
@@ -16,6 +17,7 @@ from ...adapters.errors import NoSuchUser
 from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.audit_entry import Actor
+from ...adapters.registry.tenants.records import TenantRecord
 from ...adapters.registry.tenants.storage_bounds import user_owner
 from ...adapters.sight import FULL_SIGHT, Sight, private_name, user_place
 from ...adapters.upload import UploadService
@@ -35,8 +37,16 @@ _own_route: Final = partial(route, scope="admin", no_store=True)
 class UsersApi:
     """Reads keys from the router's copy of the registry, after it has caught up with all earlier changes."""
 
-    def __init__(self, administration: Administration, view: RegistryView, uploads: UploadService) -> None:
+    def __init__(
+        self,
+        administration: Administration,
+        view: RegistryView,
+        uploads: UploadService,
+        delete_work: Callable[[TenantRecord, str], Awaitable[int]] | None = None,
+    ) -> None:
+        """`delete_work`: deletes a user's files and batches; None: there are none."""
         self._keys, self._view, self._uploads = administration.keys, view, uploads
+        self._delete_work = delete_work
 
     @_operator_route(
         "GET",
@@ -66,8 +76,8 @@ class UsersApi:
     @_operator_route(
         "DELETE",
         f"{_OF_TENANT}/{{user}}",
-        summary="Delete a tenant's user with its keys and private adapters.",
-        errors=("tenant_not_found", "user_not_found", "registry_unavailable"),
+        summary="Delete a tenant's user with its keys, private adapters, files and batches.",
+        errors=("tenant_not_found", "user_not_found", "file_in_use", "registry_unavailable"),
     )
     async def delete(self, request: Request) -> Deleted:
         return await self._delete(await self._tenant(request), request.path_params["user"], operators(request))
@@ -75,8 +85,8 @@ class UsersApi:
     @_own_route(
         "DELETE",
         f"{_OWN}/{{user}}",
-        summary="Delete a user of your tenant with its keys and private adapters.",
-        errors=("user_not_found", "registry_unavailable"),
+        summary="Delete a user of your tenant with keys, private adapters, files, batches.",
+        errors=("user_not_found", "file_in_use", "registry_unavailable"),
     )
     async def delete_own(self, request: Request, identity: Identity) -> Deleted:
         await self._view.catch_up()
@@ -98,18 +108,23 @@ class UsersApi:
         return await list_answer(shown, users[:limit], len(users) > limit)
 
     async def _delete(self, tenant: str, user: str, actor: Actor) -> Deleted:
-        """First the keys go, so that no further adapter comes with them."""
+        """First the keys go, so that nothing further comes with them."""
         keys = self._view.keys.keys_of_user(tenant, user) if user else ()
         private = partial(self._uploads.list_page, tenant, private_name(user, ""), sight=Sight(user))
-        if not keys and not await private(limit=1):
+        is_known = bool(keys) or bool(await private(limit=1))
+        if not is_known and not (user and await self._deleted_work(tenant, user)):
             raise NoSuchUser("there is no such user")
         num_keys = await self._keys.delete_of_user(tenant, user, [key_hash for key_hash, _ in keys], actor)
         num_adapters = 0
         while page := await private(limit=_PAGE_SIZE):
             for adapter in page:
                 num_adapters += await self._uploads.delete(tenant, adapter.name, None, FULL_SIGHT) is not None
+        await self._deleted_work(tenant, user)
         await self._view.catch_up()
         return Deleted(id=user, object="user", num_keys=num_keys, num_adapters=num_adapters)
+
+    async def _deleted_work(self, tenant: str, user: str) -> int:
+        return 0 if self._delete_work is None else await self._delete_work(self._view.tenant(tenant), user)
 
     async def _tenant(self, request: Request) -> str:
         """The name in the path, of a tenant that there is. Raises NoSuchTenant."""

@@ -13,7 +13,7 @@ from ... import __version__
 from ...adapters.registry.starts import Kind
 from ...workers.wire.messages import FinishReason, RefusalReason
 from ..fleet.leader_connection import FaultKind
-from ..metrics import Metrics
+from ..metrics import LineResult, Metrics, PauseReason
 from .families import Families
 
 BUILD_INFO: Final = ("motet_build_info", "1; the label is the version of motet.")
@@ -37,6 +37,7 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
     yield from _requests(metrics, make)
     yield from _sequences(metrics, facts, make)
     yield from _uploads(metrics, make)
+    yield from _batches(metrics, make)
     help_text = (
         "Gangs that this router lost without having asked them to stop. engine: the gang reported that it cannot "
         "compute any more; connection: its process or the network died."
@@ -173,6 +174,20 @@ def _sequences(metrics: Metrics, facts: RouterFacts, make: Families) -> Iterator
     yield make.counter("motet_resumed_sequences", help_text, facts.num_resumed)
     help_text = "Waiting sequences that moved to a gang that was to begin them sooner."
     yield make.counter("motet_moved_sequences", help_text, facts.num_moved)
+
+
+def _batches(metrics: Metrics, make: Families) -> Iterator[Metric]:
+    help_text = "Lines of batches whose results this router has written. completed: they were answered with 200."
+    lines = {(result,): metrics.batch_lines[result] for result in get_args(LineResult)}
+    yield make.counters("motet_batch_lines", help_text, ("result",), lines.items())
+    help_text = "Batches that this router runs now; those that wait for a place are not among them."
+    yield make.gauge("motet_running_batches", help_text, metrics.num_running_batches)
+    help_text = (
+        "Of these, batches that begin no lines. disk: it has no room for results; registry: Redis is away; gang: none "
+        "is there."
+    )
+    paused = [((reason,), metrics.paused_batches[reason]) for reason in get_args(PauseReason)]
+    yield make.gauges("motet_paused_batches", help_text, ("reason",), paused)
 
 
 def _uploads(metrics: Metrics, make: Families) -> Iterator[Metric]:

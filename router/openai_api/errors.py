@@ -13,6 +13,8 @@ from starlette.responses import Response
 from ...adapters.errors import (
     AdapterError,
     AdapterInvalid,
+    FileInUse,
+    NoSuchFile,
     NoSuchKey,
     NoSuchName,
     NoSuchTenant,
@@ -132,6 +134,10 @@ def from_adapter_error(error: AdapterError) -> ApiError | None:
             return ApiError(404, "There is no such user.", param="user", code="user_not_found")
         case NoSuchKey():  # the same for a key that does not exist and for a key of another tenant
             return ApiError(404, "There is no such API key.", param="key_id", code="key_not_found")
+        case NoSuchFile():  # nor a file of another tenant or user
+            return ApiError(404, "There is no such file.", param="file_id", code="file_not_found")
+        case FileInUse():
+            return ApiError(409, sentence, code="file_in_use")
         case VersionRefused():
             return ApiError(409, message, code="version_refused")
         case TenantExists():

@@ -31,6 +31,14 @@ class Tokens(Protocol):
         """What a token allows, and its subject; None: it is not accepted. It never blocks. Raises TokensUnavailable."""
 
 
+class Authenticates(Protocol):
+    def identify(self, request: Request, scope: Scope) -> Identity:
+        """Whose the request is. Raises 401 and 403."""
+
+    def check_operator(self, request: Request) -> None:
+        """Raises 401 unless it is the operators'."""
+
+
 class Authenticator:
     """Finds the tenant and the key of a request in this router's copy of the registry: no request waits for Redis."""
 
@@ -51,18 +59,7 @@ class Authenticator:
         key, subject = self._view.key(credential) if len(credential) <= _MAX_KEY_CHARS else None, ""
         if key is None and self._tokens is not None:
             key, subject = self._of_token(self._tokens, credential)
-        if key is None or (key.expires_at is not None and key.expires_at <= self._clock()):
-            raise unknown_key()
-        tenant = self._view.tenant(key.tenant)
-        if tenant.is_ending:
-            raise unknown_key()
-        record_of(request.scope).tenant = tenant.name
-        if tenant.is_suspended:
-            raise ApiError(403, "This tenant is suspended: ask the operators of this server.", code="tenant_suspended")
-        if scope not in key.scopes:
-            what = "token" if subject else "API key"
-            raise ApiError(403, f"This {what} lacks the scope {scope}.", code="missing_scope")
-        return Identity(tenant, key, subject)
+        return admitted(request, self._view, key, subject, scope, self._clock())
 
     def _of_token(self, tokens: Tokens, token: str) -> tuple[KeyRecord | None, str]:
         try:
@@ -81,6 +78,24 @@ class Authenticator:
         # Digests have one length, so the time of the comparison says nothing about the length of the key.
         if not hmac.compare_digest(_digest(_credential_of(request)), _digest(self._operator_key.now)):
             raise unknown_key()
+
+
+def admitted(
+    request: Request, view: RegistryView, key: KeyRecord | None, subject: str, scope: Scope, now: float
+) -> Identity:
+    """Who asks with this key, or token if there is a subject. Raises as `Authenticator.identify`."""
+    if key is None or (key.expires_at is not None and key.expires_at <= now):
+        raise unknown_key()
+    tenant = view.tenant(key.tenant)
+    if tenant.is_ending:
+        raise unknown_key()
+    record_of(request.scope).tenant = tenant.name
+    if tenant.is_suspended:
+        raise ApiError(403, "This tenant is suspended: ask the operators of this server.", code="tenant_suspended")
+    if scope not in key.scopes:
+        what = "token" if subject else "API key"
+        raise ApiError(403, f"This {what} lacks the scope {scope}.", code="missing_scope")
+    return Identity(tenant, key, subject)
 
 
 def _digest(key: str) -> bytes:

@@ -33,8 +33,9 @@ from ..quotas.quotas import Quotas
 from ..route import route
 from ..tenants.identity import Identity
 from ..text.text import TextService
+from .form_reader import declared_bytes
 from .tokenizer_check import tokenizer_warnings
-from .upload_form import AdapterForm, UploadForm, check_form, declared_bytes, receive_upload
+from .upload_form import AdapterForm, UploadForm, check_form, receive_upload
 from .upload_spool import UploadRoom, UploadSpool
 
 MAX_WAITING_UPLOADS: Final = 64  # of a tenant at a router, with those under way: each holds a connection
@@ -127,7 +128,7 @@ class AdaptersApi:
         started_at = time.perf_counter()
         tenant = identity.name
         if self._open_uploads.num_here(tenant) >= MAX_WAITING_UPLOADS:
-            raise _too_many_uploads()
+            raise too_many_uploads()
         if self._quotas is not None:
             await self._quotas.take_upload(identity)
         # Held until the adapter is stored, because until then the spool takes disk.
@@ -280,7 +281,7 @@ def _disk_full() -> ApiError:
     return ApiError(507, message, code="insufficient_storage")
 
 
-def _too_many_uploads() -> ApiError:
+def too_many_uploads() -> ApiError:
     message = f"{MAX_WAITING_UPLOADS} uploads of yours are under way or wait for their turn: try again later."
     headers = {"Retry-After": "10", "Connection": "close"}
     return ApiError(429, message, code="uploads_full", headers=headers)

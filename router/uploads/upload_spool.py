@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Final
 
 _PREFIX: Final = "upload-"
-_NUM_COPIES: Final = 3  # in the spool, in the store as uploaded, in the store as pages
+OF_ADAPTERS: Final = 3  # copies: in the spool, in the store as uploaded, in the store as pages
 _ABANDONED_S: Final = 24 * 3600.0  # a file that was not written for this long belongs to no upload any more
 
 
 class UploadSpool:
     """A folder with a file for each upload in progress. Routers of one machine may share it."""
 
-    def __init__(self, path: Path, min_free_bytes: int = 0) -> None:
-        """Makes the folder, and removes files that routers left there when they were killed long ago."""
-        self._path = path
+    def __init__(self, path: Path, min_free_bytes: int = 0, num_copies: int = OF_ADAPTERS) -> None:
+        """Makes the folder, and removes files that routers left there when they were killed long ago.
+
+        `num_copies`: of an upload that there may be on the disk.
+        """
+        self._path, self.num_copies = path, num_copies
         self._min_free_bytes = min_free_bytes
         self._num_promised = 0  # bytes on the disk of uploads in progress, by what they declared, or what has come
         self._num_written = 0  # of these, to the spool
@@ -76,12 +79,12 @@ class UploadRoom:
     def grow(self, num_bytes: int) -> None:
         """The upload turns out to have so many bytes. Raises OSError (ENOSPC) where there is no room for them."""
         if num_bytes > self._num_bytes:
-            self._promise(_NUM_COPIES * num_bytes)
+            self._promise(self._spool.num_copies * num_bytes)
             self._num_bytes = num_bytes
 
     def pack(self, num_bytes: int) -> None:
         """Its pages turn out to take so many bytes. Raises as `grow`."""
-        self._promise((_NUM_COPIES - 1) * self._num_bytes + num_bytes)
+        self._promise((self._spool.num_copies - 1) * self._num_bytes + num_bytes)
 
     def _promise(self, num_bytes: int) -> None:
         more = num_bytes - self.num_promised

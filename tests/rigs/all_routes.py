@@ -9,6 +9,7 @@ from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import connect
 from motet.adapters.registry.versions.pins import KnownPins
+from motet.router.batches.batches import Batches
 from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
@@ -28,4 +29,5 @@ def rig_with_all_routes(folder: Path, text: TextService) -> RouterRig:
         counts=CanaryCounts(redis),
         preloads=Preloads(redis),
         pins=PinKeeper(KnownPins(), tuple),
+        make_batches=lambda view, config, metrics: Batches(redis, folder / "files", view, config, metrics),
     )

@@ -10,13 +10,22 @@ import msgspec
 
 from motet.adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from motet.adapters.registry.registry import hash_key
+from motet.router.batches.schema import FileForm
 from motet.router.route import RouteSpec
 from motet.tests.rigs.credentials import Thing
-from motet.tests.rigs.real_front import LION, OWNER, OWNER_KEY, OWNERS_ADAPTER
+from motet.tests.rigs.real_front import BADGER, LION, OWNER, OWNER_KEY, OWNERS_ADAPTER, batch_of, file_of
 
 _PARAMETER: Final = re.compile(r"{(\w+)(?::\w+)?}")
 _ADAPTER = Thing(OWNERS_ADAPTER, "no-ones-thing")
 _ID = hash_key(OWNER_KEY)[:16]
+
+
+def _work_of(whose: str) -> Mapping[str, Thing]:
+    """A file, and a batch of it. `whose`: a tenant's or a user's."""
+    file, batch = (Thing(one, f"{one[:-16]}{'e' * 16}") for one in (file_of(whose), batch_of(whose)))
+    return {"file_id": file, "input_file_id": file, "batch_id": batch}
+
+
 # By the name of a path's parameter, or of a body's field.
 THINGS: Final[Mapping[str, Thing]] = {
     "name": _ADAPTER,
@@ -27,19 +36,20 @@ THINGS: Final[Mapping[str, Thing]] = {
     "version": Thing("1", "1"),  # of an adapter of the owner's, or of none
     "alias": Thing("live", "live"),
     "user": Thing(LION, "xyz"),
+    **_work_of(OWNER),
 }
 
 
 def users_things(name: str) -> Mapping[str, Thing]:
     """The same where the adapter is a user's private one. `name`: what it is called."""
     adapter = Thing(name, f"{name[:-4]}none")
-    return {**THINGS, "name": adapter, "model": adapter, "adapter": adapter}
+    return {**THINGS, "name": adapter, "model": adapter, "adapter": adapter, **_work_of(BADGER)}
 
 
 def names_things(route: RouteSpec) -> bool:
     """Whether a request to it names something that may be somebody's."""
     fields = getattr(route.body, "__struct_fields__", ())
-    return "{" in route.path or any(field in ("model", "adapter") for field in fields)
+    return "{" in route.path or any(field in ("model", "adapter", "input_file_id") for field in fields)
 
 
 def path_of(route: RouteSpec, *, owners: bool, things: Mapping[str, Thing] = THINGS) -> str:
@@ -56,6 +66,8 @@ def least_body(
     document: Any, route: RouteSpec, *, owners: bool, things: Mapping[str, Thing] = THINGS
 ) -> dict[str, Any]:
     """For httpx: the fields that must be there, of the simplest values. `document`: what /openapi.json says."""
+    if route.form is FileForm:
+        return {"data": {"purpose": "batch"}, "files": {"file": ("f", b"")}}
     if route.form is not None:
         files = {CONFIG_FILE: ("c", b"{}"), TENSORS_FILE: ("t", b"")}
         return {"data": {"name": "new-adapter"}, "files": files}

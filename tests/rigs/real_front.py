@@ -6,7 +6,8 @@ users of one tenant have keys that are no administrators', and one of them has a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from motet.adapters.registry.administration.administration import Administration
+from motet.adapters.registry.batches.records import BatchRecord, FileRecord
 from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import Registry, connect, hash_key
@@ -24,7 +26,12 @@ from motet.adapters.registry.registry_view import CAPACITY, RegistryView
 from motet.adapters.registry.tenants.records import KeyRecord, Scope, TenantRecord
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
+from motet.router.accounts.account import Accountant
+from motet.router.batches.batches import Batches
+from motet.router.batches.pace import BatchPace
 from motet.router.config import CurrentConfig
+from motet.router.fleet.dispatch import Dispatcher
+from motet.router.metrics import Metrics
 from motet.router.openapi.document import openapi_document
 from motet.router.quotas.quotas import Quotas
 from motet.router.residency.pin_keeper import PinKeeper
@@ -49,8 +56,19 @@ BADGER_KEY, WOMBAT_KEY = "sett-key-of-badger", "dirt-key-of-wombat"
 BADGERS_OWN = "badgers-adapter"
 BADGERS_ADAPTER = f"~{BADGER}/{BADGERS_OWN}"
 SCOPES: Final[frozenset[Scope]] = frozenset(get_args(Scope))
+QUICK: Final = BatchPace(
+    look_s=0.02, lease_s=1.0, flush_s=0.01, retry_s=0.01, longest_retry_s=0.05, disk_s=0.02, turn_s=0.1, stop_s=0.5
+)
 SPOOL_BYTES = 1 << 30  # of the ledger
 LIMITS = UploadLimits(max_config_bytes=10_000, max_tensors_bytes=50_000)
+
+
+def file_of(whose: str) -> str:
+    return f"file-{hash_key(whose)[:16]}"
+
+
+def batch_of(whose: str) -> str:
+    return f"batch_{hash_key(whose)[:16]}"
 
 
 def key_without(scope: Scope) -> str:
@@ -95,6 +113,9 @@ class RealFront:
     dispatcher: FakeDispatcher
     folder: Path
     document: Any  # what /openapi.json says
+    batches: Batches  # not started
+    config: CurrentConfig
+    metrics: Metrics
 
     def client(self) -> httpx.AsyncClient:
         """Without credentials."""
@@ -110,6 +131,38 @@ class RealFront:
         await self.registry.register(OWNER, f"~{LION}/x", digest="f" * 64, module_ranks={"q_proj": 4}, num_bytes=1)
         await self._upload(ASKER, BADGERS_ADAPTER, lora_files(seed=3))
 
+    async def give_work(self) -> None:
+        """Gives the owner, and a user, a file and a batch of it that nothing runs."""
+        for tenant, user in ((OWNER, ""), (ASKER, BADGER)):
+            await self._give_work(tenant, user)
+
+    async def _give_work(self, tenant: str, user: str) -> None:
+        whose, now, until = user or tenant, 1, int(time.time()) + 86_400
+        file = FileRecord(
+            id=file_of(whose),
+            tenant=tenant,
+            user=user,
+            filename="work.jsonl",
+            num_bytes=2,
+            purpose="batch",
+            created_at=now,
+            expires_at=until,
+        )
+        self.batches.store.make_folder_of(tenant)
+        self.batches.store.path(tenant, file.id).write_bytes(b"{}")
+        await self.batches.files.add(file, ())
+        batch = BatchRecord(
+            id=batch_of(whose),
+            tenant=tenant,
+            user=user,
+            endpoint="/v1/completions",
+            input_file_id=file.id,
+            completion_window="24h",
+            created_at=now,
+            expires_at=until,
+        )
+        await self.batches.batches.add(batch, kept_until=until)
+
     async def stored(self) -> Any:
         """All that a request could leave: what the registry says, and files in the store and of uploads."""
         keys = sorted([key async for key in self.redis.scan_iter(match="motet:{registry}:*")])
@@ -124,16 +177,21 @@ class RealFront:
 
 @asynccontextmanager
 async def real_front(
-    redis_url: str, folder: Path, text: TextService, capacity: int = CAPACITY
+    redis_url: str,
+    folder: Path,
+    text: TextService,
+    capacity: int = CAPACITY,
+    accountants: Sequence[Accountant] = (),
+    dispatcher: Dispatcher | None = None,
 ) -> AsyncIterator[RealFront]:
-    """On an emptied server. `capacity`: adapters that the router keeps in memory."""
+    """On an emptied server. `capacity`: adapters that the router keeps in memory. `dispatcher`: None: a stand-in."""
     redis = connect(redis_url, PATIENCE_S)
     await redis.flushall()
     registry = Registry(redis, PATIENCE_S)
     view = FurnishedView(registry, capacity)
     uploads = UploadService(AdapterStore(folder / "store"), registry, view, [LAYOUT], LIMITS, reserved={BASE})
     await view.start()
-    dispatcher = FakeDispatcher(answer=encoded(text, "hello world"))
+    fake = FakeDispatcher(answer=encoded(text, "hello world"))
     quotas, canaries = Quotas(redis, lambda: 1, wait_s=PATIENCE_S), CanaryBook(CanaryCounts(redis))
     usage = Usage(
         redis,
@@ -147,22 +205,28 @@ async def real_front(
     quotas.start()
     canaries.start()
     await usage.start()
+    config = CurrentConfig(router_config(BASE, folder / "spool", max_upload_bytes=LIMITS.max_tensors_bytes))
+    metrics = Metrics()
+    batches = Batches(redis, folder / "files", view, config, metrics, quotas, pace=QUICK, timeout_s=PATIENCE_S)
     app = create_app(
-        config=CurrentConfig(router_config(BASE, folder / "spool", max_upload_bytes=LIMITS.max_tensors_bytes)),
-        dispatcher=dispatcher,
+        config=config,
+        metrics=metrics,
+        batches=batches,
+        dispatcher=dispatcher or fake,
         view=view,
         uploads=uploads,
         text=text,
         operator_key=OPERATOR_KEY,
-        administration=Administration.of(redis, [usage.retire]),
+        administration=Administration.of(redis, [batches.retire, usage.retire]),
         quotas=quotas,
         canaries=canaries,
         preloads=Preloads(redis),
         pins=PinKeeper(view.pins, tuple),
-        accountants=[usage.metering],
+        accountants=[usage.metering, *accountants],
         more_routes=usage.routes,
     )
-    front = RealFront(app, redis, registry, view, uploads, dispatcher, folder, openapi_document(app.state.routes))
+    document = openapi_document(app.state.routes)
+    front = RealFront(app, redis, registry, view, uploads, fake, folder, document, batches, config, metrics)
     try:
         await front.furnish()
         yield front

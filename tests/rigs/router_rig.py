@@ -29,10 +29,12 @@ from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantReco
 from motet.adapters.registry.tenants.storage_bounds import StorageUse
 from motet.adapters.upload import UploadService
 from motet.router.accounts.account import Accountant
+from motet.router.batches.batches import Batches
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
+from motet.router.metrics import Metrics
 from motet.router.openai_api.event_seal import EventSealer
 from motet.router.quotas.quotas import Quotas
 from motet.router.residency.pin_keeper import PinKeeper
@@ -399,18 +401,22 @@ class RouterRig:
         counts: CanaryCounts | None = None,
         preloads: Preloads | None = None,
         pins: PinKeeper | None = None,
+        make_batches: Callable[[RegistryView, CurrentConfig, Metrics], Batches] | None = None,
         **config: Any,
     ) -> None:
-        """`counts`: of canaries; None: no version can be put on trial."""
+        """`counts`: of canaries; None: no version can be put on trial. `make_batches`: None: there are none."""
         self.text = text
         self.dispatcher = FakeDispatcher()
         self.registry = FakeView()
         self.spool_path = spool_path
         self.config = CurrentConfig(router_config(BASE, spool_path, **config))
+        view, metrics = cast(RegistryView, self.registry), Metrics()
         self.app: FastAPI = create_app(
             config=self.config,
+            metrics=metrics,
+            batches=None if make_batches is None else make_batches(view, self.config, metrics),
             dispatcher=self.dispatcher,
-            view=cast(RegistryView, self.registry),
+            view=view,
             uploads=cast(UploadService, FakeUploads(self.registry)),
             text=text,
             operator_key=OPERATOR_KEY,

@@ -47,6 +47,9 @@ NAMELESS: Final = {  # routes of a tenant's whose requests name nothing that cou
     "POST /v1/load_lora_adapter",  # both: tests/router/test_lora_adapters_api.py
     "POST /v1/unload_lora_adapter",
     "GET /v1/adapters",
+    "POST /v1/files",
+    "GET /v1/files",
+    "GET /v1/batches",
     "GET /v1/limits",
     "GET /v1/usage",
     "GET /v1/keys",
@@ -65,6 +68,7 @@ def text() -> TextService:
 @pytest.fixture
 async def front(redis_url: str, tmp_path: Path, text: TextService) -> AsyncIterator[RealFront]:
     async with real_front(redis_url, tmp_path, text) as front:
+        await front.give_work()
         yield front
 
 

@@ -23,7 +23,7 @@ class StorageBound:
 
 @dataclass(frozen=True, slots=True)
 class StorageUse:
-    """Adapters are counted by name, and bytes by version that is kept, or is to be swept."""
+    """Adapters are counted by name, and bytes by version that is kept, or is to be swept, and by file."""
 
     adapters: int = 0
     stored_bytes: int = 0
@@ -57,9 +57,9 @@ def check_storage(bound: StorageBound, use: StorageUse, more: StorageUse) -> Non
         )
     if bound.stored_bytes is not None and more.stored_bytes > 0 and num_bytes > bound.stored_bytes:
         raise QuotaExceeded(
-            f"{use.stored_bytes} bytes of adapters are stored, and {more.stored_bytes} more are over {whose} quota of "
-            f"{bound.stored_bytes}: delete adapters, which count until they have left the disk (within two hours), "
-            "or ask for more"
+            f"{use.stored_bytes} bytes are stored, and {more.stored_bytes} more are over {whose} quota of "
+            f"{bound.stored_bytes}: delete files, or adapters, which count until they have left the disk (within two "
+            "hours), or ask for more"
         )
 
 

@@ -1,0 +1,146 @@
+"""Records of tenants' files in Redis."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+from redis.asyncio import Redis
+
+from ...errors import FileInUse, NoSuchFile, QuotaExceeded, TenantGone
+from ..lease import Lease
+from ..redis_deadline import answered_within
+from ..registry_keys import (
+    BATCH_QUEUE,
+    BATCH_TENANTS,
+    BATCHES,
+    FILE_BYTES,
+    FILE_ENDS,
+    FILE_SWEEP,
+    FILE_USES,
+    FILES,
+    bind_script,
+)
+from ..stored_counts import bound_args, use_of
+from ..tenants.records import parse_tenant_id
+from ..tenants.storage_bounds import StorageBound, check_storage
+from .records import FileRecord, place_of
+
+MAX_FILES: Final = 1000  # of a tenant
+_PAGE: Final = 25  # records that are decoded at once, in the event loop of a router that serves
+_decode: Final = msgspec.json.Decoder(FileRecord).decode
+
+
+class FileRegistry:
+    """Raises RegistryUnavailable when Redis does not answer."""
+
+    def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
+        self._client: Any = client
+        self._timeout_s, self._clock = timeout_s, clock
+        self.sweeping = Lease(client, FILE_SWEEP, timeout_s)
+        self._add = bind_script(client, "batches/add_file.lua")
+        self._delete = bind_script(client, "batches/delete_file.lua", allow_oom=True)
+
+    async def add(self, file: FileRecord, bounds: Sequence[StorageBound]) -> None:
+        """Raises TenantGone, QuotaExceeded."""
+        async with answered_within(self._timeout_s):
+            reply = await self._add(
+                tenant=file.tenant,
+                incarnation=file.incarnation,
+                files=FILES + file.tenant_id,
+                place=place_of(file),
+                id=file.id,
+                record=msgspec.json.encode(file),
+                num_bytes=file.num_bytes,
+                ends_at=file.expires_at,
+                key_id=file.key_id,
+                user=file.user,
+                max_files=MAX_FILES,
+                bounds=bound_args(bounds),
+            )
+        if reply == 0:
+            raise TenantGone(f"the tenant {file.tenant} was deleted")
+        if reply == 2:
+            raise QuotaExceeded(f"a tenant has at most {MAX_FILES} files: delete one")
+        if reply != 1:
+            owner, adapters, num_bytes, more_adapters, more_bytes = reply
+            bound = next(bound for bound in bounds if bound.owner == owner)
+            check_storage(bound, use_of(adapters, num_bytes), use_of(more_adapters, more_bytes))
+
+    async def get(self, tenant_id: str, file_id: str) -> FileRecord | None:
+        async with answered_within(self._timeout_s):
+            found: str | None = await self._client.hget(FILES + tenant_id, file_id)
+        return None if found is None else _decode(found)
+
+    async def ids_of(self, tenant_id: str) -> list[str]:
+        async with answered_within(self._timeout_s):
+            return sorted(await self._client.hkeys(FILES + tenant_id))
+
+    async def pages_of(
+        self, tenant_id: str, after: str | None = None, *, is_ascending: bool = False
+    ) -> AsyncGenerator[list[FileRecord], None]:
+        """Those that there are, the newest first unless `is_ascending`, from behind the id `after`."""
+        ids = await self.ids_of(tenant_id)
+        if after is not None:
+            ids = ids[bisect_right(ids, after) :] if is_ascending else ids[: bisect_left(ids, after)]
+        ids = ids if is_ascending else ids[::-1]
+        for start in range(0, len(ids), _PAGE):
+            async with answered_within(self._timeout_s):
+                found = await self._client.hmget(FILES + tenant_id, ids[start : start + _PAGE])
+            yield [_decode(one) for one in found if one is not None]
+
+    async def delete(self, file: FileRecord) -> None:
+        """Raises NoSuchFile, FileInUse if a batch that has not ended reads it."""
+        async with answered_within(self._timeout_s):
+            reply = await self._delete(
+                files=FILES + file.tenant_id,
+                file_uses=FILE_USES + file.tenant_id,
+                tenant=file.tenant,
+                place=place_of(file),
+                id=file.id,
+                record=msgspec.json.encode(file),
+                num_bytes=file.num_bytes,
+                key_id=file.key_id,
+                user=file.user,
+            )
+        if reply == 0:
+            raise NoSuchFile("there is no such file")
+        if reply == 2:
+            raise FileInUse("a batch that has not ended reads this file: cancel it first")
+
+    async def expired(self, most: int = 100) -> list[tuple[str, str]]:
+        """Tenant ids, and ids of files and batches."""
+        async with answered_within(self._timeout_s):
+            places = await self._client.zrange(FILE_ENDS, 0, self._clock(), byscore=True, offset=0, num=most)
+        return [(tenant_id, one) for tenant_id, _, one in (place.partition("/") for place in places)]
+
+    async def forget_place(self, tenant_id: str, one: str) -> None:
+        """Of an expired file or batch that has no record any more."""
+        async with answered_within(self._timeout_s):
+            await self._client.zrem(FILE_ENDS, f"{tenant_id}/{one}")
+
+    async def put_off(self, tenant_id: str, one: str, by_s: float) -> None:
+        """An expired file that a batch still reads, or a batch that has not ended, is looked at again later."""
+        async with answered_within(self._timeout_s):
+            await self._client.zadd(FILE_ENDS, {f"{tenant_id}/{one}": self._clock() + by_s}, xx=True)
+
+    async def retire(self, tenant_id: str) -> None:
+        """A tenant is deleted: its files and batches are forgotten. May be called again."""
+        tenant, _ = parse_tenant_id(tenant_id)
+        async with answered_within(self._timeout_s):
+            ids = [*await self._client.hkeys(FILES + tenant_id), *await self._client.hkeys(BATCHES + tenant_id)]
+        if ids:
+            async with answered_within(self._timeout_s):
+                await self._client.zrem(FILE_ENDS, *(f"{tenant_id}/{one}" for one in ids))
+        async with answered_within(self._timeout_s):
+            await self._client.zrem(BATCH_TENANTS, tenant_id)
+            await self._client.delete(
+                BATCH_QUEUE + tenant_id,
+                FILES + tenant_id,
+                BATCHES + tenant_id,
+                FILE_USES + tenant_id,
+                FILE_BYTES + tenant,
+            )

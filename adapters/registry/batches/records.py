@@ -1,0 +1,102 @@
+"""What is known of a file and of a batch: plain data, as Redis has it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Final, Literal
+
+import msgspec
+
+from ..tenants.records import KeyRecord, make_tenant_id
+
+FILE_PREFIX: Final = "file-"
+BATCH_PREFIX: Final = "batch_"
+Purpose = Literal["batch", "batch_output"]
+Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
+ENDED: Final[frozenset[Status]] = frozenset({"completed", "failed", "expired", "cancelled"})
+RunningStatus = Literal["validating", "in_progress", "cancelling"]
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    id: str
+    tenant: str
+    incarnation: int = 0  # of the tenant
+    user: str = ""  # who alone sees it, beside administrators; empty: the keys of the tenant that are no user's
+    key_id: str = ""  # as whose it is counted, beside its tenant's and its user's
+    filename: str
+    num_bytes: int
+    purpose: Purpose
+    created_at: int  # Unix time, seconds, as are all times
+    expires_at: int
+
+    @property
+    def tenant_id(self) -> str:
+        return make_tenant_id(self.tenant, self.incarnation)
+
+
+class BatchError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is wrong with an input file."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    id: str
+    tenant: str
+    incarnation: int = 0
+    user: str = ""
+    key_id: str = ""  # of the key that its lines run with
+    subject: str = ""  # of the token that it was made with; empty: it was a key
+    token: KeyRecord | None = None  # what that token allows
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    status: Status = "validating"
+    errors: tuple[BatchError, ...] = ()
+    created_at: int
+    expires_at: int  # lines that have not begun by then are not run
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    num_lines: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    num_bytes: int = 0  # of its results
+    has_output: bool = False  # files that its end has made
+    has_errors: bool = False
+
+    @property
+    def tenant_id(self) -> str:
+        return make_tenant_id(self.tenant, self.incarnation)
+
+    @property
+    def output_file_id(self) -> str:
+        """Of answers. Follows from the batch's id, so that a router that takes the batch over finds what is there."""
+        return f"{FILE_PREFIX}{self.id.removeprefix(BATCH_PREFIX)}o"
+
+    @property
+    def error_file_id(self) -> str:
+        return f"{FILE_PREFIX}{self.id.removeprefix(BATCH_PREFIX)}e"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ENDED
+
+
+def new_id(prefix: str) -> str:
+    """Ids sort by the time when they were made. Their last 80 bits are random: nobody guesses one."""
+    return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
+
+
+def place_of(record: FileRecord | BatchRecord) -> str:
+    """Names a file or a batch among those of all tenants."""
+    return f"{record.tenant_id}/{record.id}"

@@ -1,0 +1,134 @@
+"""The lines of a batch's input: read piece by piece, and checked before the first of them is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from ...adapters.errors import shown
+from ...adapters.registry.batches.records import BatchError
+
+MAX_LINES: Final = 50_000
+MAX_LINE_BYTES: Final = 1 << 20
+MAX_ERRORS: Final = 20  # that a batch says
+_MAX_ID_CHARS: Final = 512
+_PIECE_LINES, _PIECE_BYTES = 64, 1 << 20
+
+
+class Line(msgspec.Struct, frozen=True):
+    """`body`: JSON as it came."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(msgspec.Struct, frozen=True):
+    model: str
+    stream: Any = None
+
+
+_decode: Final = msgspec.json.Decoder(Line).decode
+_decode_body: Final = msgspec.json.Decoder(_Body).decode
+
+
+def digest_of(custom_id: str) -> bytes:
+    """Stands for an id where all of a batch are held."""
+    return blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=12).digest()
+
+
+class LineReader:
+    """All methods block: call them from a thread. A piece takes about a millisecond."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._number = file, 0
+
+    def piece(self) -> list[tuple[int, bytes]]:
+        """The next lines that are not blank, with their numbers from 1 on; empty: there are no more.
+
+        A line that is too long ends the file; it has more than MAX_LINE_BYTES.
+        """
+        lines: list[tuple[int, bytes]] = []
+        num_bytes = 0
+        while (
+            len(lines) < _PIECE_LINES and num_bytes < _PIECE_BYTES and (line := self._file.readline(MAX_LINE_BYTES + 2))
+        ):
+            self._number += 1
+            num_bytes += len(line)
+            if stripped := line.strip():
+                lines.append((self._number, stripped))
+        return lines
+
+    def checked_piece(self) -> list[Line]:
+        """The same of a file that `InputCheck` has found right."""
+        return [_decode(line) for _, line in self.piece()]
+
+
+class InputCheck:
+    """What is wrong with a file. Holds sixteen bytes and more for each line, and no line."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.errors: list[BatchError] = []
+        self.num_lines = 0
+        self._endpoint, self._model = endpoint, ""
+        self._numbers: dict[bytes, int] = {}  # by digest of a custom_id: its line
+
+    @property
+    def is_over(self) -> bool:
+        """Whether what follows makes no difference."""
+        return len(self.errors) >= MAX_ERRORS or any(one.code in _FATAL for one in self.errors)
+
+    def take(self, lines: Sequence[tuple[int, bytes]]) -> None:
+        for number, line in lines:
+            if self.is_over:
+                return
+            self.num_lines += 1
+            if (problem := self._problem(number, line)) is not None:
+                self._add(*problem, number)
+
+    def end(self) -> None:
+        if not self.num_lines:
+            self._add("empty_file", "The file has no line.", None, None)
+
+    def _add(self, code: str, message: str, param: str | None, line: int | None) -> None:
+        self.errors.append(BatchError(code=code, message=message, param=param, line=line))
+
+    def _problem(self, number: int, line: bytes) -> tuple[str, str, str | None] | None:
+        """Code, message and field."""
+        if len(line) > MAX_LINE_BYTES:
+            return "line_too_large", f"A line has at most {MAX_LINE_BYTES} bytes.", None
+        if self.num_lines > MAX_LINES:
+            return "too_many_lines", f"A batch has at most {MAX_LINES} lines.", None
+        try:
+            request = _decode(line)
+        except msgspec.ValidationError as error:
+            return "invalid_line", f"The line does not fit: {shown(str(error), 200)}.", None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return "invalid_json_line", "The line is not a JSON object.", None
+        if not 0 < len(request.custom_id) <= _MAX_ID_CHARS:
+            return "invalid_custom_id", f"custom_id has 1 to {_MAX_ID_CHARS} characters.", "custom_id"
+        first = self._numbers.setdefault(digest_of(request.custom_id), number)
+        if first != number:
+            return "duplicate_custom_id", f"The custom_id is that of line {first}.", "custom_id"
+        if request.method != "POST":
+            return "invalid_method", f"The method {shown(request.method)} is not accepted: POST is.", "method"
+        if request.url != self._endpoint:
+            return "mismatched_url", f"The url {shown(request.url)} is not the batch's {self._endpoint}.", "url"
+        try:
+            body = _decode_body(request.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return "invalid_body", f"The body does not fit: {shown(str(error), 200)}.", "body"
+        if body.stream not in (None, False):
+            return "invalid_body", "Lines are not streamed: leave out stream.", "body.stream"
+        self._model = self._model or body.model
+        if body.model != self._model:
+            message = f"The model {shown(body.model)} is not that of the lines before, {shown(self._model)}."
+            return "mismatched_model", message, "body.model"
+        return None
+
+
+_FATAL: Final = frozenset({"line_too_large", "too_many_lines"})

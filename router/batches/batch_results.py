@@ -1,0 +1,143 @@
+"""The results of a batch on the disk: what has a result is done, and all else that runs it again."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ...adapters.registry.batches.records import BatchRecord
+from ...adapters.store.durable_file import sync_folder
+from .batch_input import digest_of
+from .file_store import FileStore
+
+EXPIRED: Final = "batch_expired"
+
+
+class Response(msgspec.Struct, frozen=True):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class LineError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one line, as OpenAI writes it."""
+
+    id: str = msgspec.field(default_factory=lambda: f"batch_req_{secrets.token_hex(12)}")
+    custom_id: str
+    response: Response | None = None
+    error: LineError | None = None
+
+    @property
+    def is_good(self) -> bool:
+        return self.response is not None and self.response.status_code == 200
+
+
+class _Known(msgspec.Struct, frozen=True):
+    custom_id: str
+    error: LineError | None = None
+
+
+_encode: Final = msgspec.json.Encoder().encode
+_decode: Final = msgspec.json.Decoder(_Known).decode
+
+
+class Written(NamedTuple):
+    num_completed: int
+    num_failed: int
+    num_bytes: int
+
+
+class BatchResults:
+    """Opened by one process at a time. All methods block: call them from a thread."""
+
+    def __init__(self, store: FileStore, batch: BatchRecord) -> None:
+        """Reads what is there. Raises BlockingIOError while another process has it open."""
+        self.answered: set[bytes] = set()  # digests of custom_ids
+        self.has_expired = False  # a line was not run, as its batch's time was over
+        self._store = store
+        store.make_folder_of(batch.tenant_id)
+        self._output = _ResultFile(store.path(batch.tenant_id, batch.output_file_id))
+        try:
+            self._errors = _ResultFile(store.path(batch.tenant_id, batch.error_file_id))
+        except BaseException:
+            self._output.close()
+            raise
+        try:
+            for file in (self._output, self._errors):
+                for known in file.read():
+                    self.answered.add(digest_of(known.custom_id))
+                    self.has_expired |= known.error is not None and known.error.code == EXPIRED
+            sync_folder(store.path(batch.tenant_id, batch.output_file_id).parent)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def written(self) -> Written:
+        return Written(self._output.num_lines, self._errors.num_lines, sum(self.sizes))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of answers and of lines that failed."""
+        return self._output.num_bytes, self._errors.num_bytes
+
+    def append(self, results: Sequence[Result]) -> None:
+        """When it returns, they survive a crash of the machine. After an OSError some of them may be there."""
+        for file, is_good in ((self._output, True), (self._errors, False)):
+            if some := [result for result in results if result.is_good == is_good]:
+                lines = b"".join(_encode(result) + b"\n" for result in some)
+                self._store.check_room(len(lines))
+                file.append(lines, len(some))
+                self.answered.update(digest_of(result.custom_id) for result in some)
+
+    def close(self) -> None:
+        self._output.close()
+        self._errors.close()
+
+
+class _ResultFile:
+    """Lines in a file that is locked: a router that was suspended and has lost its batch writes no more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._handle = path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self.num_bytes = self.num_lines = 0
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self) -> Iterator[_Known]:
+        """All lines. The half of one, whose writer has died, is cut off."""
+        with self._path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                yield _decode(line)
+                self.num_lines, self.num_bytes = self.num_lines + 1, self.num_bytes + len(line)
+        os.ftruncate(self._handle, self.num_bytes)
+
+    def append(self, lines: bytes, num_lines: int) -> None:
+        left = memoryview(lines)
+        try:
+            while left:
+                left = left[os.write(self._handle, left) :]
+            os.fsync(self._handle)
+        except OSError:
+            os.ftruncate(self._handle, self.num_bytes)
+            raise
+        self.num_bytes, self.num_lines = self.num_bytes + len(lines), self.num_lines + num_lines
+
+    def close(self) -> None:
+        os.close(self._handle)

@@ -1,0 +1,87 @@
+"""Tenants' files on the disk: beside the adapters, so that all routers have them.
+
+```
+root/
+├── tmp/               files that arrive
+└── <tenant_id>/
+    ├── file-…         as uploaded
+    ├── file-…o        answers of a batch, whole or growing
+    └── file-…e        its lines that failed
+```
+All methods block: call them from a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from ...adapters.registry.batches.records import FileRecord
+from ...adapters.store.durable_file import make_folder, sync_folder
+
+
+class FileStore:
+    def __init__(self, root: Path, min_free_bytes: Callable[[], int] = lambda: 0) -> None:
+        """Makes no folder before there is a file. `min_free_bytes`: that results leave to others."""
+        self.root, self._min_free_bytes = root, min_free_bytes
+
+    @property
+    def arriving(self) -> Path:
+        return self.root / "tmp"
+
+    def path(self, tenant_id: str, file_id: str) -> Path:
+        """Both are motet's own, as records have them, and never what a request says."""
+        return self.root / tenant_id / file_id
+
+    def make_folder_of(self, tenant_id: str) -> None:
+        make_folder(self.root / tenant_id)
+
+    def keep(self, arrived: Path, file: FileRecord) -> None:
+        """Moves a file that has arrived to its place. Then it survives a crash of the machine."""
+        self.make_folder_of(file.tenant_id)
+        with arrived.open("rb") as opened:
+            os.fsync(opened.fileno())
+        path = self.path(file.tenant_id, file.id)
+        os.replace(arrived, path)
+        sync_folder(path.parent)
+
+    def is_there(self, tenant_id: str) -> bool:
+        """Whether the tenant has had a file here; False: its file system may not be mounted now."""
+        return (self.root / tenant_id).is_dir()
+
+    def check_room(self, num_bytes: int) -> None:
+        """Raises OSError (ENOSPC) where the disk has no room for so many bytes more."""
+        if shutil.disk_usage(self.root).free < num_bytes + self._min_free_bytes():
+            raise OSError(errno.ENOSPC, "the disk has no room for results")
+
+    def open(self, tenant_id: str, file_id: str) -> BinaryIO:
+        """Raises FileNotFoundError."""
+        return self.path(tenant_id, file_id).open("rb")
+
+    def delete(self, tenant_id: str, file_id: str) -> None:
+        self.path(tenant_id, file_id).unlink(missing_ok=True)
+
+    def retire(self, tenant_id: str) -> None:
+        """Deletes all files of a tenant."""
+        shutil.rmtree(self.root / tenant_id, ignore_errors=True)
+
+    def old_files(self, older_than_s: float) -> Iterator[tuple[str, list[str]]]:
+        """Tenant ids, each with the ids of its files that were not written for so long."""
+        oldest = time.time() - older_than_s
+        folders = [*self.root.iterdir()] if self.root.is_dir() else []
+        for folder in folders:
+            if folder != self.arriving:
+                yield folder.name, [path.name for path in folder.iterdir() if _written_at(path) < oldest]
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # deleted meanwhile
+        return math.inf

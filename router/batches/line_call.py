@@ -1,0 +1,110 @@
+"""One line of a batch, asked as a client would ask: the same route, with all that it checks, charges and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+from starlette.types import ASGIApp, Message, Scope
+
+from ...adapters.registry.batches.records import BatchRecord
+from ..access.request_id import REQUEST_ID_HEADER
+from .batch_input import Line
+from .batch_results import LineError, Response, Result
+from .line_authenticator import scope_of
+
+_TRANSIENT: Final = frozenset({429, 502, 503, 504})  # the same line may be answered later
+_log = logging.getLogger(__name__)
+
+
+class LineAnswer(NamedTuple):
+    result: Result
+    retry_after_s: float | None  # None: it is final
+    code: str  # of its error
+
+
+class _Detail(msgspec.Struct, frozen=True):
+    code: str | None = None
+
+
+class _Error(msgspec.Struct, frozen=True):
+    error: _Detail = _Detail()
+
+
+class LineCaller:
+    def __init__(self, routes: Mapping[str, ASGIApp]) -> None:
+        """`routes`: by path; each takes its caller's identity from a `LineAuthenticator`."""
+        self._routes = dict(routes)
+
+    async def call(self, batch: BatchRecord, line: Line) -> LineAnswer:
+        """Cancelled, it is a client that leaves."""
+        request_id = f"{batch.id}-{secrets.token_hex(6)}"
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(bytes(line.body))),
+            REQUEST_ID_HEADER: request_id,
+        }
+        scope: Scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": line.url,
+            "raw_path": line.url.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+            "client": None,
+            "server": None,
+            **scope_of(batch),
+        }
+        answer = _Answer(bytes(line.body))
+        try:
+            await self._routes[line.url](scope, answer.receive, answer.send)
+        except Exception:  # not the line's fault; others are run all the same
+            _log.exception("a line of a batch failed", extra={"fields": {"request_id": request_id}})
+            answer.status_code = 0
+        return _line_answer(line, request_id, answer)
+
+
+class _Answer:
+    """The other side of one ASGI call."""
+
+    def __init__(self, body: bytes) -> None:
+        self.status_code, self.body = 0, bytearray()
+        self.headers: dict[str, str] = {}
+        self._request: bytes | None = body
+
+    async def receive(self) -> Message:
+        if self._request is None:  # the client stays until it has its answer
+            await asyncio.Event().wait()
+        body, self._request = self._request, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status_code = message["status"]
+            self.headers = {
+                name.decode("latin-1").lower(): value.decode("latin-1") for name, value in message["headers"]
+            }
+        else:
+            self.body += message.get("body", b"")
+
+
+def _line_answer(line: Line, request_id: str, answer: _Answer) -> LineAnswer:
+    if not answer.status_code:
+        failed = LineError("internal_error", "The server had an error while processing the line.")
+        return LineAnswer(Result(custom_id=line.custom_id, error=failed), None, failed.code)
+    body = bytes(answer.body)
+    if b"\n" in body:  # which ends a line of the results
+        body = msgspec.json.format(body, indent=-1)
+    result = Result(custom_id=line.custom_id, response=Response(answer.status_code, request_id, msgspec.Raw(body)))
+    if answer.status_code == 200:
+        return LineAnswer(result, None, "")
+    code = msgspec.json.decode(body, type=_Error).error.code or ""
+    is_final = answer.status_code not in _TRANSIENT or answer.headers.get("x-should-retry") == "false"
+    return LineAnswer(result, None if is_final else float(answer.headers.get("retry-after", 1)), code)

@@ -1,0 +1,129 @@
+"""What requests of files and batches say, and what they are answered, as OpenAI's API has it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from ...adapters.registry.batches.records import BatchRecord, FileRecord, Purpose, Status
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+_Key = Annotated[str, Meta(max_length=64)]
+_Value = Annotated[str, Meta(max_length=512)]
+_File: dict[str, Any] = {"contentMediaType": "application/octet-stream"}
+
+
+class FileForm(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of an upload."""
+
+    file: Annotated[str, Meta(description="JSON lines.", extra_json_schema=_File)]
+    purpose: Literal["batch"]
+    anchor: Annotated[Literal["created_at"] | None, Meta(description="From when on it expires.")] = msgspec.field(
+        name="expires_after[anchor]", default=None
+    )
+    seconds: Annotated[int, Meta(ge=3600, le=2_592_000, description="After how many it expires.")] | None = (
+        msgspec.field(name="expires_after[seconds]", default=None)
+    )
+
+
+class File(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int  # Unix time, seconds, as are all times
+    expires_at: int
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"] = "processed"
+
+
+class DeletedFile(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class BatchBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    endpoint: Endpoint
+    input_file_id: Annotated[str, Meta(max_length=64)]
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[_Key, _Value], Meta(max_length=16)] | None = None
+
+
+class InputError(msgspec.Struct, frozen=True, kw_only=True):
+    code: str
+    message: str
+    param: str | None
+    line: int | None  # from 1 on
+
+
+class InputErrors(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[InputError]
+
+
+class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
+    total: int
+    completed: int
+    failed: int
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: Endpoint
+    errors: InputErrors | None
+    input_file_id: str
+    completion_window: str
+    status: Status
+    output_file_id: str | None  # of lines that were answered with 200
+    error_file_id: str | None  # of all others
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+def shown_file(file: FileRecord) -> File:
+    return File(
+        id=file.id,
+        bytes=file.num_bytes,
+        created_at=file.created_at,
+        expires_at=file.expires_at,
+        filename=file.filename,
+        purpose=file.purpose,
+    )
+
+
+def shown_batch(batch: BatchRecord) -> Batch:
+    errors = [InputError(code=one.code, message=one.message, param=one.param, line=one.line) for one in batch.errors]
+    return Batch(
+        id=batch.id,
+        endpoint=batch.endpoint,  # type: ignore[arg-type]  # a record says only what a body has said
+        errors=InputErrors(data=errors) if errors else None,
+        input_file_id=batch.input_file_id,
+        completion_window=batch.completion_window,
+        status=batch.status,
+        output_file_id=batch.output_file_id if batch.has_output else None,
+        error_file_id=batch.error_file_id if batch.has_errors else None,
+        created_at=batch.created_at,
+        in_progress_at=batch.in_progress_at,
+        expires_at=batch.expires_at,
+        finalizing_at=batch.finalizing_at,
+        completed_at=batch.completed_at,
+        failed_at=batch.failed_at,
+        expired_at=batch.expired_at,
+        cancelling_at=batch.cancelling_at,
+        cancelled_at=batch.cancelled_at,
+        request_counts=RequestCounts(total=batch.num_lines, completed=batch.num_completed, failed=batch.num_failed),
+        metadata=batch.metadata,
+    )
