@@ -26,6 +26,7 @@ from .check_command import check
 from .costs_command import costs
 from .doctor_command import doctor
 from .edge_command import edge_program
+from .mig_command import mig
 from .scale_command import scale
 from .secret_arguments import hide_secrets
 from .serve_command import serve
@@ -81,6 +82,7 @@ for _command in (
     check,
     scale,
     costs,
+    mig,
     doctor,
     edge_program,
     adapters,
