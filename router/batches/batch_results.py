@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -66,6 +67,7 @@ class BatchResults:
         self.answered: set[bytes] = set()  # digests of custom_ids
         self.has_expired = False  # a line was not run, as its batch's time was over
         self._store = store
+        self._writing = threading.Lock()  # a write goes on when the task that waits for it is cancelled
         store.make_folder_of(batch.tenant_id)
         self._output = _ResultFile(store.path(batch.tenant_id, batch.output_file_id))
         try:
@@ -94,16 +96,19 @@ class BatchResults:
 
     def append(self, results: Sequence[Result]) -> None:
         """When it returns, they survive a crash of the machine. After an OSError some of them may be there."""
-        for file, is_good in ((self._output, True), (self._errors, False)):
-            if some := [result for result in results if result.is_good == is_good]:
-                lines = b"".join(_encode(result) + b"\n" for result in some)
-                self._store.check_room(len(lines))
-                file.append(lines, len(some))
-                self.answered.update(digest_of(result.custom_id) for result in some)
+        with self._writing:
+            for file, is_good in ((self._output, True), (self._errors, False)):
+                if some := [result for result in results if result.is_good == is_good]:
+                    lines = b"".join(_encode(result) + b"\n" for result in some)
+                    self._store.check_room(len(lines))
+                    file.append(lines, len(some))
+                    self.answered.update(digest_of(result.custom_id) for result in some)
 
     def close(self) -> None:
-        self._output.close()
-        self._errors.close()
+        """After a write that is under way. None follows."""
+        with self._writing:
+            self._output.close()
+            self._errors.close()
 
 
 class _ResultFile:

@@ -86,7 +86,7 @@ class BatchRunner:
                 return
             if batch.in_progress_at is None and not await self._begin():
                 return
-            results = await asyncio.to_thread(BatchResults, self._store, self._batch)
+            results = await self._opened_results()
             try:
                 if await self._run_lines(results):
                     await self._end(results)
@@ -98,6 +98,15 @@ class BatchRunner:
                 results.close()
         except BatchGone:
             return
+
+    async def _opened_results(self) -> BatchResults:
+        """If it is cancelled meanwhile, what the thread opens is closed: its lock would keep out every other runner."""
+        opening = asyncio.create_task(asyncio.to_thread(BatchResults, self._store, self._batch))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close)
+            raise
 
     async def _begin(self) -> bool:
         """Checks the input. False: the batch has ended with that, or leaves."""
@@ -377,6 +386,11 @@ class BatchRunner:
         file = await asyncio.to_thread(self._store.open, self.tenant_id, self._batch.input_file_id)
         with file:
             yield file
+
+
+def _close(opening: asyncio.Task[BatchResults]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
 
 
 def _num_bytes(results: Sequence[Result]) -> int:

@@ -10,13 +10,14 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from motet.adapters.ended_tasks import end_tasks
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.batches import batch_registry
 from motet.adapters.registry.batches.records import BatchRecord
@@ -135,14 +136,8 @@ async def kill(batches: Batches) -> None:
     """As its process' death: nothing is written or noted any more, and its lease stays until it expires."""
     holder, batches._worker._holder = batches._worker._holder, "a dead router"
     assert holder
-    tasks = [batches._worker._working, batches._sweeping, *(one.task for one in batches._worker._running.values())]
-    for task in tasks:
-        if task is not None:
-            task.cancel()
-    for task in tasks:
-        if task is not None:
-            with suppress(asyncio.CancelledError):
-                await task
+    running = [one.task for one in batches._worker._running.values()]
+    await end_tasks(batches._worker._working, batches._sweeping, *running)
 
 
 def work(num_lines: int, **body: Any) -> list[dict[str, Any]]:
