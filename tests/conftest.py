@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import signal
 import ssl
 import tempfile
@@ -37,6 +38,9 @@ from motet.tests.rigs.moving_seed import commit_seed
 from motet.tests.rigs.passed_files import covered_files
 from motet.tests.rigs.passing_runs import PassingRuns
 from motet.tests.rigs.patience import PATIENCE_S
+
+# Torch reads it when it is loaded. Of so small tensors a second thread computes nothing faster, and spins in between.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # What asks Redis, and raises an error if it does not answer in time.
 ASKS_REDIS: tuple[Callable[..., object], ...] = (
