@@ -248,7 +248,8 @@ class Embeddings:
     names: Mapping[str, str] = embedding_prompts.NAMES
 
     def max_prompts(self, max_sequences: int) -> int:
-        return max_sequences
+        """Of which `max_sequences` are computed at once."""
+        return max(max_sequences, embedding_prompts.MAX_INPUTS)
 
     def num_prompts(self, request: EmbeddingPrompts) -> int:
         return count_prompts(request)

@@ -218,7 +218,7 @@ class CompletionsApi:
                 record.model = request.model
                 self._check(request, _TOKEN_COUNT)
                 await self._base.wait_for_first_gang()
-                prompts = await _TOKEN_COUNT.tokenize(request, self._text, self._base.gang())
+                prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), self._base.gang())
         except ApiError as error:
             raise renamed(error, _TOKEN_COUNT.names) from error.__cause__
         return message_schema.TokenCount(len(prompts.token_lists[0]))
@@ -245,14 +245,16 @@ class CompletionsApi:
             record.model = request.model
             self._check(request, kind)
             await self._base.wait_for_first_gang()
-            gang = self._base.gang()
-            prompts = await kind.tokenize(request, self._text, gang)
+            gang, text = self._base.gang(), self._text.of(identity.name)
+            prompts = await kind.tokenize(request, text, gang)
             record.ignored += prompts.not_shown
             wanted = prompts.wanted
             has_form, thinking = wanted is not None, prompts.thinking
-            rules = await token_rules(request, self._text, gang, has_form=has_form, thinking=thinking)
+            rules = await token_rules(request, text, gang, has_form=has_form, thinking=thinking)
             grammar = "" if wanted is None else await self._grammars.lark(identity.name, wanted, gang.vocab_size)
         generation = _generation(request, kind, prompts, rules, grammar, identity, gang, record.request_id)
+        if len(generation.prompts) > (most := self._config.now.max_sequences_per_request):
+            generation = replace(generation, most_at_once=most)
         response_id, choice = await answer_id(kind.id_prefix, generation, position, choice, gang.max_model_len)
         head = AnswerHead(str(response_id), response_id.created, request.model)
         record.answer = head.id[-NUM_ANSWER_CHARS:]
@@ -305,6 +307,7 @@ class CompletionsApi:
         check_beams(request)
         check_prompt_scoring(request)
         limit = self._config.now.max_sequences_per_request
+        limit = max(limit, kind.max_prompts(limit))
         field = "best_of" if (request.best_of or 1) > (request.n or 1) else "n"
         num_sequences = kind.num_prompts(request) * max(request.n or 1, request.best_of or 1)
         if num_sequences > limit:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
+from ..adapters.sight import owner_of
 from .generation.generation import GenerationRequest
 from .loop_share import LoopShare
 from .openai_api.response_id import ResponseId, fingerprint_of, new_response_id
@@ -40,7 +41,9 @@ async def answer_id(
         await share.pause()
 
     def fingerprint(version: AdapterVersion | None) -> bytes:
-        stop, digest = generation.stop.strings, None if version is None else version.digest
+        stop = generation.stop.strings
+        # Of equal content that of another user's private adapter is another's answer.
+        digest = None if version is None else owner_of(version.name) + version.digest
         reading = [] if generation.reader is None else generation.reader.reading.identity
         parts = [generation.tenant, digest, prompts, generation.n, stop, generation.keep_token_ids, *reading]
         return fingerprint_of(*parts)

@@ -70,19 +70,19 @@ class TokenizeApi:
         async with self._open(http, identity, TokenizeRequest) as request:
             await self._check_model(http, identity, request.model)
             refuse_unsupported(request)
-            gang = self._base.gang()
+            gang, text = self._base.gang(), self._text.of(identity.name)
             if request.prompt is None and not request.messages:
                 raise invalid_value("prompt", "a prompt or messages are needed.")
             if request.prompt is None:
-                token_ids, _ = await chat_prompt(request, self._text, gang)
+                token_ids, _ = await chat_prompt(request, text, gang)
             elif request.messages:
                 raise invalid_value("prompt", "it cannot go with messages.")
             else:
                 kept = request.truncate_prompt_tokens
                 if kept is None:
-                    check_text(request.prompt, self._text, gang, "prompt")
+                    check_text(request.prompt, text, gang, "prompt")
                 add_special_tokens = request.add_special_tokens is not False
-                token_ids = await self._text.encode(request.prompt, add_special_tokens=add_special_tokens)
+                token_ids = await text.encode(request.prompt, add_special_tokens=add_special_tokens)
                 token_ids = last_tokens(token_ids, kept, request.max_tokens, gang)
         answer = bytearray(_encode({"count": len(token_ids), "max_model_len": gang.max_model_len})[:-1])
         answer += b',"tokens":' + await _listed(token_ids)
@@ -107,7 +107,8 @@ class TokenizeApi:
             gang = self._base.gang()
             check_num_tokens(len(request.tokens), gang, "tokens")
             check_token_ids(request.tokens, gang.vocab_size, "tokens")
-            text = (await self._text.decode_all([request.tokens], skip_special_tokens=False))[0]
+            tokens = [request.tokens]
+            (text,) = await self._text.of(identity.name).decode_all(tokens, skip_special_tokens=False)
         return Response(_encode(DetokenizeAnswer(text)), media_type="application/json")
 
     def _open(self, http: Request, identity: Identity, kind: type[R]) -> AbstractAsyncContextManager[R]:

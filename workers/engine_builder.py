@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from .checkpoint.tensor_names import folder_lacks_head
 from .config import EngineConfig
 from .engine import Engine
 from .execution.connection import Connection, ConnectionLostError
@@ -201,6 +202,7 @@ def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig, de
         config.max_num_sequences,
         kept_window(model.window, device),
         model.full_layers,
+        has_head=model.tie_word_embeddings or not folder_lacks_head(config.model_path),
     )
 
 

@@ -19,12 +19,13 @@ CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 MODULE_PATHS = {module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES}
 
+# A base that was loaded without its head, as for embeddings, has one "model." less.
 _TENSOR_NAME = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|mlp)\.(?P<module>[a-z_]+)"
+    r"base_model\.model\.(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|mlp)\.(?P<module>[a-z_]+)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
 )
 _EXPERT_TENSOR_NAME = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:mlp|block_sparse_moe)"
+    r"base_model\.model\.(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:mlp|block_sparse_moe)"
     r"\.experts\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )

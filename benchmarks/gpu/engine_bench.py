@@ -110,6 +110,8 @@ DRY_SIZE = Size(TINY, 3, 10, 2, (0, 2), 4 << 20, 1 << 20, num_logprobs=0, max_to
 class RandomWeights:
     """A `WeightSource` that makes each tensor of random numbers, on the device, when it is taken."""
 
+    has_head = True
+
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._generator = torch.Generator(machine.device).manual_seed(0)

@@ -26,6 +26,8 @@ WANTED_FILES = [
     "merges.txt",
     "chat_template.jinja",
     "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
     "*_Pooling/config.json",
     "*.safetensors",
     "*.safetensors.index.json",

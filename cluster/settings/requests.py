@@ -36,7 +36,13 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 128 << 20
     max_sequences_per_request: Annotated[
-        Count, Setting("Sequences that one request may ask for: its prompts times n.", "live", live_in="router")
+        Count,
+        Setting(
+            "Sequences that one request may ask for: its prompts times n. At /v1/embeddings so many of its inputs, at "
+            "most 2,048, are computed at once.",
+            "live",
+            live_in="router",
+        ),
     ] = 128
     control_tokens: Annotated[
         Literal["prompts", "everywhere", "nowhere"],

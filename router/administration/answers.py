@@ -7,7 +7,6 @@ from typing import Any, Literal
 import msgspec
 from msgspec import structs
 
-from ...adapters.errors import NoSuchTenant
 from ...adapters.registry.tenants.audit_entry import WrittenEntry
 from ...adapters.registry.tenants.records import KeyRecord, Quota, Scope, TenantRecord
 
@@ -140,10 +139,6 @@ def shown_entry(written: WrittenEntry) -> AuditShown:
         result=written.result or None,
         request_id=actor.request_id,
     )
-
-
-def no_tenant(name: str) -> NoSuchTenant:
-    return NoSuchTenant(f"the tenant {name[:64]!r} does not exist")
 
 
 def _key_fields(key: KeyRecord) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from ..openai_api.errors import invalid_value
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
 from ..route import route
 from ..tenants.identity import Identity, operators
-from .answers import Deleted, KeyMade, KeyRotated, KeyShown, made_key, no_tenant, rotated_key, shown_key
+from .answers import Deleted, KeyMade, KeyRotated, KeyShown, made_key, rotated_key, shown_key
 from .bodies import KeyBody, KeyChanges, RotationBody, given, quota_of
 from .key_rules import check_not_beyond, within
-from .tenants_api import TENANTS
+from .named_tenant import TENANTS, named_tenant
 
 OWN_KEYS: Final = "/v1/keys"
 _OF_TENANT: Final = f"{TENANTS}/{{tenant}}/keys"
@@ -55,11 +55,11 @@ class KeysApi:
         errors=("tenant_not_found", "registry_unavailable"),
     )
     async def list_of_tenant(self, request: Request) -> Response:
-        return await self._list(request, await self._tenant(request))
+        return await self._list(request, await named_tenant(request, self._view))
 
     @_operator_route("POST", _OF_TENANT, summary="Make a key of a tenant.", status=201, errors=_MAKING)
     async def create_for_tenant(self, request: Request, body: KeyBody) -> KeyMade:
-        return await self._create(self._wanted(await self._tenant(request), body), operators(request))
+        return await self._create(self._wanted(await named_tenant(request, self._view), body), operators(request))
 
     @_operator_route("GET", _KEY, summary="Show a key.")
     async def show(self, request: Request) -> KeyShown:
@@ -156,14 +156,6 @@ class KeysApi:
         await self._keys.delete(key_hash, key, actor)
         await self._view.catch_up()
         return Deleted(id=key.key_id, object="api_key")
-
-    async def _tenant(self, request: Request) -> str:
-        """The name in the path, of a tenant that there is. Raises NoSuchTenant."""
-        name: str = request.path_params["tenant"]
-        await self._view.catch_up()
-        if not self._view.keys.has_tenant(name):
-            raise no_tenant(name)
-        return name
 
     async def _key(self, request: Request, identity: Identity | None = None) -> tuple[str, KeyRecord]:
         """Hash and record of the key in the path, of the tenant that asks; None: of any. Raises NoSuchKey."""

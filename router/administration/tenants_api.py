@@ -18,10 +18,10 @@ from ..openai_api.errors import invalid_value
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
 from ..route import route
 from ..tenants.identity import operators
-from .answers import AuditShown, Deleted, TenantShown, no_tenant, shown_entry, shown_tenant
+from .answers import AuditShown, Deleted, TenantShown, shown_entry, shown_tenant
 from .bodies import TenantBody, TenantChanges, given, quota_of
+from .named_tenant import TENANTS, named_tenant
 
-TENANTS: Final = "/v1/admin/tenants"
 _TENANT: Final = f"{TENANTS}/{{tenant}}"
 AUDIT: Final = "/v1/admin/audit"
 _MAX_ENTRIES: Final = 1000  # of the log, in one answer
@@ -74,34 +74,34 @@ class TenantsApi:
 
     @_route("GET", _TENANT, summary="Show a tenant.")
     async def show(self, request: Request) -> TenantShown:
-        return self._shown(await self._found(request))
+        return self._shown(await named_tenant(request, self._view))
 
     @_route("PATCH", _TENANT, summary="Change a tenant.")
     async def change(self, request: Request, body: TenantChanges) -> TenantShown:
         fields = given(body)
         if "background" in fields:
             fields["is_background"] = fields.pop("background")
-        name = await self._found(request)
+        name = await named_tenant(request, self._view)
         await self._tenants.change(name, fields, operators(request))
         return await self._changed(name)
 
     @_route("DELETE", _TENANT, summary="Delete a tenant with all that is its.")
     async def delete(self, request: Request) -> Deleted:
         """200 when nothing of the tenant is left. One that was cut off is repeated."""
-        name = await self._found(request)
+        name = await named_tenant(request, self._view)
         num_adapters = await self._tenants.delete(name, operators(request))
         await self._view.catch_up()
         return Deleted(id=name, object="tenant", num_adapters=num_adapters)
 
     @_route("POST", f"{_TENANT}/suspend", summary="Refuse a tenant's requests.")
     async def suspend(self, request: Request) -> TenantShown:
-        name = await self._found(request)
+        name = await named_tenant(request, self._view)
         await self._tenants.suspend(name, operators(request))
         return await self._changed(name)
 
     @_route("POST", f"{_TENANT}/resume", summary="Accept a tenant's requests again.")
     async def resume(self, request: Request) -> TenantShown:
-        name = await self._found(request)
+        name = await named_tenant(request, self._view)
         await self._tenants.resume(name, operators(request))
         return await self._changed(name)
 
@@ -129,14 +129,6 @@ class TenantsApi:
         entries = await self._audit.read(wanted.after or "", limit + 1, tenant, user)
         page = entries[:limit]
         return await list_answer(map(shown_entry, page), [entry.id for entry in page], len(entries) > limit)
-
-    async def _found(self, request: Request) -> str:
-        """The name in the path, of a tenant that there is. Raises NoSuchTenant."""
-        name: str = request.path_params["tenant"]
-        await self._view.catch_up()
-        if not self._view.keys.has_tenant(name):
-            raise no_tenant(name)
-        return name
 
     async def _changed(self, name: str) -> TenantShown:
         """What this router knows of the tenant once it has the change."""

@@ -24,8 +24,8 @@ from ...adapters.upload import UploadService
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
 from ..route import route
 from ..tenants.identity import Identity, operators
-from .answers import Deleted, UserShown, no_tenant
-from .tenants_api import TENANTS
+from .answers import Deleted, UserShown
+from .named_tenant import TENANTS, named_tenant
 
 _OWN: Final = "/v1/users"
 _OF_TENANT: Final = f"{TENANTS}/{{tenant}}/users"
@@ -58,7 +58,7 @@ class UsersApi:
     )
     async def list_of_tenant(self, request: Request) -> Response:
         """At most 100 at once."""
-        return await self._list(request, await self._tenant(request))
+        return await self._list(request, await named_tenant(request, self._view))
 
     @_own_route(
         "GET",
@@ -80,7 +80,8 @@ class UsersApi:
         errors=("tenant_not_found", "user_not_found", "file_in_use", "registry_unavailable"),
     )
     async def delete(self, request: Request) -> Deleted:
-        return await self._delete(await self._tenant(request), request.path_params["user"], operators(request))
+        tenant = await named_tenant(request, self._view)
+        return await self._delete(tenant, request.path_params["user"], operators(request))
 
     @_own_route(
         "DELETE",
@@ -125,11 +126,3 @@ class UsersApi:
 
     async def _deleted_work(self, tenant: str, user: str) -> int:
         return 0 if self._delete_work is None else await self._delete_work(self._view.tenant(tenant), user)
-
-    async def _tenant(self, request: Request) -> str:
-        """The name in the path, of a tenant that there is. Raises NoSuchTenant."""
-        name: str = request.path_params["tenant"]
-        await self._view.catch_up()
-        if not self._view.keys.has_tenant(name):
-            raise no_tenant(name)
-        return name

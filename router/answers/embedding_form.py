@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
-from ...workers.wire.embedding import FLOAT, unpacked_vector
+from ...workers.wire.embedding import FLOAT, FLOAT_BYTES, unpacked_vector
 from ..generation.choice import Delta
 from ..openai_api.answer_schema import Usage
 from ..openai_api.embedding_list import Embedding, EmbeddingList, EmbeddingUsage
@@ -34,7 +34,8 @@ class EmbeddingForm:
         self._vectors: list[bytes | None] = [None] * num_inputs
 
     def take(self, index: int, delta: Delta) -> None:
-        self._vectors[index] = delta.embedding
+        num_bytes = None if self._dimensions is None else self._dimensions * FLOAT_BYTES
+        self._vectors[index] = None if delta.embedding is None else delta.embedding[:num_bytes]
 
     def document(self, usage: Usage) -> Iterator[bytes]:
         own = EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens)
@@ -62,7 +63,7 @@ class EmbeddingForm:
         return error.response()
 
     def _shown(self, vector: bytes) -> list[float] | str:
-        numbers = unpacked_vector(vector)[: self._dimensions].astype(np.float64)
+        numbers = unpacked_vector(vector).astype(np.float64)
         if self._is_normalised and (length := np.linalg.norm(numbers)):
             numbers /= length
         shown = numbers.astype(FLOAT)

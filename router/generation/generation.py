@@ -79,10 +79,11 @@ class GenerationRequest:
     priority: int = 0  # among the tenant's own
     is_background: bool = False  # it yields to everybody's other requests
     num_seen: Sequence[int] = ()  # tokens of each choice that the client had before it came back; empty: a new request
+    most_at_once: int | None = None  # of its sequences that are at gangs; the others follow as these end. None: all
 
 
 class Generation:
-    """Submits a request's sequences at the first `deltas()`, and cancels what is unfinished at `cancel()`.
+    """Submits a request's sequences in `deltas()`, and cancels what is unfinished at `cancel()`.
 
     Tokens that a client has had before are computed again or fetched. They go through the choices as all tokens do, but
     are not shown: so what a choice shows after k tokens follows from these k tokens alone.
@@ -105,8 +106,10 @@ class Generation:
         self._num_unfinished = len(self.choices)
         self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of its prompt that were not computed
         self._total_logprobs = [0.0] * len(self.choices)  # as far as log-probabilities were asked for
-        self._streams: list[SequenceStream] = []
-        self._pumps: list[asyncio.Task[None]] = []
+        self._num_sent_prompts = 0  # whose sequences are in `_streams`
+        self._streams: list[SequenceStream] = []  # of the first choices
+        self._pumps: list[asyncio.Task[None]] = []  # of the streams, if there are several
+        self._queue: asyncio.Queue[tuple[int, SequenceUpdate]]  # into which they put what comes
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         """The index of a choice, and what its client sees next of it; in the order in which tokens come.
@@ -114,7 +117,7 @@ class Generation:
         Ends when every choice is finished. Raises `SequenceFailedError` once any of the sequences fails.
         """
         await self._submit()
-        source = self._merged() if len(self._streams) > 1 else _numbered(self._streams[0])
+        source = self._merged() if len(self.choices) > 1 else _numbered(self._streams[0])
         async for index, whole in source:
             choice = self.choices[index]
             for number, part in enumerate(portions(whole)):
@@ -134,6 +137,9 @@ class Generation:
                     raise SequenceFailedError(update.error)
                 if self._num_unfinished == 0:
                     return
+                if self._num_sent_prompts < len(self.request.prompts):
+                    await self._submit()
+                    self._pump_new()
         raise SequenceFailedError(_LOST)
 
     def _take(self, index: int, update: SequenceUpdate) -> Delta:
@@ -175,7 +181,7 @@ class Generation:
         """Cancels the sequences that are unfinished. May be called again."""
         for pump in self._pumps:
             pump.cancel()
-        for stream, choice in zip(self._streams, self.choices, strict=False):  # none are submitted yet, or all
+        for stream, choice in zip(self._streams, self.choices, strict=False):  # those that are submitted
             if choice.finish_reason is None:
                 stream.cancel()
 
@@ -266,9 +272,18 @@ class Generation:
     def _mean_logprob(self, index: int) -> float:
         return self._total_logprobs[index] / max(self.choices[index].num_tokens, 1)
 
+    @property
+    def _num_at_once(self) -> int:
+        """Sequences that are submitted, and have not ended."""
+        return len(self._streams) - (len(self.choices) - self._num_unfinished)
+
     async def _submit(self) -> None:
+        """As many as may be at gangs now."""
         request, share = self.request, LoopShare()
-        for position, prompt in enumerate(request.prompts):
+        most = len(self.choices) if request.most_at_once is None else request.most_at_once
+        while self._num_sent_prompts < len(request.prompts) and self._num_at_once < most:
+            position, prompt = self._num_sent_prompts, request.prompts[self._num_sent_prompts]
+            self._num_sent_prompts += 1
             self._metrics.num_prompt_tokens += len(prompt.token_ids)
             self._metrics.prompt_tokens.observe(len(prompt.token_ids))
             sequence = SequenceRequest(
@@ -323,8 +338,9 @@ class Generation:
 
     async def _merged(self) -> AsyncIterator[tuple[int, SequenceUpdate]]:
         # As long as one for each, so that a client that does not read holds the streams back.
-        queue: asyncio.Queue[tuple[int, SequenceUpdate]] = asyncio.Queue(len(self._streams))
-        self._pumps = [asyncio.create_task(_pump(stream, index, queue)) for index, stream in enumerate(self._streams)]
+        queue: asyncio.Queue[tuple[int, SequenceUpdate]] = asyncio.Queue(len(self.choices))
+        self._queue = queue
+        self._pump_new()
         share = LoopShare()
         while True:
             if queue.empty():
@@ -334,6 +350,11 @@ class Generation:
                 found = queue.get_nowait()
                 await share.pause()
             yield found
+
+    def _pump_new(self) -> None:
+        """Puts updates of streams into the queue that were submitted since the last time."""
+        for index in range(len(self._pumps), len(self._streams)):
+            self._pumps.append(asyncio.create_task(_pump(self._streams[index], index, self._queue)))
 
     def _observe(self, index: int, num_tokens: int, computing_s: float | None, *, is_first: bool) -> None:
         now = time.perf_counter()
@@ -353,7 +374,7 @@ def _choice(request: GenerationRequest, prompt: Prompt, text: TextService) -> Ch
     reader = request.reader
     read_as = None if reader is None else reader.reading.format
     detokenizer = text.detokenizer(
-        prompt.token_ids,
+        () if prompt.sampling.pooling is not None else prompt.token_ids,  # nothing follows one that is pooled
         is_echoed=request.is_echoed,
         read_as=read_as,
         skip_special_tokens=not request.ends.shows_special_tokens,

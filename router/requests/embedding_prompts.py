@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 from ...workers.wire.embedding import Pooling
 from ...workers.wire.messages import GangInfo
-from ..openai_api.embedding_request import EmbeddingPrompts, EmbeddingsRequest
+from ..openai_api.embedding_request import EmbeddingPrompts, EmbeddingsRequest, EncodingFormat
 from ..openai_api.errors import invalid_value, unsupported
 from ..text.own_pooling import OwnPooling
+from .completion_prompts import count_prompts
 
+MAX_INPUTS: Final = 2048  # as at OpenAI
+# Numbers of all vectors of an answer, by how they are written: some 20 bytes each, or 6.
+MAX_NUMBERS: Final[Mapping[EncodingFormat, int]] = MappingProxyType({"float": 1 << 21, "base64": 1 << 22})
 NAMES: Final = {"prompt": "input"}  # of a completion's fields: see `renamed`
 _SHARED: Final = (
     "model",
@@ -50,6 +56,14 @@ def chosen_pooling(request: EmbeddingPrompts, own: OwnPooling, gang: GangInfo) -
     if request.dimensions is not None and request.dimensions > gang.hidden_size:
         what = f"{request.dimensions} are asked for, and embeddings of this model have {gang.hidden_size}."
         raise invalid_value("dimensions", what)
+    num_inputs, num_each = count_prompts(request), request.dimensions or gang.hidden_size
+    if num_inputs * num_each > (most := MAX_NUMBERS[request.encoding_format]):
+        raise invalid_value(
+            "input",
+            f"{num_inputs} inputs times {num_each} numbers are {num_inputs * num_each}: in one answer at most "
+            f"{MAX_NUMBERS['float']} are accepted, and {MAX_NUMBERS['base64']} with encoding_format base64. Send at "
+            f"most {most // num_each} inputs.",
+        )
     if request.pooling is not None:
         return request.pooling
     if own.pooling is None:

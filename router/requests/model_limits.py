@@ -39,7 +39,7 @@ def last_tokens(token_ids: list[int], num_tokens: int | None, max_tokens: int | 
     if num_tokens is None:
         return token_ids
     if num_tokens == -1:
-        num_tokens = max(1, gang.max_model_len - (max_tokens or 1))
+        num_tokens = max(1, gang.max_model_len - (1 if max_tokens is None else max_tokens))
     return token_ids[max(len(token_ids) - num_tokens, 0) :]
 
 

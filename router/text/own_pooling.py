@@ -11,6 +11,8 @@ from msgspec import Meta
 from ...workers.wire.embedding import Pooling
 
 _MODULES: Final = "modules.json"
+_TEXTS: Final = "sentence_bert_config.json"  # how texts are tokenized
+_PROMPTS: Final = "config_sentence_transformers.json"  # what is put before them
 _MODE: Final = "pooling_mode_"
 _POOLINGS: Final[dict[str, Pooling]] = {
     "cls_token": "first",
@@ -51,11 +53,21 @@ def own_pooling(folder: Path) -> OwnPooling:
                     is_normalised = True
                 case other:
                     return OwnPooling(None, problem=f"the model's {_MODULES} has a module {other[:40]}, unknown here")
+        if _fields(folder / _TEXTS).get("do_lower_case"):
+            return OwnPooling(None, problem=f"the model's {_TEXTS} has texts in lower case (do_lower_case)")
+        if prompt := _fields(folder / _PROMPTS).get("default_prompt_name"):
+            what = f"the model's {_PROMPTS} puts the prompt {str(prompt)[:40]!r} before texts: send it with them"
+            return OwnPooling(None, problem=what)
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         return OwnPooling(None, problem=f"the model's own pooling cannot be read ({error})")
     if pooling is None:
         return OwnPooling(None, problem=f"the model's {_MODULES} has no pooling")
     return OwnPooling(pooling, is_normalised)
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """Of a JSON file; none if it is not there."""
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
 
 
 def _pooling(config: bytes) -> Pooling:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from ...adapters.format.own_tokenizer import template_digest
+from ...adapters.tenant_places import TenantPlaces
 from ..config import TextsWithControlTokens
 from .added_tokens import AddedTokens
 from .answer_format import BY_TEMPLATE, AnswerFormat, answer_format
@@ -31,8 +33,9 @@ T = TypeVar("T")
 MAX_CHARS_ON_LOOP: Final = 4096
 MAX_TOKENS_ON_LOOP: Final = 1024  # to decode at once
 MAX_MESSAGES_ON_LOOP: Final = 64  # of a chat
-# Long texts wait for each other here, never for uploads, nor uploads for them.
-NUM_THREADS: Final = 2
+# Long texts wait for each other here, never for uploads, nor uploads for them; and never all for one tenant's.
+NUM_THREADS: Final = 3
+MOST_THREADS: Final = 2  # of one tenant
 # A decoder must see what came just before, or a completion of SentencePiece tokens would lose its first space.
 NUM_CONTEXT_TOKENS: Final = 6
 MAX_CONTINUATION_BYTES: Final = 3  # of a character in UTF-8
@@ -83,6 +86,7 @@ class TextService:
         self.token_bytes = TokenBytes(self._backend)
         self._max_bytes_per_token = max_bytes_per_token(self._backend)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
+        self._turns, self._tenant = TenantPlaces(NUM_THREADS, MOST_THREADS), ""
         self._control_tokens = control_tokens
         added = AddedTokens(self._backend)
         template = _template_of(tokenizer)
@@ -104,6 +108,12 @@ class TextService:
     ) -> TextService:
         """The service of a model folder in Hugging Face format. Blocking; raises ValueError, see `load_tokenizer`."""
         return cls(load_tokenizer(path), control_tokens, response_template, own_pooling(path))
+
+    def of(self, tenant: str) -> TextService:
+        """The same service for this tenant's texts: long ones have a fair turn beside those of others."""
+        found = copy(self)
+        found._tenant = tenant
+        return found
 
     def token_id(self, token: str) -> int | None:
         """Of a token of the vocabulary, added ones included; None: it is none."""
@@ -265,7 +275,8 @@ class TextService:
         """The result of the work, which runs here if it is short, else in a thread."""
         if is_short:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        async with self._turns.of(self._tenant):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         # The batch call releases the GIL, which `encode` holds: a thread alone would not help.

@@ -12,6 +12,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from ...adapters.names import PRIVATE
 from ..config import CurrentConfig
 from ..route import route
 from ..tenants.identity import Identity
@@ -35,6 +36,11 @@ class UnloadBody(msgspec.Struct, frozen=True, kw_only=True):
     lora_int_id: Annotated[int | None, Meta(description="Makes no difference.")] = None
 
 
+def _registered(name: str) -> str:
+    """What is uploaded under a plain name is the tenant's, also where the caller has a private one of the name."""
+    return name if name.startswith(PRIVATE) else f"{PRIVATE}/{name}"
+
+
 class LoraAdaptersApi:
     def __init__(self, config: CurrentConfig, adapters: AdaptersApi) -> None:
         self._config, self._adapters = config, adapters
@@ -51,7 +57,7 @@ class LoraAdaptersApi:
         """Only from folders that the operator has allowed (`--adapter-folders`). It is checked as an upload is."""
         folders = self._config.now.adapter_folders
         root, folder = await asyncio.to_thread(folder_below, body.lora_path, folders, identity.name)
-        if not body.load_inplace and await self._adapters.has(identity, body.lora_name):
+        if not body.load_inplace and await self._adapters.has(identity, _registered(body.lora_name)):
             raise loaded_already(body.lora_name)
         read = partial(self._read, body.lora_name, root, folder)
         await self._adapters.take(request, identity, read)

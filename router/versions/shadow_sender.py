@@ -108,7 +108,7 @@ class ShadowSender:
             version=version,
             user="",
             num_prompt_tokens=len(prompt.token_ids),
-            num_new_tokens=prompt.sampling.max_tokens or MAX_TOKENS,
+            num_new_tokens=prompt.sampling.max_tokens or 0,  # `send` has bounded it
             num_sequences=1,
             is_resumed=False,
             progress=generation.progress,

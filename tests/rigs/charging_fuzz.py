@@ -1,11 +1,13 @@
 """One run of the fuzz of what answers are charged: clients, routers with ledger and quotas, gangs and Redis, by a seed.
 
-Answers of one or several sequences, of beams and with stop strings end, fail, time out and are left and resumed, while
-gangs die, drain and fail, routers die with their spools, and Redis does not answer or loses answers. What must hold:
+Answers of one or several sequences, of beams, with stop strings and with scores of their prompts, and embeddings end,
+fail, time out and are left and resumed, while gangs die, drain and fail, routers die with their spools, and Redis does
+not answer or loses answers. What must hold:
 
 - The ledger has of each answer no more than gangs computed for it, each position once; and no less than they had
   reported before they, or the answer's router, died.
 - New answers are never more, nor longer, than the quotas allow.
+- An embedding is of all of its input, and scores are of each token of the prompt, once.
 - In the end all that routers held of quotas is back, and nothing of an answer is left in a router.
 """
 
@@ -16,13 +18,15 @@ import os
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
 import redis
+from msgspec.structs import replace
+from starlette.responses import Response
 
 from motet.adapters.registry.ledger.archive import LedgerArchive
 from motet.adapters.registry.ledger.entry import Entry, Stage
@@ -30,14 +34,17 @@ from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
 from motet.router.access.request_record import begin_record
 from motet.router.accounts.account import Account, Accounts, AnswerRequest, Ending
+from motet.router.answers.answer_form import AnswerForm
 from motet.router.answers.answer_shape import AnswerHead
 from motet.router.answers.chunk_form import ChunkForm, StreamStyle
 from motet.router.answers.completion_answer import CompletionAnswer
 from motet.router.answers.generation_response import GenerationResponse
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.generation.beam_search import BeamRules
+from motet.router.generation.choice import Delta
 from motet.router.generation.generation import Generation, GenerationRequest, Prompt
 from motet.router.metrics import Metrics
+from motet.router.openai_api.answer_schema import Usage
 from motet.router.openai_api.errors import ApiError
 from motet.router.openai_api.response_id import fingerprint_of, new_response_id
 from motet.router.openai_api.stream_position import EventIds
@@ -54,6 +61,7 @@ from motet.tests.rigs.part_configs import admission_config
 from motet.tests.rigs.simulated_gang import TOKEN, SimulatedGang
 from motet.tests.rigs.simulated_network import SimulatedNetwork
 from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.wire.embedding import unpacked_vector
 from motet.workers.wire.messages import AdapterRef, SamplingParams
 
 TROUBLE_S = 12.0  # for so long things go wrong
@@ -92,6 +100,42 @@ class Admitted:
     def settle(self, ending: Ending) -> None:
         assert self.ending is None, "settled twice"
         self.ending = ending
+
+
+class CheckedForm:
+    """An `AnswerForm` of scores or embeddings, which writes down what is wrong with them."""
+
+    is_stream = False
+
+    def __init__(self, request: GenerationRequest, problems: list[str]) -> None:
+        self._prompts = [prompt.token_ids for prompt in request.prompts]
+        self._is_pooled = request.prompts[0].sampling.pooling is not None
+        self._problems = problems
+        self._embeddings: dict[int, bytes | None] = {}
+        self._scores: list[float] = []
+
+    def take(self, index: int, delta: Delta) -> None:
+        if delta.prompt_scores is not None:
+            self._scores += delta.prompt_scores.rows()["logprob"].tolist()
+        if self._is_pooled:
+            if index in self._embeddings:
+                self._problems.append(f"input {index} has two embeddings")
+            self._embeddings[index] = delta.embedding
+
+    def document(self, usage: Usage) -> Iterator[bytes]:
+        if not self._is_pooled and self._scores != [-1.0 * k for k in range(1, len(self._prompts[0]))]:
+            self._problems.append(f"scores {self._scores} of {len(self._prompts[0])} tokens")
+        for index, token_ids in enumerate(self._prompts if self._is_pooled else ()):
+            found = self._embeddings.get(index)
+            numbers = None if found is None else unpacked_vector(found).tolist()
+            if numbers != [(len(token_ids) - 1) / 2, 1.0]:
+                self._problems.append(f"embedding {numbers} of {len(token_ids)} tokens")
+        yield b"{}"
+
+    def refusal(self, error: ApiError) -> Response:
+        return error.response()
+
+    opening = delta = ending = failure = None  # it is never streamed
 
 
 class Router:
@@ -148,6 +192,10 @@ class Answer:
     def name(self) -> str:
         return str(self.number)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.request.prompts)
+
 
 class World:
     """A run. `num_events` says what happened, so that a test can see that enough does."""
@@ -172,6 +220,7 @@ class World:
         self.num_events: Counter[str] = Counter()
         self._shared = [[self.rng.randrange(1000) for _ in range(40)] for _ in range(2)]
         self._over_at_s = float("inf")
+        self.problems: list[str] = []  # of scores and embeddings
 
     async def run(self) -> None:
         with (
@@ -190,6 +239,7 @@ class World:
             async with asyncio.timeout(400):
                 await asyncio.gather(trouble, *clients)
             await asyncio.sleep(ORPHAN_S + 2 * ADOPT_INTERVAL_S + 2)
+            assert self.problems == []
             self._check_ends()
             await asyncio.sleep(2 * PERIOD_US / 1e6)
             await self._check_quotas_are_back()
@@ -284,9 +334,21 @@ class World:
         stop = StopStrings(("e", " a")) if not beams and rng.random() < 0.15 else StopStrings(())
         sampling = SamplingParams(max_tokens=max_tokens, seed=number * 10, ignore_eos=True, num_logprobs=num_logprobs)
         is_stream = rng.random() < 0.7 and num_best is None and not beams
+        if n == 1 and rng.random() < 0.25:
+            sampling, is_stream = replace(sampling, num_prompt_logprobs=rng.choice([0, 3])), False
+            if rng.random() < 0.5:
+                sampling = replace(sampling, max_tokens=0)
+            self.num_events["scores"] += 1
+        prompts = [Prompt(prompt, sampling)]
+        if n == 1 and rng.random() < 0.25:
+            sampling, is_stream = SamplingParams(max_tokens=0, pooling="mean"), False
+            inputs = [prompt[k * 7 :] for k in range(rng.randint(1, 6)) if prompt[k * 7 :]]
+            prompts = [Prompt(ids, replace(sampling, seed=number * 10 + k)) for k, ids in enumerate(inputs)]
+            self.num_events["embeddings"] += 1
         response_id = str(new_response_id("cmpl-", int(time.time()), fingerprint_of(number)))
         request = GenerationRequest(
-            prompts=[Prompt(prompt, sampling)],
+            prompts=prompts,
+            most_at_once=rng.choice([None, 1, 2]) if len(prompts) > 1 else None,
             n=n,
             tenant="acme",
             adapter=rng.choice([None, AdapterRef("digest1", {}), AdapterRef("digest2", {})]),
@@ -333,16 +395,17 @@ class World:
             with_logprobs=request.keep_logprobs,
             with_token_ids=False,
         )
-        (prompt,) = request.prompts
+        sampling = request.prompts[0].sampling
+        is_checked = sampling.num_prompt_logprobs is not None or sampling.pooling is not None
         asked = AnswerRequest(
             identity=self.identity,
             response_id=answer.id,
             model="base",
             version=None,
             user="",
-            num_prompt_tokens=len(prompt.token_ids),
-            num_new_tokens=request.n * (prompt.sampling.max_tokens or 0),
-            num_sequences=request.n,
+            num_prompt_tokens=answer.num_prompt_tokens,
+            num_new_tokens=request.n * (sampling.max_tokens or 0),
+            num_sequences=request.n * len(request.prompts),
             is_resumed=is_resumed,
             is_stream=answer.is_stream,
             progress=generation.progress,
@@ -360,7 +423,10 @@ class World:
         if router.redis.is_dead:  # it died when it had answered
             return False
         style = StreamStyle(EventIds(answer.id, "acme", b"k" * 32)) if answer.is_stream else None
-        response = GenerationResponse(generation, ChunkForm(shape, style, generation), Metrics(), account)
+        form = (
+            cast(AnswerForm, CheckedForm(request, self.problems)) if is_checked else ChunkForm(shape, style, generation)
+        )
+        response = GenerationResponse(generation, form, Metrics(), account)
 
         async def receive() -> dict[str, Any]:
             await asyncio.sleep(1e6 if leaves_after_s is None else leaves_after_s)
@@ -460,7 +526,7 @@ class World:
                 assert not any(_is_complete(one) for one in ended), "a complete answer is not in the ledger"
                 continue
             num_computed, num_generated = entry.prompt_tokens - entry.cached_tokens, entry.output_tokens
-            num_prompt_tokens = len(answer.request.prompts[0].token_ids)
+            num_prompt_tokens = answer.num_prompt_tokens
             most = work.num_prompt_positions, work.num_tokens
             assert num_computed <= most[0] and num_generated <= most[1], f"charged and not computed: {entry} {most}"
             assert entry.prompt_tokens <= max(num_prompt_tokens, num_computed), "a cached prompt is charged twice"
@@ -501,7 +567,12 @@ class World:
     def _works(self) -> dict[str, _Work]:
         works: dict[str, _Work] = defaultdict(_Work)
         for gang in self.all_gangs:
+            failed: set[int] = set()
             for request, part, is_broken in gang.engine.parts:
+                if part.sequence_id in failed:
+                    continue  # the step was planned before that was known, at the operator's cost
+                if is_broken and (part.scores is not None or part.pool is not None):
+                    failed.add(part.sequence_id)
                 work, seed = works[request.request_id], request.sampling.seed or 0
                 num_prompt_tokens = len(request.prompt_token_ids)
                 for position in range(part.start, part.start + len(part.token_ids)):
@@ -510,7 +581,7 @@ class World:
                     work.positions.add(place)
                     if position < num_prompt_tokens:
                         work.prompt_positions.add(place)
-                if part.sample is not None:  # whatever came of it
+                if part.sample is not None and request.sampling.max_tokens != 0:  # whatever came of it
                     work.num_again += (seed, part.sample.index) in work.tokens
                     work.tokens.add((seed, part.sample.index))
                     work.num_broken += is_broken

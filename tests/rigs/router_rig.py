@@ -379,7 +379,7 @@ class FakeUploads:
 
     async def get(self, tenant: str, name: str, sight: object = None) -> AdapterVersion | None:
         self._answer()
-        return self._registry.held(tenant, name)
+        return self._registry.held(tenant, name.removeprefix("~/"))
 
     def _answer(self) -> None:
         if self._registry.error is not None:
@@ -437,6 +437,17 @@ class RouterRig:
         transport = httpx.ASGITransport(app=self.app)
         hooks = {"request": [with_operator_key_in_loop(OPERATOR_KEY)]}
         return httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS, event_hooks=hooks)
+
+
+async def posted(rig: RouterRig, path: str, **fields: Any) -> Any:
+    """The answer to a request for the base."""
+    async with rig.client() as client:
+        return await client.post(path, json={"model": BASE, **fields})
+
+
+async def completed(rig: RouterRig, path: str = "/v1/completions", **fields: Any) -> Any:
+    """The same, to one for a completion of "hello"."""
+    return await posted(rig, path, **{"prompt": "hello", **fields})
 
 
 @contextmanager

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from motet.workers.decoding.token_counts import PenalisedSequences
 from motet.workers.execution.gang_messages import Execute
 from motet.workers.execution.plan_deltas import DeltaDecoder, DeltaEncoder
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import (
+    INT32_BYTES,
     AdapterFailure,
     MoveEnd,
     PageMove,
@@ -27,8 +29,10 @@ from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.wire.embedding import packed_vector
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate
 from motet.workers.wire.page_keys import PageKey, dense_key, first_link, next_keys
+from motet.workers.wire.prompt_scores import PromptScores, row_bytes
 
 EOS = 99
 
@@ -320,10 +324,20 @@ class FeedingExecutor(WorkerExecutor):
 
 
 def quick_result(plan: StepPlan) -> StepResult:
-    """The result of a plan whose sequences all choose token 7 and whose moves end, for tests of thousands."""
+    """The result of a plan whose sequences all choose token 7 and whose moves end, for tests of thousands.
+
+    All states are 1, and scores 0.
+    """
     chosen = SampledToken(7, None)
     tokens: dict[int, SampledToken | None] = {s.sequence_id: chosen for s in plan.sequences if s.sample is not None}
-    return StepResult(plan.step, tokens, (), (), tuple(MoveEnd(move.number, 0.0, None) for move in plan.moves))
+    pooled = {s.sequence_id: packed_vector(np.array([s.pool.num_rows])) for s in plan.sequences if s.pool is not None}
+    scores: dict[int, PromptScores | None] = {}
+    for one in plan.sequences:
+        if one.scores is not None:
+            num_rows = len(one.scores.targets) // INT32_BYTES
+            scores[one.sequence_id] = PromptScores(one.scores.num_top, bytes(num_rows * row_bytes(one.scores.num_top)))
+    moved = tuple(MoveEnd(move.number, 0.0, None) for move in plan.moves)
+    return StepResult(plan.step, tokens, (), (), moved, scores=scores, pooled=pooled)
 
 
 def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpdate]:

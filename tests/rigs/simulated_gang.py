@@ -1,6 +1,7 @@
 """A gang in simulated time: the real leader, engine and scheduler, over a worker that computes nothing.
 
-A token follows from its sequence's seed and its index, so everybody knows what a sequence must bring.
+A token follows from its sequence's seed and its index, so everybody knows what a sequence must bring. The score of a
+prompt's token is minus its position. The state of one is its position and 1.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 
 import msgspec
+import numpy as np
 
 from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.stand_in_engine import INFO
@@ -17,11 +19,13 @@ from motet.workers.engine import Engine
 from motet.workers.engine_messages import EngineMessage
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.served_engine import OnStep, StepReport
-from motet.workers.plan import SampledToken, SequencePlan, StepPlan, StepResult
+from motet.workers.plan import INT32_BYTES, SampledToken, ScorePlan, SequencePlan, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.step_times import StepTimes
+from motet.workers.wire.embedding import packed_vector
 from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, Submit, TokenLogprobs
+from motet.workers.wire.prompt_scores import PromptScores, packed_scores
 from motet.workers.wire.sequence_usage import SequenceUsage
 
 TOKEN = "a secret"
@@ -50,6 +54,8 @@ class _Executor:
         plan, self._plan = self._plan, None
         assert plan is not None
         tokens: dict[int, SampledToken | None] = {}
+        scores: dict[int, PromptScores | None] = {}
+        pooled: dict[int, bytes | None] = {}
         for sequence in plan.sequences:
             self.on_part(sequence)
             if sequence.sample is not None and sequence.sequence_id in self.broken:
@@ -61,12 +67,26 @@ class _Executor:
                     top_ids, top_logprobs = [(token + i) % VOCAB_SIZE for i in top], [-1.0 - i for i in top]
                     logprobs = TokenLogprobs(-float(sample.index), top_ids, top_logprobs)
                 tokens[sequence.sequence_id] = SampledToken(token, logprobs)
+            is_broken = sequence.sequence_id in self.broken
+            if (asked := sequence.scores) is not None:
+                scores[sequence.sequence_id] = None if is_broken else _scores(asked, sequence.start)
+            if (pool := sequence.pool) is not None:
+                positions = range(sequence.start + pool.first_row, sequence.start + pool.first_row + pool.num_rows)
+                total = packed_vector(np.array([sum(positions), len(positions)]))
+                pooled[sequence.sequence_id] = None if is_broken else total
         loaded, self._coming = self._coming, tuple(load.residence.digest for load in plan.loads)
-        return StepResult(plan.step, tokens, loaded, ())
+        return StepResult(plan.step, tokens, loaded, (), scores=scores, pooled=pooled)
 
     def wake_on_copy_end(self, wake: object) -> None: ...
 
     def close(self) -> None: ...
+
+
+def _scores(plan: ScorePlan, start: int) -> PromptScores:
+    first = start + plan.first_row + 1  # the token that the first row scores
+    positions = np.arange(first, first + len(plan.targets) // INT32_BYTES)
+    top = np.zeros((len(positions), plan.num_top))
+    return packed_scores(-positions, np.ones_like(positions), top, top)
 
 
 class SimulatedEngine:
@@ -90,6 +110,9 @@ class SimulatedEngine:
         self._on_step: OnStep = lambda report: None
         self._timer: asyncio.TimerHandle | None = None
         self.requests: dict[int, SequenceRequest] = {}  # unfinished ones
+        self._all_requests: dict[
+            int, SequenceRequest
+        ] = {}  # a step that is planned may compute more of one that failed
         self.alive = False
 
     def start(self, on_step: OnStep) -> None:
@@ -98,11 +121,12 @@ class SimulatedEngine:
     def receive(self, message: EngineMessage) -> None:
         if isinstance(message, Submit):
             self.requests[message.request.sequence_id] = message.request
+            self._all_requests[message.request.sequence_id] = message.request
         self._inbox.append(message)
         self._wake()
 
     def _count(self, part: SequencePlan) -> None:
-        request = self.requests[part.sequence_id]
+        request = self._all_requests[part.sequence_id]
         seed = request.sampling.seed or 0
         self.num_computed += len(part.token_ids)
         self.computed.setdefault(seed, set()).update(range(part.start, part.start + len(part.token_ids)))

@@ -30,8 +30,9 @@ class TenantsRig:
         self.dispatcher = FakeDispatcher(answer=[40, 41])
         limits = UploadLimits(max_tensors_bytes=1 << 20)
         self.uploads = UploadService(AdapterStore(folder / "store"), self.registry, self.view, [LAYOUT], limits)
+        self.config = CurrentConfig(router_config(BASE, folder / "spool"))
         self.app = create_app(
-            config=CurrentConfig(router_config(BASE, folder / "spool")),
+            config=self.config,
             dispatcher=self.dispatcher,
             view=self.view,
             uploads=self.uploads,
@@ -55,6 +56,11 @@ class TenantsRig:
     async def ask(self, method: str, path: str, key: str = OPERATOR_KEY, **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return await self._http.request(method, path, headers=headers, **options)
+
+    async def ask_from(self, position: str, path: str, key: str, **options: Any) -> httpx.Response:
+        """For the rest of a stream, behind the event with this id."""
+        headers = {"Authorization": f"Bearer {key}", "Last-Event-ID": position}
+        return await self._http.request("POST", path, headers=headers, **options)
 
     async def done(self, method: str, path: str, key: str = OPERATOR_KEY, **options: Any) -> Any:
         """The answer's JSON. The request must not be refused."""

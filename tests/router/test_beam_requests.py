@@ -12,6 +12,7 @@ import pytest
 from motet.router.text.text import TextService
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import BASE, EOS, RouterRig, text_service
+from motet.tests.rigs.router_rig import completed as post
 from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
 
 ANSWER = "the quick brown fox"
@@ -47,11 +48,6 @@ class Rig(RouterRig):
 @pytest.fixture
 def rig(tmp_path: Path, text: TextService) -> Rig:
     return Rig(tmp_path / "spool", text)
-
-
-async def post(rig: RouterRig, path: str = "/v1/completions", **fields: Any) -> Any:
-    async with rig.client() as client:
-        return await client.post(path, json={"model": BASE, "prompt": "hello", **fields})
 
 
 async def test_beams_of_a_completion(rig: Rig) -> None:

@@ -96,7 +96,7 @@ def test_what_gangs_computed_is_charged_once(
     first, num_events = pytestconfig.getoption("first_seed"), Counter[str]()
     for seed in range(first, first + NUM_SEEDS):
         num_events += play(seed, client, redis_url, tmp_path)
-    kinds = ("kill", "drain", "fail", "router", "redis", "overflow", "resumed", "refused")
+    kinds = ("kill", "drain", "fail", "router", "redis", "overflow", "resumed", "refused", "scores", "embeddings")
     assert all(num_events[kind] for kind in kinds), num_events
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from motet.router.text.text import TextService
-from motet.tests.rigs.router_rig import BASE, EOS, RouterRig, chunks_of, events_of, failing, text_service
+from motet.tests.rigs.router_rig import BASE, EOS, RouterRig, chunks_of, events_of, failing, posted, text_service
 
 ANSWER = "the 猫 fox"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -33,8 +33,7 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
 
 
 async def post(rig: RouterRig, **fields: Any) -> Any:
-    async with rig.client() as client:
-        return await client.post("/v1/chat/completions", json={"model": BASE, "messages": HELLO, **fields})
+    return await posted(rig, "/v1/chat/completions", **{"messages": HELLO, **fields})
 
 
 async def streamed(rig: RouterRig, **fields: Any) -> list[Any]:

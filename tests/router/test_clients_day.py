@@ -16,6 +16,7 @@ from motet.router.openai_api.list_page import PageRequest
 from motet.router.text.text import TextService
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.router_rig import BASE, CONTEXT, HEADERS, RouterRig, events_of, failing, text_service
+from motet.tests.rigs.router_rig import completed as post
 from motet.workers.wire.messages import SequenceError, SequenceUpdate
 
 ANSWER = "the quick brown fox"
@@ -31,11 +32,6 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
     rig = RouterRig(tmp_path / "spool", text)
     rig.dispatcher.answer = rig.ids(ANSWER)
     return rig
-
-
-async def post(rig: RouterRig, path: str = "/v1/completions", **fields: Any) -> Any:
-    async with rig.client() as client:
-        return await client.post(path, json={"model": BASE, "prompt": "hello", **fields})
 
 
 async def get(rig: RouterRig, path: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 from motet.router.text.own_pooling import OwnPooling, own_pooling
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock
+from motet.tests.rigs.openai_client import openai_client
 from motet.tests.rigs.oracle import RECIPES, Oracle, write_adapters, write_model
-from motet.tests.rigs.router_rig import BASE, HEADERS, RouterRig, serving, text_service
+from motet.tests.rigs.router_rig import BASE, RouterRig, posted, text_service
 from motet.workers.wire.embedding import pooled_positions
 
 ADAPTER = RECIPES[0].name
@@ -29,8 +31,7 @@ def rig(tmp_path: Path) -> RouterRig:
 
 
 async def post(rig: RouterRig, **fields: Any) -> Any:
-    async with rig.client() as client:
-        return await client.post("/v1/embeddings", json={"model": BASE, **fields})
+    return await posted(rig, "/v1/embeddings", **fields)
 
 
 def unit(*numbers: float) -> Any:
@@ -39,21 +40,19 @@ def unit(*numbers: float) -> Any:
 
 async def test_the_client_of_openai(rig: RouterRig) -> None:
     """Which asks for base64 unless its caller says otherwise."""
-    with serving(rig.app) as url:
-        key = HEADERS["Authorization"].removeprefix("Bearer ")
-        async with openai.AsyncOpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0) as client:
-            found = await client.embeddings.create(model=BASE, input=[[7, 8, 9], [3]], user="u")
-            assert [one.embedding for one in found.data] == [unit(7, 3, *[1] * 6), unit(3, 1, *[1] * 6)]
-            assert [(one.index, one.object) for one in found.data] == [(0, "embedding"), (1, "embedding")]
-            assert (found.object, found.model) == ("list", BASE)
-            assert (found.usage.prompt_tokens, found.usage.total_tokens) == (4, 4)
-            plain = await client.embeddings.create(model=BASE, input=[[7, 8, 9], [3]], encoding_format="float")
-            assert [one.embedding for one in plain.data] == [unit(7, 3, *[1] * 6), unit(3, 1, *[1] * 6)]
-            short = await client.embeddings.create(model=BASE, input=[7, 8, 9], dimensions=2)
-            assert short.data[0].embedding == unit(7, 3)
-            with pytest.raises(openai.BadRequestError) as refused:
-                await client.embeddings.create(model=BASE, input="a", dimensions=9)
-            assert refused.value.param == "dimensions"
+    async with openai_client(rig) as client:
+        found = await client.embeddings.create(model=BASE, input=[[7, 8, 9], [3]], user="u")
+        assert [one.embedding for one in found.data] == [unit(7, 3, *[1] * 6), unit(3, 1, *[1] * 6)]
+        assert [(one.index, one.object) for one in found.data] == [(0, "embedding"), (1, "embedding")]
+        assert (found.object, found.model) == ("list", BASE)
+        assert (found.usage.prompt_tokens, found.usage.total_tokens) == (4, 4)
+        plain = await client.embeddings.create(model=BASE, input=[[7, 8, 9], [3]], encoding_format="float")
+        assert [one.embedding for one in plain.data] == [unit(7, 3, *[1] * 6), unit(3, 1, *[1] * 6)]
+        short = await client.embeddings.create(model=BASE, input=[7, 8, 9], dimensions=2)
+        assert short.data[0].embedding == unit(7, 3)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.embeddings.create(model=BASE, input="a", dimensions=9)
+        assert refused.value.param == "dimensions"
 
 
 @pytest.mark.parametrize("texts", ["hello world", ["hello world", "the fox"]])
@@ -80,7 +79,7 @@ async def test_texts_are_tokenized_as_the_models_tokenizer_does(rig: RouterRig, 
         ({"input": [[1], [320]]}, "input[1][0]"),
         ({"input": [5] * 2000}, "input"),
         ({"input": "a " * 2000}, "input"),
-        ({"input": ["a"] * 129}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "dimensions": 9}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
@@ -99,12 +98,43 @@ async def test_bad_requests_name_the_field(rig: RouterRig, fields: dict[str, Any
     assert not rig.dispatcher.submitted
 
 
+async def test_very_many_inputs_are_computed_some_at_a_time(rig: RouterRig) -> None:
+    """As OpenAI's clients send them; no more at once than a request may have sequences."""
+    rig.config.now = replace(rig.config.now, max_sequences_per_request=5)
+    inputs = [[1 + number % 300] * (1 + number % 7) for number in range(2048)]
+    most, submit = 0, rig.dispatcher.submit
+
+    def counting(*args: Any, **options: Any) -> Any:
+        nonlocal most
+        stream = submit(*args, **options)
+        most = max(most, sum(not one.num_read for one in rig.dispatcher.streams))
+        return stream
+
+    rig.dispatcher.submit = counting  # type: ignore[method-assign]
+    answer = (await post(rig, input=inputs, dimensions=2)).json()
+    assert [one["index"] for one in answer["data"]] == [*range(2048)]
+    assert [one["embedding"] for one in answer["data"]] == [unit(one[0], len(one)) for one in inputs]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, inputs))
+    assert most <= 5, most
+
+
+async def test_more_numbers_than_an_answer_has_are_refused(rig: RouterRig) -> None:
+    rig.dispatcher.hidden_size = 4096
+    for fields, most in (({}, 512), ({"encoding_format": "base64"}, 1024), ({"dimensions": 2048}, 1024)):
+        refused = await post(rig, input=["a"] * (most + 1), **fields)
+        assert refused.status_code == 400 and f"at most {most} inputs" in refused.json()["error"]["message"]
+    assert (await post(rig, input=["a"] * 1024, encoding_format="base64")).status_code == 200
+
+
 async def test_an_input_may_fill_the_context(rig: RouterRig) -> None:
     for prompt in ([5] * rig.dispatcher.context, [[5] * rig.dispatcher.context]):
         assert (await post(rig, input=prompt)).status_code == 200
     rig.dispatcher.submitted.clear()
     assert (await post(rig, input=[*range(300)], truncate_prompt_tokens=3)).status_code == 200
     assert rig.dispatcher.submitted[0].prompt_token_ids == [297, 298, 299]
+    longer = [7, *[5] * rig.dispatcher.context]
+    assert (await post(rig, input=longer, truncate_prompt_tokens=-1)).status_code == 200
+    assert rig.dispatcher.submitted[-1].prompt_token_ids == longer[1:]
 
 
 async def test_a_gang_that_knows_no_embeddings_gives_no_wrong_answer(
@@ -163,6 +193,21 @@ async def test_another_pooling_is_refused_unless_the_request_asks_for_one(
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "pooling"
     assert what in refused.json()["error"]["message"]
     assert (await post(rig, input="a", pooling="mean")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "what"),
+    [
+        ("sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": True}, "do_lower_case"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "'query'"),
+        ("config_sentence_transformers.json", {"default_prompt_name": None, "prompts": {"query": "q"}}, ""),
+    ],
+)
+def test_texts_that_would_be_changed_are_no_silent_matter(tmp_path: Path, file: str, fields: Any, what: str) -> None:
+    folder = model_folder(tmp_path, [TRANSFORMER, POOLING], {"pooling_mode_mean_tokens": True})
+    (folder / file).write_text(json.dumps(fields))
+    found = own_pooling(folder)
+    assert (found.pooling is None) == bool(what) and what in found.problem
 
 
 async def test_a_model_without_normalize_keeps_its_lengths(rig: RouterRig) -> None:

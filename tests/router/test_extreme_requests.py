@@ -9,12 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
-from motet.router.anthropic_api.message_request import MessagesRequest
+from motet.router.anthropic_api.message_request import CountTokensRequest, MessagesRequest
+from motet.router.openai_api.embedding_request import EmbeddingsRequest
 from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from motet.router.openai_api.response_request import ResponsesRequest
+from motet.router.openai_api.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from motet.router.openai_api.unsupported_fields import refused_fields
+from motet.router.uploads.lora_adapters_api import LoadBody, UnloadBody
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_model
@@ -88,6 +92,51 @@ async def test_each_field_with_each_value(
             for value in values:
                 num_served += await check(client, route, body_of({**start, field: value})) == 200
     assert num_served > 100  # not all of it is refused
+
+
+DOORS: tuple[tuple[str, type[msgspec.Struct], dict[str, str], set[str]], ...] = (  # path, body, a good one, and more
+    ("/v1/embeddings", EmbeddingsRequest, {"input": "[5,6,7]"}, set()),
+    ("/tokenize", TokenizeRequest, {"prompt": '"a"'}, {"truncate_prompt_tokens", "max_tokens", "tools", "messages"}),
+    ("/detokenize", DetokenizeRequest, {"tokens": "[5,6]"}, set()),
+    ("/v1/messages/count_tokens", CountTokensRequest, {"messages": '[{"role":"user","content":"a"}]'}, set()),
+    ("/v1/load_lora_adapter", LoadBody, {"lora_name": '"a"', "lora_path": '"/a"'}, set()),
+    ("/v1/unload_lora_adapter", UnloadBody, {"lora_name": '"a"'}, set()),
+)
+LISTS = (
+    *('["a"]', '["a",1]', "[1,[1]]", "[[1],[]]", '[""]', "[-1]", "[1e2]", "[1.5]", "[319]", "[320]", "[4294967296]"),
+    *("[true]", "[9223372036854775808]", "[" + "1," * 3000 + "1]", "[" + "[1]," * 3000 + "[1]]"),
+)
+PATHS = (
+    *('"/"', '"."', '"//"', '"/a/../../etc"', '"/a/./b"', '"/a/\u0000"', '"~"', '"/dev/stdin"', '"/proc/self/fd/0"'),
+    *('"/a/' + "../" * 1000 + 'etc"', '"' + "/a" * 2048 + '"', '"file:///a"', '"/a%2e%2e/b"', '"\\\\a\\b"'),
+)
+
+
+@pytest.mark.parametrize(("path", "kind", "needed", "more"), DOORS, ids=[door[0] for door in DOORS])
+async def test_each_field_of_the_small_doors(
+    tmp_path: Path, path: str, kind: type[msgspec.Struct], needed: dict[str, str], more: set[str]
+) -> None:
+    """Whatever comes: an answer, or an error of the client's that names a reason; never another's files."""
+    rig = RouterRig(tmp_path / "spool", text_service(), adapter_folders=f"{tmp_path}/allowed/{{tenant}}")
+    own = (
+        set(kind.__struct_fields__) - (set(ChatRequest.__struct_fields__) if kind is TokenizeRequest else set()) | more
+    )
+    num_served = 0
+    async with rig.client() as client:
+        for field in sorted(own):
+            for value in (*NUMBERS, *TEXTS, *OTHERS, *LISTS, *PATHS):
+                fields = {"model": json.dumps(BASE), **needed, field: value}
+                if "lora_name" in needed:
+                    del fields["model"]
+                async with asyncio.timeout(PATIENCE_S):
+                    response = await client.post(path, content=body_of(fields))
+                assert response.status_code < 500, (field, value[:300], response.text)
+                if response.status_code == 200:
+                    num_served += 1
+                else:
+                    assert response.json()["error"]["message"], (field, value[:300])
+    assert num_served or "lora_name" in needed
+    assert not [*(tmp_path / "spool").iterdir()]
 
 
 async def test_what_is_accepted_of_each_field_together(stock: Stock, engine: EngineRig) -> None:

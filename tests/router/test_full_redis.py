@@ -26,10 +26,12 @@ from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.real_front import (
     ASKER,
     ASKER_KEY,
+    BADGER_KEY,
     OPERATOR_KEY,
     OWNER,
     OWNER_KEY,
     OWNERS_ADAPTER,
+    WOMBAT_KEY,
     RealFront,
     real_front,
 )
@@ -118,6 +120,17 @@ async def test_completions_go_on_and_all_of_them_are_in_the_ledger_and_in_the_co
 
     await until(are_counted)
     assert (await ask(front, "POST", "/v1/completions", json={"model": BASE, "prompt": "hi"})).status_code == 200
+
+
+async def test_users_quotas_hold(front: RealFront) -> None:
+    bounds = {"requests_per_minute": 2}
+    await done(front, "PATCH", f"/v1/admin/tenants/{ASKER}", OPERATOR_KEY, json={"user_quota": bounds})
+    ask_base = {"json": {"model": BASE, "prompt": "hi", "max_tokens": 1}}
+    async with full(front.redis):
+        for _ in range(2):
+            await complete(front, BASE, BADGER_KEY)
+        assert await refusal(front, "POST", "/v1/completions", BADGER_KEY, **ask_base) == (429, "rate_limit_exceeded")
+        await complete(front, BASE, WOMBAT_KEY)
 
 
 async def test_completions_are_refused_once_the_spool_is_full_and_go_on_afterwards(

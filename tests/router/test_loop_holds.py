@@ -117,12 +117,29 @@ EMBEDDINGS = {
     "many vectors": HEAD + b'"input":' + listed(listed(b"300", 100), 128) + b"}",
     "many vectors in base64": HEAD + b'"encoding_format":"base64","input":' + listed(listed(b"300", 100), 128) + b"}",
     "token ids that are none": HEAD + b'"input":' + listed(b"300", 1_000_000) + b"}",
+    "very many inputs": HEAD + b'"dimensions":9,"input":' + listed(b'"a"', 2048) + b"}",
+    "very many long inputs": HEAD + b'"dimensions":9,"input":' + listed(listed(b"300", 1500), 2048) + b"}",
 }
-CASES = [("chat/completions", name, body) for name, body in CHATS.items()]
-CASES += [("embeddings", name, body) for name, body in EMBEDDINGS.items()]
-CASES += [("completions", name, body) for name, body in COMPLETIONS.items()]
-CASES += [("responses", name, body) for name, body in RESPONSES.items()]
-CASES += [("messages", name, body) for name, body in MESSAGES.items()]
+TOKENIZED = {
+    "a long text": HEAD + b'"prompt":"' + WORDS.encode() * 120_000 + b'"}',
+    "the end of a long text": HEAD + b'"truncate_prompt_tokens":9,"prompt":"' + WORDS.encode() * 120_000 + b'"}',
+    "one long word": HEAD + b'"truncate_prompt_tokens":-1,"prompt":"' + b"a" * 4_000_000 + b'"}',
+    "tokens' names": HEAD + b'"return_token_strs":true,"prompt":"' + WORDS.encode() * 8_000 + b'"}',
+    "a long chat": HEAD + b'"messages":[{"role":"user","content":"' + WORDS.encode() * 10_000 + b'"}]}',
+}
+DETOKENIZED = {
+    "many tokens": HEAD + b'"tokens":' + listed(b"300", 131_000) + b"}",
+    "token ids that are none": HEAD + b'"tokens":' + listed(b"3000000", 131_000) + b"}",
+    "no tokens": HEAD + b'"tokens":' + listed(b"[]", 1_000_000) + b"}",
+}
+CASES = [("/v1/chat/completions", name, body) for name, body in CHATS.items()]
+CASES += [("/v1/embeddings", name, body) for name, body in EMBEDDINGS.items()]
+CASES += [("/v1/completions", name, body) for name, body in COMPLETIONS.items()]
+CASES += [("/v1/responses", name, body) for name, body in RESPONSES.items()]
+CASES += [("/v1/messages", name, body) for name, body in MESSAGES.items()]
+CASES += [("/v1/messages/count_tokens", name, body) for name, body in MESSAGES.items()]
+CASES += [("/tokenize", name, body) for name, body in TOKENIZED.items()]
+CASES += [("/detokenize", name, body) for name, body in DETOKENIZED.items()]
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +162,7 @@ async def test_no_request_holds_the_loop(rig: RouterRig, route: str, body: bytes
         for _ in range(ATTEMPTS):
             with measured_holds() as holds:
                 async with asyncio.timeout(PATIENCE_S):
-                    response = await client.post(f"/v1/{route}", content=body)
+                    response = await client.post(route, content=body)
             assert response.status_code in (200, 400, 404, 413)
             if holds.longest_s <= MOST_S * slowness():
                 return

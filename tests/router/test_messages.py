@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from motet.router.text.text import TextService
-from motet.tests.rigs.router_rig import BASE, CONTEXT, KEYS, RouterRig, failing, text_service
+from motet.tests.rigs.router_rig import BASE, CONTEXT, KEYS, RouterRig, failing, posted, text_service
 from motet.tests.router.test_responses import CALLS_AS_CHAT, SCHEMA, TOOLS_TEMPLATE
 from motet.tests.router.test_tool_calls import ANSWER as THINKING_ANSWER
 from motet.tests.router.test_tool_calls import CALLS, CONTENT, THOUGHT
@@ -33,8 +33,7 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
 
 async def post(rig: RouterRig, path: str = "/v1/messages", **fields: Any) -> Any:
     limit = {"max_tokens": 100} if path == "/v1/messages" else {}
-    async with rig.client() as client:
-        return await client.post(path, json={"model": BASE, "messages": HELLO, **limit, **fields})
+    return await posted(rig, path, **{"messages": HELLO, **limit, **fields})
 
 
 async def streamed(rig: RouterRig, **fields: Any) -> list[Any]:

@@ -10,6 +10,7 @@ import pytest
 
 from motet.router.text.text import TextService
 from motet.tests.rigs.router_rig import BASE, CONTEXT, HEADERS, RouterRig, events_of, failing, text_service
+from motet.tests.rigs.router_rig import completed as post
 from motet.workers.wire.messages import SequenceError, SequenceUpdate
 
 ANSWER = "the quick brown fox"
@@ -25,11 +26,6 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
     rig = RouterRig(tmp_path / "spool", text)
     rig.dispatcher.answer = rig.ids(ANSWER)
     return rig
-
-
-async def post(rig: RouterRig, path: str = "/v1/completions", **fields: Any) -> Any:
-    async with rig.client() as client:
-        return await client.post(path, json={"model": BASE, "prompt": "hello", **fields})
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any, Final, cast
@@ -21,7 +19,16 @@ from motet.router.openai_api.structured_output import ResponseFormat
 from motet.router.requests.response_chat import response_chat
 from motet.router.text.text import TextService
 from motet.router.usage.metering import Metering
-from motet.tests.rigs.router_rig import BASE, CONTEXT, HEADERS, RouterRig, events_of, failing, serving, text_service
+from motet.tests.rigs.openai_client import openai_client as sdk
+from motet.tests.rigs.router_rig import (
+    BASE,
+    CONTEXT,
+    RouterRig,
+    events_of,
+    failing,
+    posted,
+    text_service,
+)
 from motet.tests.router.test_charged_usage import MemorySpool
 from motet.tests.router.test_tool_calls import ANSWER as THINKING_ANSWER
 from motet.tests.router.test_tool_calls import CALLS, CONTENT, THOUGHT, TOOLS
@@ -44,8 +51,7 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
 
 
 async def post(rig: RouterRig, path: str = "/v1/responses", **fields: Any) -> Any:
-    async with rig.client() as client:
-        return await client.post(path, json={"model": BASE, **fields})
+    return await posted(rig, path, **fields)
 
 
 async def streamed(rig: RouterRig, **fields: Any) -> list[Any]:
@@ -63,14 +69,6 @@ async def streamed(rig: RouterRig, **fields: Any) -> list[Any]:
 def prompt_text(rig: RouterRig) -> str:
     token_ids = rig.dispatcher.submitted[-1].prompt_token_ids
     return str(rig.text._backend.decode(token_ids, skip_special_tokens=False))
-
-
-@asynccontextmanager
-async def sdk(rig: RouterRig) -> AsyncIterator[openai.AsyncOpenAI]:
-    with serving(rig.app) as url:
-        key = HEADERS["Authorization"].removeprefix("Bearer ")
-        async with openai.AsyncOpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0) as client:
-            yield client
 
 
 def shown(response: Any) -> dict[str, Any]:

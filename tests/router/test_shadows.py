@@ -184,3 +184,9 @@ def test_no_few_tenants_keep_another_one_from_being_shadowed(seed: int) -> None:
         assert running.total() <= MAX_AT_ONCE and max(running.values()) <= MAX_OF_TENANT
         if num_greedy <= MAX_AT_ONCE // 2:
             assert may_begin(0, running.total())
+
+
+async def test_a_shadow_of_an_embedding_reserves_no_new_tokens(rig: VersionRig, books: Books) -> None:
+    assert (await rig.http.post("/v1/embeddings", json={"model": "x", "input": "hi"})).status_code == 200
+    await seen(rig, 1)
+    assert [one.num_new_tokens for one in books.asked] == [0]

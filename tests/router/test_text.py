@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from motet.router.text.text import MAX_CHARS_ON_LOOP, TextService
+from motet.router.text.text import MAX_CHARS_ON_LOOP, NUM_THREADS, TextService
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import CORPUS, byte_level_tokenizer, decoded, encoded, text_service
 
@@ -217,6 +217,22 @@ async def test_uploads_cannot_take_the_threads_of_texts(text: TextService) -> No
     finally:
         release.set()
     await busy
+
+
+async def test_one_tenants_long_texts_hold_up_no_others(text: TextService) -> None:
+    """However many it has sent before."""
+    ended: list[str] = []
+
+    async def encode(tenant: str) -> None:
+        await text.of(tenant).encode("the quick brown fox " * MAX_CHARS_ON_LOOP, add_special_tokens=False)
+        ended.append(tenant)
+
+    async with asyncio.timeout(PATIENCE_S):
+        flood = [asyncio.create_task(encode("greedy")) for _ in range(20)]
+        await asyncio.sleep(0)  # they have begun, or wait
+        await encode("quiet")
+        await asyncio.gather(*flood)
+    assert len(ended) == 21 and ended.index("quiet") <= NUM_THREADS, ended
 
 
 async def test_the_least_number_of_tokens_is_never_too_high(text: TextService, tokenizer: Tokenizer) -> None:

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from motet.router.answers import generation_response
 from motet.router.text.text import TextService
 from motet.tests.rigs.grammar_matcher import accepts
-from motet.tests.rigs.router_rig import BASE, HEADERS, RouterRig, chunks_of, events_of, serving, text_service
+from motet.tests.rigs.openai_client import openai_client
+from motet.tests.rigs.router_rig import BASE, RouterRig, chunks_of, events_of, text_service
 from motet.workers.wire.token_rules import ThinkingBudget, TokenRules
 
 TEMPLATE = (
@@ -305,15 +305,13 @@ async def test_a_stream_whose_tokens_show_nothing_yet_is_kept_alive(
 
 
 async def test_the_client_of_openai_reads_it(rig: RouterRig) -> None:
-    with serving(rig.app) as url:
-        key = HEADERS["Authorization"].removeprefix("Bearer ")
-        request: Any = {"model": BASE, "messages": ASK, "tools": TOOLS}
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-            messages: list[Any] = [(await client.chat.completions.create(**request)).choices[0].message]
-            async with client.chat.completions.stream(**request) as stream:
-                async for _ in stream:
-                    pass
-                messages.append((await stream.get_final_completion()).choices[0].message)
+    request: Any = {"model": BASE, "messages": ASK, "tools": TOOLS}
+    async with openai_client(rig) as client:
+        messages: list[Any] = [(await client.chat.completions.create(**request)).choices[0].message]
+        async with client.chat.completions.stream(**request) as stream:
+            async for _ in stream:
+                pass
+            messages.append((await stream.get_final_completion()).choices[0].message)
     for message in messages:
         assert [(one.function.name, one.function.arguments) for one in message.tool_calls] == CALLS
         assert (message.content, message.reasoning_content) == (CONTENT, THOUGHT)

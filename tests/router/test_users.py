@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -190,6 +191,46 @@ async def test_an_upload_tells_nothing_of_anothers_equal_content(rig: Users) -> 
     assert [one.owner for one in sent] == ["ann", EVE, "", ""]
     assert len({one.cache_salt for one in sent}) == 3
     assert [one.adapter_name for one in sent] == ["", "", "ours", "ours"]  # metrics have no label of a user
+
+
+async def test_a_stream_of_anothers_private_adapter_is_not_resumed(rig: Users) -> None:
+    """Not by one of equal name and content either, even with the event's id."""
+    for key in (rig.ann, rig.eve):
+        await rig.upload(key, "poet", private="true")
+    ask = {"json": {"model": "poet", "prompt": "hi", "max_tokens": 2, "stream": True}}
+    stream = await rig.ask("POST", "/v1/completions", rig.ann, **ask)
+    position = next(line.removeprefix("id: ") for line in stream.text.splitlines() if line.startswith("id: "))
+    for key, expected in ((rig.ann, 200), (rig.eve, 400), (rig.plain, 404)):
+        answer = await rig.ask_from(position, "/v1/completions", key, **ask)
+        assert answer.status_code == expected, answer.text
+
+
+async def test_adapters_of_the_servers_folders_are_users_as_uploads_are(rig: Users, tmp_path: Path) -> None:
+    folder = tmp_path / "allowed" / "poet"
+    folder.mkdir(parents=True)
+    lora_files(seed=9).write(folder).rename(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_bytes(lora_files(seed=9).config_bytes)
+    rig.config.now = replace(rig.config.now, adapter_folders=str(folder.parent))
+
+    async def load(key: str, name: str) -> tuple[int, str]:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        answer = await rig.ask("POST", "/v1/load_lora_adapter", key, json=body)
+        return answer.status_code, answer.text.replace(name, "*")
+
+    await rig.upload(rig.eve, "poet", private="true")
+    await rig.upload(rig.eve, "secret", private="true")
+    assert (await load(rig.eve, "poet"))[0] == 200  # the tenant's, beside her own
+    assert await rig.answer(rig.ann, "poet") == (200, "poet@1")
+    assert await rig.answer(rig.eve, "poet") == (200, f"~{EVE}/poet@1")
+    assert (await load(rig.ann, "poet"))[0] == 409
+    theirs, nobodys = await load(rig.ann, f"~{EVE}/secret"), await load(rig.ann, f"~{EVE}/nobody")
+    assert theirs == nobodys and theirs[0] == 400
+    assert (await load(rig.ann, "~ann/own"))[0] == 200 and (await rig.answer(rig.ann, "own"))[1] == "~ann/own@1"
+    told = []
+    for name in (f"~{EVE}/secret", f"~{EVE}/nobody"):
+        answer = await rig.ask("POST", "/v1/unload_lora_adapter", rig.ann, json={"lora_name": name})
+        told.append((answer.status_code, answer.text.replace(name, "*")))
+    assert told[0] == told[1] and told[0][0] == 404
 
 
 async def test_a_salt_that_a_client_chooses_reaches_no_private_kv(rig: Users) -> None:

@@ -16,10 +16,12 @@ from motet.benchmarks.scarce.fair_adapters import AdapterMix, fair_adapters
 from motet.benchmarks.scarce.long_prompts import long_prompts, shares_of_long_and_short
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, scheduler
 from motet.tests.workers.test_fair_scheduling import Gang
-from motet.workers.fairness.prices import CACHED_TOKEN, OUTPUT_TOKEN, load_price
+from motet.workers.fairness.prices import CACHED_TOKEN, OUTPUT_TOKEN, SCORED_TOKEN, load_price
+from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.planned_step import PlannedChunk
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.wire.messages import SamplingParams
 
 BLOCK_SIZE = 4
 _MOST_IDLE = 40  # steps: each load ends with a chance of 0.4 a step
@@ -157,7 +159,9 @@ def test_charges_are_what_was_computed(seed: int) -> None:
 
     def price_of_chunks(chunks: list[PlannedChunk], *_: Any) -> float:
         parts = [chunk.part for chunk in chunks]
-        return sum(len(part.token_ids) + OUTPUT_TOKEN * (part.sample is not None) for part in parts)
+        num_scores = sum(len(part.scores.targets) // INT32_BYTES for part in parts if part.scores is not None)
+        own = sum(len(part.token_ids) + OUTPUT_TOKEN * (part.sample is not None) for part in parts)
+        return own + SCORED_TOKEN * num_scores
 
     with (
         patch.object(s._decodes, "plan", counted(s._decodes.plan, lambda decodes: OUTPUT_TOKEN * len(decodes))),
@@ -178,7 +182,15 @@ def test_charges_are_what_was_computed(seed: int) -> None:
         for _ in range(rng.randint(1, 60)):
             adapter, is_background = rng.choice([None, None, "a2", "b3"]), rng.random() < 0.2
             tenant, length = rng.choice("abcdef"), (rng.randint(1, 24), rng.randint(1, 20))
-            gang.add(tenant, *length, adapter, is_background=is_background, weight=1.0 + ord(tenant) % 3)
+            sampling = rng.choice(
+                [
+                    SamplingParams(max_tokens=length[1]),
+                    SamplingParams(max_tokens=rng.choice([0, length[1]]), num_prompt_logprobs=1),
+                    SamplingParams(max_tokens=0, pooling=rng.choice(["mean", "last", "first"])),
+                ]
+            )
+            weight = 1.0 + ord(tenant) % 3
+            gang.add(tenant, *length, adapter, is_background=is_background, weight=weight, sampling=sampling)
             for _ in range(rng.randint(0, 3)):
                 gang.step()
         while gang.engine.has_work():

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +22,7 @@ from motet.workers.fairness.tenant_counters import Scheduling
 from motet.workers.plan import StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
-from motet.workers.wire.messages import Cancel, SequenceRequest
+from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest
 
 
 class QuickExecutor:
@@ -59,6 +60,7 @@ class Gang:
         self.first_token_at: dict[int, int] = {}  # step, by sequence
         self.num_tokens: Counter[int] = Counter()
         self.ended: set[int] = set()
+        self._open: defaultdict[str, list[int]] = defaultdict(list)  # that had not ended when that was looked at last
 
     def add(self, tenant: str, num_prompt: int, max_tokens: int, adapter: str | None = None, **more: object) -> int:
         number = len(self.requests)
@@ -66,6 +68,7 @@ class Gang:
         asked = msgspec.structs.replace(asking(number, prompt, max_tokens, adapter, tenant), **more)
         assert self.scheduler.add(asked, 1) is None
         self.requests[number] = asked
+        self._open[tenant].append(number)
         return number
 
     def step(self) -> None:
@@ -77,9 +80,8 @@ class Gang:
                 self.ended.add(update.sequence_id)
 
     def live(self, tenant: str) -> list[int]:
-        return [
-            number for number, asked in self.requests.items() if asked.tenant == tenant and number not in self.ended
-        ]
+        self._open[tenant] = [number for number in self._open[tenant] if number not in self.ended]
+        return [*self._open[tenant]]
 
     def served(self, tenant: str) -> float:
         """Prompts whose first token came, and tokens, by weight."""
@@ -114,7 +116,13 @@ def shared(seed: int, scheduling: Scheduling) -> tuple[float, float]:
                     if tenant == "a"
                     else (rng.randint(1, 25), rng.randint(1, 12))
                 )
-                gang.add(tenant, *length, weight=weights[tenant], priority=rng.choice([0, 0, 1, -3]))
+                more: dict[str, Any] = {"weight": weights[tenant], "priority": rng.choice([0, 0, 1, -3])}
+                kind = rng.random() if tenant == "b" else 1.0
+                if kind < 0.05:
+                    more["sampling"] = SamplingParams(max_tokens=0, pooling=rng.choice(["mean", "last"]))
+                elif kind < 0.2:
+                    more["sampling"] = SamplingParams(max_tokens=length[1], num_prompt_logprobs=rng.choice([0, 3]))
+                gang.add(tenant, *length, **more)
         if step % 400 > 200 and rng.random() < 0.5:  # a third comes and goes
             adapter = rng.choice([None, f"{rng.choice('cdefghijkl')}{rng.randint(1, 4)}"])
             background = rng.random() < 0.3

@@ -138,6 +138,8 @@ def test_sliding_windows_are_those_of_the_family(
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         (GEMMA | {"architectures": ["Gemma3ForCausalLM"]}, "attn_logit_softcapping is not supported for gemma3: null"),
         ({"architectures": ["Gemma2ForCausalLM"]}, "lacks 'query_pre_attn_scalar'"),
+        ({"is_causal": False}, "is_causal = false is not supported: only causal"),
+        ({"architectures": ["Gemma3Model"]}, "is not supported: .*Gemma3ForCausalLM"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "is not supported: .*Gemma3ForCausalLM"),
         ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2}, "lacks 'num_experts'"),
         (EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 5}, "= 5: 1 to 4, the number"),

@@ -16,6 +16,7 @@ from .file_ranges import FileRanges
 from .load_progress import LoadProgress, OnProgress
 from .staging import STAGING_BYTES, Staging
 from .stored_tensor import StoredTensor, shards, stored_tensors
+from .tensor_names import lacks_head, named_in_full
 
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -37,7 +38,9 @@ class DeviceCheckpoint:
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
         """Raises ValueError for a damaged file, and if there is no tensor."""
-        self._where = {tensor.name: tensor for path in shards(folder) for tensor in stored_tensors(path)}
+        stored = {tensor.name: tensor for path in shards(folder) for tensor in stored_tensors(path)}
+        self.has_head = not lacks_head(stored)
+        self._where = named_in_full(stored)
         if not self._where:
             raise ValueError(f"{folder} has no *.safetensors file with tensors in it")
         self._folder, self._dtype, self._device = folder, dtype, device

@@ -170,6 +170,8 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
         raise ValueError("quantized checkpoints are not supported: float32, float16 or bfloat16 weights are accepted")
     if raw.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported: only causal decoders are accepted")
+    if raw.get("is_causal") is False:
+        raise ValueError("is_causal = false is not supported: only causal decoders are accepted")
     if raw.get("attn_logit_softcapping") is not None and not family.attention_softcap:
         raise ValueError(f"attn_logit_softcapping is not supported for {family.name}: null is accepted")
 

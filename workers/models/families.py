@@ -97,10 +97,16 @@ FAMILIES = {
     ),
 }
 
+# As AutoModel saves a model, without its head. A Gemma3Model sees images.
+_WITHOUT_HEAD = {
+    name.replace("ForCausalLM", "TextModel" if name.startswith("Gemma3") else "Model"): family
+    for name, family in FAMILIES.items()
+}
+
 
 def family_of(architecture: str) -> Family:
     """The family of an architecture. Raises ValueError for one that motet does not compute."""
-    family = FAMILIES.get(architecture)
+    family = FAMILIES.get(architecture) or _WITHOUT_HEAD.get(architecture)
     if family is None:
         raise ValueError(f"architecture {architecture!r} is not supported: {', '.join(FAMILIES)} are accepted")
     return family

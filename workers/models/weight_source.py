@@ -10,6 +10,8 @@ import torch
 class WeightSource(Protocol):
     """Each tensor is taken once; `finish` raises an error if any is left over."""
 
+    has_head: bool  # the model was saved with its head, or with one that is the embedding
+
     def take(
         self,
         name: str,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoint.stored_tensor import shards, stored_tensors
+from ..checkpoint.tensor_names import lacks_head, named_in_full
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,9 @@ class Checkpoint:
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, on_progress: Progress | None = None
     ) -> None:
-        self._where = dict(open_checkpoint(folder, "pt"))
+        files = open_checkpoint(folder, "pt")
+        self.has_head = not lacks_head(files)
+        self._where = named_in_full({name: (file, name) for name, file in files.items()})
         self._folder, self._dtype, self._device, self._on_progress = folder, dtype, device, on_progress
         self._total = len(self._where)
 
@@ -37,10 +40,11 @@ class Checkpoint:
 
         `shape` is the whole tensor's. Raises ValueError if it is missing or misshapen.
         """
-        file = self._where.pop(name, None)
-        if file is None:
+        found = self._where.pop(name, None)
+        if found is None:
             raise ValueError(f"{self._folder} has no tensor {name!r}, or two parts of the model need it")
-        stored = file.get_slice(name)  # type: ignore[no-untyped-call]
+        file, stored_name = found
+        stored = file.get_slice(stored_name)  # type: ignore[no-untyped-call]
         if tuple(stored.get_shape()) != shape:
             raise ValueError(f"tensor {name!r} has shape {tuple(stored.get_shape())}: config.json needs {shape}")
         if columns is None:

@@ -23,6 +23,7 @@ class GangLimits:
     max_num_sequences: int
     window: int | None = None  # newest tokens whose pages a sequence keeps (`kept_window`); None: all
     full_layers: FullLayers | None = None  # with a window: layers that see all tokens nevertheless; None: none does
+    has_head: bool = True  # False: the base was saved without its head, and makes embeddings alone
 
     def num_unseen_pages(self, num_tokens: int) -> int:
         """The first pages of a sequence that are not needed whole any more, once so many of its tokens are computed.
@@ -62,6 +63,8 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
         return _invalid(f"max_tokens = {max_tokens}, and {num_generated} were generated before: nothing is left to do")
     if request.sampling.pooling is not None and max_tokens != 0:
         return _invalid(f"max_tokens = {max_tokens}: no token is chosen after a prompt that is pooled, 0 is needed")
+    if not limits.has_head and request.sampling.pooling is None:
+        return _invalid("this model was saved without its head (lm_head): it makes embeddings alone, at /v1/embeddings")
     wanted = num_prompt + (num_generated + 1 if max_tokens is None else max_tokens)
     if wanted > limits.max_model_len:
         over = wanted - limits.max_model_len

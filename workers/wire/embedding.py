@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 Pooling = Literal["last", "mean", "first"]  # of the last layer's states of a prompt
 FLOAT: Final = "<f4"
+FLOAT_BYTES: Final = 4
 
 
 def pooled_positions(pooling: Pooling, num_prompt_tokens: int) -> range:

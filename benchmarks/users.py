@@ -1,0 +1,165 @@
+"""What a million users cost: Redis and each router, where users have keys, and where they come with tokens.
+
+A Redis server as `motet serve` starts it is filled with keys of users, a thousand of each tenant. A process that holds
+nothing but a router's view starts beside it. Another one opens and settles an answer of each of as many users with
+tokens, who have a quota each, and says what is left once they have gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from motet.adapters.registry.registry import Registry, connect
+from motet.adapters.registry.registry_keys import API_KEYS
+from motet.adapters.registry.registry_view import RegistryView
+from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
+from motet.cluster.registry_server.redis_server import RedisServer
+from motet.router.accounts.account import AnswerRequest, Ending, Progress
+from motet.router.quotas.quotas import Quotas
+from motet.router.tenants.identity import Identity
+
+KEYS_OF_A_TENANT = 1000
+AT_ONCE = 200  # users whose answers are under way
+LEFT_AFTER_S = 80.0  # their minute is over then, and what routers held of it is back
+PATIENCE_S = 600.0
+_SPENT = Progress(num_prompt_tokens=100, num_cached_tokens=0, num_completion_tokens=50)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keys", type=int, default=1_000_000, help="users with a key each")
+    parser.add_argument("--tokens", type=int, default=100_000, help="users with tokens")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # the child process: what, and the registry's URL
+    options = parser.parse_args()
+    if options.measure:
+        what, url = options.measure
+        found = asyncio.run(started(url) if what == "keys" else passed(url, options.tokens))
+        print(json.dumps(found))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        server = RedisServer(Path(folder) / "redis")
+        url = server.start()
+        try:
+            of_redis = {"redis_bytes_a_key": asyncio.run(fill(url, options.keys))}
+            for what in ("keys", "tokens"):
+                command = [sys.executable, __file__, "--tokens", str(options.tokens), "--measure", what, url]
+                found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                print(json.dumps({"users": getattr(options, what), "with": what, **of_redis, **found}), flush=True)
+                of_redis = {}
+        finally:
+            server.stop()
+
+
+async def fill(url: str, num_keys: int) -> float:
+    """Bytes of a key."""
+    client = connect(url, PATIENCE_S)
+    before = (await client.info("memory"))["used_memory"]
+    for start in range(0, num_keys, 5000):
+        records: dict[Any, Any] = {}
+        for number in range(start, min(start + 5000, num_keys)):
+            key_hash = hashlib.sha256(str(number).encode()).hexdigest()
+            key = KeyRecord(
+                key_id=key_hash[:16],
+                tenant=f"tenant{number // KEYS_OF_A_TENANT}",
+                user=f"user-{number:07}",
+                created_at=1760000000.123,
+            )
+            records[key_hash] = msgspec.json.encode(key).decode()
+        await client.hset(API_KEYS, mapping=records)
+    grown = (await client.info("memory"))["used_memory"] - before
+    await client.aclose()
+    return round(float(grown) / max(num_keys, 1), 1)
+
+
+async def started(url: str) -> dict[str, float]:
+    """A router's view of all keys."""
+    client = connect(url, PATIENCE_S)
+    before, began, cpu_began = _resident(), time.perf_counter(), time.process_time()
+    view = RegistryView(Registry(client))
+    await view.start()
+    took_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    num_keys = view.keys.num_keys
+    grown = _resident() - before
+    await view.stop()
+    await client.aclose()
+    return {
+        "start_s": round(took_s, 1),
+        "start_cpu_s": round(cpu_s, 1),
+        "router_mib": round(grown / 2**20, 1),
+        "router_bytes_a_key": round(grown / max(num_keys, 1)),
+    }
+
+
+async def passed(url: str, num_users: int) -> dict[str, float]:
+    """What is left in a router, and in Redis, of users who have each asked once."""
+    client = connect(url, PATIENCE_S)
+    quotas = Quotas(client, lambda: 1, wait_s=PATIENCE_S)
+    quotas.start()
+    tenant = TenantRecord(name="acme", user_quota=Quota(requests_per_minute=60, tokens_per_minute=100_000))
+    for number in range(AT_ONCE):
+        await _ask(quotas, tenant, f"warm-{number}")
+    redis_before, before = (await client.info("memory"))["used_memory"], _resident()
+    num_objects = len(gc.get_objects())
+    began, cpu_began, most = time.perf_counter(), time.process_time(), 0
+    for start in range(0, num_users, AT_ONCE):
+        numbers = range(start, min(start + AT_ONCE, num_users))
+        await asyncio.gather(*(_ask(quotas, tenant, f"user-{number}") for number in numbers))
+        most = max(most, _resident() - before)
+    took_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+    redis_most = (await client.info("memory"))["used_memory"] - redis_before
+    await asyncio.sleep(LEFT_AFTER_S)
+    left, redis_left = _resident() - before, (await client.info("memory"))["used_memory"] - redis_before
+    num_held = len(quotas._holders) + len(quotas._grants)
+    await quotas.stop()
+    await client.aclose()
+    return {
+        "users_a_second": round(num_users / took_s),
+        "cpu_us_a_user": round(1e6 * cpu_s / num_users),
+        "most_router_mib": round(most / 2**20, 1),
+        "router_mib_left": round(left / 2**20, 1),  # the process keeps memory that is free again
+        "objects_left": len(gc.get_objects()) - num_objects,
+        "limits_left": num_held,
+        "redis_bytes_a_user": round(redis_most / num_users, 1),  # of those of the last minute
+        "redis_bytes_left_a_user": round(redis_left / num_users, 1),
+    }
+
+
+async def _ask(quotas: Quotas, tenant: TenantRecord, user: str) -> None:
+    """One answer of a user with a token, from its account's opening to its end."""
+    key = KeyRecord(key_id=f"token-{user}", tenant=tenant.name, user=user)
+    asked = AnswerRequest(
+        identity=Identity(tenant, key, subject=user),
+        response_id=f"cmpl-{user}",
+        model="base",
+        version=None,
+        user="",
+        num_prompt_tokens=100,
+        num_new_tokens=50,
+        num_sequences=1,
+        is_resumed=False,
+        progress=lambda: _SPENT,
+    )
+    account = await quotas.open(asked)
+    account.settle(Ending(progress=_SPENT, error="", is_cancelled=False, first_token_s=0.1, duration_s=0.2))
+
+
+def _resident() -> int:
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
+
+
+if __name__ == "__main__":
+    main()
