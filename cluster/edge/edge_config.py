@@ -121,7 +121,10 @@ def _readiness(backend: str, body: list[str]) -> list[str]:
     servers = [found[1] for line in body if (found := re.match(r" *server (\S+) (?!.* backup$)", line))]
     routers = [f"acl motet_router srv_is_up({backend}/{server})" for server in servers]
     unreached = "!motet_router" if routers else ""
-    return [*routers, f"http-request return {returned(*ONLY_FALLBACK)} if {{ path /ready }} {unreached}".rstrip()]
+    return [
+        *routers,
+        f"http-request return {returned(*ONLY_FALLBACK)} if {{ path /ready /ready/ }} {unreached}".rstrip(),
+    ]
 
 
 def _other_applications(front: list[str]) -> list[str] | None:

@@ -38,6 +38,7 @@ OPEN_PATHS = (*OPEN_ROUTES, *(f"{path}/" for path in OPEN_ROUTES), "/-/healthz",
 # API keys and tokens of identity providers alike: printable ASCII without spaces.
 CREDENTIAL = "^bearer +[!-~]+$"
 NETWORK_OF_SOURCE = "ipmask(32,64)"
+_WITH_PORT = r"(([0-9]+\.[0-9.]+):[0-9]+|\[([0-9a-fA-F:.]+)\](:[0-9]+)?) *"  # and the same in brackets without one
 
 # Headers by which Serve lets a caller steer it, and those by which its HTTP server learns from a proxy who the client
 # is. In their names Serve takes "-" for "_".
@@ -106,8 +107,10 @@ def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] 
 
 def _source_lines() -> list[str]:
     forwarded = f"req.hdr_ip(x-forwarded-for,-1),{NETWORK_OF_SOURCE}"
+    # Some proxies add the client's port: 1.2.3.4:5678, [fd00::1]:5678, which is no address.
     return [
         f"http-request set-var(txn.motet_source) src,{NETWORK_OF_SOURCE} if !motet_trusted",
+        f"http-request replace-header x-forwarded-for '^(.*[, ])?{_WITH_PORT}$' '\\1\\3\\4' if motet_trusted",
         f"http-request set-var(txn.motet_source) {forwarded} if motet_trusted",
     ]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
-from .setting import Count, Pairs, Refusal, Seconds, Setting, Share
+from .setting import Count, Pairs, Refusal, Seconds, Setting, Share, Threads
 from .setting_field import SettingGroup
 
 
@@ -101,7 +101,7 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = ()
     num_threads: Annotated[
-        Count | Literal["auto"],
+        Threads | Literal["auto"],
         Setting(
             "Threads that each worker computes with. auto: on this machine a worker's share of the cores, less what "
             "routers and HAProxy need; on a running cluster as many as its CPUs of Ray (--gang-num-cpus); 1 on a GPU.",

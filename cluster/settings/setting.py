@@ -54,6 +54,7 @@ Seconds = Annotated[float, Meta(ge=0), SECONDS]
 PositiveSeconds = Annotated[float, Meta(gt=0), SECONDS]
 Count = Annotated[int, Meta(ge=1), Unit("NUMBER")]
 CountOrNone = Annotated[int, Meta(ge=0), Unit("NUMBER")]
+Threads = Annotated[int, Meta(ge=1, le=1024), Unit("NUMBER")]  # more than any machine has cores
 Share = Annotated[float, Meta(gt=0, le=1), Unit("SHARE")]
 Amount = Annotated[float, Meta(ge=0), Unit("NUMBER")]
 PositiveAmount = Annotated[float, Meta(gt=0), Unit("NUMBER")]

@@ -118,6 +118,7 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
     [
         ("port", 0, "1 to 65535"),
         ("port", 65536, "1 to 65535"),
+        ("num_threads", 10**10, "1 to 1024"),
         ("host", "", "address"),
         ("max_waiting_sequences", 0, "a whole number from 1"),
         ("max_waiting_tokens", 0, "a whole number from 1"),

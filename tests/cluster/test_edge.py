@@ -239,6 +239,7 @@ def test_it_is_ready_once_a_router_itself_is_reached(tmp_path: Path, router_port
     with edge_front(tmp_path, edge_limits(), router_port if has_router else None, fallback_port=router_port) as port:
         assert raw_answer(port, GET + b"\r\n")[0] == 200
         answer = raw_answer(port, get("/ready"))
+        assert raw_answer(port, get("/ready/"))[0] == answer[0]
     assert answer[0] == (200 if has_router else 503)
     assert has_router or error_of(answer)["code"] == "not_ready"
 
@@ -303,12 +304,29 @@ def test_unfinished_connections_of_one_source_leave_half_of_the_front(narrow: in
             assert raw_answer(narrow, GET + b"\r\n", source=f"127.0.0.{number}")[0] == 200
 
 
+FORWARDED_WITH_PORTS = {  # 1.2.3.4 is at its bound, and so is fd00:1::/64
+    b"1.2.3.4:5678": 429,
+    b"9.9.9.9:1, 1.2.3.4:5678": 429,
+    b"9.9.9.9:1,1.2.3.4:5678 ": 429,
+    b"1.2.3.4, 9.9.9.9:1": 200,
+    b"1.2.3.5:5678": 200,
+    b"fd00:1::4": 429,
+    b"[fd00:1::4]": 429,
+    b"[fd00:1::4]:5678": 429,
+    b"1.2.3.4, [fd00:2::4]:5678": 200,
+    b"[fd00:2::1234]:5678": 200,
+}
+
+
 def test_behind_a_trusted_proxy_the_address_is_the_forwarded_one(router_port: int, tmp_path: Path) -> None:
     limits = edge_limits(max_connections_per_source=2, trusted_proxies="127.0.0.0/8,10.0.0.0/8")
     with edge_front(tmp_path, limits, router_port) as port, ExitStack() as stack:
         held(stack, port, 2, headers=b"X-Forwarded-For: 9.9.9.9, 1.2.3.4\r\n")
+        held(stack, port, 2, headers=b"X-Forwarded-For: [fd00:1::3]:99\r\n")
         assert status_soon(port, GET + b"X-Forwarded-For: 1.2.3.4\r\n\r\n", 429)[0] == 429
         assert raw_answer(port, GET + b"X-Forwarded-For: 1.2.3.5\r\n\r\n")[0] == 200
+        for forwarded, status in FORWARDED_WITH_PORTS.items():
+            assert raw_answer(port, GET + b"X-Forwarded-For: %b\r\n\r\n" % forwarded)[0] == status, forwarded
         assert raw_answer(port, GET + b"\r\n")[0] == 200  # the proxy itself asks whether motet lives
 
 

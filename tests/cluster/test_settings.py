@@ -175,7 +175,7 @@ def test_what_only_a_restart_changes_is_known_by_name() -> None:
         ("host_bytes", "2GB", "a size (bytes, or a number with KiB, MiB, GiB or TiB) from 0"),
         ("prefix_cache", "perhaps", "true or false"),
         ("strategy", "anywhere", "strict-pack, pack or spread"),
-        ("num_threads", "many", "auto or a whole number from 1"),
+        ("num_threads", "many", "auto or a whole number from 1 to 1024"),
         ("data_dir", "", "a folder"),
         ("data_dir", "~nosuchuser/x", "a folder"),
         ("max_num_sequences", "1.5", "a whole number from 1"),

@@ -411,6 +411,7 @@ class RouterRig:
         self.spool_path = spool_path
         self.config = CurrentConfig(router_config(BASE, spool_path, **config))
         view, metrics = cast(RegistryView, self.registry), Metrics()
+        self.metrics = metrics
         self.app: FastAPI = create_app(
             config=self.config,
             metrics=metrics,

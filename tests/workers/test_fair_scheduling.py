@@ -175,6 +175,44 @@ def test_a_quiet_tenant_starts_at_once_in_a_gang_full_of_anothers(
     assert bool(gang.scheduler.load().counters.num_fair_preemptions) == (scheduling == "fair")
 
 
+def test_a_quiet_tenant_gets_room_while_pages_of_short_answers_are_still_to_be_released(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They share a long document, so that their ends hold more pages than a step releases: always some are left."""
+    monkeypatch.setattr("motet.workers.memory.prefix_cache.MOST_GIVEN_BACK", 2)
+    gang = Gang(GangLimits(256, 100, 4, 160, 64, 8), random.Random(1))
+    document = [place * 7 % 98 for place in range(120)]
+
+    def add(tenant: str, prompt: list[int], max_tokens: int) -> int:
+        number = len(gang.requests)
+        gang.requests[number] = asked = asking(number, prompt, max_tokens, None, tenant)
+        assert gang.scheduler.add(asked, 1) is None
+        return number
+
+    def step() -> None:
+        while len(gang.live("short")) < 4:
+            add("short", [*document, len(gang.requests) % 98], 2)
+        while len(gang.live("long")) < 6:
+            add("long", [len(gang.requests) % 98] * 20, 120)
+        gang.step()
+
+    for _ in range(60):
+        step()
+    waits, num_leaving = [], []
+    for asking_number in range(4):
+        came_at = gang.num_steps
+        number = add(f"quiet-{asking_number}", [(gang.num_steps + place * 3) % 98 for place in range(200)], 2)
+        while number not in gang.first_token_at and gang.num_steps < came_at + 300:
+            step()
+            num_leaving.append(gang.scheduler.memory.prefixes.num_leaving)
+        waits.append(gang.num_steps - came_at)
+        for _ in range(10):
+            step()
+        gang.scheduler.check_integrity()
+    assert max(num_leaving) > 50
+    assert max(waits) <= 6  # with steps of 64 tokens; while it waited for the pages, 18 to 32
+
+
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(20, 40), (60, 2)])
 def test_a_quiet_tenants_prompt_is_in_the_next_plan_that_is_made(num_prompt: int, max_tokens: int) -> None:
     gang = Gang(limits(400, 16, 8), random.Random(1))

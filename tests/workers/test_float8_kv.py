@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
+from transformers.models.qwen2 import modeling_qwen2
 
 from motet.kernels.backend import plain_kernels
 from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
@@ -37,6 +38,12 @@ FLOAT8: dict[str, Any] = {"kv_dtype": "float8"}
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Stock:
     return made("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    """Layers with a window and layers without one, whose pages share the pool."""
+    return made("qwen2_window_yarn", tmp_path_factory.mktemp("mixed"))
 
 
 def made(variant: str, folder: Path) -> Stock:
@@ -133,11 +140,24 @@ def test_a_gang_of_two_answers_as_one_worker_does(llama: Stock, on_the_cpu: list
     assert there == on_the_cpu
 
 
-def test_the_answers_are_those_of_transformers_with_rounded_kv(llama: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_with_and_without_a_window_share_pages_and_give_the_same_tokens(mixed: Stock) -> None:
+    with on_a_cpu(), mixed.engine(240, max_tokens_per_step=512, prefix_cache=False, **FLOAT8) as rig:
+        alone = tokens(asked(rig))
+    with gpu_of_twins(), mixed.engine(240, device="cuda", max_tokens_per_step=24, **FLOAT8) as rig:
+        first, again = tokens(asked(rig)), tokens(asked(rig))
+        assert rig.engine.load().counters.num_cached_tokens > 0
+    assert (first, again) == (alone, alone)
+
+
+@pytest.mark.parametrize(("base", "family", "head_dim"), [("llama", modeling_llama, 16), ("mixed", modeling_qwen2, 16)])
+def test_the_answers_are_those_of_transformers_with_rounded_kv(
+    base: str, family: Any, head_dim: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """K as it comes from its rotation, V as it comes from its linear and adapter."""
-    with gpu_of_twins(), llama.engine(120, device="cuda", **FLOAT8) as rig:
+    stock: Stock = request.getfixturevalue(base)
+    with gpu_of_twins(), stock.engine(240, device="cuda", **FLOAT8) as rig:
         told = asked(rig)
-    folders = {name: llama.model_path.parent / "adapters" / name for name in llama.refs}
+    folders = {name: stock.model_path.parent / "adapters" / name for name in stock.refs}
 
     def differences(oracle: Oracle) -> torch.Tensor:
         found = []
@@ -147,18 +167,18 @@ def test_the_answers_are_those_of_transformers_with_rounded_kv(llama: Stock, mon
                 found.append((row[said.top_ids] - torch.tensor(said.top_logprobs)).abs().max())
         return torch.stack(found)
 
-    unrounded = differences(Oracle(llama.model_path, folders))
-    oracle = Oracle(llama.model_path, folders)
-    rotate = modeling_llama.apply_rotary_pos_emb
+    unrounded = differences(Oracle(stock.model_path, folders))
+    oracle = Oracle(stock.model_path, folders)
+    rotate = family.apply_rotary_pos_emb
 
     def rotate_and_round(q: torch.Tensor, k: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, ...]:
         q, k = rotate(q, k, *rest, **named)
         return q, rounded(k)
 
     def round_heads(_module: Any, _given: Any, v: torch.Tensor) -> torch.Tensor:
-        return rounded(v.unflatten(-1, (-1, 16))).flatten(-2)
+        return rounded(v.unflatten(-1, (-1, head_dim))).flatten(-2)
 
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate_and_round)
+    monkeypatch.setattr(family, "apply_rotary_pos_emb", rotate_and_round)
     for name, module in oracle._model.named_modules():
         if name.endswith("v_proj"):
             module.register_forward_hook(round_heads)

@@ -72,6 +72,12 @@ class PagedMemory:
         num_kept += sum([page in self._idle and page not in keep for page in once])
         return num_pages <= self.allocator.num_free + self._idle.num_pages - num_kept
 
+    def comes_to_room(self, num_pages: int, keep: AbstractSet[Item]) -> bool:
+        """As `has_room`, and releases pages of ended sequences at once, as many as it takes."""
+        while not (has_room := self.has_room(num_pages, keep)) and self.prefixes.num_leaving:
+            self.prefixes.give_back(_LEAST_GIVEN_BACK)
+        return has_room
+
     def make_room(self, num_pages: int, keep: AbstractSet[Item]) -> bool:
         """Evicts idle adapters and pages of KV that are not in `keep`, least worth first, until `num_pages` are free.
 

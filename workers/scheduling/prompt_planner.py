@@ -122,7 +122,7 @@ class PromptPlanner:
         """
         running, waiting, counters = self._running, self._waiting, self._running.by_tenant
         self._take_over(preempt)
-        if waiting.is_of(counters) or not waiting.num_ready or self._memory.prefixes.num_leaving:
+        if waiting.is_of(counters) or not waiting.num_ready:
             return len(self._preempted)
         if len(running) < self._limits.max_num_sequences and not self._lacked_room:
             return len(self._preempted)
@@ -134,7 +134,7 @@ class PromptPlanner:
             counter, (is_background, turn, arrival) = sequence.counter, sequence.turn
             while True:
                 num_needed = num_pages + running.reserve.num_pages(sequence, num_pages)
-                if num_free_seats >= 0 and self._memory.has_room(num_needed, keep):
+                if num_free_seats >= 0 and self._memory.comes_to_room(num_needed, keep):
                     break
                 num_tokens = max(0, num_needed - self._memory.num_pages_to_take) * self._limits.block_size
                 slack = counter.slack + prompt_price(num_tokens) / counter.weight
