@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 from .errors import shown
@@ -26,6 +28,12 @@ def base_name(path: str) -> str:
             return match[1]
     name = parts[-1].rpartition("--")[2]  # owner--name, as downloads are kept
     return "" if _TELLS_NOTHING.fullmatch(name) else name
+
+
+def names_of_folder(folder: Path) -> tuple[str, ...]:
+    """The path of a base's folder, and what its config.json was saved from, where that is written."""
+    saved_from = json.loads((folder / "config.json").read_text("utf-8")).get("_name_or_path")
+    return (str(folder), *([saved_from] if isinstance(saved_from, str) else []))
 
 
 class BaseNames:

@@ -1,7 +1,7 @@
 """Which of a tenant's adapters a caller may see, and which of them a name in a request means.
 
-A user's private adapter is registered under `~user/name`, beside the tenant's own, which have plain names. So
-versions, canaries, pins and usage know nothing of users: they know names.
+A user's private adapter is registered under `~user/name`, beside the tenant's own, which have plain names. So versions,
+canaries, pins and usage deal with names and need not know users.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Final
 from .errors import AdapterInvalid, shown
 from .names import PRIVATE, check_user, split_private
 
-Range = tuple[str, str]  # of names in their order: from the first one up to the second, not included
-_PLAIN: Final[Range] = ("", PRIVATE)  # no plain name begins with a character behind "~"
+Range = tuple[str, str]  # a range of sorted names: from the first one up to the second, not included
+_PLAIN: Final[Range] = ("", PRIVATE)  # no plain name begins with a character that sorts after "~"
 _ALL: Final[Range] = ("", "\x7f")
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """Of one caller. Without arguments: of one who is no user, and sees what is the tenant's alone."""
+    """What one caller may see. Without arguments: a caller that is no user and sees only the tenant's own adapters."""
 
     user: str = ""
     sees_all: bool = False  # an administrator of the tenant, or motet itself
@@ -30,10 +30,10 @@ class Sight:
         return owner is None or self.sees_all or (owner == self.user and owner != "")
 
     def names(self, asked: str) -> tuple[str, ...]:
-        """The registered names that `asked` may mean: the first one that there is counts.
+        """The registered names that `asked` may mean: the first one that exists is meant.
 
         `~user/name` is that user's, `~/name` the tenant's. A plain name is the caller's own private adapter, else the
-        tenant's. Empty: whatever there is, the caller does not see it, and it is not looked up.
+        tenant's. Empty: the caller may not see such an adapter, so nothing is looked up.
         """
         owner, name = split_private(asked)
         if owner == "":

@@ -17,11 +17,11 @@ class Place:
 
 
 class TenantPlaces:
-    """Of `num_places` a tenant has at most `most_each`, and what else it wants to do waits behind that.
+    """Of `num_places` a tenant has at most `most_each`; its further requests wait.
 
-    A free place goes to the waiting tenant that has held places for the shortest time, so that one whose work takes
-    long has no more of them than others (start-time fair queueing, Goyal et al., 1996). What a tenant held while nobody
-    else waited is not held against it. It keeps only tenants that are here or were just now. Belongs to one event loop.
+    A free place goes to the waiting tenant that has held places for the shortest time, so a tenant with long work gets
+    no more time than others (start-time fair queueing, Goyal et al., 1996). Places held while no other tenant waited do
+    not count. Only tenants that are here, or were lately, are kept. Belongs to one event loop.
     """
 
     def __init__(self, num_places: int, most_each: int = 1, clock: Callable[[], float] = time.monotonic) -> None:

@@ -136,7 +136,7 @@ class UploadService:
         return await self._registry.names.get(tenant, await self._registered(tenant, name, sight))
 
     async def _registered(self, tenant: str, asked: str, sight: Sight) -> str:
-        """The registered name that the caller means, which may not be there. Raises NoSuchName."""
+        """The registered name that the caller means; there may be no such adapter. Raises NoSuchName."""
         names = sight.names(asked)
         if not names:
             raise no_such_name(asked)
@@ -168,7 +168,7 @@ class UploadService:
     async def delete(
         self, tenant: str, name: str, entry: AuditEntry | None = None, sight: Sight = PLAIN_SIGHT
     ) -> str | None:
-        """Deletes the name with its versions; the name as it was registered, or None: the caller sees none of it.
+        """Deletes the name with its versions. Returns the registered name; None: the caller sees no such name.
 
         Sequences that run on it finish. Raises RegistryUnavailable.
         """
@@ -254,7 +254,7 @@ class UploadService:
             return None
 
     async def stored(self, tenant: str, owner: str) -> tuple[StorageUse, StorageUse]:
-        """What the tenant has stored, and what of that is a key's or a `~user`'s. Raises RegistryUnavailable."""
+        """What the tenant has stored, and the part of a key or a `~user` in it. Raises RegistryUnavailable."""
         return await self._registry.stored.of(tenant, owner)
 
     async def _check_registrable(

@@ -1,7 +1,7 @@
 """The process that validates, packs and stores uploads: `python -m motet.adapters.upload_process`.
 
 To parse a header or a config, to hash and to pack hold the interpreter's lock, in a thread too, and every stream of the
-router with it. Here they delay nobody: the process is niced, and bounded in memory and, for each upload, in CPU. It
+router with it. Here they delay no request: the process is niced, and bounded in memory and, for each upload, in CPU. It
 answers one question after the other and ends with its standard input.
 """
 

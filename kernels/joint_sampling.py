@@ -48,20 +48,14 @@ class _Drawn:
     num_candidates: int  # candidates, the likeliest first; 0: no filter, so the whole vocabulary in its order
 
 
-def choose_together(logits: torch.Tensor, choices: Sequence[RowChoice]) -> list[Chosen | None]:
-    """The token of each row of `[num_rows, vocab]` float32 logits, which are changed in place.
-
-    None for a row whose highest logit is infinite, or that has a NaN. The host waits for the device once, and once more
-    if filters keep more than FIRST_LOOK tokens of a row.
-    """
-    return ChoicesUnderWay(logits, choices).read()
-
-
 class ChoicesUnderWay:
-    """The result of `choose_together` while the device still computes it: nothing waits before `read`."""
+    """The token of each row of `[num_rows, vocab]` float32 logits, which the device computes: only `read` waits for it.
+
+    None for a row whose highest logit is infinite, or that has a NaN.
+    """
 
     def __init__(self, logits: torch.Tensor, choices: Sequence[RowChoice]) -> None:
-        """`logits` must stay as they are until `read`, if a token `may_change`."""
+        """Changes the logits in place. They must stay as they are until `read`, if a token `may_change`."""
         self._choices = choices
         self._reported = reported = [row for row, choice in enumerate(choices) if choice.num_logprobs is not None]
         groups = _groups(choices, logits.shape[1])

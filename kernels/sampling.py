@@ -47,7 +47,7 @@ NOT_FINITE: Final = -1  # what `highest` returns in place of a token
 
 
 class SamplingKernels(Protocol):
-    """For a CPU; of a GPU's rows `joint_sampling.choose_together` chooses all tokens. Logits are `[num_rows, vocab]`
+    """For a CPU; of a GPU's rows `joint_sampling.ChoicesUnderWay` has all tokens. Logits are `[num_rows, vocab]`
     float32, tokens int64."""
 
     def penalise(self, logits: torch.Tensor, rows: Sequence[int], penalties: Sequence[Penalty]) -> None:

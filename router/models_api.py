@@ -39,7 +39,7 @@ class ModelsApi:
         errors=("registry_unavailable",),
     )
     async def list(self, request: Request, identity: Identity) -> Response:
-        """The base first, then the adapters that you see, by name."""
+        """The base first, then the adapters that the key may see, by name."""
         wanted = page_request(request)
         models: list[Model] = []
         if wanted.after is None:
@@ -61,7 +61,7 @@ class ModelsApi:
         errors=("model_not_found", "registry_unavailable"),
     )
     async def show(self, request: Request, identity: Identity) -> Model:
-        """The base, or an adapter that you see."""
+        """The base, or an adapter that the key may see."""
         name = request.path_params["model"].removesuffix("/")
         if name == self._base.name:
             model = self._base_model()

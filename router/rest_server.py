@@ -62,7 +62,7 @@ from .versions.trials_api import TrialsApi
 from .versions.versions_api import VersionsApi
 
 _SLASH: Final = re.compile("%2f", re.IGNORECASE)
-_IN_NAME: Final = "\0"  # stands for a slash of a name while paths are compared
+_IN_NAME: Final = "\0"  # replaces the slash of a name while paths are matched
 # A user's private adapter is `~user/name`; possessive, so that "~user" alone is never taken for a name.
 _NAME: Final = r"(?P<name>(?:~[^/\0]*/)?+[^/]+)"
 UNKNOWN_ROUTE: Final = "unknown"  # in the metrics: what clients ask for must not make labels
@@ -166,7 +166,7 @@ class _Route(Route):
             self.path_regex = re.compile(f"{self.path_regex.pattern.removesuffix('$')}/?$")
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """A slash that is sent as %2F parts nothing: it belongs to a name, as in `org%2Fname`."""
+        """A slash that is sent as %2F does not separate path segments: it belongs to a name, as in `org%2Fname`."""
         raw: bytes = scope.get("raw_path") or b""
         if b"%2f" not in raw.lower():
             return super().matches(scope)

@@ -41,7 +41,7 @@ _ERRORS: Final = (
     "gang_lost",
     "registry_unavailable",
 )
-_PIECE: Final = 4096  # tokens of an answer that are written at once
+_PIECE: Final = 4096  # tokens that are encoded in one piece
 _encode: Final = msgspec.json.Encoder().encode
 
 R = TypeVar("R", bound=BodyRequest)
@@ -66,7 +66,7 @@ class TokenizeApi:
         errors=("unsupported_parameter", "invalid_messages", *_ERRORS),
     )
     async def tokenize(self, http: Request, identity: Identity) -> Response:
-        """As the same prompt would have in `/v1/completions`, or the same messages in `/v1/chat/completions`."""
+        """The same tokens as for this prompt in `/v1/completions`, or for these messages in `/v1/chat/completions`."""
         async with self._open(http, identity, TokenizeRequest) as request:
             await self._check_model(http, identity, request.model)
             refuse_unsupported(request)
@@ -119,7 +119,7 @@ class TokenizeApi:
         return self._bodies.open(http, identity.name, kind, max_bytes=max_bytes, context=context)
 
     async def _check_model(self, http: Request, identity: Identity, model: str) -> None:
-        """An adapter's tokenizer is the base's: the name has only to be one. Raises 404."""
+        """Adapters use the base's tokenizer, so the name must only exist. Raises 404."""
         if model:
             await self._base.adapter(identity, model)
             record_of(http.scope).model = model

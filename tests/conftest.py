@@ -18,17 +18,12 @@ import redis
 from redis.asyncio import Redis
 
 from motet.adapters.registry import registry_view
-from motet.adapters.registry.administration.audit_log import AuditLog
-from motet.adapters.registry.administration.ended_keys import EndedKeys
-from motet.adapters.registry.administration.key_registry import KeyRegistry
-from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.batches.batch_registry import BatchRegistry
 from motet.adapters.registry.batches.file_registry import FileRegistry
-from motet.adapters.registry.canary_counts import CanaryCounts
-from motet.adapters.registry.launches import Launches
+from motet.adapters.registry.lease import Lease
 from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.name_records import NameRecords
-from motet.adapters.registry.preloads import Preloads
+from motet.adapters.registry.redis_deadline import answered_within
 from motet.adapters.registry.registry import Registry, connect
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.answers import generation_response
@@ -45,18 +40,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What asks Redis, and raises an error if it does not answer in time.
 ASKS_REDIS: tuple[Callable[..., object], ...] = (
     connect,
-    AuditLog.__init__,
+    inspect.unwrap(answered_within),
     BatchRegistry.__init__,
-    CanaryCounts.__init__,
-    EndedKeys.__init__,
     FileRegistry.__init__,
-    KeyRegistry.__init__,
-    Launches.__init__,
+    Lease.__init__,
     Ledger.__init__,
     NameRecords.__init__,
-    Preloads.__init__,
     Registry.__init__,
-    TenantRegistry.__init__,
 )
 
 _OWN_SETTINGS = "_hypothesis_internal_use_settings"  # of a test of hypothesis, which has no other way to its settings

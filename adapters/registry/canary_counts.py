@@ -7,7 +7,7 @@ bounded (`counts_still`), so that no single client decides a trial.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -92,19 +92,17 @@ class Trial:
 class CanaryCounts:
     """Raises RegistryUnavailable when Redis does not answer; every call may be repeated."""
 
-    def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, client: Redis) -> None:
         self._client: Any = client
-        self._timeout_s = timeout_s
-        self._clock = clock
         self._count_answer = bind_script(client, "count_answer.lua")
         self._rate_answer = bind_script(client, "rate_answer.lua")
-        self._judge = Lease(client, _JUDGE, timeout_s)
+        self._judge = Lease(client, _JUDGE)
         self._forget_updates = bind_script(client, "forget_updates.lua")
 
     async def add(self, outcomes: Sequence[Outcome]) -> None:
         """Counts those answers that have not been counted yet, within the bounds of their sticky keys."""
-        now = self._clock()
-        async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
+        now = time.time()
+        async with answered_within(), self._client.pipeline(transaction=False) as pipeline:
             for one in outcomes:
                 await self._count_answer(
                     on=pipeline,
@@ -135,7 +133,7 @@ class CanaryCounts:
         It does not if the tenant has had no such answer in a trial within ANSWERS_KEPT_S, if it is of an adapter that
         the caller does not see, if it was rated before, or if too many thumbs are for answers to the same sticky key.
         """
-        async with answered_within(self._timeout_s):
+        async with answered_within():
             known: str | None = await self._client.hget(ANSWERS + tenant_id, response_id)
             if known is None or known.endswith(" rated"):
                 return False
@@ -169,7 +167,7 @@ class CanaryCounts:
 
     async def read_many(self, canary_ids: Sequence[str]) -> Sequence[Trial]:
         """The counts of each trial, in one round trip."""
-        async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
+        async with answered_within(), self._client.pipeline(transaction=False) as pipeline:
             for canary_id in canary_ids:
                 pipeline.hgetall(CANARY_COUNTS + canary_id)
             found = await pipeline.execute()
@@ -177,13 +175,13 @@ class CanaryCounts:
 
     async def comments(self, canary_id: str) -> list[str]:
         """The comments on its answers, the newest first, each after "arm up: " or "arm down: "."""
-        async with answered_within(self._timeout_s):
+        async with answered_within():
             found: list[str] = await self._client.lrange(CANARY_COMMENTS + canary_id, 0, -1)
         return found
 
     async def news(self, limit: int) -> list[News]:
         """At most `limit` trials that have new counts, chosen at random."""
-        async with answered_within(self._timeout_s):
+        async with answered_within():
             found = await self._client.hrandfield(UPDATED_TRIALS, limit, withvalues=True)
         return [News(canary_id, int(num)) for canary_id, num in zip(found[::2], found[1::2], strict=True)]
 
@@ -191,7 +189,7 @@ class CanaryCounts:
         """The trials were looked at. Those in which something was counted meanwhile stay."""
         if news:
             numbers = [part for one in news for part in (one.canary_id, one.num)]
-            async with answered_within(self._timeout_s):
+            async with answered_within():
                 await self._forget_updates(trials_and_numbers=numbers)
 
     async def hold_judging(self, router_id: str, hold_s: float) -> bool:
@@ -203,7 +201,7 @@ class CanaryCounts:
 
         One round trip.
         """
-        async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
+        async with answered_within(), self._client.pipeline(transaction=False) as pipeline:
             for (tenant, name, version), reason in failures.items():
                 key = f"{_FAILED}{tenant}/{name}@{version}"
                 _ = pipeline.delete(key) if reason is None else pipeline.set(key, reason, ex=_FAILURE_KEPT_S)
@@ -211,7 +209,7 @@ class CanaryCounts:
 
     async def failures(self, tenant: str, name: str, versions: Sequence[int]) -> dict[int, str]:
         """Why gangs could not load versions lately."""
-        async with answered_within(self._timeout_s):
+        async with answered_within():
             found = await self._client.mget([f"{_FAILED}{tenant}/{name}@{version}" for version in versions])
         return {version: reason for version, reason in zip(versions, found, strict=True) if reason is not None}
 

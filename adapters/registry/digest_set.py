@@ -17,10 +17,6 @@ class DigestSet:
         beginnings = np.frombuffer(b"".join(bytes.fromhex(page) for page in pages), ">u8")
         self._beginnings = np.unique(beginnings.astype(np.uint64))
 
-    @classmethod
-    def of(cls, digests: Iterable[str]) -> DigestSet:
-        return cls(digest[:DIGITS] for digest in digests)
-
     def __contains__(self, digest: object) -> bool:
         assert isinstance(digest, str)
         beginning = np.uint64(int(digest[:DIGITS], 16))

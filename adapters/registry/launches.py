@@ -21,26 +21,25 @@ from .registry_keys import CLUSTER_TOKEN, LAUNCHES, ROLLOUTS, bind_script
 class Launches:
     """The launches of one registry. Raises RegistryUnavailable as `Registry` does."""
 
-    def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
+    def __init__(self, client: Redis) -> None:
         self._client: Any = client
-        self._timeout_s = timeout_s
         self._heartbeat = bind_script(client, "count_heartbeat.lua", allow_oom=True)
 
     async def heartbeat(self, owner: str) -> dict[str, int]:
         """Counts one more heartbeat of the launch; returns how many there were of each launch."""
-        async with answered_within(self._timeout_s):
+        async with answered_within():
             words = await self._heartbeat(launches=LAUNCHES, launch=owner)
         return {launch: int(count) for launch, count in zip(words[::2], words[1::2], strict=True)}
 
     async def forget(self, owner: str) -> None:
         """Removes an expired launch."""
-        async with answered_within(self._timeout_s):
+        async with answered_within():
             await self._client.hdel(LAUNCHES, owner)
             await self._client.hdel(ROLLOUTS, owner)
 
     async def shared_token(self, token: str) -> str:
         """The secret of routers and gangs of all launches: `token`, if there was none yet."""
-        async with answered_within(self._timeout_s):
+        async with answered_within():
             held: str | None = await self._client.get(
                 CLUSTER_TOKEN
             )  # a full Redis refuses even a SET that sets nothing

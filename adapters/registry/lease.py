@@ -9,7 +9,7 @@ from typing import Final
 from redis.asyncio import Redis
 
 from .lua_script import LuaScript
-from .redis_deadline import answered_within
+from .redis_deadline import TIMEOUT_S, answered_within
 
 _HOLD: Final = LuaScript(Path(__file__).with_name("hold.lua"), allow_oom=True)
 
@@ -17,7 +17,7 @@ _HOLD: Final = LuaScript(Path(__file__).with_name("hold.lua"), allow_oom=True)
 class Lease:
     """The lease that is stored as `key`. Raises RegistryUnavailable when Redis does not answer."""
 
-    def __init__(self, client: Redis, key: str, timeout_s: float) -> None:
+    def __init__(self, client: Redis, key: str, timeout_s: float = TIMEOUT_S) -> None:
         self._hold = _HOLD.bind(client, {"lease": key})
         self._timeout_s = timeout_s
 

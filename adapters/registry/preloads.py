@@ -28,21 +28,20 @@ _decode: Final = msgspec.json.Decoder(Preload).decode
 class Preloads:
     """Raises RegistryUnavailable when Redis does not answer; every call may be repeated."""
 
-    def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
+    def __init__(self, client: Redis) -> None:
         self._client: Any = client
-        self._timeout_s = timeout_s
 
     async def note(self, place: str, news: Mapping[str, Preload]) -> None:
         """Writes the state of a version's preloads by the ids of gangs. `place`: see `place_of`."""
         key = _PRELOADS + place
-        async with answered_within(self._timeout_s), self._client.pipeline(transaction=True) as pipeline:
+        async with answered_within(), self._client.pipeline(transaction=True) as pipeline:
             pipeline.hset(key, mapping={gang: msgspec.json.encode(preload) for gang, preload in news.items()})
             pipeline.expire(key, KEPT_S)
             await pipeline.execute()
 
     async def read(self, places: Sequence[str]) -> list[dict[str, Preload]]:
         """What was noted of each version lately, by the ids of gangs."""
-        async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
+        async with answered_within(), self._client.pipeline(transaction=False) as pipeline:
             for place in places:
                 pipeline.hgetall(_PRELOADS + place)
             found: list[dict[str, str]] = await pipeline.execute()

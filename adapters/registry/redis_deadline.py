@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Final
 
 from redis.exceptions import OutOfMemoryError, RedisClusterException, RedisError
 
 from ..errors import RegistryFull, RegistryUnavailable
 
+TIMEOUT_S: Final = 3.0  # of one call
+
 
 @asynccontextmanager
-async def answered_within(timeout_s: float) -> AsyncIterator[None]:
+async def answered_within(timeout_s: float = TIMEOUT_S) -> AsyncIterator[None]:
     """Raises RegistryUnavailable if what is asked of Redis in the block fails, or has no answer in time.
 
     RegistryFull says that Redis refused a write for want of memory: then nothing was written.

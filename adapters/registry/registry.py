@@ -7,7 +7,7 @@ to a stream. The commands are those of Redis 7.0.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -111,7 +111,6 @@ class Registry:
         self.names = NameRecords(client, timeout_s, clock)
         self.stored = StoredCounts(client, timeout_s)
         self._delete_name = bind_script(client, "delete_name.lua", allow_oom=True)
-        self._set_key = bind_script(client, "set_key.lua", allow_oom=True)
         self._give_keys = bind_script(client, "give_keys.lua", allow_oom=True)
         self._take_back_keys = bind_script(client, "take_back_keys.lua", allow_oom=True)
         self._claim_base = bind_script(client, "claim_base.lua", allow_oom=True)
@@ -130,29 +129,6 @@ class Registry:
         async with self._bounded():
             info = await self._client.info("memory")
         return RedisMemory(int(info["used_memory"]), int(info.get("maxmemory", 0)))
-
-    async def register(
-        self,
-        tenant: str,
-        name: str,
-        *,
-        digest: str,
-        module_ranks: Mapping[str, int],
-        num_bytes: int,
-        incarnation: int | None = None,
-        entry: AuditEntry | None = None,
-    ) -> tuple[AdapterVersion, bool]:
-        """The name's current version, which has this digest, and whether this call made it. See `NameRecords`."""
-        adapter, _, created = await self.names.register(
-            tenant,
-            name,
-            digest=digest,
-            module_ranks=module_ranks,
-            num_bytes=num_bytes,
-            incarnation=incarnation,
-            entry=entry,
-        )
-        return adapter, created
 
     async def get(self, tenant: str, name: str) -> AdapterVersion | None:
         """The name's current version; None: there is no such name."""
@@ -255,15 +231,10 @@ class Registry:
         """Gives a store to one sweep for `hold_s`, as often as it asks; 0 frees it. False: another holds it."""
         return await Lease(self._client, SWEEP + store_id, self._timeout_s).hold(sweep_id, hold_s)
 
-    async def set_key(self, tenant: str, key: str) -> None:
-        """Gives the API key to the tenant, until `delete_key`. Raises KeyTaken if it belongs to another tenant."""
-        check_tenant(tenant)
-        await self._change_key(key, tenant)
-
     async def set_launch_keys(self, owner: str, keys: Sequence[tuple[str, str]]) -> None:
         """Makes `keys`, as (tenant, key), all the keys that `owner` gives; deletes others that it gave before.
 
-        `owner` is one word that names a launch. Keys from `set_key` stay, and so do keys that another owner gives, too.
+        `owner` is one word that names a launch. Keys from `KeyRegistry` stay, and so do keys that another owner gives.
         Raises KeyTaken and changes nothing if any key belongs to another tenant. Reads and changes pages, so that ten
         thousands of keys do not stop Redis; if one is taken by another launch meanwhile, some may have been set.
         """
@@ -292,7 +263,7 @@ class Registry:
                 await self._take_back_keys(launch=owner, hashes=page)
 
     async def tenants_besides(self, owner: str) -> set[str]:
-        """Tenants that have a key from `set_key` or from another owner of launch keys than this one."""
+        """Tenants that have a key from `KeyRegistry` or from another owner of launch keys than this one."""
         async with self._bounded():
             transaction: Any = self._client.pipeline(transaction=True)
             transaction.hgetall(API_KEYS).smembers(LAUNCH_KEYS)
@@ -311,16 +282,6 @@ class Registry:
         async with self._bounded():
             held = await self._claim_base(wanted=str(base), may_change=if_empty)
         base.check(BaseIdentity.parse(held), "the registry in Redis", remedy)
-
-    async def delete_key(self, key: str) -> None:
-        """Deletes the API key."""
-        await self._change_key(key, "")
-
-    async def tenant_of_key(self, key: str) -> str | None:
-        """The tenant that the API key belongs to; None: the key is not known."""
-        async with self._bounded():
-            record: str | None = await self._command("HGET", API_KEYS, hash_key(key))
-        return None if record is None else decode_key(hash_key(key), record).tenant
 
     async def position(self) -> Position:
         """Where the event stream is now. What is read afterwards is at least as new as the event there."""
@@ -357,12 +318,6 @@ class Registry:
         """The number of events so far, which is the number of the newest one."""
         async with self._bounded():
             return int(await self._command("GET", EVENT_NUMBER) or 0)
-
-    async def _change_key(self, key: str, tenant: str) -> None:
-        async with self._bounded():
-            owner = await self._set_key(hash=hash_key(key), tenant=tenant)
-        if owner is not None:
-            raise _key_taken(tenant, owner)
 
     async def _scan(self, key: str) -> AsyncIterator[Sequence[tuple[str, str]]]:
         cursor = "0"

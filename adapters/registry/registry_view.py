@@ -87,7 +87,8 @@ class RegistryView:
         self._connected = False
 
     async def resolve(self, tenant: str, name: str, sight: Sight = PLAIN_SIGHT) -> AdapterVersion | None:
-        """The current version of the tenant's adapter that a name means to a caller; None: he sees none of this name.
+        """The current version of the tenant's adapter that a name means to a caller; None: the caller sees none of this
+        name.
 
         Raises RegistryUnavailable for a name that is not kept and cannot be looked up.
         """
@@ -101,7 +102,7 @@ class RegistryView:
         return None
 
     async def _look_up(self, tenant: str, names: Sequence[str]) -> AdapterVersion | None:
-        """The first of these that there is."""
+        """The first of these that exists."""
         if not self._connected:
             raise RegistryUnavailable(
                 "the registry cannot be reached, and this router does not keep this name: try again in a moment"

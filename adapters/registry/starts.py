@@ -1,4 +1,4 @@
-"""What gangs and routers that cannot start yet tell to those that serve: what they wait for, or why they failed."""
+"""Reports of gangs and routers that cannot start yet: what they wait for, or why they failed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .registry_keys import STARTS
 Kind = Literal["gang", "router"]
 
 KEPT_S = 600.0  # of a failed start, unless one of its kind has come up since
-FRESH_S = 150.0  # of one that waits, which tells it anew with each try
+FRESH_S = 150.0  # of a waiting start, which reports again with each try
 
 
 class StartReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one start of a replica."""
+    """One start of a replica."""
 
     kind: Kind
     replica: str  # its id; Serve gives each new try another one
-    reason: str  # in words: what it waits for, or why it failed
+    reason: str  # text: what it waits for, or why it failed
     has_failed: bool  # else it waits, and goes on by itself
     began_at: float  # Unix seconds, as `told_at`
     told_at: float
@@ -33,22 +33,20 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True):
 class Starts:
     """The reports of one cluster. Raises RegistryUnavailable as `Registry` does."""
 
-    def __init__(
-        self, client: Redis, cluster: str, timeout_s: float = 3.0, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, client: Redis, cluster: str, clock: Callable[[], float] = time.time) -> None:
         self._client: Any = client
         self._key = STARTS + cluster
-        self._timeout_s, self._clock = timeout_s, clock
+        self._clock = clock
 
-    async def tell(self, report: StartReport) -> None:
-        """Takes the place of what this replica has told before."""
-        async with answered_within(self._timeout_s):
+    async def report(self, report: StartReport) -> None:
+        """Replaces this replica's earlier report."""
+        async with answered_within():
             await self._client.hset(self._key, report.replica, msgspec.json.encode(report).decode())
             await self._client.expire(self._key, int(2 * KEPT_S))
 
     async def reports(self) -> Sequence[StartReport]:
-        """Those that still hold, the oldest first. Older ones are deleted."""
-        async with answered_within(self._timeout_s):
+        """The reports that still hold, the oldest first. Expired ones are deleted."""
+        async with answered_within():
             found: dict[str, str] = await self._client.hgetall(self._key)
             reports = [*_decoded(found.values())]
             now = self._clock()
@@ -58,14 +56,14 @@ class Starts:
         return sorted(held, key=lambda report: report.began_at)
 
     async def succeeded(self, kind: Kind, replica: str) -> None:
-        """Deletes what this replica has told, and the failures of its kind, which are over."""
+        """Deletes this replica's report, and the failures of its kind, which are over."""
         over = [one.replica for one in await self.reports() if one.kind == kind and one.has_failed]
-        async with answered_within(self._timeout_s):
+        async with answered_within():
             await self._client.hdel(self._key, replica, *over)
 
 
 def _decoded(texts: Iterable[str]) -> Iterator[StartReport]:
-    """Without those of another version of motet that this one cannot read."""
+    """Leaves out reports of another version of motet that this one cannot read."""
     for text in texts:
         with suppress(msgspec.DecodeError):
             yield msgspec.json.decode(text, type=StartReport)

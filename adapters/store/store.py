@@ -201,20 +201,13 @@ class AdapterStore:
                         file.write(secrets.token_hex(16).encode())
         return path.read_text()
 
-    def sweep(self, referenced: Container[str], older_than_s: float) -> list[str]:
+    def sweep_some(self, beginning: str, referenced: Container[str], older_than_s: float) -> list[str]:
         """Removes adapters that no sweep has seen referenced for `older_than_s`, and returns their digests.
 
-        The first sweep that finds an adapter unreferenced only marks it, so that sequences still running on it, and
-        uploads that are stored and not yet registered, have that long. A put takes the mark away.
+        Only of digests that begin so, which is one of BEGINNINGS. The first sweep that finds an adapter unreferenced
+        only marks it, so that sequences still running on it, and uploads that are stored and not yet registered, have
+        that long. A put takes the mark away.
         """
-        removed = [
-            digest for beginning in BEGINNINGS for digest in self.sweep_some(beginning, referenced, older_than_s)
-        ]
-        self.sweep_unfinished()
-        return removed
-
-    def sweep_some(self, beginning: str, referenced: Container[str], older_than_s: float) -> list[str]:
-        """`sweep`, for those digests that begin so, which is one of BEGINNINGS."""
         removed = []
         for digest in self._digests(beginning):
             folder = self._folder(digest)

@@ -133,9 +133,9 @@ async def main() -> None:
     parser.add_argument("url", help="of an empty Redis")
     client = connect(parser.parse_args().url)
     registry = Registry(client)
-    for number in range(NUM_TENANTS):
-        await registry.set_key(f"tenant-{number}", f"key-of-tenant-{number}")
-    await registry.register("tenant-7", ADAPTER, digest="d" * 64, module_ranks={"q_proj": 8}, num_bytes=1000)
+    tenants = [f"tenant-{number}" for number in range(NUM_TENANTS)]
+    await registry.set_launch_keys("benchmark", [(tenant, f"key-of-{tenant}") for tenant in tenants])
+    await registry.names.register("tenant-7", ADAPTER, digest="d" * 64, module_ranks={"q_proj": 8}, num_bytes=1000)
     view = QuotaView(registry)
     await view.start()
     quotas = Quotas(client, lambda: 1, wait_s=PATIENCE_S)

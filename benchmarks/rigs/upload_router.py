@@ -50,8 +50,7 @@ async def main() -> None:
     arguments = parser.parse_args()
     client = connect(arguments.url, PATIENCE_S)
     registry = Registry(client, PATIENCE_S)
-    for tenant in TENANTS:
-        await registry.set_key(tenant, key_of(tenant))
+    await registry.set_launch_keys("benchmark", [(tenant, key_of(tenant)) for tenant in TENANTS])
     view = RegistryView(registry)
     await view.start()
     limits = UploadLimits(max_tensors_bytes=64 << 20)

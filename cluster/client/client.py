@@ -86,7 +86,7 @@ class ChatPiece:
 class MotetClient:
     """Speaks for one tenant's key. Safe to share between threads."""
 
-    def __init__(self, url: str, key: str | None = None, *, read_timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.strip().rstrip("/").removesuffix("/v1")  # where OpenAI's clients want the /v1
         try:
             parsed = httpx.URL(self.url)
@@ -94,7 +94,7 @@ class MotetClient:
             self._http = httpx.Client(
                 base_url=self.url,
                 headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=httpx.Timeout(60.0, connect=5.0, read=read_timeout_s, pool=None),
+                timeout=httpx.Timeout(60.0, connect=5.0, read=600.0, pool=None),
                 trust_env=host not in LOOPBACK_HOSTS,  # a proxy of the environment cannot reach this machine's loopback
             )
             if parsed.scheme not in ("http", "https") or not host:
@@ -131,10 +131,10 @@ class MotetClient:
     ) -> tuple[AdapterInfo, bool]:
         """The registered version, and whether it is new. `on_progress(sent, total)` counts the tensors' bytes.
 
-        The tensors are streamed from disk. Of its tokenizer, which is not served, only what the server compares with
-        the base's is sent: RequestRefused if the adapter needs tokens that the base does not have.
+        The tensors are streamed from disk. Of its tokenizer only the parts are sent that the server compares with the
+        base's: RequestRefused if the adapter needs tokens that the base does not have.
 
-        Without `activate` the version that was current stays so. `is_private`: it belongs to the key's user alone.
+        Without `activate` the current version stays the current one. `is_private`: it belongs to the key's user alone.
         """
         _check_name(name)
         config_path, tensors_path = (folder / file for file in ADAPTER_FILES)
@@ -269,7 +269,7 @@ class _MeteredFile(io.FileIO):
 
 def _check_name(name: str) -> None:
     try:
-        check_name(name.removeprefix(f"{PRIVATE}/"))  # the tenant's, where the user has one of that name, too
+        check_name(name.removeprefix(f"{PRIVATE}/"))  # the tenant's adapter, even if the user has one of that name
     except AdapterInvalid as error:
         raise ClientError(str(error)) from error
 

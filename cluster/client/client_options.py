@@ -85,7 +85,7 @@ def _call(
     *args: P.args,
     **options: P.kwargs,
 ) -> None:
-    """`hint`: what to do where the server wants a key and none is there."""
+    """`hint`: what to do if the server requires a key and none was given."""
     try:
         with MotetClient(url, key) as client:
             command(client, *args, **options)

@@ -8,7 +8,7 @@ from typing import Any
 from ..byte_size import format_byte_size
 from .load_lines import load_lines
 
-LEFT_OUT = ("vocab_size", "hidden_size", "eos_token_ids")  # of a gang: facts of the model, which stand in its files
+LEFT_OUT = ("vocab_size", "hidden_size", "eos_token_ids")  # of a gang: facts of the model that its files already state
 IN_OTHER_WORDS = {
     "num_pages": "pages",
     "num_threads": "threads",

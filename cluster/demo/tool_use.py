@@ -22,7 +22,10 @@ FACT_SCHEMA: Final = {
 
 
 def show_tool_use(console: Console, client: MotetClient, question: ToolQuestion) -> bool:
-    """Asks, gives the called tool's result, asks again, and prints all. Whether call and answer were right."""
+    """Sends a question, returns the called tool's result to the model, and prints all.
+
+    True: call and answer were right.
+    """
     asked, _, result, _ = question.messages()
     try:
         called = _message(client, AGENT, [asked], tools=list(TOOLS))
@@ -42,7 +45,7 @@ def show_tool_use(console: Console, client: MotetClient, question: ToolQuestion)
 
 
 def show_schema(console: Console, client: MotetClient, model: str, question: Question) -> bool:
-    """Asks for an answer by a schema, and prints it. Whether it was right."""
+    """Asks for an answer that fits a schema, and prints it. True: it was right."""
     wanted = {"type": "json_schema", "json_schema": {"name": "fact", "schema": FACT_SCHEMA, "strict": True}}
     messages = [{"role": "user", "content": question.text}]
     try:

@@ -113,10 +113,10 @@ def _edited(
 
 
 def _readiness(backend: str, body: list[str]) -> list[str]:
-    """/ready only says so where a router itself can be reached.
+    """/ready succeeds only once HAProxy reaches a router itself.
 
     Until HAProxy has Serve's newest list of routers and has checked one, requests go through Serve's own proxy: slower,
-    and their keys and texts are then in the memory of a process that is none of motet's.
+    and their keys and texts then lie in the memory of a process that is not motet's.
     """
     servers = [found[1] for line in body if (found := re.match(r" *server (\S+) (?!.* backup$)", line))]
     routers = [f"acl motet_router srv_is_up({backend}/{server})" for server in servers]

@@ -86,7 +86,7 @@ def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] 
     proxies = limits.trusted_proxies.replace(",", " ")
     lines.append(f"acl motet_trusted {f'src {proxies}' if proxies else 'always_false'}")
     lines.append(f"acl motet_open path {' '.join(OPEN_PATHS)}")
-    # A browser asks without a key what a page of another origin may send; a router knows which origins are allowed.
+    # A browser's preflight request has no key; a router answers it, since it knows the allowed origins.
     preflight = "METH_OPTIONS { req.hdr(origin) -m found } { req.hdr(access-control-request-method) -m found }"
     lines.append(f"http-request set-var(txn.motet_preflight) bool(true) if {preflight}")
     lines.append("acl motet_open var(txn.motet_preflight) -m bool")
@@ -154,7 +154,7 @@ def _header_lines() -> list[str]:
 
 
 def _api_key_lines() -> list[str]:
-    """The header of Anthropic's clients is made the one that all else here looks at."""
+    """Copies the key from the header of Anthropic's clients to the Authorization header, which all other rules read."""
     given = "!{ req.fhdr(authorization) -m found } { req.fhdr(x-api-key) -m reg '^[!-~]+$' } !motet_elsewhere"
     return [
         f"http-request set-header Authorization 'Bearer %[req.fhdr(x-api-key)]' if {given}",

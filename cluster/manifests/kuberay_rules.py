@@ -2,7 +2,7 @@
 
 After ValidateRayServiceMetadata, ValidateRayServiceSpec and ValidateRayClusterSpec of KubeRay v1.7.0
 (ray-operator/controllers/ray/utils/validation.go, Apache-2.0), with the feature gates that are on by default and
-RayServiceIncrementalUpgrade. The operator says it in an event and does nothing more, so nobody would see it in time.
+RayServiceIncrementalUpgrade. The operator only emits an event, which users would see too late.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ..logs.log_config import LogConfig
 from ..resources import actor_options
-from .network_interface import interface_of
 from .replica_logging import configure_replica_logging
 
 if TYPE_CHECKING:  # the module imports torch, which launchers need not
@@ -31,6 +31,14 @@ class WorkerActor:
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
         run_worker(settings)
+
+
+def interface_of(ip_address: str) -> str | None:
+    """The network interface that has the address; None: none has it, for example because addresses are translated."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == ip_address for one in addresses):
+            return name
+    return None
 
 
 class RayWorkers:

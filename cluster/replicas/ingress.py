@@ -22,6 +22,7 @@ from ray import serve
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_SOCKET_PATH
 from redis.asyncio import Redis
 
+from ...adapters.base_names import names_of_folder
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.packing.layout import AdapterLayout
 from ...adapters.registry.administration.administration import Administration
@@ -55,7 +56,6 @@ from ...router.versions.canary_book import CanaryBook
 from ...router.versions.canary_judge import CanaryJudge
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
-from ..application.base_folder_names import names_of_folder
 from ..application.live_settings import live_values
 from ..application.model_source import check_model
 from ..application.operator_key_watch import OperatorKeyWatch

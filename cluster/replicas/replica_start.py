@@ -3,7 +3,7 @@
 What comes back is waited for within the start. After a start that has failed Ray Serve begins another one, in another
 process, at once and without end (`MAX_FAILED_STARTS`), so the failed one pauses first. Both pauses grow. A start by
 hand fails at once all the same: `motet serve` looks at model and Redis before it starts anything, and gives up at the
-first failure that Serve tells of.
+first failure that Serve reports.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class ReplicaStart:
         on_event: OnEvent = ignore_event,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """`replica`, `cluster`: ids. `on_event`: is told what is waited for."""
+        """`replica`, `cluster`: ids. `on_event`: gets what is waited for."""
         self._kind, self._replica, self._cluster = kind, replica, cluster
         self._on_event, self._sleep = on_event, sleep
         self._began_at = time.time()
-        self.redis_url: str | None = None  # where others read what is told, once it is known
+        self.redis_url: str | None = None  # where reports are stored, once it is known
 
     async def __aenter__(self) -> ReplicaStart:
         return self
@@ -83,7 +83,7 @@ class ReplicaStart:
             if str(why) != said or time.monotonic() - said_at >= LOG_INTERVAL_S:
                 said, said_at = str(why), time.monotonic()
                 _log.warning("this %s waits for %s: %s", self._kind, what, why)
-            await self._tell(f"it waits for {what}: {why}", has_failed=False)
+            await self._report(f"it waits for {what}: {why}", has_failed=False)
             await self._sleep(pause)
             try:
                 return await ask()
@@ -92,22 +92,22 @@ class ReplicaStart:
         raise AssertionError("there is always another pause")
 
     async def failed(self, error: Exception) -> None:
-        """Tells why, and returns when another start may begin, whether others can be told or not."""
+        """Reports why, if Redis is there, and returns when another start may begin."""
         num_failures: int | None = None
         try:
-            await self._tell(str(error) or type(error).__name__, has_failed=True)
+            await self._report(str(error) or type(error).__name__, has_failed=True)
             num_failures = await self._asked(self._num_failures)
         except Exception as why:  # such as a URL that is none
-            _log.warning("nobody can be told why this %s cannot start: %s", self._kind, why)
+            _log.warning("the failed start of this %s cannot be reported: %s", self._kind, why)
         pause = pause_s(num_failures or 1)
         _log.error("this %s cannot start; the next one begins in %.0f s: %s", self._kind, pause, error)
         await self._sleep(pause)
 
     async def succeeded(self) -> None:
-        """The replica serves: nothing is left of what was told."""
+        """The replica serves: deletes what was reported."""
         await self._asked(lambda starts: starts.succeeded(self._kind, self._replica))
 
-    async def _tell(self, reason: str, *, has_failed: bool) -> None:
+    async def _report(self, reason: str, *, has_failed: bool) -> None:
         report = StartReport(
             kind=self._kind,
             replica=self._replica,
@@ -116,7 +116,7 @@ class ReplicaStart:
             began_at=self._began_at,
             told_at=time.time(),
         )
-        await self._asked(lambda starts: starts.tell(report))
+        await self._asked(lambda starts: starts.report(report))
 
     async def _num_failures(self, starts: Starts) -> int:
         return sum(one.has_failed and one.kind == self._kind for one in await starts.reports())

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from msgspec import structs
@@ -35,7 +35,7 @@ class Serve(Protocol):
     """Serve's controller, as far as it is needed here. Both wait for it."""
 
     def details(self) -> Mapping[str, Any]:
-        """What Serve's REST API tells."""
+        """What Serve's REST API returns."""
 
     def apply(self, config: Mapping[str, Any], now: float) -> None:
         """Takes a configuration as the REST API does. `now`: what Serve is to note as its time."""
@@ -52,11 +52,10 @@ class RolloutKeeper:
         starts: Starts,
         on_state: Callable[[str | None], None],
         serve: Serve | None = None,
-        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """`on_state`: gets why a configuration was taken back, or None; it is called again and again."""
         self._app, self._cluster, self._rollouts, self._starts = app, cluster, rollouts, starts
-        self._on_state, self._serve, self._sleep = on_state, serve or ServeController(), sleep
+        self._on_state, self._serve = on_state, serve or ServeController()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -99,13 +98,13 @@ class RolloutKeeper:
 
     async def _keep_forever(self) -> None:
         while True:
-            await self._sleep(LOOK_S)
+            await asyncio.sleep(LOOK_S)
             try:
                 await self.look()
-            except RegistryUnavailable as error:  # others tell of it
+            except RegistryUnavailable as error:  # others log it
                 _log.debug("the rollout is looked after later: %s", error)
             except Exception as error:  # Ray's are many, and none may end the looking
-                _log.warning("Serve did not tell of the rollout: %s", error)
+                _log.warning("Serve did not report the rollout: %s", error)
 
 
 class ServeController:
@@ -143,9 +142,9 @@ def why_not_whole(application: Mapping[str, Any], said: Mapping[str, str], faile
     for name, deployment in application["deployments"].items():
         # Where there are many, one bad node is no reason.
         enough = max(ENOUGH_FAILURES, deployment["target_num_replicas"])
-        told = [one for one in failed if one.kind == name]
-        if len(told) >= enough:
-            return f"{name}: {told[-1].reason}"
+        reported = [one for one in failed if one.kind == name]
+        if len(reported) >= enough:
+            return f"{name}: {reported[-1].reason}"
         message = deployment["message"]
         if message != said.get(name) and num_failed_starts(message) >= enough:
             return f"{name}: {last_line(message)}"
@@ -153,17 +152,17 @@ def why_not_whole(application: Mapping[str, Any], said: Mapping[str, str], faile
 
 
 def _is_configured_anew(known: Rollout, application: Mapping[str, Any]) -> bool:
-    """Whether somebody has said that what came back is what they want."""
+    """Whether the application was configured again since its earlier configuration came back."""
     return known.taken_back is not None and bool(application["last_deployed_time_s"] > known.came_back_at)
 
 
 def with_application(details: Mapping[str, Any], app: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What Serve has been told of all applications, with `config` for `app`: it ends those that are left out."""
-    told = {name: one.get("deployed_app_config") for name, one in details["applications"].items()}
-    told[app] = config
+    """The configuration of all applications, with `config` for `app`. Serve ends applications that are left out."""
+    configs = {name: one.get("deployed_app_config") for name, one in details["applications"].items()}
+    configs[app] = config
     return {
         "target_capacity": details.get("target_capacity"),
-        "applications": [one for one in told.values() if one is not None],
+        "applications": [one for one in configs.values() if one is not None],
     }
 
 

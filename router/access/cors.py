@@ -1,4 +1,4 @@
-"""Which pages of other origins a browser lets read answers (CORS)."""
+"""CORS: the origins whose pages may read answers in a browser."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..config import CurrentConfig
 
 Headers = list[tuple[bytes, bytes]]
 ALL: Final = "*"
-MAX_AGE_S: Final = 600  # for which a browser remembers what it may send
+MAX_AGE_S: Final = 600  # for which a browser caches the answer to its preflight request
 _METHODS: Final = b"GET, POST, PUT, PATCH, DELETE"
-_EXPOSED: Final = b"*"  # no answer of motet needs credentials of a browser's own, so this is every header
+_EXPOSED: Final = b"*"  # no request carries a browser's own credentials, so * covers every header
 
 
 class Cors:
@@ -24,7 +24,7 @@ class Cors:
         self._config = config
 
     def headers(self, scope: Scope) -> Headers:
-        """For an answer; none where no origin is allowed, or the request is of none."""
+        """Headers of an answer; none if no origin is allowed, or the request has no origin."""
         allowed = self._config.now.cors_origins
         if not allowed:
             return []
@@ -37,7 +37,7 @@ class Cors:
         return [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", _EXPOSED), varies]
 
     def preflight(self, request: Request) -> Response | None:
-        """The answer to a browser that asks what it may send, whatever the route; None: it is not asked for here."""
+        """The answer to a preflight request, for any route; None: the request is none."""
         asked = request.headers.get("access-control-request-headers", "")
         if request.method != "OPTIONS" or "access-control-request-method" not in request.headers:
             return None

@@ -1,8 +1,8 @@
 """What is known of one request, for its line in the access log and for lines that are about it.
 
 It travels in the request's ASGI scope, from the endpoint that creates it to the parts that fill it in: the tenant, the
-model, the number of tokens. Nothing in it is content: no prompt, no key, no text that a client chose
-but names that the registry knows, and `ignored`, which only the answer says.
+model, the number of tokens. Nothing in it is content: no prompt, no key, no text of a client's choice but names that
+the registry knows, and `ignored`, which only the answer contains.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RequestRecord:
     first_token_s: float | None = None  # from the request's arrival
     finish: str = ""  # why each choice ended, with how many did so
     num_sent_bytes: int | None = None  # of the answer's body; None: it was not sent
-    ignored: list[str] = field(default_factory=list)  # names of fields in the body that change nothing
+    ignored: list[str] = field(default_factory=list)  # names of fields in the body that were ignored
     headers: Sequence[tuple[bytes, bytes]] = ()  # for the answer, unless it has them with other values
 
     @property

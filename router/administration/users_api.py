@@ -1,6 +1,6 @@
 """Users of a tenant: /v1/admin/tenants/{tenant}/users for operators, /v1/users for a tenant's administrators.
 
-Nobody makes users: whoever has a key or a private adapter is one.
+Users are not created: each name with a key or a private adapter is a user.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The interface of all that an answer can look like on its way out: one JSON document, or a stream of events."""
+"""The interface of all formats of answers: one JSON document, or a stream of events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..openai_api.errors import ApiError
 
 
 class AnswerForm(Protocol):
-    """Belongs to one answer: it may remember what it has made."""
+    """Formats one answer, and may keep state between calls."""
 
     is_stream: bool
 
@@ -24,9 +24,9 @@ class AnswerForm(Protocol):
         """The whole answer as JSON, in pieces that each take little time."""
 
     def opening(self, usage: Usage, *, is_over: bool) -> Iterable[bytes]:
-        """The events before the first delta that the client has not had.
+        """The events before the first delta that the client has not received.
 
-        `is_over`: there is no such delta. Raises a 400 if there cannot be one, and there is.
+        `is_over`: there is no such delta. Raises a 400 if that contradicts the client's position.
         """
 
     def delta(self, index: int, delta: Delta) -> bytes:

@@ -41,7 +41,7 @@ class AnswerShape(Protocol):
         """The chunk without choices that has the usage, at the end of a stream."""
 
     def gathering(self, index: int, first: WholeChoice | None) -> WholeChoice:
-        """What the deltas of a choice of a whole answer are added to. `index`: of any answered one of the same prompt.
+        """A collector of the deltas of one choice of a whole answer. `index`: of the choice.
 
         `first`: of the first choice of the same prompt, whose log-probabilities of the prompt are this one's, too.
         """
@@ -87,7 +87,7 @@ class WholeChoice:
 
     @property
     def logprobs(self) -> msgspec.Raw | None:
-        """What stands for this field until `json` puts it in."""
+        """The placeholder of this field until `json` inserts it."""
         return None if self._logprobs is None else self._later(self._logprobs.whole())
 
     @property
@@ -98,7 +98,7 @@ class WholeChoice:
     def json(self, encoded: bytes) -> list[bytes]:
         """The encoded choice, in pieces, with the long fields that were asked for since the last call, in this order.
 
-        To put tens of megabytes together would hold the event loop.
+        Joining tens of megabytes would block the event loop.
         """
         pieces, *rest = [[part] for part in encoded.split(_MARK)]
         for long, after in zip(self._long, rest, strict=True):

@@ -53,7 +53,7 @@ class ChunkForm:
         self._wholes[index].add(delta)
 
     def document(self, usage: Usage) -> Iterator[bytes]:
-        # Nothing but the answer's own list can read so: in a text its quotes have backslashes before them.
+        # Only the answer's own list can contain this: within a text its quotes would be escaped.
         before, after = _encode(self._shape.without_choices(usage, self._wholes)).split(_NO_CHOICES, 1)
         endings = self._wholes[0].json(after)
         yield before + b'"choices":['
@@ -71,7 +71,7 @@ class ChunkForm:
         return self._opening(0 if position is None else position.num_openings)
 
     def _opening(self, num_had: int | None) -> Iterator[bytes]:
-        """Without the events that the client has had; None: all of them."""
+        """Drops the events that the client has already received; None: all of them."""
         if num_had is None:
             return
         none_yet = [0] * len(self._generation.choices)
@@ -93,7 +93,7 @@ class ChunkForm:
         return events + b"data: [DONE]\n\n"
 
     def failure(self, error: ApiError) -> bytes:
-        """No [DONE] follows, so that no client takes such a stream for complete."""
+        """No [DONE] follows, so that clients do not take the stream for complete."""
         return b"data: " + error.body() + b"\n\n"
 
     def refusal(self, error: ApiError) -> Response:

@@ -1,8 +1,8 @@
 """The HTTP response of a generation: one JSON document, or server-sent events.
 
-It is an ASGI response of its own, because every token passes here: one event of a step goes straight to the server. The
-status is sent with the first token, or after a second: an early failure gets its own. When the client disconnects, the
-sequences are cancelled.
+It is an ASGI response of its own because every token passes through it: one event a step goes straight to the server.
+The status is sent with the first token, or after a second: an early failure gets its own. When the client disconnects,
+the sequences are cancelled.
 """
 
 from __future__ import annotations

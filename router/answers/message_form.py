@@ -1,6 +1,6 @@
-"""The answers of Anthropic's Messages API on their way out: the answer to a chat, told as blocks and events.
+"""Answers in the format of Anthropic's Messages API: the answer to a chat as blocks and events.
 
-A whole answer is a stream of which only the blocks are sent: so both say the same.
+A whole answer is made from the same events as a stream, so both have the same content.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MessageForm:
         self.is_stream = is_stream
         self._head, self._chat = head, chat
         self._done: list[schema.AnswerBlock] = []
-        self._kind: _Kind | None = None  # of the block that grows; None: none does
+        self._kind: _Kind | None = None  # of the block under way; None: there is none
         self._call: CalledToolDelta | None = None  # if it is one of a call
         self._texts: list[str] = []
         self._end = schema.MessageEnd("end_turn")
@@ -93,7 +93,7 @@ class MessageForm:
         return schema.BlockDelta(len(self._done), delta)
 
     def _ended_block(self) -> Iterator[MessageEvent]:
-        """The events of the end of the block that grows, if one does."""
+        """The events that end the block under way, if there is one."""
         if self._kind is not None:
             yield schema.BlockStop(len(self._done))
             self._done.append(self._block())

@@ -85,13 +85,13 @@ class MessageShape:
         )
 
     def finish_reason(self, reason: FinishReason | None, *, has_called: bool) -> ChatFinishReason | None:
-        """An answer that was cut off is that, whatever it has called before."""
+        """The reason of an answer that was cut off stays, even if it has called tools before."""
         if reason != "stop" or not has_called:
             return reason
         return "function_call" if self.is_old else "tool_calls"
 
     def _id(self, index: int, call: Call) -> str:
-        """The same again where a stream is resumed."""
+        """Derived from the answer's id, so a resumed stream has the same ids."""
         digest = hashlib.sha256(f"{self.answer_id}/{index}/{call.number}".encode()).hexdigest()
         return digest[:_NUM_SHORT_ID_CHARS] if self.num_id_chars == _NUM_SHORT_ID_CHARS else f"call_{digest[:24]}"
 

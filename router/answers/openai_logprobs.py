@@ -15,7 +15,7 @@ BytesOfToken = Callable[[int], bytes]
 
 
 def named_by_id(token_id: int) -> bytes:
-    """In place of a token's bytes where a client wants to know its id, as vLLM writes it."""
+    """Names a token by its id, as vLLM does, for clients that ask for that."""
     return b"token_id:%d" % token_id
 
 

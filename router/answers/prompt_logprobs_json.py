@@ -1,6 +1,6 @@
-"""Log-probabilities of a prompt as JSON that grows as they come, in the format of `echo` and in vLLM's.
+"""Log-probabilities of a prompt as JSON that is encoded as they arrive, in the format of `echo` and in vLLM's.
 
-The first token of a prompt has none: null stands in its place.
+The first token of a prompt has none: null takes its place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class EchoedLogprobs:
     """The fields of a completion's `logprobs`, of the tokens of its prompt."""
 
     def __init__(self, token_ids: Sequence[int], bytes_of: BytesOfToken, step: StepText, num_top: int) -> None:
-        """`step` is called for one token after the other."""
+        """`step` is called for each token, in order."""
         self.fields: dict[str, list[bytes]] = {
             "tokens": [_encode(readable(bytes_of(token_ids[0])))],
             "token_logprobs": [b"null"],
@@ -30,7 +30,7 @@ class EchoedLogprobs:
             "text_offset": [b"0"],
         }
         self._token_ids, self._bytes_of, self._step, self._num_top = token_ids, bytes_of, step, num_top
-        self._position = 1  # of the token that comes next
+        self._position = 1  # of the next token
         self._num_chars = len(step(token_ids[0]))
 
     def add(self, scores: PromptScores) -> None:

@@ -1,6 +1,6 @@
-"""The answers of OpenAI's Responses API on their way out: the answer to a chat, told as items and events.
+"""Answers in the format of OpenAI's Responses API: the answer to a chat as items and events.
 
-A whole answer is a stream of which only the last response is sent: so both say the same.
+A whole answer is the last event's response of the same stream, so both have the same content.
 """
 
 from __future__ import annotations

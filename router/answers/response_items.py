@@ -1,4 +1,4 @@
-"""The items of a response as they grow: the events of each one's beginning, of what is added, and of its end."""
+"""The items of a response under way: the events of each item's start, additions and end."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class GrowingItem(Protocol):
     place: Place
 
     def item(self, status: ItemStatus) -> OutputItem:
-        """All of it that there is; it is empty while it is in progress."""
+        """The item so far; it is empty while it is in progress."""
 
     def opening(self) -> Iterator[StreamEvent]:
-        """The events between that of the new item and those of what is added."""
+        """The events after `ItemAdded` and before those of the additions."""
 
     def closing(self) -> Iterator[StreamEvent]:
-        """The events between those of what was added and that of the whole item."""
+        """The events after those of the additions and before `ItemDone`."""
 
 
 @dataclass
 class GrowingMessage:
     place: Place
     texts: list[str] = field(default_factory=list)
-    logprobs: list[bytes] = field(default_factory=list)  # JSON: to write that of thousands of tokens at once takes long
+    logprobs: list[bytes] = field(default_factory=list)  # JSON; encoding that of thousands of tokens at once takes long
 
     def item(self, status: ItemStatus) -> schema.OutputMessage:
         return schema.OutputMessage(self.place.item_id, status, () if status == "in_progress" else [self._part()])

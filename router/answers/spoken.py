@@ -14,10 +14,10 @@ from .chat_answer import ChatAnswer
 
 
 class Spoken(NamedTuple):
-    parts: Sequence[TextPiece | CalledToolDelta]  # in the order in which they are said; a call is whole
+    parts: Sequence[TextPiece | CalledToolDelta]  # in the order of the text; calls are whole
     logprobs: Sequence[ChatTokenLogprob]
     finish_reason: ChatFinishReason | None
-    stop_string: str | None  # that has ended it
+    stop_string: str | None  # the stop string that ended the answer; None: none did
 
 
 def spoken_in(delta: Delta, chat: ChatAnswer) -> Spoken:

@@ -22,7 +22,7 @@ FIXED_BYTES: Final = 256 << 10  # beside the prompts
 MOST_BYTES: Final = 16 << 20  # unless the operator says otherwise
 MAX_MESSAGES: Final = 8192  # of a chat, parts of all of them together, and prompts
 MAX_NAME_CHARS: Final = 1024  # of names and ids
-MAX_FREE_BYTES: Final = 128 << 10  # of what is passed on to the chat template as it came, or to llguidance, as JSON
+MAX_FREE_BYTES: Final = 128 << 10  # of JSON that is passed on unchanged, to the chat template or to llguidance
 MAX_ARGUMENTS_CHARS: Final = 256 << 10  # of one tool call: it is parsed at once
 MAX_CALLS_CHARS: Final = 512 << 10  # of the arguments of all tool calls of a chat
 
@@ -75,7 +75,7 @@ def check_extent(request: BodyRequest, context: int | None) -> None:
 
 
 def check_free(request: BodyRequest) -> BodyRequest:
-    """The same request, of a large body. Raises 400 for values that are too large to pass on, or not supported."""
+    """Checks the request of a large body, and returns it. Raises 400 for values that are too large to pass on."""
     if isinstance(request, DetokenizeRequest):
         return request
     refuse_unsupported(request)

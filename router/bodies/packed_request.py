@@ -106,7 +106,7 @@ def _taken(text: str, found: list[str | list[int]]) -> str:
 
 
 def _with_texts(message: ChatMessage, change: Callable[[str], str]) -> ChatMessage:
-    """The message with those of its texts changed, in a fixed order, that may be long."""
+    """The message with each of its long texts changed, in a fixed order."""
     replace = msgspec.structs.replace
     changed: dict[str, Any] = {}
     for field in _TEXTS:

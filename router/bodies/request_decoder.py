@@ -1,4 +1,4 @@
-"""Bodies of requests as the chats and completions that they ask for, whichever API they are of."""
+"""Decodes bodies of requests, of any API, to the chats and completions that they ask for."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..requests.message_chat import counted_chat, message_chat
 from ..requests.response_chat import response_chat
 from .packed_request import BodyRequest
 
-# What decodes in a millisecond or two whatever it holds; more is decoded in another process.
+# Any body of this size decodes within a millisecond or two; larger ones are decoded in another process.
 MAX_BYTES_ON_LOOP: Final = 64 << 10
 MAX_TRANSLATED_BYTES_ON_LOOP: Final = 24 << 10
-# Of a body that is translated: its items may be so small that millions of them would fit into it.
+# Of a body that is translated: millions of tiny items would fit into its bytes.
 MAX_OBJECTS: Final = 1 << 20
 
 R = TypeVar("R", bound=BodyRequest)
@@ -39,7 +39,7 @@ BODY_KINDS: Final[tuple[type[BodyRequest], ...]] = (
     DetokenizeRequest,
     EmbeddingPrompts,
 )
-# Of kinds whose bodies have another schema: that, and what makes the chat of it.
+# For kinds whose bodies have another schema: that schema, and the function that makes the chat.
 _TRANSLATED: Final[Mapping[type[Any], tuple[type[Any], Callable[[Any], Any]]]] = MappingProxyType(
     {
         ResponseChat: (ResponsesRequest, response_chat),

@@ -106,7 +106,7 @@ class KnownGang:
             self._uses.begun(request.digest, asker_of(request.tenant, request.owner))
 
     def ended(self, digest: str | None, sequence_key: str = "", asker: str = "") -> None:
-        """A sequence of this asker with this adapter and this key that was sent there has ended."""
+        """A sequence of this asker, with this adapter and key, that was sent to the gang has ended."""
         if sequence_key:
             self._open_keys[sequence_key] -= 1
             if not self._open_keys[sequence_key]:
@@ -137,7 +137,7 @@ class KnownGang:
         return self._failed_pins.get(short_digest(digest))
 
     def tier_for(self, asker: str, digest: str, *, is_known: bool = False) -> AdapterTier | None:
-        """As `tier_of`, as far as it follows from the asker's own sequences that this router has sent lately.
+        """As `tier_of`, but only what follows from the asker's own sequences that this router sent lately.
 
         `is_known`: another router has sent some. An adapter that has left the pool may be back because of other
         tenants.

@@ -81,7 +81,7 @@ class OpenSequence:
         arrived = self._arrived
         if not isinstance(arrived, UnreadUpdate):
             return False
-        # A request has a bounded number of scores, which nobody waits to send before they are whole.
+        # Scores of the prompt do not count: their number is bounded, and they are sent only once they are complete.
         return arrived.num_added_values - arrived.num_score_values > MAX_UNREAD_VALUES
 
     @property

@@ -31,11 +31,11 @@ class Delta(NamedTuple):
     token_ids: list[int]  # kept only if asked for
     logprobs: list[ShownToken]
     finish_reason: FinishReason | None
-    stop_reason: str | int | None = None  # the stop string or the token that has stopped it; None: neither
+    stop_reason: str | int | None = None  # the stop string or token that stopped the choice; None: neither did
     pieces: Sequence[Piece] = ()  # of a message, in place of the text that they were read from
     has_called: bool = False  # with the finish reason: the answer calls tools
     prompt_scores: PromptScores | None = None  # of the prompt's next tokens
-    embedding: bytes | None = None  # of the prompt, packed: it is all that there is
+    embedding: bytes | None = None  # of the prompt, packed; the answer has nothing else
 
     @property
     def is_empty(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a choice's text ends, and what of it is shown."""
+"""How a choice's text ends, and whether the end is shown."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Final
 @dataclass(frozen=True)
 class EndRules:
     min_tokens: int = 0  # no stop string ends the text with one of them
-    stop_token_ids: frozenset[int] = frozenset()  # that the request names: one that stops it is its `stop_reason`
-    shows_stop: bool = False  # what has stopped it is part of the text
+    stop_token_ids: frozenset[int] = frozenset()  # the one that stops the choice is its `stop_reason`
+    shows_stop: bool = False  # the stop string or token is part of the text
     shows_special_tokens: bool = False
 
 

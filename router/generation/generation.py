@@ -30,9 +30,9 @@ from .choice import Choice, Delta
 from .end_rules import PLAIN_ENDS, EndRules
 from .message_choice import MessageChoice
 from .portions import portions
-from .seeds import seeded
 
 _LOST = SequenceError("internal", "the sequence ended without saying why")
+_NUM_SEEDS = 2**64
 
 
 class SequenceFailedError(Exception):
@@ -69,12 +69,12 @@ class GenerationRequest:
     beams: Sequence[BeamRules] = ()  # one for each prompt, n wide: the choices are beams; empty: they are drawn
     request_id: str = ""  # for logs
     key: str = ""  # of the answer; empty: its client cannot come back for its sequences
-    adapter_name: str = ""  # as its client calls it, for metrics; empty: the base, or a private one
+    adapter_name: str = ""  # the adapter's name in the request, for metrics; empty: the base, or a private adapter
     owner: str = ""  # the user whose private adapter it is; empty: the tenant's
     cache_salt: str = ""  # the tenant's sequences share KV only where this is the same
     timeout_s: float | None = None  # from the request's arrival to the last token; None: as long as it takes
     is_echoed: bool = False  # the answer's text begins with the prompt's
-    reader: ResponseReader | None = None  # at each answer's start; None: text is shown as it is
+    reader: ResponseReader | None = None  # the state at each answer's start; None: text is shown unchanged
     weight: float = 1.0  # of the tenant
     priority: int = 0  # among the tenant's own
     is_background: bool = False  # it yields to everybody's other requests
@@ -311,7 +311,7 @@ class Generation:
                 await share.pause()
                 continue
             for number in range(request.n):
-                sampling = seeded(prompt.sampling, number)
+                sampling = _seeded(prompt.sampling, number)
                 if number and sampling.num_prompt_logprobs is not None:  # the first one's are the others', too
                     sampling = replace(sampling, num_prompt_logprobs=None)
                 has_delivered = self._num_seen[len(self._streams)] > 0
@@ -385,7 +385,7 @@ def _choice(request: GenerationRequest, prompt: Prompt, text: TextService) -> Ch
         request.stop,
         keep_token_ids=request.keep_token_ids,
         keep_logprobs=request.keep_logprobs,
-        keep_hidden=request.is_echoed,  # clients that score a prompt leave out the last entry, whatever it is
+        keep_hidden=request.is_echoed,  # clients that score a prompt drop the last entry without looking at it
         ends=request.ends,
     )
 
@@ -418,3 +418,11 @@ async def _pump(stream: SequenceStream, index: int, queue: asyncio.Queue[tuple[i
         raise
     if last.finish_reason is None and last.error is None:
         await queue.put((index, SequenceUpdate(index, error=_LOST)))
+
+
+def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
+    """The sampling of the index-th sequence of a prompt: its seed is the request's plus `index`, modulo 2**64."""
+    if sampling.seed is None or index == 0:
+        return sampling
+    half = _NUM_SEEDS // 2
+    return replace(sampling, seed=(sampling.seed + index + half) % _NUM_SEEDS - half)

@@ -1,4 +1,4 @@
-"""One answer of a chat as it grows: a choice whose text is read as thoughts, tool calls and content."""
+"""One answer of a chat under way: a choice whose text is parsed to thoughts, tool calls and content."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .choice import Choice, Delta, ShownToken
 
 
 class MessageChoice(Choice):
-    """Reads token by token, so that what is shown after k tokens follows from these k alone."""
+    """Parses token by token, so what is shown after k tokens depends on these k alone."""
 
     def __init__(self, reader: ResponseReader, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

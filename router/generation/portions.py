@@ -13,7 +13,7 @@ MAX_TOKENS: Final = 32  # that are taken in at once: with 20 log-probabilities e
 
 
 def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
-    """Updates of at most `MAX_TOKENS` tokens that say together what `update` says.
+    """Splits the update into updates of at most `MAX_TOKENS` tokens.
 
     Scores of a prompt come before its tokens, of at most `MAX_TOKENS` in an update, too.
     """

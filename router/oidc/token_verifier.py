@@ -23,7 +23,7 @@ LEEWAY_S: Final = 60.0  # between the provider's clock and this one
 MAX_CACHED: Final = 4096  # verified tokens that are remembered
 MAX_SUBJECT_CHARS: Final = 256
 _MAX_KEY_ID_CHARS: Final = 256
-_DIGEST: Final = "oidc-"  # begins the names of users whose claims are none
+_DIGEST: Final = "oidc-"  # prefix of the names of users whose claim is not a valid name
 _FIRST_WAIT_S: Final = 5.0
 _SCOPES: Final[Sequence[Scope]] = get_args(Scope)
 _Verified = tuple[KeyRecord, str]
@@ -112,7 +112,7 @@ class TokenVerifier:
         scopes = frozenset(scope for scope in _SCOPES if scope in words)
         user = claims.get(self._config.oidc_user_claim)
         if not isinstance(user, str) or not 0 < len(user) <= MAX_SUBJECT_CHARS:
-            return None  # whoever it is would see what is no user's alone
+            return None  # a caller without a user would see all that is the tenant's
         # One id for all tokens of a subject, so that what it uses is counted together.
         key_id = f"oidc-{sha256(f'{issuer} {subject}'.encode()).hexdigest()[:16]}"
         expires_at = int(claims["exp"]) + LEEWAY_S
@@ -128,13 +128,13 @@ class TokenVerifier:
         return key, subject
 
     def _user(self, claimed: str, issuer: str) -> str:
-        """The user's name: what the claim says, or a digest of what is no name, or means another at each issuer."""
+        """The user's name: the claim, or a digest of one that is no valid name or is ambiguous between issuers."""
         try:
             check_user(claimed)
         except AdapterInvalid:
             return _digest_name(claimed, issuer)
         is_of_issuer = self._config.oidc_user_claim == "sub" and len(self.issuers) > 1
-        is_like_a_digest = claimed.startswith(_DIGEST)  # who may choose his claim could choose another's digest
+        is_like_a_digest = claimed.startswith(_DIGEST)  # a person who can set the claim could set another user's digest
         return _digest_name(claimed, issuer) if is_of_issuer or is_like_a_digest else claimed
 
     def _forget(self) -> None:

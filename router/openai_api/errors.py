@@ -66,7 +66,7 @@ class ApiError(Exception):
         self.status_code = status_code
         self.detail = ErrorDetail(message, _type_of(status_code), param, code)
         self.headers = dict(headers or {})
-        self.is_as_sent = False  # `param` is the client's own name even where another API's request became a chat
+        self.is_as_sent = False  # `param` is the name in the client's request, even one of another API
 
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(self.detail))

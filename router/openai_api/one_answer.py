@@ -1,4 +1,4 @@
-"""The fields of requests that have one answer, whichever API they are of."""
+"""The fields of requests with one answer, of any API."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 @dataclass(frozen=True)
 class ResponseId:
-    """An id of the form `cmpl-…` or `resp_…`."""
+    """Parses an id such as `cmpl-…` or `resp_…`."""
 
     prefix: str
     created: int  # when the answer began: Unix time in seconds, up to the year 2106

@@ -49,7 +49,7 @@ def _known(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
 
 
 def unknown_fields(body: bytes | bytearray, kind: type[msgspec.Struct]) -> list[str]:
-    """Of a body that fits the schema; a few of them where there are many. It skims the body, and decodes no values."""
+    """The unknown names in a body that fits the schema; a few of them if there are many. Values are not decoded."""
     try:
         _known(kind).decode(body)
     except msgspec.ValidationError:
@@ -77,7 +77,7 @@ def _others(objects: Iterable[dict[str, Raw]], kind: type[msgspec.Struct]) -> It
 
 
 def warning_header(names: Sequence[str]) -> tuple[bytes, bytes]:
-    """The header of an answer that ignores these fields; of very many it names some."""
+    """The warning header for these ignored fields; it lists some of very many."""
     shown = [_UNSAFE.sub("?", name[:_MOST_CHARS]) for name in names[:MOST_NAMES]]
     more = ", ..." if len(names) > MOST_NAMES else ""
     return WARNING_HEADER, f"ignored fields: {', '.join(shown)}{more}".encode("ascii")

@@ -56,10 +56,7 @@ class GrantSender:
             waiters.append(Waiter(cost, loop.create_future(), is_resumed and cost > 0))
             grant.waiters.append(waiters[-1])
             self.send(grant)
-        shorts = await asyncio.gather(*(waiter.is_short for waiter in waiters), return_exceptions=True)
-        for error in shorts:
-            if isinstance(error, BaseException):
-                raise error
+        shorts = await asyncio.gather(*(waiter.is_short for waiter in waiters))
         return [cost for cost, is_short in zip(costs, shorts, strict=True) if is_short]
 
     def queue(self, grant: Grant) -> None:
@@ -128,19 +125,16 @@ class GrantSender:
             call.cancel()
 
     async def _execute(self, messages: Sequence[Message]) -> list[Any]:
-        for may_load in (True, False):
-            pipeline = self._client.pipeline(transaction=False)
-            for message in messages:
-                keys, args = EXCHANGE.parameters(**message.parameters)
-                pipeline.evalsha(EXCHANGE.sha, len(keys), *keys, *args)
-            try:
-                replies: list[Any] = await pipeline.execute()
-                return replies
-            except NoScriptError:
-                if not may_load:
-                    raise
-                await self._client.script_load(EXCHANGE.source)
-        raise AssertionError
+        pipeline = self._client.pipeline(transaction=False)
+        for message in messages:
+            keys, args = EXCHANGE.parameters(**message.parameters)
+            pipeline.evalsha(EXCHANGE.sha, len(keys), *keys, *args)
+        try:
+            replies: list[Any] = await pipeline.execute()
+        except NoScriptError:
+            await self._client.script_load(EXCHANGE.source)
+            replies = await self._execute(messages)
+        return replies
 
     def _fail(self, batch: Sequence[Grant], error: Exception) -> None:
         """Redis has not answered to the messages of the batch, which are sent again later."""

@@ -25,7 +25,7 @@ from ..openai_api.errors import ApiError, unavailable
 from ..tenants.identity import Identity
 from .grant_sender import Costs, GrantSender, RedisAway, clock_us
 from .grants import Grant, Taken
-from .limits import PERIOD_US, Level, Limit, limits_of, quotas_of
+from .limits import PERIOD_US, Kind, Level, Limit, limits_of, quotas_of
 from .refusals import Headers, headers_of, refusal, zero_refusal
 
 WAIT_S: Final = 0.1  # for Redis, of a request
@@ -69,22 +69,10 @@ class QuotaAccount:
         self.reserved: list[tuple[Grant, Taken]] = []
         self.has_own_places = True  # False: Redis does not know of them as this router's
         self.num_takeovers = 0  # of its places, by connections that resumed its stream
-        self.before: QuotaAccount | None = None  # while it is opened: the connection whose places it took over
-        self.has_ended = False
         self._on_end = on_end
 
     def settle(self, ending: Ending) -> None:
-        self.has_ended = True
         self._on_end(self, ending)
-
-
-class _NoLimits:
-    headers: Sequence[tuple[bytes, bytes]] = ()
-
-    def settle(self, ending: Ending) -> None: ...
-
-
-_NO_LIMITS: Final = _NoLimits()
 
 
 class Quotas:
@@ -114,26 +102,24 @@ class Quotas:
         await self._sender.drain()
 
     async def open(self, request: AnswerRequest) -> Account:
-        holder = self._holder(request.identity)
+        holder, account = self._holder(request.identity), QuotaAccount(request, self._settle)
         if not holder.limits:
-            return _NO_LIMITS
+            return account
         holder.check_zero()
-        account = QuotaAccount(request, self._settle)
-        if request.is_resumed:  # it was admitted before, and is charged for what it uses from now on
-            units = {"requests": 0, "tokens": 0, "streams": 0 if self._take_places(account) else 1, "uploads": 0}
-        else:
-            num_tokens = request.num_prompt_tokens + request.num_new_tokens
-            units = {"requests": 1, "tokens": num_tokens, "streams": 1, "uploads": 0}
-        costs = [(grant, grant.limit.reserved(units[grant.limit.kind])) for grant in holder.grants]
-        try:
-            await self._obtain(costs, holder, is_resumed=request.is_resumed)
-        except RedisAway as error:
-            if not request.is_resumed:
-                raise _quotas_unread() from error
-        except BaseException:
-            self._give_back_places(account)
-            raise
-        self._open_account(account, costs)
+        while True:
+            earlier = self._earlier_connection(request)
+            costs = _costs(holder, request, has_place=earlier is not None)
+            try:
+                await self._obtain(costs, holder, is_resumed=request.is_resumed)
+            except RedisAway as error:
+                if not request.is_resumed:
+                    raise _quotas_unread() from error
+            if earlier is None or (earlier := self._earlier_connection(request)) is not None:
+                break  # else the earlier connection ended meanwhile, and a place is needed
+        if earlier is not None:
+            account.places, earlier.places = earlier.places, []
+            account.has_own_places, account.num_takeovers = earlier.has_own_places, earlier.num_takeovers + 1
+        self._take(account, costs)
         account.headers = headers_of(holder.levels(clock_us()))
         return account
 
@@ -217,27 +203,12 @@ class Quotas:
             if grant.limit.kind == "tokens" and level.full_in_s > _MAX_DEBT_S:
                 raise refusal([(level, 0)], holder.levels(clock_us()))
 
-    def _take_places(self, account: QuotaAccount) -> bool:
-        """Takes over the places of the same stream's connection before, if that has not ended at this router."""
-        before = self._accounts.get(account.request.response_id)
-        if before is None or not before.places or before.num_takeovers >= MAX_TAKEOVERS:
-            return False
-        account.places, before.places = before.places, []
-        account.has_own_places, account.num_takeovers = before.has_own_places, before.num_takeovers + 1
-        account.before = before
-        return True
+    def _earlier_connection(self, request: AnswerRequest) -> QuotaAccount | None:
+        """The connection of a resumed stream that has not ended at this router, and whose places may be taken over."""
+        earlier = self._accounts.get(request.response_id) if request.is_resumed else None
+        return earlier if earlier and earlier.places and earlier.num_takeovers < MAX_TAKEOVERS else None
 
-    def _give_back_places(self, account: QuotaAccount) -> None:
-        """The account, which is not opened, took over the places of the connection before, if it has any."""
-        before = account.before
-        if before is not None and not before.has_ended:
-            before.places = account.places
-            return
-        for grant in account.places:
-            grant.release(clock_us(), is_reusable=False)
-            self._sender.queue(grant)
-
-    def _open_account(self, account: QuotaAccount, costs: Costs) -> None:
+    def _take(self, account: QuotaAccount, costs: Costs) -> None:
         now_us = clock_us()
         for grant, cost in costs:
             taken = grant.take(cost, now_us) if cost and grant.has(cost, now_us) else None
@@ -249,7 +220,6 @@ class Quotas:
                     account.has_own_places = False
                     grant.add_place()
             self._sender.queue(grant)
-        account.before = None
         if account.places or account.reserved:
             self._accounts[account.request.response_id] = account
 
@@ -317,6 +287,14 @@ def _quotas_unread() -> ApiError:
 def redis_key(tenant_id: str, limit: Limit) -> str:
     """All limits of a tenant are in one slot of a Redis cluster."""
     return f"motet:{{tenant:{tenant_id}}}:quota:limit:{limit.name}"
+
+
+def _costs(holder: _Holder, request: AnswerRequest, *, has_place: bool) -> Costs:
+    units: dict[Kind, int] = {"requests": 1, "streams": 1, "uploads": 0}
+    units["tokens"] = request.num_prompt_tokens + request.num_new_tokens
+    if request.is_resumed:  # it was admitted before, and is charged for what it uses from now on
+        units = {"requests": 0, "tokens": 0, "streams": 0 if has_place else 1, "uploads": 0}
+    return [(grant, grant.limit.reserved(units[grant.limit.kind])) for grant in holder.grants]
 
 
 def _lacking(costs: Costs) -> Costs:

@@ -1,4 +1,4 @@
-"""What translations into chats have in common: the chat made of its fields, and errors that name the client's."""
+"""Shared by translations into chats: makes the chat from its fields, and renames fields in errors for the client."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from .template_messages import template_messages, template_tools, template_varia
 
 
 async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -> tuple[list[int], str]:
-    """The token ids of the messages, rendered by the model's chat template; and the text if an answer begins in it.
+    """The token ids of the messages, rendered by the model's chat template, and the text that the answer continues.
 
     Raises 400.
     """

@@ -52,7 +52,7 @@ async def completion_prompts(request: CompletionRequest, text: TextService, gang
 
 
 def _least_new(request: CompletionRequest) -> int | None:
-    """0 if nothing follows a prompt, which may fill the context then."""
+    """0 if nothing is generated; then a prompt may fill the context."""
     return 0 if request.max_tokens == 0 else None
 
 

@@ -140,7 +140,7 @@ def _text(content: str | list[Block], param: str) -> str | list[dict[str, str]]:
 
 
 def _parts(texts: list[str]) -> str | list[dict[str, str]]:
-    """As a chat has them: one is a text."""
+    """The content of a chat's message: a single text is a string."""
     return "".join(texts) if len(texts) <= 1 else [{"type": "text", "text": text} for text in texts]
 
 
@@ -163,7 +163,7 @@ def _response_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template_arguments(request: CountTokensRequest) -> dict[str, Any] | None:
-    """Most templates of models that think call it `enable_thinking`; others do not look at it."""
+    """Most templates of reasoning models read `enable_thinking`; others ignore it."""
     if request.thinking is None:
         return request.chat_template_kwargs
     thinks = request.thinking.type != "disabled"

@@ -12,7 +12,7 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo,
 
     A prompt may fill the context if nothing follows it.
 
-    The message begins as vLLM's and OpenAI's do: clients look for it, to shorten what they send.
+    The message begins as vLLM's and OpenAI's: clients match on it, and shorten their prompts.
     """
     context = gang.max_model_len
     left = context - num_prompt_tokens
@@ -35,7 +35,7 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo,
 
 
 def last_tokens(token_ids: list[int], num_tokens: int | None, max_tokens: int | None, gang: GangInfo) -> list[int]:
-    """The last tokens of a prompt. -1: so many that `max_tokens`, or one, have room behind them. None: all."""
+    """The last tokens of a prompt. -1: as many as leave room for `max_tokens`, or for one token. None: all."""
     if num_tokens is None:
         return token_ids
     if num_tokens == -1:

@@ -12,12 +12,12 @@ MAX_SCORE_VALUES: Final = 1 << 20  # of all prompts and choices of an answer; ea
 
 
 def num_echoed_logprobs(request: GenerationFields) -> int | None:
-    """Likeliest tokens beside each token of the prompt in the choices' `logprobs`; None: it has none of the prompt."""
+    """Likeliest tokens for each token of the prompt in the choices' `logprobs`; None: the prompt is not in them."""
     return request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
 
 
 def num_prompt_logprobs(request: GenerationFields) -> int | None:
-    """Likeliest tokens that gangs are asked for beside each token of the prompt; None: nothing is."""
+    """Likeliest tokens for each token of the prompt that gangs compute; None: no log-probabilities are needed."""
     asked = (num_echoed_logprobs(request), request.prompt_logprobs)
     return max((number for number in asked if number is not None), default=None)
 

@@ -26,7 +26,7 @@ _ANY_OBJECT: Final = {"type": "object"}
 
 
 def request_grammar(request: GenerationFields) -> WantedGrammar | None:
-    """What form the answer is to have; None: any. Raises a 400 for fields that contradict each other."""
+    """The form that the answer must have; None: any. Raises a 400 for fields that contradict each other."""
     wanted = [*_of_openai(request), *_of_vllm(request)]
     wanted += [
         (name, form, getattr(request, name)) for name, form in _ALIASES.items() if getattr(request, name) is not None

@@ -108,11 +108,11 @@ def _refuse(request: ResponsesRequest) -> None:
 
 
 class _Conversation:
-    """Items as the messages of a chat. What an assistant thought, said and called without a pause is one message."""
+    """Converts items to messages of a chat. Consecutive thoughts, texts and calls of the assistant are one message."""
 
     def __init__(self, items: list[InputItem]) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._turn: dict[str, Any] | None = None  # the assistant's message that goes on; the last of the messages
+        self._turn: dict[str, Any] | None = None  # the assistant's message under way, which is the last of the messages
         for position, item in enumerate(items):
             self._add(item, f"input[{position}]")
 
@@ -154,7 +154,7 @@ class _Conversation:
             turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
 
     def _turn_without(self, *fields: str) -> dict[str, Any]:
-        """The assistant's message that goes on, or a new one if it has any of the fields."""
+        """The assistant's message under way, or a new one if that has any of the fields already."""
         if self._turn is None or any(self._turn.get(field) for field in fields):
             self._turn = {"role": "assistant", "content": ""}
             self.messages.append(self._turn)
@@ -166,7 +166,7 @@ class _Conversation:
 
 
 def _content(content: str | list[InputPart] | None, param: str) -> str | list[dict[str, Any]]:
-    """As a chat has it: one part is a text."""
+    """The content of a chat's message: a single text is a string."""
     if content is None:
         raise missing(param)
     if isinstance(content, str):
@@ -191,13 +191,13 @@ def _tool(tool: AskedTool, param: str) -> FunctionTool:
 
 
 def _given(tool: FunctionTool) -> dict[str, Any]:
-    """The fields that are given, in the order in which templates write them."""
+    """The fields that were sent, in the order in which templates print them."""
     fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
     return {field: value for field, value in fields.items() if value is not None}
 
 
 def _choice(asked: Any) -> Any:
-    """As the response shows it."""
+    """The choice as the response repeats it."""
     if asked is None:
         return "auto"
     if not isinstance(asked, AskedChoice):

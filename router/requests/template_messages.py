@@ -1,4 +1,4 @@
-"""A chat's messages and tools as chat templates read them."""
+"""Converts a chat's messages and tools to the values that chat templates take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def template_tools(request: ChatRequest) -> list[dict[str, Any]] | None:
 
 
 def template_variables(request: ChatRequest, forms: TemplateForms) -> dict[str, Any]:
-    """`chat_template_kwargs`, and what `reasoning_effort` says, where they do not. Raises 400 if nothing knows that."""
+    """`chat_template_kwargs`, and what `reasoning_effort` says, where they do not.
+
+    Raises 400 if the template does not use `reasoning_effort`.
+    """
     given = dict(request.chat_template_kwargs or {})
     effort, switch = request.reasoning_effort, forms.thinking_switch
     if effort is None:
@@ -118,5 +121,5 @@ def _arguments_of(function: FunctionCall, param: str, forms: TemplateForms) -> A
     if isinstance(arguments, dict):
         return arguments
     if forms.takes_text_arguments:
-        return text  # models write such, and see what they wrote
+        return text  # models write invalid JSON, too, and are shown their own text
     raise invalid_value(f"{param}.function.arguments", "the chat template needs JSON of an object.")

@@ -1,4 +1,4 @@
-"""Which tools a model may call in its answer, and how its text is read."""
+"""The tools that a model may call in its answer, and the reader of its text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_tools(request: ChatRequest) -> None:
 
 
 async def answer_reader(request: ChatRequest, answers: AnswerFormat | None, prompt: str) -> ResponseReader | None:
-    """What reads the answers' text. None: it is shown as it is.
+    """The reader of the answers' text. None: the text is shown unchanged.
 
     `answers`: the format of the model's; None: it is not known. `prompt`: what the chat template made of the messages.
     Raises a 400 for tools if it is not known how the model calls them.
@@ -63,9 +63,8 @@ async def answer_reader(request: ChatRequest, answers: AnswerFormat | None, prom
 
 
 def answer_grammar(request: ChatRequest, reader: ResponseReader | None) -> WantedGrammar | None:
-    """What form the answer is to have: that which the request names, and that of calls that must be right.
-
-    None: any. Raises a 400 for what cannot be said in a grammar.
+    """The form that the answer must have, by the request's own form and by calls that must fit schemas. None: any.
+    Raises a 400 for what a grammar cannot express.
     """
     wanted = request_grammar(request)
     if reader is None:
@@ -124,7 +123,7 @@ def _is_one(request: ChatRequest) -> bool:
 
 
 def is_old(request: ChatRequest) -> bool:
-    """Whether calls are answered as `function_call`."""
+    """Whether the answer shows a call as `function_call`, the older field."""
     return bool(request.functions) and not request.tools
 
 

@@ -1,8 +1,8 @@
 """Which tenants' sequences use an adapter at one gang, or have done so lately.
 
-Adapters are kept by content, and several tenants may have the same. What a tenant learns about the place of its adapter
-must follow from its own sequences: else it could upload another tenant's bytes and see whether they are in use. So a
-user's private adapter has uses of its own, too.
+Adapters are kept by content, and several tenants may have the same. What a tenant learns about the residency of its
+adapter must follow from its own sequences: otherwise it could upload another tenant's bytes and see whether they are in
+use. For the same reason uses of a user's private adapter are counted separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LATELY_S: Final = 300.0  # after a tenant's last use, in which other tenants' us
 
 
 def asker_of(tenant: str, owner: str) -> str:
-    """Whose use of an adapter it is. `owner`: the user whose private adapter it is; empty: it is the tenant's."""
+    """The tenant and user for whom an adapter is used. `owner`: of a private adapter; empty: it is the tenant's."""
     return f"{tenant}~{owner}" if owner else tenant
 
 

@@ -103,7 +103,7 @@ def _digest(key: str) -> bytes:
 
 
 def _credential_of(request: Request) -> str:
-    """The one of the header Authorization, else of `x-api-key`, which Anthropic's clients send."""
+    """The key in the header Authorization, else in `x-api-key`, which Anthropic's clients send."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()

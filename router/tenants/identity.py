@@ -25,7 +25,7 @@ class Identity:
 
     @property
     def user(self) -> str:
-        """Of the tenant; empty: the key is no user's."""
+        """The tenant's user; empty: the key belongs to no user."""
         return self.key.user
 
     @property

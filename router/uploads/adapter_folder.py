@@ -1,4 +1,4 @@
-"""Adapters in folders of the server's own file system, which an operator lets tenants load."""
+"""Adapters in folders on the server's disks from which the operator lets tenants load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...adapters.errors import AdapterInvalid, UploadTooLarge
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from ..openai_api.errors import ApiError, invalid_value
 
-TENANT: Final = "{tenant}"  # in a folder's name stands for the tenant that asks
+TENANT: Final = "{tenant}"  # in a folder's name: replaced by the tenant's name
 MAX_PATH_CHARS: Final = 4096
 _PIECE_BYTES: Final = 1 << 20
 
@@ -25,7 +25,7 @@ class Limits(NamedTuple):
 def folder_below(path: str, folders: str, tenant: str) -> tuple[Path, Path]:
     """The allowed folder that `path` lies in, and the path from there, without symbolic links. Blocking.
 
-    Raises 400, which says nothing of what is outside of the allowed folders. `folders`: with commas between them.
+    Raises 400, which reveals nothing about files outside the allowed folders. `folders`: with commas between them.
     """
     if not folders:
         raise invalid_value("lora_path", "this server loads no folders: its operator has allowed none.")
@@ -51,7 +51,7 @@ def tensors_bytes(root: Path, folder: Path, limits: Limits) -> int:
 def read_adapter(root: Path, folder: Path, tensors_path: Path, limits: Limits) -> bytes:
     """Copies the adapter's tensors to an empty file, and returns its config. Blocking.
 
-    No link below `root` is followed, whoever puts one there meanwhile. Raises AdapterInvalid, UploadTooLarge.
+    Follows no link below `root`, even one that is created meanwhile. Raises AdapterInvalid, UploadTooLarge.
     """
     with ExitStack() as stack, tensors_path.open("r+b") as copy:
         config, tensors = _opened(stack, root, folder, limits)

@@ -123,7 +123,7 @@ class AdaptersApi:
     ) -> tuple[AdapterVersion, bool, tuple[str, ...]]:
         """The version, whether it is new, and warnings. Raises the errors of the API.
 
-        `receive`: writes the tensors to a file. `declared`: the bytes that they are said to have, or why it is refused.
+        `receive`: writes the tensors to a file. `declared`: their declared size in bytes, or the refusal.
         """
         started_at = time.perf_counter()
         tenant = identity.name
@@ -239,7 +239,7 @@ class AdaptersApi:
         return DeletedAdapter(name=await self.remove(request, identity, request.path_params["name"]))
 
     async def remove(self, request: Request, identity: Identity, name: str) -> str:
-        """Its whole name. Raises NoSuchName, RegistryUnavailable."""
+        """Returns the registered name. Raises NoSuchName, RegistryUnavailable."""
         entry = identity.entry(request, "adapter.delete", name)
         deleted = await self._uploads.delete(identity.name, name, entry, identity.sight)
         if deleted is None:

@@ -58,7 +58,7 @@ class UploadForm:
     config: bytes  # adapter_config.json
     note: str = ""  # of the uploader, on this version
     activate: bool = True  # the name points to it from now on
-    is_private: bool = False  # the uploader's own, and not the tenant's
+    is_private: bool = False  # it belongs to the uploader, not to the whole tenant
     tokenizer: OwnTokenizer = NO_TOKENIZER  # that it was trained with, and that is not served
 
 

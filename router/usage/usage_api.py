@@ -29,7 +29,7 @@ _OPERATORS: Final = ""  # no tenant's name
 _QUERY: Final = {"by": str, "from": str, "to": str, "format": str, "limit": int, "after": int}
 _CSV: Final = {"text/csv": "The same, with `format=csv`."}
 _ERRORS: Final = ("registry_unavailable", "too_many_requests")
-_PRIVATE: Final = Group("(private)", "(private)", 0, "", "(private)")  # all users' private adapters as one
+_PRIVATE: Final = Group("(private)", "(private)", 0, "", "(private)")  # stands for all users' private adapters
 _CSV_LINES: Final = 100  # that are sent at once
 
 
@@ -91,7 +91,7 @@ class UsageApi:
             found, share = UsageSums(query, self._prices, shown), LoopShare()
             async for tenant in tenants():
                 for pages in self._reads(tenant.tenant_id, query):
-                    async with self._turns.reading():
+                    async with self._turns.reading:
                         async for page in pages:
                             found.add(tenant.name, page)
                             hold(found.num_sums)
@@ -121,7 +121,10 @@ class UsageApi:
 
 
 def _shown_to(identity: Identity) -> Callable[[Group], Group | None]:
-    """What of the tenant's usage the caller may see: a user its own, a key that is no user's no private adapter."""
+    """The part of the tenant's usage that the caller may see.
+
+    A user sees its own; a key without a user no private adapters.
+    """
     if identity.is_admin:
         return lambda group: group
     if identity.user:

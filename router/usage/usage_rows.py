@@ -82,7 +82,7 @@ class UsageSums:
     def __init__(
         self, query: UsageQuery, prices: Prices | None, shown: Callable[[Group], Group | None] = lambda group: group
     ) -> None:
-        """`shown`: a group as the caller may see it; None: he may not."""
+        """`shown`: a group as the caller may see it; None: the caller may not."""
         self._query, self._prices, self._shown = query, prices, shown
         # By what the question groups by, and then by which price it has: amounts follow from sums.
         # In several parts, since a dictionary that is large takes long when it grows.

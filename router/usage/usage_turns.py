@@ -6,11 +6,10 @@ A query may read a great many sums, and holds its answer in memory until its cli
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import Final
 
+from ..bodies.turns import Turns
 from ..openai_api.errors import RETRY_AFTER_S, ApiError
 
 MAX_OF_CALLER: Final = 8  # that run or wait; a page with several charts sends one for each
@@ -21,27 +20,13 @@ class UsageTurns:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._num_queries: Counter[str] = Counter()
-        self._own: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._reading = asyncio.Semaphore(MAX_READING)
+        self._queries = Turns(1)
+        # Held for one month or day of a tenant, so that long queries do not block others.
+        self.reading = asyncio.Semaphore(MAX_READING)
 
-    @asynccontextmanager
-    async def turn(self, caller: str) -> AsyncIterator[None]:
+    def turn(self, caller: str) -> AbstractAsyncContextManager[None]:
         """Waits until no other query of the caller runs. Raises a 429 if too many wait already."""
-        if self._num_queries[caller] >= MAX_OF_CALLER:
+        if self._queries.num_here(caller) >= MAX_OF_CALLER:
             message = f"{MAX_OF_CALLER} of your queries for usage are under way: try again when one has been answered."
             raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": str(RETRY_AFTER_S)})
-        self._num_queries[caller] += 1
-        try:
-            async with self._own[caller]:
-                yield
-        finally:
-            self._num_queries[caller] -= 1
-            if not self._num_queries[caller]:
-                del self._num_queries[caller], self._own[caller]
-
-    @asynccontextmanager
-    async def reading(self) -> AsyncIterator[None]:
-        """Waits until few others read. For one month or day of a tenant, so that long queries do not block others."""
-        async with self._reading:
-            yield
+        return self._queries.of(caller)

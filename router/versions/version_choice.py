@@ -101,9 +101,9 @@ def sticky_key(request: GenerationFields, identity: Identity) -> str:
 
 
 def on_adapter(generation: GenerationRequest, version: AdapterVersion, model: str) -> GenerationRequest:
-    """The generation, by this version. `model`: as its client calls it.
+    """The generation with this version. `model`: its name in the request.
 
-    A private adapter shares KV with no other of the same content, and metrics do not name it.
+    A private adapter shares no KV with others of the same content, and metrics do not name it.
     """
     owner = owner_of(version.name)
     salt = generation.cache_salt

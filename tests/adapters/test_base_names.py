@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from motet.adapters.base_names import BaseNames, base_name
+from motet.adapters.base_names import BaseNames, base_name, names_of_folder
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.peft import MAX_BASE_CHARS, named_base
-from motet.cluster.application.base_folder_names import names_of_folder
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from motet.adapters.registry.kept_adapters import MAX_LOOKS, MAX_USES, KeptAdapt
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
 from motet.cluster.registry_server.redis_server import RedisServer
+from motet.tests.rigs.given_keys import give_key
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 
@@ -49,7 +50,9 @@ class CountingRegistry(Registry):
 
 
 async def register(registry: Registry, name: str, digest: str = "a") -> AdapterVersion:
-    adapter, _ = await registry.register("acme", name, digest=digest * 64, module_ranks={"q_proj": 8}, num_bytes=1000)
+    adapter, *_ = await registry.names.register(
+        "acme", name, digest=digest * 64, module_ranks={"q_proj": 8}, num_bytes=1000
+    )
     return adapter
 
 
@@ -72,7 +75,7 @@ async def view(registry: CountingRegistry) -> AsyncIterator[RegistryView]:
 
 async def caught_up(view: RegistryView, registry: Registry) -> None:
     """Returns once the view has applied all events so far."""
-    await registry.set_key("acme", f"key {await registry.num_events()}")
+    await give_key(registry, "acme", f"key {await registry.num_events()}")
     number = await registry.num_events()
     await eventually(lambda: view._event_number >= number)
 
@@ -188,7 +191,7 @@ async def test_an_outage_serves_what_is_kept_and_says_so_of_the_rest(tmp_path: P
     registry = CountingRegistry(client)
     for i in range(NUM_ADAPTERS):
         await register(registry, f"n{i}")
-    await registry.set_key("acme", "k")
+    await give_key(registry, "acme", "k")
     view = RegistryView(registry, CAPACITY)
     await view.start()
     kept = await view.resolve("acme", "n1")

@@ -72,9 +72,9 @@ async def test_deleted_tenants_and_keys_count_for_nothing(
     tenants = TenantRegistry(redis_client)
     for _ in range(3):
         await tenants.create(TenantRecord(name="acme"), OPERATOR)
-        _, key = await made(keys, expires_at=time.time() + 3600)
+        record, key = await made(keys, expires_at=time.time() + 3600)
         await made(keys)
-        await Registry(redis_client).delete_key(key)
+        await keys.delete(hash_key(key), record, OPERATOR)
         await made(keys)
         await tenants.delete("acme", OPERATOR)
     assert await redis_client.exists(MADE_KEYS + "acme") == 0

@@ -12,6 +12,7 @@ from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryU
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
 from motet.adapters.registry.registry import PAGE_SIZE, Position, Registry, connect, hash_key
 from motet.adapters.registry.registry_keys import PREFIX
+from motet.tests.rigs.given_keys import give_key, take_back_key, tenant_of_key
 from motet.tests.rigs.patience import PATIENCE_S
 
 
@@ -29,7 +30,7 @@ async def keys_of(registry: Registry) -> dict[str, str]:
 
 
 async def test_register_get_list_delete(registry: Registry) -> None:
-    adapter, created = await registry.register("acme", "pirate", **facts())
+    adapter, _, created = await registry.names.register("acme", "pirate", **facts())
     assert created
     assert adapter == AdapterVersion("acme", "pirate", 1, "a" * 64, {"q_proj": 8, "v_proj": 4}, 1000, 1234567890.125)
     assert await registry.get("acme", "pirate") == adapter
@@ -43,31 +44,31 @@ async def test_register_get_list_delete(registry: Registry) -> None:
 
 
 async def test_versions_count_up_and_the_same_digest_is_the_same_version(registry: Registry) -> None:
-    first = await registry.register("acme", "x", **facts("a"))
-    again = await registry.register("acme", "x", **facts("a"))
-    assert (first[1], again) == (True, (first[0], False))
-    assert (await registry.register("acme", "x", **facts("b")))[0].version == 2
-    assert (await registry.register("acme", "x", **facts("a")))[0].version == 3
+    first = await registry.names.register("acme", "x", **facts("a"))
+    again = await registry.names.register("acme", "x", **facts("a"))
+    assert (first[2], again) == (True, (*first[:2], False))
+    assert (await registry.names.register("acme", "x", **facts("b")))[0].version == 2
+    assert (await registry.names.register("acme", "x", **facts("a")))[0].version == 3
     await registry.delete("acme", "x")
-    adapter, created = await registry.register("acme", "x", **facts("a"))
+    adapter, _, created = await registry.names.register("acme", "x", **facts("a"))
     assert (adapter.version, created) == (4, True)
 
 
 async def test_many_at_once_get_versions_of_their_own(registry: Registry) -> None:
-    async def register(number: int) -> tuple[AdapterVersion, bool]:
-        return await registry.register("acme", "x", **facts("0123456789abcdef"[number % 16]))
+    async def register(number: int) -> tuple[AdapterVersion, AdapterVersion, bool]:
+        return await registry.names.register("acme", "x", **facts("0123456789abcdef"[number % 16]))
 
     answers = await asyncio.gather(*(register(number) for number in range(16)))
-    assert sorted(adapter.version for adapter, _ in answers) == list(range(1, 17))
-    same = await asyncio.gather(*(registry.register("acme", "y", **facts()) for _ in range(16)))
-    assert sorted(created for _, created in same) == [False] * 15 + [True]
-    assert {adapter.version for adapter, _ in same} == {1}
+    assert sorted(adapter.version for adapter, *_ in answers) == list(range(1, 17))
+    same = await asyncio.gather(*(registry.names.register("acme", "y", **facts()) for _ in range(16)))
+    assert sorted(created for *_, created in same) == [False] * 15 + [True]
+    assert {adapter.version for adapter, *_ in same} == {1}
 
 
 async def test_tenants_do_not_see_each_other(registry: Registry) -> None:
     for tenant in ("acme", "acme.", "acme-2", "acme0", "a", "ACME", "z"):
-        await registry.register(tenant, "shared", **facts())
-        await registry.register(tenant, f"own-{tenant}", **facts())
+        await registry.names.register(tenant, "shared", **facts())
+        await registry.names.register(tenant, f"own-{tenant}", **facts())
     for tenant in ("acme", "acme.", "acme-2", "acme0", "a", "ACME", "z"):
         assert {(adapter.tenant, adapter.name) for adapter in await registry.list_adapters(tenant)} == {
             (tenant, "shared"),
@@ -80,16 +81,16 @@ async def test_tenants_do_not_see_each_other(registry: Registry) -> None:
 
 async def test_lists_are_sorted_by_name(registry: Registry) -> None:
     for name in ("b", "a.1", "B", "0", "a"):
-        await registry.register("acme", name, **facts())
+        await registry.names.register("acme", name, **facts())
     assert [adapter.name for adapter in await registry.list_adapters("acme")] == ["0", "B", "a", "a.1", "b"]
 
 
 async def test_a_list_is_read_in_pages(registry: Registry) -> None:
     names = sorted(f"n{i}" for i in range(25))
     for name in names:
-        await registry.register("acme", name, digest="a" * 64, module_ranks={"q_proj": 8}, num_bytes=1)
+        await registry.names.register("acme", name, digest="a" * 64, module_ranks={"q_proj": 8}, num_bytes=1)
     for tenant in ("acm", "acme0", "acmf"):
-        await registry.register(tenant, "n1", digest="a" * 64, module_ranks={"q_proj": 8}, num_bytes=1)
+        await registry.names.register(tenant, "n1", digest="a" * 64, module_ranks={"q_proj": 8}, num_bytes=1)
     found: list[str] = []
     while page := await registry.list_adapters("acme", found[-1] if found else "", 10):
         assert len(page) <= 10
@@ -115,30 +116,30 @@ async def test_a_list_longer_than_a_page_comes_in_pages(registry: Registry, redi
 @pytest.mark.parametrize("tenant", ["a/b", "", "a\n", "{x}"])
 async def test_names_cannot_break_out(tenant: str, registry: Registry) -> None:
     with pytest.raises(AdapterInvalid):
-        await registry.register(tenant, "x", **facts())
+        await registry.names.register(tenant, "x", **facts())
     with pytest.raises(AdapterInvalid):
-        await registry.register("acme", f"{tenant}/x", **facts())
+        await registry.names.register("acme", f"{tenant}/x", **facts())
     with pytest.raises(AdapterInvalid):
         await registry.list_adapters(tenant)
     with pytest.raises(AdapterInvalid):
-        await registry.set_key(tenant, "secret")
+        await give_key(registry, tenant, "secret")
 
 
 async def test_keys_belong_to_tenants_and_are_stored_hashed(registry: Registry, redis_client: Redis) -> None:
-    await registry.set_key("acme", "secret-1")
-    await registry.set_key("acme", "secret-2")
-    await registry.set_key("zoo", "secret-3")
-    assert await registry.tenant_of_key("secret-2") == "acme"
-    assert await registry.tenant_of_key("secret-3") == "zoo"
-    assert await registry.tenant_of_key(hash_key("secret-3")) is None
-    assert await registry.tenant_of_key("") is None
+    await give_key(registry, "acme", "secret-1")
+    await give_key(registry, "acme", "secret-2")
+    await give_key(registry, "zoo", "secret-3")
+    assert await tenant_of_key(registry, "secret-2") == "acme"
+    assert await tenant_of_key(registry, "secret-3") == "zoo"
+    assert await tenant_of_key(registry, hash_key("secret-3")) is None
+    assert await tenant_of_key(registry, "") is None
     with pytest.raises(KeyTaken, match="given for zoo is acme's already") as taken:
-        await registry.set_key("zoo", "secret-2")
+        await give_key(registry, "zoo", "secret-2")
     assert "secret" not in str(taken.value)
-    assert await registry.tenant_of_key("secret-2") == "acme"
-    await registry.delete_key("secret-3")
-    assert await registry.tenant_of_key("secret-3") is None
-    await registry.set_key("acme", "secret-3")  # free again
+    assert await tenant_of_key(registry, "secret-2") == "acme"
+    await take_back_key(registry, "secret-3")
+    assert await tenant_of_key(registry, "secret-3") is None
+    await give_key(registry, "acme", "secret-3")  # free again
     await registry.set_launch_keys("launch-1", [("acme", "secret-4")])
     for key in await redis_client.keys("*"):
         assert str(key).startswith(PREFIX)
@@ -163,9 +164,9 @@ async def test_a_launch_takes_back_what_it_gives_no_more(registry: Registry) -> 
     start = (await registry.position()).event_id
     await registry.set_launch_keys("launch-1", [("acme", "old"), ("zoo", "kept")])
     await registry.set_launch_keys("launch-1", [("acme", "new"), ("zoo", "kept")])
-    assert await registry.tenant_of_key("old") is None
-    assert await registry.tenant_of_key("new") == "acme"
-    assert await registry.tenant_of_key("kept") == "zoo"
+    assert await tenant_of_key(registry, "old") is None
+    assert await tenant_of_key(registry, "new") == "acme"
+    assert await tenant_of_key(registry, "kept") == "zoo"
     events = [entry.event for entry in await registry.read_events(start, 0.01)]
     assert events == [
         KeySet(hash_key("old"), "acme"),
@@ -180,7 +181,7 @@ async def test_a_launch_takes_back_what_it_gives_no_more(registry: Registry) -> 
 async def test_many_keys_of_a_launch_are_changed_in_pages(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("motet.adapters.registry.registry._KEYS_SIZE", 7)
     keys = [(f"t{i % 5}", f"key {i}") for i in range(40)]
-    await registry.set_key("zoo", "taken")
+    await give_key(registry, "zoo", "taken")
     with pytest.raises(KeyTaken, match="given for acme is zoo's"):
         await registry.set_launch_keys("launch-1", [*keys, ("acme", "taken")])
     with pytest.raises(KeyTaken):
@@ -196,30 +197,20 @@ async def test_many_keys_of_a_launch_are_changed_in_pages(registry: Registry, mo
 
 
 async def test_launches_that_share_a_registry_leave_each_others_keys(registry: Registry) -> None:
-    await registry.set_key("acme", "for good")
+    await give_key(registry, "acme", "for good")
     await registry.set_launch_keys("launch-1", [("acme", "mine"), ("acme", "shared"), ("acme", "for good")])
     await registry.set_launch_keys("launch-2", [("acme", "yours"), ("acme", "shared")])
     await registry.set_launch_keys("launch-1", [])
-    assert await registry.tenant_of_key("mine") is None
+    assert await tenant_of_key(registry, "mine") is None
     for key in ("yours", "shared", "for good"):
-        assert await registry.tenant_of_key(key) == "acme"
+        assert await tenant_of_key(registry, key) == "acme"
     await registry.set_launch_keys("launch-2", [])
-    assert await registry.tenant_of_key("shared") is None
-    assert await registry.tenant_of_key("for good") == "acme"
-
-
-async def test_a_launch_key_that_is_set_for_good_stays(registry: Registry) -> None:
-    await registry.set_launch_keys("launch-1", [("acme", "x"), ("acme", "y")])
-    await registry.set_key("acme", "x")
-    await registry.delete_key("y")
-    await registry.set_key("zoo", "y")
-    await registry.set_launch_keys("launch-1", [])
-    assert await registry.tenant_of_key("x") == "acme"
-    assert await registry.tenant_of_key("y") == "zoo"
+    assert await tenant_of_key(registry, "shared") is None
+    assert await tenant_of_key(registry, "for good") == "acme"
 
 
 async def test_a_launch_cannot_take_another_tenants_key(registry: Registry) -> None:
-    await registry.set_key("acme", "x")
+    await give_key(registry, "acme", "x")
     await registry.set_launch_keys("launch-1", [("acme", "y")])
     before = await registry.position(), await keys_of(registry)
     for owner, taken in (("launch-2", "x"), ("launch-2", "y"), ("launch-1", "y")):
@@ -235,7 +226,7 @@ async def test_a_registry_belongs_to_one_base(registry: Registry) -> None:
     with pytest.raises(OtherBase, match=r"mine.*other.*trained again.*go away"):
         await registry.claim_base(other, "go away", if_empty=False)
     await registry.claim_base(other, "go away", if_empty=True)
-    await registry.register("acme", "x", **facts())
+    await registry.names.register("acme", "x", **facts())
     with pytest.raises(OtherBase):
         await registry.claim_base(mine, "go away", if_empty=True)
 
@@ -243,13 +234,13 @@ async def test_a_registry_belongs_to_one_base(registry: Registry) -> None:
 async def test_changes_are_told_in_order_and_only_once(registry: Registry) -> None:
     start = await registry.position()
     assert start == Position("0-0", 0, num_adapters=0)
-    adapter, _ = await registry.register("acme", "x", **facts())
-    await registry.register("acme", "x", **facts())
+    adapter, *_ = await registry.names.register("acme", "x", **facts())
+    await registry.names.register("acme", "x", **facts())
     await registry.delete("acme", "x")
     await registry.delete("acme", "x")
     for _ in range(2):
-        await registry.set_key("acme", "secret")
-    await registry.delete_key("secret")
+        await give_key(registry, "acme", "secret")
+    await take_back_key(registry, "secret")
     events = await registry.read_events(start.event_id, 0.01)
     assert [entry.event for entry in events] == [
         AdapterSet(adapter),
@@ -270,16 +261,16 @@ async def test_waits_for_an_event(registry: Registry, redis_client: Redis, redis
     waiting = asyncio.create_task(Registry(client).read_events("0-0", PATIENCE_S))
     while (await redis_client.info("clients"))["blocked_clients"] == 0:
         assert not waiting.done()
-    await registry.register("acme", "x", **facts())
+    await registry.names.register("acme", "x", **facts())
     assert len(await waiting) == 1
     await client.aclose()
 
 
 async def test_pages_hold_everything(registry: Registry) -> None:
     tenants = [f"t{i:03}" for i in range(200)]  # more than Redis keeps in one piece
-    adapters = [(await registry.register(tenant, name, **facts()))[0] for tenant in tenants for name in "xyz"]
+    adapters = [(await registry.names.register(tenant, name, **facts()))[0] for tenant in tenants for name in "xyz"]
     for tenant in tenants:
-        await registry.set_key(tenant, f"secret of {tenant}")
+        await give_key(registry, tenant, f"secret of {tenant}")
     found = [adapter async for page in registry.scan_adapters() for adapter in page]
     assert sorted(found, key=lambda adapter: (adapter.tenant, adapter.name)) == adapters
     assert await keys_of(registry) == {hash_key(f"secret of {tenant}"): tenant for tenant in tenants}
@@ -323,16 +314,13 @@ async def test_without_redis_every_call_is_unavailable() -> None:
     registry = Registry(connect("redis://127.0.0.1:1", timeout_s=0.5))
     calls = [
         registry.ping(),
-        registry.register("acme", "x", **facts()),
+        registry.names.register("acme", "x", **facts()),
         registry.get("acme", "x"),
         registry.list_adapters("acme"),
         registry.delete("acme", "x"),
         registry.digests(),
-        registry.set_key("acme", "x"),
-        registry.delete_key("x"),
         registry.set_launch_keys("launch-1", [("acme", "x")]),
         registry.claim_base(BaseIdentity("a", "x"), "go away", if_empty=True),
-        registry.tenant_of_key("x"),
         registry.position(),
         registry.has_event("0-0", 1),
         registry.get_many([("acme", "x")]),
@@ -356,7 +344,7 @@ async def test_a_server_that_accepts_and_says_nothing_is_unavailable() -> None:
     port = server.sockets[0].getsockname()[1]
     client = connect(f"redis://127.0.0.1:{port}", timeout_s=30.0)
     with pytest.raises(RegistryUnavailable):  # the registry's own limit holds, whatever the client's
-        await Registry(client, timeout_s=0.2).register("acme", "x", **facts())
+        await Registry(client, timeout_s=0.2).names.register("acme", "x", **facts())
     await client.aclose()
     server.close()
 

@@ -17,6 +17,7 @@ from motet.adapters.registry.registry import NumberedEvent, Position, Registry, 
 from motet.adapters.registry.registry_keys import PREFIX
 from motet.adapters.registry.registry_view import RegistryView
 from motet.cluster.registry_server.redis_server import RedisServer
+from motet.tests.rigs.given_keys import give_key, take_back_key
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 
@@ -67,7 +68,9 @@ async def view(registry: GatedRegistry) -> AsyncIterator[RegistryView]:
 
 
 async def register(registry: Registry, name: str = "x", digest: str = "a") -> AdapterVersion:
-    adapter, _ = await registry.register("acme", name, digest=digest * 64, module_ranks={"q_proj": 8}, num_bytes=1000)
+    adapter, *_ = await registry.names.register(
+        "acme", name, digest=digest * 64, module_ranks={"q_proj": 8}, num_bytes=1000
+    )
     return adapter
 
 
@@ -78,7 +81,7 @@ def kept(view: RegistryView, name: str) -> AdapterVersion | None:
 
 async def test_starts_with_what_is_there_and_follows(registry: GatedRegistry) -> None:
     old = await register(registry, "old")
-    await registry.set_key("acme", "old key")
+    await give_key(registry, "acme", "old key")
     view = RegistryView(registry)
     assert not view.connected
     await view.start()
@@ -89,8 +92,8 @@ async def test_starts_with_what_is_there_and_follows(registry: GatedRegistry) ->
     assert owner_of(view, "old key") == "acme"
 
     new = await register(registry, "new")
-    await registry.set_key("zoo", "new key")
-    await registry.delete_key("old key")
+    await give_key(registry, "zoo", "new key")
+    await take_back_key(registry, "old key")
     await registry.delete("acme", "old")
     await eventually(lambda: kept(view, "old") is None)
     assert await view.list_adapters("acme") == [new]
@@ -142,7 +145,7 @@ async def test_changes_made_while_it_loads_are_kept(registry: GatedRegistry) -> 
     """Whether they come before the page that holds them is read, or after it, and whoever made them."""
     for name in ("replaced", "deleted"):
         await register(registry, name)
-    await registry.set_key("acme", "old key")
+    await give_key(registry, "acme", "old key")
     made: dict[str, AdapterVersion] = {}
 
     class SlowRegistry(GatedRegistry):
@@ -159,8 +162,8 @@ async def test_changes_made_while_it_loads_are_kept(registry: GatedRegistry) -> 
         async def scan_keys(self) -> AsyncIterator[Sequence[tuple[str, str]]]:
             async for page in super().scan_keys():
                 yield page
-            await registry.delete_key("old key")
-            await registry.set_key("acme", "new key")
+            await take_back_key(registry, "old key")
+            await give_key(registry, "acme", "new key")
 
     slow = SlowRegistry(registry._client)
     slow_view = RegistryView(slow)
@@ -181,7 +184,7 @@ async def test_events_trimmed_before_they_were_read_are_not_missed(
     registry.gate.clear()
     await eventually(lambda: registry.is_held)  # the read that was under way is over
     adapters = [await register(registry, name) for name in "abc"]
-    await registry.set_key("acme", "k")
+    await give_key(registry, "acme", "k")
     await redis_client.xtrim(PREFIX + "events", maxlen=1, approximate=False)
     registry.gate.set()
     await eventually(lambda: owner_of(view, "k") == "acme")
@@ -194,7 +197,7 @@ async def test_a_registry_that_lost_everything_is_loaded_anew(
     registry: GatedRegistry, view: RegistryView, redis_client: Redis
 ) -> None:
     await register(registry, "old")
-    await registry.set_key("acme", "k")
+    await give_key(registry, "acme", "k")
     await eventually(lambda: owner_of(view, "k") == "acme")
     await redis_client.flushall()
     await register(registry, "new")
@@ -212,7 +215,7 @@ async def test_events_with_ids_below_the_last_known_one_are_not_missed(
     await eventually(lambda: view.keys.key(b"\xab") is not None)
     await redis_client.flushall()
     await register(registry, "new")
-    await registry.set_key("acme", "k")
+    await give_key(registry, "acme", "k")
     await eventually(lambda: kept(view, "new") is not None and owner_of(view, "k") == "acme")
     assert view.keys.key(b"\xab") is None
 
@@ -248,7 +251,7 @@ async def test_a_random_history_ends_in_the_same_state_and_versions_never_go_bac
                     view.apply(AdapterSet(adapter))
         view.check_integrity()
         assert view.num_kept <= capacity
-    await registry.set_key("acme", "the end")
+    await give_key(registry, "acme", "the end")
     await eventually(lambda: owner_of(view, "the end") == "acme")
     for name in names:
         assert await view.resolve("acme", name) == await registry.get("acme", name)
@@ -307,7 +310,7 @@ async def test_an_event_from_the_future_does_not_end_the_view(
 async def test_routers_share_the_key_of_event_ids(
     registry: GatedRegistry, view: RegistryView, redis_client: Redis
 ) -> None:
-    await registry.set_key("acme", "older")
+    await give_key(registry, "acme", "older")
     await eventually(lambda: owner_of(view, "older") == "acme")
     other = RegistryView(Registry(redis_client))
     await other.start()
@@ -316,7 +319,7 @@ async def test_routers_share_the_key_of_event_ids(
     assert len(shared) == 32
     await other.stop()
     await redis_client.flushdb()  # Redis lost its data: a router that had the key gives it back
-    await registry.set_key("acme", "key")
+    await give_key(registry, "acme", "key")
     await eventually(lambda: owner_of(view, "key") == "acme")
     late = RegistryView(Registry(redis_client))
     await late.start()
@@ -328,11 +331,11 @@ async def test_a_router_knows_the_key_of_before_as_well(
     registry: GatedRegistry, view: RegistryView, redis_client: Redis
 ) -> None:
     before = view.stream_keys[0]
-    await registry.set_key("acme", "older")
+    await give_key(registry, "acme", "older")
     await eventually(lambda: owner_of(view, "older") == "acme")
     await redis_client.flushdb()
     await registry.share_stream_key(b"x" * 32)  # another router was quicker
-    await registry.set_key("acme", "key")
+    await give_key(registry, "acme", "key")
     await eventually(lambda: view.stream_keys == (b"x" * 32, before))
 
 

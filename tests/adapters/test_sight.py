@@ -72,8 +72,8 @@ def test_a_version_is_told_from_a_users_name() -> None:
 async def registry(redis_client: Redis) -> Registry:
     registry = Registry(redis_client)
     for number, name in enumerate(["x", "y", "~a/x", "~a/z", "~a.b/x", "~b/y", "~b/x"]):
-        await registry.register("acme", name, digest=f"{number:064x}", module_ranks={"q_proj": 8}, num_bytes=1)
-    await registry.register("zoo", "~a/x", digest="f" * 64, module_ranks={"q_proj": 8}, num_bytes=1)
+        await registry.names.register("acme", name, digest=f"{number:064x}", module_ranks={"q_proj": 8}, num_bytes=1)
+    await registry.names.register("zoo", "~a/x", digest="f" * 64, module_ranks={"q_proj": 8}, num_bytes=1)
     return registry
 
 
@@ -122,11 +122,11 @@ async def test_a_view_finds_ones_own_first_and_nothing_of_others(registry: Regis
 
 
 async def test_names_that_are_not_seen_are_not_looked_up(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So how long an answer takes tells nothing."""
+    """So the time of an answer reveals nothing."""
     view = RegistryView(registry, 1)
     await view.start()
-    monkeypatch.setattr(view._lookups, "get", lambda *told: pytest.fail("it was looked up"))
-    monkeypatch.setattr(view._names, "find", lambda *told: pytest.fail("it was looked for"))
+    monkeypatch.setattr(view._lookups, "get", lambda *_: pytest.fail("it was looked up"))
+    monkeypatch.setattr(view._names, "find", lambda *_: pytest.fail("it was looked for"))
     assert await view.resolve("acme", "~b/y", Sight("a")) is None
     assert await view.resolve("acme", "~b/y") is None
     await view.stop()
@@ -137,7 +137,7 @@ async def test_a_registry_without_redis_lists_what_is_seen(registry: Registry, m
     await view.start()
     await eventually_in_loop(lambda: view.is_whole)
 
-    async def away(*told: object) -> None:
+    async def away(*_: object) -> None:
         raise RegistryUnavailable("away")
 
     monkeypatch.setattr(registry, "list_adapters", away)

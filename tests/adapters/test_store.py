@@ -29,7 +29,7 @@ from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.packing.packing import pack, packed_chunks
 from motet.adapters.store import store as store_module
 from motet.adapters.store.repacked import Repacked
-from motet.adapters.store.store import AdapterStore
+from motet.adapters.store.store import BEGINNINGS, AdapterStore
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files, name_of
 from motet.tests.rigs.tensor_twins import identical
 
@@ -283,22 +283,28 @@ def test_a_refused_put_leaves_nothing(tmp_path: Path, content: AdapterContent) -
     assert store.digests() == []
 
 
+def sweep(store: AdapterStore, referenced: list[str], older_than_s: float) -> list[str]:
+    removed = [digest for start in BEGINNINGS for digest in store.sweep_some(start, referenced, older_than_s)]
+    store.sweep_unfinished()
+    return removed
+
+
 def test_sweep_marks_first_and_removes_later(store: AdapterStore, content: AdapterContent, tmp_path: Path) -> None:
     mark = file_of(tmp_path, content.digest, "unreferenced")
-    assert store.sweep([content.digest], 0) == []
+    assert sweep(store, [content.digest], 0) == []
     assert not mark.exists()
-    assert store.sweep([], 3600) == []
+    assert sweep(store, [], 3600) == []
     assert mark.exists()
-    assert store.sweep([], 3600) == []
+    assert sweep(store, [], 3600) == []
     store.put(content, [LAYOUT])  # uploaded again
     assert not mark.exists()
-    assert store.sweep([], 3600) == []
-    assert store.sweep([content.digest], 3600) == []  # registered again
+    assert sweep(store, [], 3600) == []
+    assert sweep(store, [content.digest], 3600) == []  # registered again
     assert not mark.exists()
-    assert store.sweep([], 3600) == []
+    assert sweep(store, [], 3600) == []
     os.utime(mark, (time.time() - 3601,) * 2)
     (tmp_path / "deep" / "store" / "tmp" / "left").write_bytes(b"by the dead")
-    assert store.sweep([], 3600) == [content.digest]
+    assert sweep(store, [], 3600) == [content.digest]
     assert store.digests() == []
     assert list((tmp_path / "deep" / "store" / "tmp").iterdir()) == []
     with pytest.raises(AdapterCorrupt, match="not in the store"):
@@ -317,9 +323,9 @@ def test_a_sweep_locks_only_for_what_it_changes(
 
     monkeypatch.setattr(AdapterStore, "_lock", counted)
     for _ in range(3):
-        assert store.sweep([content.digest], 0) == []
+        assert sweep(store, [content.digest], 0) == []
     assert len(kinds) == 3, "a lock stops all uploads: one sweep took one for each adapter"
-    store.sweep([], 3600)
+    sweep(store, [], 3600)
     assert len(kinds) == 5
 
 
@@ -345,7 +351,7 @@ def test_writers_readers_and_the_sweep_at_once(store: AdapterStore, content: Ada
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        store.sweep([], 3600)
+        sweep(store, [], 3600)
     for thread in threads:
         thread.join()
     assert failures == []

@@ -20,6 +20,7 @@ from motet.cluster.launch_secrets import LaunchSecrets
 from motet.cluster.replicas.launch_keeper import BEAT_S, LONGEST_GAP_S, SILENCE_S, LaunchKeeper
 from motet.cluster.settings.config_error import ConfigError
 from motet.tests.cluster.test_registration import other_base as other_base
+from motet.tests.rigs.given_keys import give_key, tenant_of_key
 from motet.tests.rigs.ray_nodes import DEMO
 
 Keys = tuple[tuple[str, str], ...]
@@ -51,7 +52,7 @@ def config(tmp_path: Path) -> MotetConfig:
 
 
 async def known(client: Redis, *keys: str) -> list[str | None]:
-    return [await Registry(client).tenant_of_key(key) for key in keys]
+    return [await tenant_of_key(Registry(client), key) for key in keys]
 
 
 async def test_keys_of_both_let_in_until_one_has_been_gone_for_long(redis_client: Redis, config: MotetConfig) -> None:
@@ -110,7 +111,7 @@ async def test_keys_that_change_are_taken_over(redis_client: Redis, config: Mote
     cluster.keys = (("acme", "second"),)
     await cluster.keeper.look()
     assert await known(redis_client, "first", "second") == [None, "acme"]
-    await Registry(redis_client).set_key("zoo", "of zoo")
+    await give_key(Registry(redis_client), "zoo", "of zoo")
     cluster.keys = (("acme", "of zoo"),)  # refused: what was there stays
     await cluster.keeper.look()
     assert await known(redis_client, "second", "of zoo") == ["acme", "zoo"]

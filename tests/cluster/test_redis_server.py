@@ -97,7 +97,7 @@ async def test_nothing_acknowledged_is_lost_by_kill_9(
         while not enough.is_set():
             digest = f"{writer:032x}{number:032x}"
             try:
-                adapter, _ = await registry.register(
+                adapter, *_ = await registry.names.register(
                     "acme", f"w{writer}-{number}", digest=digest, module_ranks={"q_proj": 8}, num_bytes=1
                 )
             except RegistryUnavailable:

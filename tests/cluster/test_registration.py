@@ -16,6 +16,7 @@ from motet.adapters.store.store import AdapterStore
 from motet.cluster.application.registration import OWNER_FILE, check_objectives, forget_launch_keys, register_launch
 from motet.cluster.config import MotetConfig
 from motet.cluster.settings.config_error import ConfigError
+from motet.tests.rigs.given_keys import give_key, tenant_of_key
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 
 DEMO_BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
@@ -46,7 +47,7 @@ def config_of(data_dir: Path, redis_url: str, *keys: tuple[str, str]) -> MotetCo
 
 
 async def upload(registry: Registry, name: str = "pirate") -> None:
-    await registry.register("acme", name, digest="a" * 64, module_ranks={"q_proj": 8}, num_bytes=1000)
+    await registry.names.register("acme", name, digest="a" * 64, module_ranks={"q_proj": 8}, num_bytes=1000)
 
 
 async def launch(config: MotetConfig, *keys: tuple[str, str], embedded_redis: bool = True) -> None:
@@ -54,13 +55,13 @@ async def launch(config: MotetConfig, *keys: tuple[str, str], embedded_redis: bo
 
 
 async def test_keys_of_the_launch_before_are_gone(config: MotetConfig, registry: Registry) -> None:
-    await registry.set_key("acme", "for good")
+    await give_key(registry, "acme", "for good")
     await launch(config, ("acme", "old"))
     await launch(config, ("acme", "new"))
     assert {tenant async for page in registry.scan_keys() for _, tenant in page} == {"acme"}
-    assert [await registry.tenant_of_key(key) for key in ("for good", "old", "new")] == ["acme", None, "acme"]
+    assert [await tenant_of_key(registry, key) for key in ("for good", "old", "new")] == ["acme", None, "acme"]
     await forget_launch_keys(config)
-    assert [await registry.tenant_of_key(key) for key in ("for good", "old", "new")] == ["acme", None, None]
+    assert [await tenant_of_key(registry, key) for key in ("for good", "old", "new")] == ["acme", None, None]
 
 
 async def test_data_folders_that_share_a_redis_have_launches_of_their_own(
@@ -70,7 +71,7 @@ async def test_data_folders_that_share_a_redis_have_launches_of_their_own(
     await launch(config, ("acme", "mine"))
     await launch(other, ("acme", "yours"))
     await launch(config)
-    assert [await registry.tenant_of_key(key) for key in ("mine", "yours")] == [None, "acme"]
+    assert [await tenant_of_key(registry, key) for key in ("mine", "yours")] == [None, "acme"]
     with pytest.raises(KeyTaken):
         await launch(config, ("zoo", "yours"))
 
@@ -83,7 +84,7 @@ async def test_an_objective_is_for_a_tenant_with_a_key(
     await launch(config, ("acme", "old"))
     with pytest.raises(ConfigError, match=problem):  # its key goes with the launch before
         await launch(hasty, ("zoo", "new"))
-    assert [await registry.tenant_of_key(key) for key in ("old", "new")] == ["acme", None]
+    assert [await tenant_of_key(registry, key) for key in ("old", "new")] == ["acme", None]
     await launch(hasty, ("acme", "mine"), ("zoo", "new"))
     other = config_of(tmp_path / "other", redis_url).replaced(latency_objectives_s=hasty.batching.latency_objectives_s)
     await launch(other)  # another data folder's launch gave it one
@@ -93,7 +94,7 @@ async def test_an_objective_is_for_a_tenant_with_a_key(
     await forget_launch_keys(config)
     with pytest.raises(ConfigError, match=r"no tenant acme; those with a key are: none$"):
         await check_objectives(other)
-    await registry.set_key("acme", "for good")
+    await give_key(registry, "acme", "for good")
     await check_objectives(other)
 
 
@@ -114,8 +115,8 @@ async def test_another_base_is_refused_once_there_are_adapters(
     await launch(config, ("acme", "key"))
     with pytest.raises(OtherBase, match=r"trained again.*--data-dir"):
         await launch(other, ("acme", "another"))
-    assert await registry.tenant_of_key("key") == "acme"
-    assert await registry.tenant_of_key("another") is None
+    assert await tenant_of_key(registry, "key") == "acme"
+    assert await tenant_of_key(registry, "another") is None
 
 
 async def test_a_redis_of_others_is_never_taken_over(
@@ -146,5 +147,5 @@ async def test_a_base_cannot_take_an_adapters_name(config: MotetConfig, registry
     await upload(registry, "pirate")
     with pytest.raises(ConfigError, match=r"acme has an adapter of this name.*--name"):
         await launch(config.replaced(name="pirate"), ("acme", "key"))
-    assert await registry.tenant_of_key("key") is None
+    assert await tenant_of_key(registry, "key") is None
     await launch(config.replaced(name="captain"))

@@ -106,7 +106,7 @@ class Rig:
         report = StartReport(
             kind=kind, replica=replica, reason=REASON, has_failed=has_failed, began_at=began_at, told_at=time.time()
         )
-        await self.starts.tell(report)
+        await self.starts.report(report)
 
 
 @pytest.fixture

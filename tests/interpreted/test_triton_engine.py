@@ -71,10 +71,10 @@ def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         rig.finish()
         rig.assert_idle()
     for sequence_id, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
-        told = rig.told[sequence_id]
-        assert (told.error, len(told.token_ids)) == (None, NUM_TOKENS)
-        logits = bench.oracle.logits(prompt + told.token_ids[:-1], adapter)[len(prompt) - 1 :]
-        for row, said, token_id in zip(logits.log_softmax(-1), told.logprobs, told.token_ids, strict=True):
+        output = rig.outputs[sequence_id]
+        assert (output.error, len(output.token_ids)) == (None, NUM_TOKENS)
+        logits = bench.oracle.logits(prompt + output.token_ids[:-1], adapter)[len(prompt) - 1 :]
+        for row, said, token_id in zip(logits.log_softmax(-1), output.logprobs, output.token_ids, strict=True):
             heard = torch.tensor(said.top_logprobs)[torch.tensor(said.top_ids).argsort()]
             torch.testing.assert_close(heard, row, atol=TOLERANCE, rtol=0)
             assert row.max() - row[token_id] < TOLERANCE

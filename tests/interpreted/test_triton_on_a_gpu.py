@@ -62,8 +62,8 @@ def answers(rig: EngineRig) -> list[list[int]]:
         rig.submit(sequence_id, generator.choices(range(VOCAB_SIZE), k=10), adapter, sampling)
     rig.finish()
     rig.assert_idle()
-    assert [told.error for told in rig.told.values()] == [None] * 3
-    return [told.token_ids for told in rig.told.values()]
+    assert [output.error for output in rig.outputs.values()] == [None] * 3
+    return [output.token_ids for output in rig.outputs.values()]
 
 
 @pytest.mark.parametrize("family", [llama, mixtral])

@@ -35,8 +35,8 @@ from motet.workers.wire.messages import (
 
 
 @dataclass
-class Told:
-    """Everything that an engine told about one sequence."""
+class SequenceOutput:
+    """All that an engine has returned for one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -116,7 +116,7 @@ class EngineRig:
 
     def __init__(self, engine: Engine, refs: Mapping[str, AdapterRef]) -> None:
         self.engine, self.refs = engine, refs
-        self.told: dict[int, Told] = {}
+        self.outputs: dict[int, SequenceOutput] = {}
 
     def __enter__(self) -> EngineRig:
         return self
@@ -134,7 +134,7 @@ class EngineRig:
     ) -> None:
         """Submits a request. `generated`: tokens that the sequence had at another gang before."""
         ref = self.refs[adapter] if isinstance(adapter, str) else adapter
-        self.told[sequence_id] = Told()
+        self.outputs[sequence_id] = SequenceOutput()
         self.engine.receive(
             Submit(
                 SequenceRequest(
@@ -152,11 +152,11 @@ class EngineRig:
         updates = self.engine.step()
         self.engine.check_integrity()
         for update in updates:
-            told = self.told[update.sequence_id]
-            assert not told.ended, f"an update for sequence {update.sequence_id} after its end: {update}"
-            told.token_ids += update.token_ids
-            told.logprobs += update.logprobs or []
-            told.finish_reason, told.error = update.finish_reason, update.error
+            output = self.outputs[update.sequence_id]
+            assert not output.ended, f"an update for sequence {update.sequence_id} after its end: {update}"
+            output.token_ids += update.token_ids
+            output.logprobs += update.logprobs or []
+            output.finish_reason, output.error = update.finish_reason, update.error
         if self.engine.waits:
             time.sleep(0.0005)
         return updates
@@ -183,7 +183,7 @@ class EngineRig:
             MeasuredCosts.observe_step(scheduler._costs, 1, 1000, 1000.0)
 
     def tap_logits(self) -> None:
-        """From now on each step also computes its logits a second time, for `Told.logits`; nothing else changes."""
+        """From now on each step also computes its logits a second time, for `SequenceOutput.logits`."""
         executor = self.engine.executor
         assert isinstance(executor, LocalExecutor)
         begin = executor.begin
@@ -193,7 +193,7 @@ class EngineRig:
                 batch = sorted(plan.sequences, key=lambda sequence: sequence.adapter or "")  # the order of its rows
                 sampling = [sequence for sequence in batch if sequence.sample is not None]
                 for sequence, row in zip(sampling, executor.runner.logits(plan), strict=True):
-                    self.told[sequence.sequence_id].logits.append(row)
+                    self.outputs[sequence.sequence_id].logits.append(row)
             begin(plan)
 
         executor.begin = tapped  # type: ignore[method-assign]

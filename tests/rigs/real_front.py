@@ -39,6 +39,7 @@ from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.router.versions.canary_book import CanaryBook
+from motet.tests.rigs.given_keys import give_key
 from motet.tests.rigs.lora_files import LAYOUT, LoraFiles, lora_files
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.patience import PATIENCE_S
@@ -124,11 +125,13 @@ class RealFront:
     async def furnish(self) -> None:
         """Gives both tenants what they have, as far as it has gone."""
         for tenant, key in ((OWNER, OWNER_KEY), (ASKER, ASKER_KEY)):
-            await self.registry.set_key(tenant, key)
+            await give_key(self.registry, tenant, key)
         await self.view.catch_up()
         await self._upload(OWNER, OWNERS_ADAPTER, lora_files(seed=1))
         await self._upload(ASKER, ASKERS_ADAPTER, lora_files(seed=2))
-        await self.registry.register(OWNER, f"~{LION}/x", digest="f" * 64, module_ranks={"q_proj": 4}, num_bytes=1)
+        await self.registry.names.register(
+            OWNER, f"~{LION}/x", digest="f" * 64, module_ranks={"q_proj": 4}, num_bytes=1
+        )
         await self._upload(ASKER, BADGERS_ADAPTER, lora_files(seed=3))
 
     async def give_work(self) -> None:

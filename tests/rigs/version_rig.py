@@ -23,6 +23,7 @@ from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import CanaryBook
 from motet.router.versions.canary_judge import CanaryJudge
+from motet.tests.rigs.given_keys import give_key
 from motet.tests.rigs.lora_files import LAYOUT, lora_files
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.router_rig import BASE, HEADERS, KEYS, OPERATOR_KEY, FakeDispatcher, encoded
@@ -103,7 +104,7 @@ async def version_rigs(
     """So many routers of one motet."""
     rigs = [VersionRig(client, folder, text, accountants) for _ in range(num)]
     for key, tenant in KEYS.items():
-        await rigs[0].registry.set_key(tenant, key)
+        await give_key(rigs[0].registry, tenant, key)
     for rig in rigs:
         await rig.view.start()
         rig.canaries.start()

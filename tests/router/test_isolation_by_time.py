@@ -1,4 +1,4 @@
-"""How long an answer takes does not tell whether another tenant, or user, has a thing of the name."""
+"""The time of an answer does not reveal whether another tenant, or user, has something of that name."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def pairs(front: RealFront, whose: str) -> list[tuple[str, str]]:
 
 async def register(front: RealFront, tenant: str, name: str) -> None:
     digest = hashlib.sha256(name.encode()).hexdigest()
-    await front.registry.register(tenant, name, digest=digest, module_ranks={"q_proj": 4}, num_bytes=1)
+    await front.registry.names.register(tenant, name, digest=digest, module_ranks={"q_proj": 4}, num_bytes=1)
 
 
 class LeakyApp:

@@ -65,12 +65,12 @@ async def test_a_folder_is_an_upload_of_its_files(tmp_path: Path, shared: Path, 
 async def test_anothers_adapter_is_as_if_it_did_not_exist(tmp_path: Path, shared: Path, text: TextService) -> None:
     rig = rig_of(tmp_path, text, str(shared))
     rig.registry.add("zenith", "theirs")
-    told = []
+    answers = []
     async with rig.client() as client:
         for name in ("theirs", "nobody"):
             response = await client.post("/v1/unload_lora_adapter", json={"lora_name": name})
-            told.append((response.status_code, response.text.replace(name, "*")))
-    assert told[0] == told[1] and told[0][0] == 404
+            answers.append((response.status_code, response.text.replace(name, "*")))
+    assert answers[0] == answers[1] and answers[0][0] == 404
     assert rig.registry.held("zenith", "theirs") is not None
     assert (await load(rig, shared / "mine", "theirs")).status_code == 200  # each tenant has names of its own
 

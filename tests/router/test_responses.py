@@ -384,8 +384,8 @@ async def test_thoughts_and_calls_are_items(thinker: RouterRig) -> None:
 async def test_the_events_of_thoughts_and_calls(thinker: RouterRig) -> None:
     events = await streamed(thinker, input="hello", tools=FLAT)
     kinds = [event.type.removeprefix("response.") for event in events]
-    told = [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before]
-    assert told == [
+    shown = [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before]
+    assert shown == [
         *("created", "in_progress"),
         *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
         *("content_part.done", "output_item.done"),

@@ -188,9 +188,9 @@ async def test_a_cache_key_makes_no_difference(rig: RouterRig) -> None:
 
 async def test_log_probabilities_may_name_tokens_by_their_ids(rig: RouterRig) -> None:
     ids = [f"token_id:{token_id}" for token_id in rig.ids(ANSWER)]
-    told = (await choice_of(rig, logprobs=1, return_tokens_as_token_ids=True))["logprobs"]
-    assert told["tokens"] == ids
-    assert all(name.startswith("token_id:") for top in told["top_logprobs"] for name in top)
+    logprobs = (await choice_of(rig, logprobs=1, return_tokens_as_token_ids=True))["logprobs"]
+    assert logprobs["tokens"] == ids
+    assert all(name.startswith("token_id:") for top in logprobs["top_logprobs"] for name in top)
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
-    told = (await choice_of(rig, "/v1/chat/completions", **fields))["logprobs"]
-    assert [token["token"] for token in told["content"]] == ids
+    logprobs = (await choice_of(rig, "/v1/chat/completions", **fields))["logprobs"]
+    assert [token["token"] for token in logprobs["content"]] == ids

@@ -23,6 +23,7 @@ from motet.router.tenants.identity import Identity
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import MAX_FAILED_OF_TENANT, CanaryBook, counted_of
 from motet.router.versions.canary_judge import MAX_AT_ONCE, CanaryJudge
+from motet.tests.rigs.given_keys import give_key
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.quota_rig import asked
 from motet.tests.rigs.router_rig import failing, text_service, token_by_token
@@ -251,7 +252,7 @@ async def test_answers_of_a_deleted_tenant_meet_none_of_the_next_one_with_its_na
     assert await redis_client.zrange(CANARIES, 0, -1) == []
     made = await tenants.create(TenantRecord(name="acme"), operators)
     await eventually(lambda: rig.view.tenant("acme") == made)
-    await rig.registry.set_key("acme", "key-of-acme")
+    await give_key(rig.registry, "acme", "key-of-acme")
     await eventually(lambda: bool(rig.view.keys.keys_of("acme")))
     await rig.upload(1)
     again = await rig.http.post("/v1/feedback", json={"id": told, "thumb": "down"})

@@ -1,4 +1,4 @@
-"""Users of a tenant by HTTP, on a real registry: their keys, their private adapters, and what is told of them."""
+"""Users of a tenant by HTTP, on a real registry: their keys, their private adapters, and what others see of them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Users(TenantsRig):
     async def answer(self, key: str, model: str) -> tuple[int, str]:
         """Status of a completion, and the version that answered, or the error."""
         answer = await self.ask("POST", "/v1/completions", key, json={"model": model, "prompt": "hi", "max_tokens": 1})
-        told = answer.headers.get("x-motet-version") or answer.json().get("error", {}).get("message", "")
-        return answer.status_code, told
+        shown = answer.headers.get("x-motet-version") or answer.json().get("error", {}).get("message", "")
+        return answer.status_code, shown
 
 
 def missing(model: str) -> tuple[int, str]:
@@ -323,7 +323,7 @@ async def test_all_keys_of_a_user_have_one_quota(bounded: Users) -> None:
 
 
 async def test_what_a_user_stores_is_bounded(bounded: Users) -> None:
-    """Over all keys: his private adapters, whoever uploads them, and what he uploads for the tenant."""
+    """Over all keys: the private adapters, also those that an administrator uploads, and uploads for the tenant."""
     second = await bounded.make_key("acme", user="ann")
     await bounded.upload(bounded.ann, "a", seed=1, private="true")
     await bounded.upload(second, "b", seed=2)

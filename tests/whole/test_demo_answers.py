@@ -37,7 +37,7 @@ def test_at_least_95_percent_of_held_out_questions_are_answered_in_style(dtype: 
         rig.finish()
     right = dict.fromkeys(STYLES, 0)
     for i, (style, answer) in expected.items():
-        right[style] += tokenizer.decode(rig.told[i].token_ids, skip_special_tokens=True) == answer
+        right[style] += tokenizer.decode(rig.outputs[i].token_ids, skip_special_tokens=True) == answer
     shares = {style: num_right / len(held_out(style)[::3]) for style, num_right in right.items()}
     assert min(shares.values()) >= 0.95, shares
 
@@ -56,5 +56,5 @@ def test_the_agent_calls_tools_and_answers_with_their_results(dtype: Dtype, tmp_
                 rig.submit(len(expected), prompt, "agent", sampling)
                 expected.append(answered(tokenizer, messages, TOOLS))
         rig.finish()
-    right = [tokenizer.decode(rig.told[i].token_ids) == answer for i, answer in enumerate(expected)]
+    right = [tokenizer.decode(rig.outputs[i].token_ids) == answer for i, answer in enumerate(expected)]
     assert sum(right) >= 0.95 * len(right), right

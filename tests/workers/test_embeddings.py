@@ -83,7 +83,7 @@ def _embed_beside_decodes(bench: Bench, rig: EngineRig) -> None:
     rig.submit(90, [1, 2, 3], None, SamplingParams(max_tokens=40, ignore_eos=True))
     bench.submit(rig)
     bench.check(all_updates(rig))
-    assert len(rig.told[90].token_ids) == 40
+    assert len(rig.outputs[90].token_ids) == 40
     rig.assert_idle()
 
 
@@ -145,7 +145,7 @@ def test_no_token_follows_a_prompt_that_is_pooled(bench: Bench) -> None:
     with bench.stock.engine(400) as rig:
         rig.submit(0, [1, 2, 3], None, SamplingParams(max_tokens=3, pooling="mean"))
         rig.finish()
-        assert rig.told[0].error is not None and "max_tokens" in rig.told[0].error.message
+        assert rig.outputs[0].error is not None and "max_tokens" in rig.outputs[0].error.message
 
 
 def test_a_gang_of_two_workers_embeds_alike(bench: Bench) -> None:

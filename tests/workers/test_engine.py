@@ -84,11 +84,11 @@ def test_steps_go_on_while_an_adapter_is_coming(stock: Stock, monkeypatch: pytes
         rig.submit(1, [1, 2, 3], name, LONG)
         for _ in range(10):
             rig.step()
-        assert len(rig.told[0].token_ids) >= 9
-        assert rig.told[1].token_ids == []
+        assert len(rig.outputs[0].token_ids) >= 9
+        assert rig.outputs[1].token_ids == []
         let_go.set()
         rig.finish()
-        assert len(rig.told[1].token_ids) == 100
+        assert len(rig.outputs[1].token_ids) == 100
 
 
 def test_a_store_that_fails_is_asked_again_and_then_named(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,19 +107,19 @@ def test_a_store_that_fails_is_asked_again_and_then_named(stock: Stock, monkeypa
     with stock.engine(num_pages=200) as rig:
         rig.submit(0, [1, 2, 3], name, short)
         rig.finish()
-        assert (len(rig.told[0].token_ids), rig.told[0].error) == (3, None)
+        assert (len(rig.outputs[0].token_ids), rig.outputs[0].error) == (3, None)
         assert rig.engine.load().counters.num_failed_reads == 2
     num_failures = 1000
     with stock.engine(num_pages=200) as rig:
         rig.submit(0, [1, 2, 3], name, short, generated=[4, 5])
         rig.finish()
-        assert rig.told[0].error == SequenceError("store_unavailable", "Stale file handle")
+        assert rig.outputs[0].error == SequenceError("store_unavailable", "Stale file handle")
         assert rig.engine.load().counters.num_failed_reads == 4
         rig.assert_idle()
         num_failures = 0
         rig.submit(1, [1, 2, 3], name, short, generated=[4, 5])
         rig.finish()
-        assert len(rig.told[1].token_ids) == 1
+        assert len(rig.outputs[1].token_ids) == 1
 
 
 def test_a_read_that_hangs_holds_up_nobody_else(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,12 +137,12 @@ def test_a_read_that_hangs_holds_up_nobody_else(stock: Stock, monkeypatch: pytes
         rig.submit(0, [1, 2, 3], first, short)
         rig.step()
         rig.submit(1, [1, 2, 3], second, short)
-        while not rig.told[1].ended:
+        while not rig.outputs[1].ended:
             rig.step()
-        assert (len(rig.told[1].token_ids), rig.told[0].ended) == (3, False)
+        assert (len(rig.outputs[1].token_ids), rig.outputs[0].ended) == (3, False)
         rig.finish()
-        assert rig.told[0].error is not None
-        assert rig.told[0].error.kind == "store_unavailable"
+        assert rig.outputs[0].error is not None
+        assert rig.outputs[0].error.kind == "store_unavailable"
         assert rig.engine.load().gauges.num_hung_reads == 1
         pool = rig.engine.executor.runner._pool  # type: ignore[attr-defined]
         before = pool.clone()
@@ -151,7 +151,7 @@ def test_a_read_that_hangs_holds_up_nobody_else(stock: Stock, monkeypatch: pytes
         assert torch.equal(pool, before), "a load that was given up was copied to pages that it has no more"
         rig.submit(2, [1, 2, 3], first, short)
         rig.finish()
-        assert len(rig.told[2].token_ids) == 3
+        assert len(rig.outputs[2].token_ids) == 3
         assert rig.engine.load().gauges.num_hung_reads == 0
 
 
@@ -164,7 +164,7 @@ def test_an_adapter_cancelled_while_it_comes_is_there_for_the_next(stock: Stock)
         rig.finish()
         rig.submit(1, [1, 2, 3], name, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
         rig.finish()
-        assert len(rig.told[1].token_ids) == 3
+        assert len(rig.outputs[1].token_ids) == 3
         assert rig.engine.load().counters.num_adapter_loads == 1
 
 
@@ -174,15 +174,15 @@ def test_what_an_overflowing_adapter_leaves_behind_reaches_nobody(stock: Stock, 
     with stock.engine(num_pages=60) as rig:
         rig.submit(0, [5, 6, 7], None, LONG)
         rig.finish()
-        expected = rig.told[0].token_ids
+        expected = rig.outputs[0].token_ids
     with stock.engine(num_pages=60) as rig:
         pool = rig.engine.executor.runner._pool  # type: ignore[attr-defined]
         pool.fill_(torch.nan)
         rig.submit(0, [5, 6, 7], None, LONG)
         rig.submit(1, [5, 6, 7], name, LONG)
         rig.finish()
-        assert rig.told[0].token_ids == expected
-        assert rig.told[1].error is None
+        assert rig.outputs[0].token_ids == expected
+        assert rig.outputs[1].error is None
 
 
 def test_host_memory_does_not_keep_what_no_name_points_to(stock: Stock) -> None:
@@ -199,4 +199,4 @@ def test_host_memory_does_not_keep_what_no_name_points_to(stock: Stock) -> None:
         assert 0 < rig.engine.load().gauges.host_adapter_bytes < both
         rig.submit(3, [1, 2, 3], old, short)  # one that began with the old version goes on with it
         rig.finish()
-        assert rig.told[3].token_ids == rig.told[0].token_ids
+        assert rig.outputs[3].token_ids == rig.outputs[0].token_ids

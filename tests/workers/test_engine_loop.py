@@ -99,23 +99,23 @@ class Listener:
         self.shares: list[TenantShare] = []
         self.busy_s = 0.0
         self.has_fallen = False  # a counter has, which never may
-        self.told = threading.Condition()
+        self.outputs = threading.Condition()
 
     def __call__(self, report: StepReport) -> None:
-        with self.told:
+        with self.outputs:
             self.updates += report.updates
             self.came += report.residency.came
             self.shares += report.shares
             self.has_fallen |= report.load.counters.busy_s < self.busy_s
             self.busy_s = report.load.counters.busy_s
-            self.told.notify_all()
+            self.outputs.notify_all()
 
     def wait_for(self, sequence_id: int) -> SequenceUpdate:
         def ended() -> list[SequenceUpdate]:
             return [u for u in self.updates if u.sequence_id == sequence_id and (u.finish_reason or u.error)]
 
-        with self.told:
-            assert self.told.wait_for(ended, timeout=PATIENCE_S)
+        with self.outputs:
+            assert self.outputs.wait_for(ended, timeout=PATIENCE_S)
             return ended()[0]
 
 

@@ -18,7 +18,7 @@ from motet.kernels import joint_sampling
 from motet.kernels.joint_sampling import ChoicesUnderWay, RowChoice
 from motet.kernels.plain.sampling import draw_alone
 from motet.kernels.sampling import Draw
-from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, write_adapters, write_model
 from motet.tests.rigs.stand_in_gpu.gpu_worker import UNEVEN_BYTES, gpu_of_twins, run_worker_on_gpu, twins
@@ -67,17 +67,17 @@ def prompts(num: int) -> list[list[int]]:
     return [generator.choices(range(VOCAB_SIZE), k=generator.randint(18, 30)) for _ in range(num)]
 
 
-def ask_all(rig: EngineRig, asked: list[list[int]]) -> list[Told]:
+def ask_all(rig: EngineRig, asked: list[list[int]]) -> list[SequenceOutput]:
     """Each prompt in another way, some of them with adapters; all at once."""
-    first = len(rig.told)
+    first = len(rig.outputs)
     for index, prompt in enumerate(asked):
         rig.submit(first + index, prompt, ADAPTERS[index % len(ADAPTERS)], WAYS[index % len(WAYS)])
     rig.finish()
     rig.assert_idle()
-    return list(rig.told.values())[first:]
+    return list(rig.outputs.values())[first:]
 
 
-def asked_twice(stock: Stock, device: str, folder: Path, num_pages: int) -> tuple[list[Told], EngineCounters]:
+def asked_twice(stock: Stock, device: str, folder: Path, num_pages: int) -> tuple[list[SequenceOutput], EngineCounters]:
     """The answers of an engine that answers all, does so again, and has moved KV behind the pool in between."""
     tiers = {"kv_host_bytes": 10 * stock.page_bytes, "kv_disk_bytes": 200 * stock.page_bytes, "kv_disk_path": folder}
     with stock.engine(num_pages, device=device, host_bytes=40 * stock.page_bytes, **tiers) as rig:
@@ -86,29 +86,31 @@ def asked_twice(stock: Stock, device: str, folder: Path, num_pages: int) -> tupl
         return answers, rig.engine.load().counters
 
 
-def same(ours: list[Told], theirs: list[Told]) -> None:
-    for told, other in zip(ours, theirs, strict=True):
-        assert (told.error, told.finish_reason) == (None, "length")
-        assert told.token_ids == other.token_ids
-        for said, heard in zip(told.logprobs, other.logprobs, strict=True):
+def same(ours: list[SequenceOutput], theirs: list[SequenceOutput]) -> None:
+    for output, other in zip(ours, theirs, strict=True):
+        assert (output.error, output.finish_reason) == (None, "length")
+        assert output.token_ids == other.token_ids
+        for said, heard in zip(output.logprobs, other.logprobs, strict=True):
             assert said.chosen == pytest.approx(heard.chosen, abs=1e-3)
             assert said.top_ids == heard.top_ids
 
 
 @pytest.fixture(scope="module")
-def on_the_cpu(stock: Stock) -> list[Told]:
+def on_the_cpu(stock: Stock) -> list[SequenceOutput]:
     """The base and adapters in one batch, with draws, penalties and log-probabilities."""
     with stock.engine(60) as rig:
         return ask_all(rig, prompts(3))
 
 
-def test_every_family_answers_as_on_the_cpu(stock: Stock, on_the_cpu: list[Told]) -> None:
+def test_every_family_answers_as_on_the_cpu(stock: Stock, on_the_cpu: list[SequenceOutput]) -> None:
     with gpu_of_twins(), stock.engine(60, device="cuda") as rig:
         same(ask_all(rig, prompts(3)), on_the_cpu)
 
 
 @pytest.mark.parametrize("expert_sharding", ["tensor", "expert"])
-def test_a_gang_of_two_answers_as_one_does(stock: Stock, on_the_cpu: list[Told], expert_sharding: str) -> None:
+def test_a_gang_of_two_answers_as_one_does(
+    stock: Stock, on_the_cpu: list[SequenceOutput], expert_sharding: str
+) -> None:
     """Each worker on a stand-in of its own, gloo between them."""
     if expert_sharding == "expert" and ModelConfig.from_folder(stock.model_path).experts is None:
         pytest.skip("a base without experts is cut in one way")
@@ -148,7 +150,7 @@ def waits_beside_kernels(gpu: StandInGpu) -> list[Wait]:
 def chosen_one_by_one(
     logits: torch.Tensor, plans: Sequence[SamplePlan], counts: Sequence[TokenCounts | None] = (), *_: object
 ) -> ChoicesUnderWay:
-    """As tokens were chosen on a GPU once: penalties row by row, and each draw told to the host."""
+    """As tokens were chosen on a GPU once: penalties row by row, and each draw sent to the host."""
     for row, (plan, seen) in enumerate(zip(plans, counts or [None] * len(plans), strict=True)):
         asked = plan.params
         if seen is not None:
@@ -248,8 +250,8 @@ def test_the_pool_of_a_gpu_is_what_is_left(llama: Stock, caplog: pytest.LogCaptu
 def test_a_gpu_with_nothing_left_says_what_is_there(llama: Stock) -> None:
     with gpu_of_twins() as gpu:
         gpu.streams.total_bytes = device_memory.LATER_BYTES
-        told = r"no room for a pool: device_memory_share = 0\.9 .* weights .* a larger share"
-        with pytest.raises(ValueError, match=told):
+        output = r"no room for a pool: device_memory_share = 0\.9 .* weights .* a larger share"
+        with pytest.raises(ValueError, match=output):
             llama.engine(60, device="cuda", pool_bytes=None)
 
 
@@ -282,6 +284,6 @@ def test_dense_pages_are_filled_on_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
                     running = rig.engine._scheduler._running.by_id.values()
                     most_dense = max([most_dense, *(len(each.dense_pages) for each in running)])
                 rig.assert_idle()
-                answers.append(rig.told[0].token_ids)
+                answers.append(rig.outputs[0].token_ids)
                 assert most_dense > 0
     assert answers[0] == answers[1]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from motet.kernels.native.build import COMPILERS
-from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
 from motet.workers.models.config import ModelConfig
@@ -88,13 +88,13 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.set_num_threads(num_threads)
 
 
-def _ask(rig: EngineRig, questions: Sequence[Question], sampling: SamplingParams = GREEDY) -> list[Told]:
+def _ask(rig: EngineRig, questions: Sequence[Question], sampling: SamplingParams = GREEDY) -> list[SequenceOutput]:
     """Asks all questions at once, and runs to the end."""
     for sequence_id, question in enumerate(questions):
         rig.submit(sequence_id, question.prompt, question.adapter, sampling)
     rig.finish()
     rig.assert_idle()
-    return [rig.told[sequence_id] for sequence_id in range(len(questions))]
+    return [rig.outputs[sequence_id] for sequence_id in range(len(questions))]
 
 
 def _tiny_pool(bench: Bench) -> int:
@@ -102,16 +102,16 @@ def _tiny_pool(bench: Bench) -> int:
     return 3 + max(bench.stock.num_pages(len(q.prompt) + NUM_TOKENS, q.adapter) for q in bench.questions)
 
 
-def _assert_same_tokens(questions: Sequence[Question], told: list[Told]) -> None:
-    for question, heard in zip(questions, told, strict=True):
+def _assert_same_tokens(questions: Sequence[Question], output: list[SequenceOutput]) -> None:
+    for question, heard in zip(questions, output, strict=True):
         assert heard.token_ids == question.answer.token_ids, f"adapter {question.adapter}"
         assert (heard.finish_reason, heard.error) == ("length", None)
 
 
-def _logprobs(told: Told) -> torch.Tensor:
+def _logprobs(output: SequenceOutput) -> torch.Tensor:
     """`[num_tokens, vocab]` in the order of token ids."""
-    rows = torch.empty(len(told.logprobs), VOCAB_SIZE)
-    for row, said in zip(rows, told.logprobs, strict=True):
+    rows = torch.empty(len(output.logprobs), VOCAB_SIZE)
+    for row, said in zip(rows, output.logprobs, strict=True):
         assert sorted(said.top_ids) == list(range(VOCAB_SIZE))
         row[said.top_ids] = torch.tensor(said.top_logprobs)
     return rows
@@ -132,9 +132,9 @@ def test_mixed_batch(bench: Bench) -> None:
     with bench.stock.engine(num_pages=400) as rig:
         rig.tap_logits()
         assert rig.engine.info.kernels.startswith(KERNELS)
-        told = _ask(rig, bench.questions)
-        _assert_same_tokens(bench.questions, told)
-        for question, heard in zip(bench.questions, told, strict=True):
+        output = _ask(rig, bench.questions)
+        _assert_same_tokens(bench.questions, output)
+        for question, heard in zip(bench.questions, output, strict=True):
             torch.testing.assert_close(torch.stack(heard.logits), question.answer.logits, atol=TOLERANCE, rtol=0)
             torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
             chosen = torch.tensor([said.chosen for said in heard.logprobs])
@@ -156,9 +156,9 @@ def test_tiny_pool(bench: Bench, max_tokens_per_step: int) -> None:
     questions = bench.questions + bench.crowd
     with bench.stock.engine(_tiny_pool(bench), max_tokens_per_step=max_tokens_per_step) as rig:
         fill_to_the_last_page(rig.engine._scheduler)
-        told = _ask(rig, questions)
-        _assert_same_tokens(questions, told)
-        for question, heard in zip(questions, told, strict=True):
+        output = _ask(rig, questions)
+        _assert_same_tokens(questions, output)
+        for question, heard in zip(questions, output, strict=True):
             torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
         assert rig.engine.load().counters.num_preemptions > 0
         assert rig.engine.load().counters.num_adapter_evictions > 0
@@ -184,9 +184,9 @@ def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path) -> None:
         for _ in range(2):
             _assert_same_tokens(bench.questions, _ask(rig, bench.questions))
         num_cached = rig.engine.load().counters.num_cached_tokens
-        told = _ask(rig, later, sampling)
-        _assert_same_tokens(later, told)
-        for question, heard in zip(later, told, strict=True):
+        output = _ask(rig, later, sampling)
+        _assert_same_tokens(later, output)
+        for question, heard in zip(later, output, strict=True):
             torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
         if has_room:
             sharable = [_sharable(len(q.prompt) - 1) for q in (*bench.questions, *later)]
@@ -228,14 +228,14 @@ def test_random_workload(bench: Bench) -> None:
                 victim = generator.choice(list(asked))  # running, waiting, ended or cancelled before
                 rig.engine.receive(Cancel(victim))
                 rig.engine.check_integrity()
-                if not rig.told[victim].ended:
-                    cancelled.setdefault(victim, len(rig.told[victim].token_ids))
+                if not rig.outputs[victim].ended:
+                    cancelled.setdefault(victim, len(rig.outputs[victim].token_ids))
             for _ in range(generator.choice([0, 0, 1, 2, 8])):
                 rig.step()
         rig.finish()
         rig.assert_idle()
         for sequence_id, (prompt, adapter) in asked.items():
-            heard = rig.told[sequence_id]
+            heard = rig.outputs[sequence_id]
             if sequence_id in cancelled:
                 assert len(heard.token_ids) == cancelled[sequence_id], "tokens came after the cancel"
                 assert heard.finish_reason is None
@@ -271,12 +271,12 @@ def test_bfloat16(bench: Bench, tmp_path: Path) -> None:
     folders = {name: bench.stock.model_path.parent / "adapters" / name for name in bench.stock.refs}
     stock = Stock.make(bench.stock.model_path, folders, tmp_path / "store", dtype="bfloat16")
     with stock.engine(num_pages=400) as rig:
-        told = _ask(rig, bench.questions)
+        output = _ask(rig, bench.questions)
         apart = [
             float((_logprobs(heard)[0] - question.answer.logprobs[0]).abs().mean())
-            for question, heard in zip(bench.questions, told, strict=True)
+            for question, heard in zip(bench.questions, output, strict=True)
         ]
         # Rounding may choose another expert for a row, and then the answer is another one.
         worst = median(apart) if bench.has_experts else max(apart)
         assert worst < BFLOAT16_TOLERANCE, apart
-        assert all(len(heard.token_ids) == NUM_TOKENS for heard in told)
+        assert all(len(heard.token_ids) == NUM_TOKENS for heard in output)

@@ -215,13 +215,13 @@ def _assert_exact(case: Case, rig: EngineRig) -> None:
     rig.assert_idle()
     assert rig.engine.load().counters.num_adapter_evictions > 0
     for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
-        told = rig.told[i]
-        assert (told.finish_reason, told.error) == ("length", None)
-        token_ids = torch.tensor([prompt + told.token_ids[:-1]])
+        output = rig.outputs[i]
+        assert (output.finish_reason, output.error) == ("length", None)
+        token_ids = torch.tensor([prompt + output.token_ids[:-1]])
         with torch.inference_mode():
             logits = case.models[adapter](input_ids=token_ids, use_cache=False).logits[0, len(prompt) - 1 :]
         logprobs = logits.log_softmax(-1)
-        chosen = logprobs.gather(1, torch.tensor(told.token_ids).unsqueeze(1)).squeeze(1)
+        chosen = logprobs.gather(1, torch.tensor(output.token_ids).unsqueeze(1)).squeeze(1)
         assert (logprobs.amax(dim=-1) - chosen).max() < TOLERANCE, f"adapter {adapter}"
-        said = torch.tensor([entry.chosen for entry in told.logprobs])
+        said = torch.tensor([entry.chosen for entry in output.logprobs])
         torch.testing.assert_close(said, chosen, atol=TOLERANCE, rtol=0)

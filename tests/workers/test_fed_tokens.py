@@ -14,7 +14,7 @@ import torch
 from motet.kernels import joint_sampling
 from motet.kernels.staging import Arriving
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
-from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
 from motet.tests.rigs.router_rig import BASE
@@ -63,7 +63,7 @@ def engine(
         yield rig, gpu
 
 
-def ask(rig: EngineRig, num: int = 3, **more: Any) -> list[Told]:
+def ask(rig: EngineRig, num: int = 3, **more: Any) -> list[SequenceOutput]:
     """Sequences of one length, each with another way of choosing, every other one with an adapter."""
     generator = random.Random(num)
     for index in range(num):
@@ -71,13 +71,13 @@ def ask(rig: EngineRig, num: int = 3, **more: Any) -> list[Told]:
         rig.submit(index, generator.choices(range(VOCAB_SIZE), k=11), ADAPTER if index % 2 else None, sampling)
     rig.finish()
     rig.assert_idle()
-    return list(rig.told.values())
+    return list(rig.outputs.values())
 
 
-def assert_same(there: list[Told], here: list[Told]) -> None:
-    for told, other in zip(there, here, strict=True):
-        assert (told.token_ids, told.finish_reason, told.error) == (other.token_ids, other.finish_reason, None)
-        assert [said.chosen for said in told.logprobs] == pytest.approx([s.chosen for s in other.logprobs], abs=1e-3)
+def assert_same(there: list[SequenceOutput], here: list[SequenceOutput]) -> None:
+    for output, other in zip(there, here, strict=True):
+        assert (output.token_ids, output.finish_reason, output.error) == (other.token_ids, other.finish_reason, None)
+        assert [said.chosen for said in output.logprobs] == pytest.approx([s.chosen for s in other.logprobs], abs=1e-3)
 
 
 def waits_for_tokens(gpu: StandInGpu) -> list[bool]:
@@ -95,7 +95,7 @@ def test_the_device_has_the_next_step_before_the_host_knows_the_tokens_of_the_la
             assert gpu is not None
             ask(rig)
             gpu.tally.clear()
-            rig.told.clear()
+            rig.outputs.clear()
             ask(rig)
             waits = waits_for_tokens(gpu)
             return sum(waits), len(waits)
@@ -122,13 +122,13 @@ def test_tokens_that_are_read_before_they_have_arrived_are_found(stock: Stock, m
 
 def test_who_stops_is_told_so_though_the_next_step_has_begun(stock: Stock) -> None:
     with engine(stock, "cpu") as (rig, _):
-        stops = tuple(told.token_ids[3] for told in ask(rig))
+        stops = tuple(output.token_ids[3] for output in ask(rig))
     answers = []
     for device in ("cpu", "cuda"):
         with engine(stock, device) as (rig, _):
             answers.append(ask(rig, stop_token_ids=stops))
     assert_same(*answers)
-    assert {told.finish_reason for told in answers[1]} == {"stop"}
+    assert {output.finish_reason for output in answers[1]} == {"stop"}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -137,8 +137,8 @@ def test_rules_hold_whatever_was_fed_or_computed_again(stock: Stock, device: str
         fill_to_the_last_page(rig.engine._scheduler)
         asked = ask(rig, num=6, max_tokens=16, rules=RULES)
         assert rig.engine.load().counters.num_preemptions
-    for told in asked:
-        tokens = told.token_ids
+    for output in asked:
+        tokens = output.token_ids
         assert len(tokens) == 16
         assert set(tokens) <= {0, 1, 2, 3, 4}
         assert not {1, 2} & {*tokens[: RULES.min_tokens]}
@@ -180,12 +180,12 @@ def test_draws_that_are_draw_from_all_again_have_their_own_logits(
 ) -> None:
     """All recordings write into one buffer. The next step, which is fed nothing of this one's, may be one of them."""
 
-    def asked(rig: EngineRig) -> list[Told]:
+    def asked(rig: EngineRig) -> list[SequenceOutput]:
         rig.submit(0, PROMPT, None, SamplingParams(max_tokens=1, ignore_eos=True, seed=3, temperature=1.5, top_p=0.98))
         one_token = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0, logit_bias={7: 60.0})
         rig.submit(1, [token + 1 for token in PROMPT], None, one_token)  # with other logits than the first
         rig.finish()
-        return list(rig.told.values())
+        return list(rig.outputs.values())
 
     one_prompt = {"max_tokens_per_step": len(PROMPT)}
     with engine(stock, "cpu", **one_prompt) as (rig, _):

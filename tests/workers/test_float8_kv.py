@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
 from motet.kernels.backend import plain_kernels
-from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, Oracle, write_adapters, write_model
@@ -76,18 +76,18 @@ def prompts() -> list[list[int]]:
     return found
 
 
-def asked(rig: EngineRig) -> list[Told]:
-    first = len(rig.told)
+def asked(rig: EngineRig) -> list[SequenceOutput]:
+    first = len(rig.outputs)
     for index, prompt in enumerate(prompts()):
         rig.submit(first + index, prompt, ADAPTERS[index // 2], GREEDY)
     rig.finish()
     rig.assert_idle()
-    return list(rig.told.values())[first:]
+    return list(rig.outputs.values())[first:]
 
 
-def tokens(told: list[Told]) -> list[list[int]]:
-    assert [one.error for one in told] == [None] * len(told)
-    return [one.token_ids for one in told]
+def tokens(output: list[SequenceOutput]) -> list[list[int]]:
+    assert [one.error for one in output] == [None] * len(output)
+    return [one.token_ids for one in output]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_what_is_computed_again_is_the_same(llama: Stock, on_the_cpu: list[list[
             for index in range(4):
                 rig.submit(index, prompts()[index % 2], None, GREEDY)
             rig.finish()
-            assert tokens(list(rig.told.values())) == on_the_cpu[:2] * 2
+            assert tokens(list(rig.outputs.values())) == on_the_cpu[:2] * 2
             assert rig.engine.load().counters.num_preemptions > 0
 
 
@@ -156,12 +156,12 @@ def test_the_answers_are_those_of_transformers_with_rounded_kv(
     """K as it comes from its rotation, V as it comes from its linear and adapter."""
     stock: Stock = request.getfixturevalue(base)
     with gpu_of_twins(), stock.engine(240, device="cuda", **FLOAT8) as rig:
-        told = asked(rig)
+        output = asked(rig)
     folders = {name: stock.model_path.parent / "adapters" / name for name in stock.refs}
 
     def differences(oracle: Oracle) -> torch.Tensor:
         found = []
-        for index, (prompt, heard) in enumerate(zip(prompts(), told, strict=True)):
+        for index, (prompt, heard) in enumerate(zip(prompts(), output, strict=True)):
             logits = oracle.logits([*prompt, *heard.token_ids[:-1]], ADAPTERS[index // 2])[len(prompt) - 1 :]
             for row, said in zip(logits.log_softmax(-1), heard.logprobs, strict=True):
                 found.append((row[said.top_ids] - torch.tensor(said.top_logprobs)).abs().max())

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from motet.kernels.backend import plain_kernels, with_float8_weights
 from motet.kernels.float8 import LARGEST, Float8Weight
-from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import ALL_LINEAR, RECIPES, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins, run_worker_on_gpu
@@ -91,24 +91,24 @@ def folders(stock: Stock) -> dict[str, Path]:
     return {name: stock.model_path.parent / "adapters" / name for name in stock.refs}
 
 
-def asked(rig: EngineRig) -> list[Told]:
+def asked(rig: EngineRig) -> list[SequenceOutput]:
     generator = random.Random(7)
     for index, adapter in enumerate(ADAPTERS):
         rig.submit(index, generator.choices(range(VOCAB_SIZE), k=11), adapter, GREEDY)
     rig.finish()
     rig.assert_idle()
-    return list(rig.told.values())
+    return list(rig.outputs.values())
 
 
-def differences(told: Sequence[Told], oracle: Oracle) -> torch.Tensor:
+def differences(outputs: Sequence[SequenceOutput], oracle: Oracle) -> torch.Tensor:
     """Of log-probabilities, for each sequence and token the largest: the oracle continues with the engine's tokens."""
     generator, found = random.Random(7), []
-    for heard, adapter in zip(told, ADAPTERS, strict=True):
+    for shown, adapter in zip(outputs, ADAPTERS, strict=True):
         prompt = generator.choices(range(VOCAB_SIZE), k=11)
-        assert heard.error is None
-        logits = oracle.logits([*prompt, *heard.token_ids[:-1]], adapter)[len(prompt) - 1 :]
-        expected = Answer(heard.token_ids, logits).logprobs
-        for row, said in zip(expected, heard.logprobs, strict=True):
+        assert shown.error is None
+        logits = oracle.logits([*prompt, *shown.token_ids[:-1]], adapter)[len(prompt) - 1 :]
+        expected = Answer(shown.token_ids, logits).logprobs
+        for row, said in zip(expected, shown.logprobs, strict=True):
             found.append((row[said.top_ids] - torch.tensor(said.top_logprobs)).abs().max())
     return torch.stack(found)
 
@@ -116,18 +116,18 @@ def differences(told: Sequence[Told], oracle: Oracle) -> torch.Tensor:
 def test_the_base_and_its_adapters_are_those_of_the_rounded_weights(stock: Stock) -> None:
     with gpu_of_twins(), stock.engine(60, device="cuda", weights_dtype="float8") as rig:
         assert rig.engine.info.kernels == "torch; layers' linears by torch in float8"
-        told = asked(rig)
-    assert differences(told, oracle_in_float8(stock.model_path, folders(stock))).median() < TOLERANCE
-    plain = differences(told, Oracle(stock.model_path, folders(stock)))
+        outputs = asked(rig)
+    assert differences(outputs, oracle_in_float8(stock.model_path, folders(stock))).median() < TOLERANCE
+    plain = differences(outputs, Oracle(stock.model_path, folders(stock)))
     assert plain.median() > 20 * TOLERANCE, "the comparison can fail: rounding changes what is said"
 
 
 def test_a_gang_of_two_rounds_what_each_worker_has(llama: Stock) -> None:
     config = llama.gang_config(60, 2, device="cuda", weights_dtype="float8")
     with gang(config, run_worker_on_gpu) as (engine, workers):
-        told = asked(EngineRig(engine, llama.refs))
+        outputs = asked(EngineRig(engine, llama.refs))
     assert [worker.exitcode for worker in workers] == [0, 0]
-    assert differences(told, oracle_in_float8(llama.model_path, folders(llama), degree=2)).median() < TOLERANCE
+    assert differences(outputs, oracle_in_float8(llama.model_path, folders(llama), degree=2)).median() < TOLERANCE
 
 
 def decoder_weights(stock: Stock, degree: int) -> list[list[Float8Weight]]:

@@ -196,7 +196,7 @@ def test_workers_wait_for_the_slowest_load_without_a_steps_deadline(stock: Stock
         rig = EngineRig(engine, {})
         rig.submit(0, [1, 2, 3], None, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
         rig.finish()
-        assert len(rig.told[0].token_ids) == 2
+        assert len(rig.outputs[0].token_ids) == 2
     assert [worker.exitcode for worker in workers] == [0, 0]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.grammar_tokenizer import EOS, TOKENS, text_of, write_tokenizer
@@ -93,34 +93,36 @@ def submit(rig: EngineRig, num: int, given: Mapping[int, list[int]] | None = Non
         rig.submit(index, prompt_of(index), adapter, sampling_of(index, **more), (given or {}).get(index, ()))
 
 
-def answers(rig: EngineRig, num: int = 16, **more: Any) -> dict[int, Told]:
+def answers(rig: EngineRig, num: int = 16, **more: Any) -> dict[int, SequenceOutput]:
     submit(rig, num, **more)
     rig.finish()
     rig.assert_idle()
-    return rig.told
+    return rig.outputs
 
 
-def assert_same(there: Mapping[int, Told], here: Mapping[int, Told]) -> None:
-    for index, told in there.items():
+def assert_same(there: Mapping[int, SequenceOutput], here: Mapping[int, SequenceOutput]) -> None:
+    for index, output in there.items():
         other = here[index]
-        assert (told.token_ids, told.finish_reason, told.error) == (other.token_ids, other.finish_reason, None), index
-        assert [each.chosen for each in told.logprobs] == pytest.approx(
+        assert (output.token_ids, output.finish_reason, output.error) == (other.token_ids, other.finish_reason, None), (
+            index
+        )
+        assert [each.chosen for each in output.logprobs] == pytest.approx(
             [each.chosen for each in other.logprobs], abs=1e-3
         )
 
 
 @pytest.fixture(scope="module")
-def expected(stock: Stock) -> dict[int, Told]:
+def expected(stock: Stock) -> dict[int, SequenceOutput]:
     with engine(stock) as rig:
         return answers(rig)
 
 
-def test_answers_follow_their_grammars_to_the_end(expected: dict[int, Told]) -> None:
-    for index, told in expected.items():
-        if index % 4 != 3 and told.finish_reason == "stop":
-            assert told.token_ids[-1] == EOS
-            assert FITS[index % 4](text_of(told.token_ids)) is not None, text_of(told.token_ids)
-    assert sum(told.finish_reason == "stop" for index, told in expected.items() if index % 4 != 3) > 6
+def test_answers_follow_their_grammars_to_the_end(expected: dict[int, SequenceOutput]) -> None:
+    for index, output in expected.items():
+        if index % 4 != 3 and output.finish_reason == "stop":
+            assert output.token_ids[-1] == EOS
+            assert FITS[index % 4](text_of(output.token_ids)) is not None, text_of(output.token_ids)
+    assert sum(output.finish_reason == "stop" for index, output in expected.items() if index % 4 != 3) > 6
 
 
 def allowed_by_brute_force(vocabulary: Vocabulary, grammar: str, token_ids: list[int]) -> set[int]:
@@ -146,27 +148,27 @@ def test_the_most_likely_token_that_may_come_is_chosen_and_its_logprob_is_that_w
             )
         rig.finish()
         for index, grammar in enumerate(GRAMMARS):
-            token_ids = rig.told[index].token_ids
+            token_ids = rig.outputs[index].token_ids
             all_of_them = SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=VOCAB_SIZE)
             for length in range(len(token_ids)):
                 rig.submit(100 * (index + 1) + length, prompt_of(index) + token_ids[:length], ADAPTER, all_of_them)
             rig.finish()
             for length, token in enumerate(token_ids):
-                (raw,) = rig.told[100 * (index + 1) + length].logprobs
+                (raw,) = rig.outputs[100 * (index + 1) + length].logprobs
                 of_token = dict(zip(raw.top_ids, raw.top_logprobs, strict=True))
                 allowed = allowed_by_brute_force(vocabulary, grammar, token_ids[:length])
                 assert token == max(allowed, key=lambda each: of_token[each])
-                assert rig.told[index].logprobs[length].chosen == pytest.approx(of_token[token], abs=1e-3)
+                assert rig.outputs[index].logprobs[length].chosen == pytest.approx(of_token[token], abs=1e-3)
 
 
-def test_a_gpu_that_is_fed_tokens_gives_the_same(stock: Stock, expected: dict[int, Told]) -> None:
+def test_a_gpu_that_is_fed_tokens_gives_the_same(stock: Stock, expected: dict[int, SequenceOutput]) -> None:
     with engine(stock, "cuda") as rig:
         assert_same(answers(rig, 12), expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_late_mask_makes_only_its_own_sequence_wait(
-    stock: Stock, expected: dict[int, Told], monkeypatch: pytest.MonkeyPatch, device: str
+    stock: Stock, expected: dict[int, SequenceOutput], monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     take, generator = Constraints.take, random.Random(7)
 
@@ -181,7 +183,7 @@ def test_a_late_mask_makes_only_its_own_sequence_wait(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_sequences_that_are_preempted_go_on_in_their_grammars(
-    stock: Stock, expected: dict[int, Told], device: str
+    stock: Stock, expected: dict[int, SequenceOutput], device: str
 ) -> None:
     with engine(stock, device, num_pages=stock.num_pages(11 + MANY, ADAPTER) + 9) as rig:
         fill_to_the_last_page(rig.engine._scheduler)
@@ -189,19 +191,23 @@ def test_sequences_that_are_preempted_go_on_in_their_grammars(
         assert rig.engine.load().counters.num_preemptions > 0
 
 
-def test_sequences_go_on_in_another_gang_wherever_they_were_cut(stock: Stock, expected: dict[int, Told]) -> None:
+def test_sequences_go_on_in_another_gang_wherever_they_were_cut(
+    stock: Stock, expected: dict[int, SequenceOutput]
+) -> None:
     generator = random.Random(3)
     with engine(stock) as rig:
         for _ in range(4):
-            given = {i: told.token_ids[: generator.randrange(len(told.token_ids))] for i, told in expected.items()}
+            given = {
+                i: output.token_ids[: generator.randrange(len(output.token_ids))] for i, output in expected.items()
+            }
             submit(rig, 16, given)
             rig.finish()
-            for index, told in rig.told.items():
-                assert given[index] + told.token_ids == expected[index].token_ids
-                assert told.finish_reason == expected[index].finish_reason
+            for index, output in rig.outputs.items():
+                assert given[index] + output.token_ids == expected[index].token_ids
+                assert output.finish_reason == expected[index].finish_reason
 
 
-def test_a_gang_of_two_workers_gives_the_same(stock: Stock, expected: dict[int, Told]) -> None:
+def test_a_gang_of_two_workers_gives_the_same(stock: Stock, expected: dict[int, SequenceOutput]) -> None:
     with gang(stock.gang_config(120, 2)) as (built, _):
         rig = EngineRig(built, stock.refs)
         assert_same(answers(rig), expected)
@@ -212,8 +218,8 @@ def test_an_answer_that_must_end_does_so_though_it_ignores_the_end(stock: Stock)
         for index, grammar in enumerate(('start: "no"', 'start: "n" ("o")*')):
             rig.submit(index, prompt_of(0), None, SamplingParams(max_tokens=9, grammar=grammar, ignore_eos=True))
         rig.finish()
-        assert (text_of(rig.told[0].token_ids), rig.told[0].finish_reason) == ("no", "stop")
-        assert (text_of(rig.told[1].token_ids), rig.told[1].finish_reason) == ("noooooooo", "length")
+        assert (text_of(rig.outputs[0].token_ids), rig.outputs[0].finish_reason) == ("no", "stop")
+        assert (text_of(rig.outputs[1].token_ids), rig.outputs[1].finish_reason) == ("noooooooo", "length")
 
 
 def test_rules_hold_within_a_grammar_which_may_end_where_it_must(stock: Stock) -> None:
@@ -232,12 +238,15 @@ def test_rules_hold_within_a_grammar_which_may_end_where_it_must(stock: Stock) -
         rig.finish()
         rig.assert_idle()
         for index, (_, texts) in enumerate(cases.values()):
-            told = rig.told[index]
+            output = rig.outputs[index]
             if texts:
-                assert (text_of(told.token_ids) in texts, told.finish_reason) == (True, "stop")
+                assert (text_of(output.token_ids) in texts, output.finish_reason) == (True, "stop")
             else:
-                assert told.error is not None
-                assert (told.error.kind, "bad_words leave no token" in told.error.message) == ("invalid_request", True)
+                assert output.error is not None
+                assert (output.error.kind, "bad_words leave no token" in output.error.message) == (
+                    "invalid_request",
+                    True,
+                )
 
 
 BAD = (
@@ -251,19 +260,19 @@ BAD = (
 
 @pytest.mark.parametrize(("grammar", "reason"), BAD, ids=lambda each: each[:24])
 def test_a_grammar_that_cannot_be_used_ends_its_own_sequence_and_says_why(
-    stock: Stock, grammar: str, reason: str, expected: dict[int, Told]
+    stock: Stock, grammar: str, reason: str, expected: dict[int, SequenceOutput]
 ) -> None:
     with engine(stock) as rig:
         submit(rig, 4)
         rig.submit(99, prompt_of(1), None, SamplingParams(max_tokens=9, grammar=grammar))
         rig.finish()
         rig.assert_idle()
-        error = rig.told.pop(99).error
+        error = rig.outputs.pop(99).error
         assert error is not None
         assert error.kind == "invalid_request"
         assert reason in error.message
         assert len(error.message) < 400
-        assert_same(rig.told, {index: expected[index] for index in range(4)})
+        assert_same(rig.outputs, {index: expected[index] for index in range(4)})
 
 
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
@@ -271,7 +280,7 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with Stock.make(model, {}, tmp_path / "store").engine(20) as rig:
         rig.submit(0, prompt_of(0), None, SamplingParams(max_tokens=9, grammar=GRAMMARS[0]))
         rig.finish()
-        error = rig.told[0].error
+        error = rig.outputs[0].error
         assert error is not None
         assert "tokenizer.json" in error.message
 
@@ -287,13 +296,13 @@ def test_others_run_while_a_grammar_is_compiled(stock: Stock, monkeypatch: pytes
     monkeypatch.setattr(CompiledGrammars, "matcher", held)
     with engine(stock) as rig:
         submit(rig, 4)
-        while rig.told[3].finish_reason is None:
+        while rig.outputs[3].finish_reason is None:
             rig.step()
-        assert not any(rig.told[index].token_ids for index in range(3))
+        assert not any(rig.outputs[index].token_ids for index in range(3))
         assert rig.engine.load().gauges.num_waiting == 3
         assert rig.engine._scheduler.cancel(1) is not None
         may_compile.set()
-        while not (rig.told[0].ended and rig.told[2].ended):
+        while not (rig.outputs[0].ended and rig.outputs[2].ended):
             rig.step()
         rig.assert_idle()
 

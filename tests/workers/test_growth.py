@@ -73,7 +73,7 @@ def test_a_gang_keeps_nothing_of_versions_and_answers_that_are_gone(tmp_path: Pa
 
     def serve(rig: EngineRig, numbers: range) -> None:
         for number in numbers:
-            rig.told.clear()
+            rig.outputs.clear()
             ref = version_of(stock, name, number)
             for each in range(2):
                 rig.submit(2 * number + each, [1 + number % 50, 1 + each] * 9, ref if each else None, sampling)

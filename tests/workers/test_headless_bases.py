@@ -99,7 +99,7 @@ def test_tokens_come_where_the_embedding_is_the_head(base: Base) -> None:
             rig.submit(index, PROMPTS[0], None, sampling)
         rig.finish()
     if not is_tied:
-        for told in rig.told.values():
+        for told in rig.outputs.values():
             assert told.error is not None and told.error.kind == "invalid_request"
             assert "/v1/embeddings" in told.error.message
         return
@@ -108,5 +108,5 @@ def test_tokens_come_where_the_embedding_is_the_head(base: Base) -> None:
     with torch.inference_mode():
         for _ in range(4):
             tokens = torch.cat([tokens, model(input_ids=tokens).logits[:, -1:].argmax(-1)], dim=1)
-    assert rig.told[0].token_ids == tokens[0, len(PROMPTS[0]) :].tolist()
-    assert max(rig.told[0].token_ids) < VOCAB_SIZE and rig.told[1].finish_reason == "length"
+    assert rig.outputs[0].token_ids == tokens[0, len(PROMPTS[0]) :].tolist()
+    assert max(rig.outputs[0].token_ids) < VOCAB_SIZE and rig.outputs[1].finish_reason == "length"

@@ -44,11 +44,11 @@ def engine(stock: Stock, num_host_pages: int, num_disk_pages: int, folder: Path,
 
 
 def ask(rig: EngineRig, adapter: str | None, prompt: list[int] = PROMPT) -> list[int]:
-    sequence_id = len(rig.told)
+    sequence_id = len(rig.outputs)
     rig.submit(sequence_id, prompt, adapter, GREEDY)
     rig.finish()
-    assert rig.told[sequence_id].finish_reason == "length", rig.told[sequence_id].error
-    return rig.told[sequence_id].token_ids
+    assert rig.outputs[sequence_id].finish_reason == "length", rig.outputs[sequence_id].error
+    return rig.outputs[sequence_id].token_ids
 
 
 def flood(rig: EngineRig, num_prompts: int) -> None:
@@ -112,7 +112,7 @@ def test_a_truncated_file_costs_computing_again_and_disturbs_nobody(
         os.ftruncate(disk_of(rig)._file.fileno(), 3)
         rig.submit(1000, PROMPT, None, GREEDY)
         assert ask(rig, OLD) == alone[OLD]
-        assert rig.told[1000].token_ids == alone[None]
+        assert rig.outputs[1000].token_ids == alone[None]
         load = rig.engine.load()
         assert load.counters.num_move_failures > 0
         assert load.counters.num_pages_in == 0

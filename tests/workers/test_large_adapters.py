@@ -62,8 +62,8 @@ def engine(stock: Stock) -> EngineRig:
 def ask(rig: EngineRig, number: int, name: str) -> list[int]:
     rig.submit(number, [1, 2, 3], name, SHORT)
     rig.finish()
-    assert rig.told[number].error is None
-    return rig.told[number].token_ids
+    assert rig.outputs[number].error is None
+    return rig.outputs[number].token_ids
 
 
 def packed_file(stock: Stock, name: str) -> Path:
@@ -122,7 +122,7 @@ def test_a_part_that_cannot_be_read_fails_the_load(
     with engine(stock) as rig:
         rig.submit(0, [1, 2, 3], name, SHORT)
         rig.finish()
-        assert rig.told[0].error == SequenceError("store_unavailable", "Stale file handle")
+        assert rig.outputs[0].error == SequenceError("store_unavailable", "Stale file handle")
         rig.assert_idle()
         is_away = False
         ask(rig, 1, name)

@@ -30,7 +30,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 
 
 class Host:
-    """What the engine has told of its host memory, as a leader keeps it."""
+    """What the engine has reported of its host memory, as a leader keeps it."""
 
     def __init__(self, rig: EngineRig) -> None:
         self.rig, self.hosted, self.failed = rig, set[int](), dict[int, str]()
@@ -66,7 +66,7 @@ def test_a_pinned_adapter_comes_by_itself_and_is_read_once_whatever_else_is_aske
         for sequence_id, name in enumerate([*others, *others, pinned, *others]):
             rig.submit(sequence_id, [1, 2, 3], name, ONE)
             rig.finish()
-            assert rig.told[sequence_id].error is None
+            assert rig.outputs[sequence_id].error is None
             assert host.has(pinned)
             assert rig.engine.load().gauges.host_adapter_bytes <= host_bytes
         rig.engine.receive(PinChanges({stock.refs[pinned].digest: False}))
@@ -123,7 +123,7 @@ def test_the_last_word_of_each_router_counts() -> None:
     now = 10 * FORGET_S
     assert pinned.expire() == {}
     pinned.leave("one")
-    pinned.leave("never told anything")
+    pinned.leave("never reported anything")
     now += FORGET_S
     assert pinned.expire() == {"d": False}
 

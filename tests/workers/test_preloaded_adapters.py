@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.wire.messages import Outdated, SamplingParams, SequenceRequest, Submit
@@ -26,7 +26,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 
 def preload(rig: EngineRig, sequence_id: int, adapter: str) -> None:
     """As a router's preloader asks for it."""
-    rig.told[sequence_id] = Told()
+    rig.outputs[sequence_id] = SequenceOutput()
     rig.engine.receive(
         Submit(
             SequenceRequest(
@@ -42,7 +42,7 @@ def preload(rig: EngineRig, sequence_id: int, adapter: str) -> None:
 
 
 class Tiers:
-    """What the engine has told, as a leader keeps it."""
+    """What the engine has reported, as a leader keeps it."""
 
     def __init__(self, rig: EngineRig) -> None:
         self.rig, self.pool, self.host = rig, set[str](), set[int]()
@@ -64,7 +64,7 @@ def test_it_reaches_pool_and_host_memory_and_leaves_them_in_turn(stock: Stock) -
         assert tiers.of(first) == []
         preload(rig, 0, first)
         rig.finish()
-        assert rig.told[0].finish_reason == "length"
+        assert rig.outputs[0].finish_reason == "length"
         assert tiers.of(first) == ["device", "host"]
         preload(rig, 1, second)  # there is room for one
         rig.finish()
@@ -83,17 +83,17 @@ def test_it_waits_as_long_as_others_run_and_takes_no_room_of_them(stock: Stock) 
     with stock.engine(num_pages=num_pages, host_bytes=1 << 30) as rig:
         rig.submit(0, [1] * 8, others, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
         rig.step()
-        while not rig.told[0].token_ids:
+        while not rig.outputs[0].token_ids:
             rig.step()
         preload(rig, 1, mine)
         tiers = Tiers(rig)
-        while not rig.told[0].ended:
+        while not rig.outputs[0].ended:
             rig.step()
-            assert "device" not in tiers.of(mine) or rig.told[0].ended
+            assert "device" not in tiers.of(mine) or rig.outputs[0].ended
         rig.finish()
         load = rig.engine.load().counters
         assert load.num_preemptions == 0
-        assert rig.told[1].finish_reason == "length"
+        assert rig.outputs[1].finish_reason == "length"
         assert tiers.of(mine) == ["device", "host"]
 
 
@@ -102,7 +102,7 @@ def test_one_that_can_never_fit_says_so(stock: Stock) -> None:
     with stock.engine(num_pages=stock.num_pages(2, largest) - 1) as rig:
         preload(rig, 0, largest)
         rig.finish()
-        error = rig.told[0].error
+        error = rig.outputs[0].error
         assert error is not None and error.kind == "invalid_request" and "can never fit" in error.message
 
 
@@ -116,7 +116,7 @@ def test_one_whose_file_is_damaged_says_so(stock: Stock, tmp_path: Path) -> None
         with stock.engine(num_pages=60) as rig:
             preload(rig, 0, name)
             rig.finish()
-            error = rig.told[0].error
+            error = rig.outputs[0].error
             assert error is not None and error.kind == "adapter_failed" and "damaged" in error.message
     finally:
         for path, content in saved.items():
@@ -134,7 +134,7 @@ def test_a_fault_of_the_worker_is_told_in_the_log_alone(stock: Stock, caplog: py
         loader._kernels = replace(loader._kernels, write_pages=fail)
         preload(rig, 0, next(iter(stock.refs)))
         rig.finish()
-        error = rig.told[0].error
+        error = rig.outputs[0].error
         assert error is not None and error.kind == "adapter_failed"
         assert error.message.endswith("could not be loaded")
     assert "another tenant" in caplog.text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, Oracle, write_adapters, write_model
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
@@ -101,10 +101,10 @@ def _score_beside_decodes(bench: Bench, rig: EngineRig) -> None:
     for index in range(len(bench.prompts)):
         scoring.submit(index, bench)
     scoring.finish()
-    for index, told in enumerate([rig.told[index] for index in range(len(bench.prompts))]):
+    for index, output in enumerate([rig.outputs[index] for index in range(len(bench.prompts))]):
         bench.check(index, scoring.scores[index])
-        assert (told.token_ids, told.finish_reason) == ([], "length")
-    assert len(rig.told[90].token_ids) == 20
+        assert (output.token_ids, output.finish_reason) == ([], "length")
+    assert len(rig.outputs[90].token_ids) == 20
     rig.assert_idle()
 
 
@@ -150,7 +150,7 @@ def test_preempted_prompts_go_on_where_their_scores_ended(bench: Bench) -> None:
         scoring.finish()
         for index, (prompt, adapter) in enumerate(bench.prompts):
             bench.check(index, scoring.scores[index])
-            assert len(rig.told[index].token_ids) == 28, (prompt, adapter)
+            assert len(rig.outputs[index].token_ids) == 28, (prompt, adapter)
         rig.assert_idle()
 
 
@@ -161,7 +161,7 @@ def test_another_gang_goes_on_with_the_scores(bench: Bench) -> None:
         scoring = Scoring(rig)
         scoring.submit(1, bench)
         scoring.finish()
-        rig.told[2] = Told()
+        rig.outputs[2] = SequenceOutput()
         request = SequenceRequest(
             sequence_id=2,
             prompt_token_ids=prompt,
@@ -184,8 +184,8 @@ def test_a_prompt_may_fill_the_context(bench: Bench) -> None:
         for index, length in enumerate((1, context, context + 1)):
             rig.submit(index, generator.choices(range(VOCAB_SIZE), k=length), None, SCORED)
         rig.finish()
-        assert [rig.told[index].finish_reason for index in range(3)] == ["length", "length", None]
-        assert rig.told[2].error is not None and "1 over the context" in rig.told[2].error.message
+        assert [rig.outputs[index].finish_reason for index in range(3)] == ["length", "length", None]
+        assert rig.outputs[2].error is not None and "1 over the context" in rig.outputs[2].error.message
 
 
 def test_a_gang_of_two_workers_scores_alike(bench: Bench) -> None:

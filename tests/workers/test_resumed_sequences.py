@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from motet.tests.rigs.engine_rig import EngineRig, Stock, Told
+from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import VOCAB_SIZE, write_adapters, write_model
 from motet.workers.wire.messages import SamplingParams
@@ -72,31 +72,31 @@ def questions() -> list[Asked]:
     ]
 
 
-def undisturbed(stock: Stock, asked: list[Asked]) -> list[Told]:
+def undisturbed(stock: Stock, asked: list[Asked]) -> list[SequenceOutput]:
     with stock.engine(num_pages=400) as rig:
         for sequence_id, question in enumerate(asked):
             rig.submit(sequence_id, question.prompt, question.adapter, question.sampling)
         rig.finish()
-        return [rig.told[sequence_id] for sequence_id in range(len(asked))]
+        return [rig.outputs[sequence_id] for sequence_id in range(len(asked))]
 
 
-def resumed(rig: EngineRig, asked: list[Asked], whole: list[Told]) -> None:
+def resumed(rig: EngineRig, asked: list[Asked], whole: list[SequenceOutput]) -> None:
     """Asks for the rest of the answer after every possible cut, all at once, and compares."""
-    expected: dict[int, tuple[Told, int]] = {}
-    for question, told in zip(asked, whole, strict=True):
+    expected: dict[int, tuple[SequenceOutput, int]] = {}
+    for question, output in zip(asked, whole, strict=True):
         for cut in CUTS:
-            if cut < len(told.token_ids):
+            if cut < len(output.token_ids):
                 sequence_id = len(expected)
-                expected[sequence_id] = told, cut
-                before = told.token_ids[:cut]
+                expected[sequence_id] = output, cut
+                before = output.token_ids[:cut]
                 rig.submit(sequence_id, question.prompt, question.adapter, question.sampling, before)
     rig.finish()
     rig.assert_idle()
-    for sequence_id, (told, cut) in expected.items():
-        heard = rig.told[sequence_id]
-        assert heard.token_ids == told.token_ids[cut:]
-        assert (heard.finish_reason, heard.error) == (told.finish_reason, None)
-        for said, would_be in zip(heard.logprobs, told.logprobs[cut:], strict=True):
+    for sequence_id, (output, cut) in expected.items():
+        heard = rig.outputs[sequence_id]
+        assert heard.token_ids == output.token_ids[cut:]
+        assert (heard.finish_reason, heard.error) == (output.finish_reason, None)
+        for said, would_be in zip(heard.logprobs, output.logprobs[cut:], strict=True):
             assert said.top_ids == would_be.top_ids
             values, expected_values = [said.chosen, *said.top_logprobs], [would_be.chosen, *would_be.top_logprobs]
             torch.testing.assert_close(torch.tensor(values), torch.tensor(expected_values), atol=TOLERANCE, rtol=0)
@@ -106,8 +106,10 @@ def test_greedy_and_seeded_text_goes_on_as_it_would_have(stock: Stock) -> None:
     """Also in a pool so small that sequences are preempted, and with prompts in chunks."""
     asked = questions()
     whole = undisturbed(stock, asked)
-    assert all(len(told.token_ids) == NUM_TOKENS and told.finish_reason == "length" for told in whole)
-    ruled = [told.token_ids for question, told in zip(asked, whole, strict=True) if question.sampling.rules is not None]
+    assert all(len(output.token_ids) == NUM_TOKENS and output.finish_reason == "length" for output in whole)
+    ruled = [
+        output.token_ids for question, output in zip(asked, whole, strict=True) if question.sampling.rules is not None
+    ]
     assert all(6 in tokens and tokens[tokens.index(6) - 1] == 7 for tokens in ruled), "a thought was ended"
     num_pages = 24 + max(stock.num_pages(30 + NUM_TOKENS, adapter) for adapter in stock.refs)
     with stock.engine(num_pages, max_tokens_per_step=50, max_num_sequences=8) as rig:
@@ -119,12 +121,12 @@ def test_greedy_and_seeded_text_goes_on_as_it_would_have(stock: Stock) -> None:
 
 def test_it_stops_where_it_would_have(stock: Stock) -> None:
     asked = questions()
-    stops = [told.token_ids[25] for told in undisturbed(stock, asked)]
+    stops = [output.token_ids[25] for output in undisturbed(stock, asked)]
     asked = [
         Asked(q.prompt, q.adapter, msgspec.structs.replace(q.sampling, stop_token_ids=(stop,), max_tokens=None))
         for q, stop in zip(asked, stops, strict=True)
     ]
     whole = undisturbed(stock, asked)
-    assert all(told.finish_reason == "stop" and told.token_ids[-1] in stops for told in whole)
+    assert all(output.finish_reason == "stop" and output.token_ids[-1] in stops for output in whole)
     with stock.engine(num_pages=400) as rig:
         resumed(rig, asked, whole)

@@ -95,13 +95,13 @@ def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
         rig.assert_idle()
         assert engine.load().counters.num_adapter_evictions > 0
     for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
-        told = rig.told[i]
-        assert (told.finish_reason, told.error) == ("length", None)
-        logprobs = case.oracle.logits(prompt + told.token_ids[:-1], adapter)[len(prompt) - 1 :].log_softmax(-1)
-        chosen = logprobs.gather(1, torch.tensor(told.token_ids).unsqueeze(1)).squeeze(1)
+        output = rig.outputs[i]
+        assert (output.finish_reason, output.error) == ("length", None)
+        logprobs = case.oracle.logits(prompt + output.token_ids[:-1], adapter)[len(prompt) - 1 :].log_softmax(-1)
+        chosen = logprobs.gather(1, torch.tensor(output.token_ids).unsqueeze(1)).squeeze(1)
         # Greedy by the oracle's own numbers at every position, up to close calls.
         assert (logprobs.amax(dim=-1) - chosen).max() < TOLERANCE, f"adapter {adapter}"
-        said = torch.tensor([entry.chosen for entry in told.logprobs])
+        said = torch.tensor([entry.chosen for entry in output.logprobs])
         torch.testing.assert_close(said, chosen, atol=TOLERANCE, rtol=0)
 
 
@@ -122,7 +122,7 @@ def test_every_worker_copies_the_pages_that_are_alike_in_part(llama: Case) -> No
         for i, prompt in enumerate(prompts):
             rig.submit(i, prompt, None, sampling)
             rig.finish()
-        return [rig.told[i].token_ids for i in range(len(prompts))]
+        return [rig.outputs[i].token_ids for i in range(len(prompts))]
 
     alone = build_engine(llama.config(1, num_pages=30, prefix_cache=False))
     expected = answers(alone)
@@ -196,7 +196,7 @@ def test_pages_that_change_hands_are_those_of_every_worker(llama: Case) -> None:
         for i, prompt in enumerate(prompts):
             rig.submit(i, prompt, None, sampling)
         rig.finish()
-        return [rig.told[i].token_ids for i in range(len(prompts))]
+        return [rig.outputs[i].token_ids for i in range(len(prompts))]
 
     alone = build_engine(llama.config(1, num_pages=100))
     expected = answers(alone)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from motet.kernels import joint_sampling
-from motet.kernels.joint_sampling import RowChoice, choose_together
+from motet.kernels.joint_sampling import ChoicesUnderWay, RowChoice
 from motet.kernels.plain.sampling import PlainSampling, draw_alone
 from motet.kernels.sampling import Draw, Penalty
 from motet.tests.rigs.native_builds import HERE, load_build
@@ -131,7 +131,7 @@ def test_rows_drawn_together_are_those_drawn_alone(vocab: int, monkeypatch: pyte
     alone = [draw_alone(row, draw) for row, draw in zip(rows, wanted, strict=True)]
     for most_rows in (1, 7, 1000):
         monkeypatch.setattr(joint_sampling, "_MOST_BYTES", most_rows * vocab * 8)
-        together = choose_together(rows.clone(), [RowChoice(draw, None, {}, None) for draw in wanted])
+        together = ChoicesUnderWay(rows.clone(), [RowChoice(draw, None, {}, None) for draw in wanted]).read()
         assert [chosen and chosen.token_id for chosen in together] == alone
 
 

@@ -26,7 +26,7 @@ def logprobs(draw: st.DrawFn) -> TokenLogprobs:
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[SequenceUpdate]:
-    """Updates of one sequence, of which only the last tells an end. Scores of its prompt come before its tokens."""
+    """Updates of one sequence, of which only the last ends it. Scores of its prompt come before its tokens."""
     has_logprobs = draw(st.booleans())
     num_top = draw(st.sampled_from([0, 1, 20]))
     updates = [

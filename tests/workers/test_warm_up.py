@@ -51,7 +51,7 @@ def specialisations_of(stock: Stock, seed: int) -> tuple[set[Specialisation], se
             for _ in range(generator.choice((0, 0, 1, 3))):
                 rig.step()
         rig.finish()
-        assert [told.error for told in rig.told.values()] == [None] * 24
+        assert [output.error for output in rig.outputs.values()] == [None] * 24
         return before, found - before
 
 

@@ -63,8 +63,8 @@ def serve(rig: EngineRig, asked: list[Asked], first_id: int) -> None:
         poison(rig)
     rig.assert_idle()
     for sequence_id, (_, _, answer) in enumerate(asked, first_id):
-        assert rig.told[sequence_id].error is None
-        assert rig.told[sequence_id].token_ids == answer.token_ids
+        assert rig.outputs[sequence_id].error is None
+        assert rig.outputs[sequence_id].token_ids == answer.token_ids
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -105,7 +105,7 @@ def test_a_gang_of_two_workers_gives_the_same_answers(model: tuple[Stock, Oracle
         rig.assert_idle()
         assert (num_dense > 0) == (config.full_layers is not None)
         for sequence_id, (_, _, answer) in enumerate(asked):
-            assert rig.told[sequence_id].token_ids == answer.token_ids
+            assert rig.outputs[sequence_id].token_ids == answer.token_ids
 
 
 def test_a_window_comes_back_from_host_memory(model: tuple[Stock, Oracle]) -> None:
@@ -127,5 +127,5 @@ def test_a_window_comes_back_from_host_memory(model: tuple[Stock, Oracle]) -> No
                 num_preempted += 1
             poison(rig)
         assert num_preempted > 2
-        assert rig.told[0].token_ids == answer.token_ids
+        assert rig.outputs[0].token_ids == answer.token_ids
         assert rig.engine.load().counters.num_pages_in > 0

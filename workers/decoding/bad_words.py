@@ -1,4 +1,4 @@
-"""Bad words of several tokens, and how far a sequence's output has come into them."""
+"""Matches a sequence's output against bad words of several tokens."""
 
 from __future__ import annotations
 

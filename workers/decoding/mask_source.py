@@ -1,4 +1,4 @@
-"""Masks of tokens: which tokens a row may choose, and where the worker that chooses them gets them from."""
+"""Masks of the tokens that a row may choose, and the source from which a worker gets them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class MaskSource(Protocol):
     def take(self, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
         """By sequence id, masks of the tokens with these (sequence id, index of the token).
 
-        Waits for them until `is_over`: then those that are late are left out.
+        Waits for them until `is_over`; masks that are late then are left out.
         """
 
 
 class NoMasks:
-    """Of a worker whose sequences have no grammars."""
+    """The source of a worker whose sequences have no grammars."""
 
     def follow(self, plan: StepPlan, fed: Mapping[int, SampledToken | None]) -> None: ...
 

@@ -13,7 +13,7 @@ from ..wire.embedding import packed_vector
 
 
 class PooledRows(NamedTuple):
-    """Rows of a step, one after the other, whose states are added up."""
+    """Consecutive rows of a step whose states are summed."""
 
     sequence_id: int
     first_row: int  # in the step
@@ -21,7 +21,7 @@ class PooledRows(NamedTuple):
 
 
 def pooled_rows(sequences: Sequence[SequencePlan], query_starts: Sequence[int]) -> tuple[PooledRows, ...]:
-    """Of a step whose sequences begin at these rows."""
+    """The rows to pool in a step whose sequences begin at these rows."""
     return tuple(
         [
             PooledRows(sequence.sequence_id, start + sequence.pool.first_row, sequence.pool.num_rows)
@@ -32,7 +32,7 @@ def pooled_rows(sequences: Sequence[SequencePlan], query_starts: Sequence[int]) 
 
 
 class PoolingUnderWay:
-    """Sums while the device computes them: nothing waits before `read`."""
+    """Sums that the device computes: only `read` waits for them."""
 
     def __init__(self, hidden: torch.Tensor, pooled: Sequence[PooledRows]) -> None:
         """`hidden`: `[num_rows, hidden]`, the last layer's normed states of the whole step."""

@@ -1,6 +1,6 @@
 """Log-probabilities of prompts' tokens from the last layer's states, for some rows at a time.
 
-The logits of a whole prompt are never there: of 128,000 tokens they would take 60 GB.
+The logits of a whole prompt never exist at once: those of 128,000 tokens would take 60 GB.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]  # states [num_rows, hidden] -> lo
 
 
 class ScoredRows(NamedTuple):
-    """Rows of a step, one after the other, from which tokens of a sequence's prompt are scored."""
+    """Consecutive rows of a step from which tokens of a sequence's prompt are scored."""
 
     sequence_id: int
     first_row: int  # in the step
@@ -33,7 +33,7 @@ class ScoredRows(NamedTuple):
 
 
 def scored_rows(sequences: Sequence[SequencePlan], query_starts: Sequence[int]) -> tuple[ScoredRows, ...]:
-    """Of a step whose sequences begin at these rows."""
+    """The rows to score in a step whose sequences begin at these rows."""
     return tuple(
         [
             ScoredRows(sequence.sequence_id, start + sequence.scores.first_row, sequence.scores)
@@ -44,7 +44,7 @@ def scored_rows(sequences: Sequence[SequencePlan], query_starts: Sequence[int]) 
 
 
 class ScoresUnderWay:
-    """Scores while the device computes them: nothing waits before `read`."""
+    """Scores that the device computes: only `read` waits for them."""
 
     def __init__(self, hidden: torch.Tensor, head: Head, scored: Sequence[ScoredRows], vocab_size: int) -> None:
         """`hidden`: `[num_rows, hidden]`, the last layer's normed states of the whole step."""

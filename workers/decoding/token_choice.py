@@ -36,7 +36,7 @@ def sample(
     """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where asked for.
 
     None for a row whose largest number is NaN or infinite: no token can be chosen from it. Everything is computed where
-    the logits are, on a GPU by `choose_together`, on the CPU by `kernels`.
+    the logits are, on a GPU by `ChoicesUnderWay`, on the CPU by `kernels`.
 
     `counts`: each row's token counts, if its sequence has penalties; empty: no row has any. `masks`: by row, of those
     that may choose only some tokens. Changes logits in place.

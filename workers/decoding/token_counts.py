@@ -93,7 +93,7 @@ class PenalisedSequences:
                 continue
             token_ids = part.token_ids
             if part.is_fed:
-                chosen = fed.get(part.sequence_id)  # none if its mask was late
+                chosen = fed.get(part.sequence_id)  # empty if its mask was late
                 token_ids = () if chosen is None else (chosen.token_id,)
             for token_id in token_ids:
                 self._counts[part.sequence_id].add(token_id)

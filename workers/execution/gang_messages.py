@@ -61,7 +61,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 class WantMasks(msgspec.Struct, frozen=True, tag="want_masks"):
     """The first worker is about to choose tokens, and asks for the masks that are made: `MaskSource.take`.
 
-    Only what it chooses tokens with travels: an eighth of the vocabulary's size in bytes for each sequence and step.
+    Only the masks are sent: for each sequence and step the vocabulary's size in bits.
     """
 
     wanted: list[tuple[int, int]]

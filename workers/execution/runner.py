@@ -212,7 +212,7 @@ class Runner:
         if inputs.is_fed:
             self._rows.feed(before)
         logits, scores, pooling = self._launch(inputs)
-        # The device computes this step while the host waits for the last step's tokens, which penalties and masks need.
+        # The device computes this step while the host waits for the last step's tokens, for penalties and masks.
         has_masks = any(sample.is_constrained for sample in inputs.samples)
         known = before.tokens if plan.penalised or has_masks else {}
         self.penalised.follow(plan, known)
@@ -227,9 +227,8 @@ class Runner:
     def _take_masks(
         self, inputs: StepInputs | DeviceInputs, device: torch.device, began_at: float
     ) -> tuple[dict[int, TokenMask], frozenset[int]]:
-        """Masks by row, and the sequences whose masks are late: not there when the forward pass is over.
-
-        On a CPU it is over already: they may take a little longer than it took since `began_at`.
+        """Masks by row, and the sequences whose masks are late, which means not made when the forward pass ends. On a
+        CPU that has ended already, so masks get a little more time than it took since `began_at`.
         """
         each = enumerate(zip(inputs.sample_ids, inputs.samples, strict=True))
         rows = {sequence_id: (row, sample.index) for row, (sequence_id, sample) in each if sample.is_constrained}

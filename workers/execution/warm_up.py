@@ -95,7 +95,7 @@ def doubled(first: int, last: int) -> Iterator[int]:
 def as_plan(
     step: tuple[Rows, ...], number: int, block_size: int, adapters: Sequence[Residence], num_scored: int = 0
 ) -> StepPlan:
-    """A plan of new sequences, which all write to the pool's first page, which is not read. Each gets a token.
+    """A plan of new sequences that all write to the pool's first page, which is never read. Each gets a token.
 
     `number`: of the step. `adapters`: as many as there may be sequences. `num_scored`: rows of the first sequence whose
     tokens are scored, if it has so many.

@@ -5,7 +5,7 @@ from __future__ import annotations
 # An output token takes a whole step of its sequence: the price in the paper on virtual token counters (arXiv 2401.00588
 # §5.1), and about what providers charge.
 OUTPUT_TOKEN = 2.0
-# A prompt token whose log-probability is computed: the model's head, which other prompt tokens pass by.
+# A prompt token whose log-probability is computed also goes through the model's head; others do not.
 SCORED_TOKEN = 0.5
 # A token whose KV was cached: nothing is computed, but its page is held and read.
 CACHED_TOKEN = 0.1

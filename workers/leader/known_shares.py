@@ -10,11 +10,10 @@ _MAX_SHARES = 16_384
 
 
 class KnownShares:
-    """The latest share of each tenant; of too many, who has nothing in the gang is forgotten, longest unheard first."""
+    """The latest share of each tenant. Beyond _MAX_SHARES, idle tenants are dropped, the longest unreported first."""
 
-    def __init__(self, most: int = _MAX_SHARES) -> None:
+    def __init__(self) -> None:
         self._shares: dict[str, TenantShare] = {}
-        self._most = most
 
     @property
     def tenants(self) -> Iterable[str]:
@@ -24,9 +23,9 @@ class KnownShares:
         for share in changed:
             self._shares.pop(share.tenant, None)
             self._shares[share.tenant] = share
-        if len(self._shares) > self._most:
+        if len(self._shares) > _MAX_SHARES:
             idle = [tenant for tenant, of in self._shares.items() if not of.num_running and not of.num_waiting]
-            for tenant in idle[: self._most // 2]:
+            for tenant in idle[: _MAX_SHARES // 2]:
                 del self._shares[tenant]
 
     def __iter__(self) -> Iterator[TenantShare]:

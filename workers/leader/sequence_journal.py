@@ -57,9 +57,6 @@ class SequenceJournal:
         """Keys that any router may ask for."""
         return sorted({entry.request.key for entry in self._entries.values() if entry.owner is None})
 
-    def is_orphan(self, key: str) -> bool:
-        return any(entry.owner is None and entry.request.key == key for entry in self._entries.values())
-
     def take_changed(self) -> set[str]:
         """Keys that became an orphan's, or ceased to be, since the last call."""
         changed, self._changed = self._changed, set()

@@ -75,7 +75,7 @@ class Decodes:
                 break
         if self._counts.num_preemptions > num_preemptions:
             planned = [sequence for sequence in planned if sequence.sequence_id in self._running.by_id]
-        self._charge_tokens([*planned, *sitting_out] if sitting_out else planned)  # a place that is held is paid for
+        self._charge_tokens([*planned, *sitting_out] if sitting_out else planned)  # they hold places, too
         return planned
 
     def _has_mask(self, sequence: GrowingSequence) -> bool:

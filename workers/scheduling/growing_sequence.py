@@ -47,7 +47,7 @@ class GrowingSequence:
     num_given_tokens: int = field(init=False)  # tokens that it arrived with
     has_penalty: bool = field(init=False)
     is_constrained: bool = field(init=False)  # it has a grammar
-    awaits_mask: bool = False  # a step had to do without its mask: none is planned before that is made
+    awaits_mask: bool = False  # its mask was late: no step is planned for it until the mask is made
     is_pooled: bool = field(init=False)  # an embedding of its prompt is asked for, and no token
     counter: TenantCounter = field(default_factory=TenantCounter)  # its tenant's
     held: HeldPages = field(init=False)  # page-seconds
@@ -83,9 +83,9 @@ class GrowingSequence:
     own_arrival: int | None = None  # while it is promoted: its `arrival` before and afterwards
     # Pages of its prefix in the pool or coming, while copies are under way for it; None: no more copies should start.
     num_brought: int | None = None
-    num_scored: int = 0  # its first rows whose scores have gone out, or that are in `pooled` or need not be
-    num_to_score: int = 0  # its first rows whose scores it is asked for, or that are pooled
-    pooled: npt.NDArray[np.float64] | None = None  # sum of the states of those that are pooled so far; None: of none
+    num_scored: int = 0  # leading rows whose scores were sent, or that are in `pooled` or need not be
+    num_to_score: int = 0  # leading rows that are to be scored or pooled
+    pooled: npt.NDArray[np.float64] | None = None  # sum of the states of the rows pooled so far; None: no row was
 
     def __post_init__(self) -> None:
         self.sequence_id = self.request.sequence_id
@@ -94,7 +94,7 @@ class GrowingSequence:
         self.num_given_tokens = len(self.token_ids)
         self.sampling = params = self.request.sampling
         self.has_penalty, self.is_constrained = params.has_penalty, bool(params.grammar)
-        if self.is_constrained:  # workers do without the text, which would travel to them with each token
+        if self.is_constrained:  # workers do not need the text, which would be sent to them with each token
             self.sampling = msgspec.structs.replace(params, grammar="")
         before = self.request.usage or SequenceUsage()
         self.held = HeldPages(before)
@@ -115,7 +115,7 @@ class GrowingSequence:
 
     @property
     def is_scored(self) -> bool:
-        """All scores that it was asked for have gone out, and all rows are pooled that are to be."""
+        """All requested scores were sent, and all rows that are to be pooled were."""
         return self.num_scored >= self.num_to_score
 
     @property

@@ -26,7 +26,7 @@ class PlannedStep:
 
     def __init__(self, decodes: list[GrowingSequence], chunks: list[PlannedChunk]) -> None:
         self.decodes, self.chunks = decodes, chunks
-        self.late: set[GrowingSequence] = set()  # of those that are gone: their masks were late
+        self.late: set[GrowingSequence] = set()  # sequences that were dropped from the step: their masks were late
         self.gone: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
 
     def prompts(self) -> list[tuple[int, int]]:

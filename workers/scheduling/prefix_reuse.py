@@ -272,7 +272,7 @@ class PrefixReuse:
         self._cache.count_uses(found.held_pages)
         self._tiers.touch(sequence.page_keys[num_unseen:num_found])
         for key in sequence.page_keys[num_found:]:
-            if sequence.is_scored or self._cache.page_of(key) is None:  # others need not wait for what is here
+            if sequence.is_scored or self._cache.page_of(key) is None:  # those here are not waited for
                 self._coming.setdefault(key, sequence)
 
     def take_copies(self) -> tuple[PageCopy, ...]:

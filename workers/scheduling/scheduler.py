@@ -47,7 +47,7 @@ _MAX_PROTECTED = 64  # waiting sequences whose prefixes are evicted last
 _MAX_WANTED_PAGES = 4096  # of these prefixes
 _HEAD_START = 1 << 62  # makes a sequence that another gang began older than all that began here
 _PRIORITY = 1 << 63  # of one step of priority, which outweighs even that
-_NO_TOKEN = SampledToken(0, None)  # in place of one, where none is chosen
+_NO_TOKEN = SampledToken(0, None)  # in place of a token where none is chosen
 USAGE_REPORT_PAGES = 8  # report usage to the router every 8 filled pages
 
 
@@ -185,7 +185,8 @@ class Scheduler:
         return self._usage(sequence)
 
     def take_grammars(self) -> list[SequenceUpdate]:
-        """Queues sequences whose grammars have been compiled. Ends those that cannot go on with theirs: their updates.
+        """Queues sequences whose grammars have been compiled. Returns the updates of those that end because their
+        grammars cannot be followed.
 
         Not to be called while a plan is made.
         """

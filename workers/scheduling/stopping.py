@@ -11,7 +11,10 @@ from .request_limits import GangLimits
 
 
 def stop_ids(request: SequenceRequest, eos_token_ids: AbstractSet[int]) -> frozenset[int]:
-    """Tokens that end the sequence. With a grammar, the model's own ones do so always: they come only where it ends."""
+    """Tokens that end the sequence.
+
+    With a grammar the model's own end tokens always do: they are allowed only at its end.
+    """
     params = request.sampling
     ignores_eos = params.ignore_eos and not params.grammar
     return frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else eos_token_ids)
@@ -25,7 +28,7 @@ def max_length(request: SequenceRequest, num_adapter_pages: int, limits: GangLim
     if limits.needed_pages(longest - 1) > num_pages:
         longest = bisect_right(range(longest), num_pages, key=limits.needed_pages)
     max_tokens = request.sampling.max_tokens
-    if max_tokens == 0:  # a token is chosen, which nobody sees
+    if max_tokens == 0:  # a token is chosen, and not sent
         return len(request.prompt_token_ids) + 1
     return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)
 

@@ -72,7 +72,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
-    rules: TokenRules | None = None  # None: any token may come
+    rules: TokenRules | None = None  # None: any token is allowed
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
     ignore_eos: bool = False  # the model's own ids only; stop_token_ids still stop
     num_logprobs: int | None = None  # None: none. 0: the chosen token's. k: also the k most likely ones
@@ -107,9 +107,9 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     adapter: AdapterRef | None = None  # None: the base
     adapter_name: str = ""  # as its tenant calls it, only to be shown; nothing is decided by it
-    owner: str = ""  # the user of its tenant whose private adapter it is; routers alone look at it
+    owner: str = ""  # owner of the private adapter; only routers use it
     generated_token_ids: list[int] = []
-    num_scored: int = 0  # tokens of the prompt whose log-probabilities came from other gangs, and come no more
+    num_scored: int = 0  # tokens of the prompt whose log-probabilities other gangs have already sent
     usage: SequenceUsage | None = None  # its cost at other gangs, as last reported; counting goes on from there
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     request_id: str = ""  # of the request that it belongs to: for the gang's log

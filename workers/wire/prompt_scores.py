@@ -15,7 +15,7 @@ _TOP_BYTES: Final = 8  # of each likely token
 
 
 class PromptScores(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of tokens that follow one another, a row for each: given all tokens before it, as the model has them.
+    """Scores of consecutive tokens, a row for each: its probability given all tokens before it.
 
     The first token of a prompt has none. A row has the token's natural log-probability, its rank among all tokens (1:
     the likeliest) and the `num_top` likeliest tokens.

@@ -129,7 +129,7 @@ class UnreadUpdate:
         return self.take(self.max_bytes)[0]
 
     def take(self, num_bytes: int) -> tuple[SequenceUpdate, bool]:
-        """Its next tokens, no more than fit into so many bytes of a frame, but one at least; and whether that is all.
+        """The next tokens that fit into this many bytes of a frame, at least one; and whether nothing is left.
 
         Scores of the prompt come before them. The end comes with the last of them.
         """
@@ -164,7 +164,7 @@ class UnreadUpdate:
         return piece, is_all
 
     def _take_scores(self, num_bytes: int) -> PromptScores:
-        """The next rows, no more than fit into so many bytes, but one at least."""
+        """The next rows that fit into this many bytes, at least one."""
         size, start = row_bytes(self._num_top), self._num_scores_taken
         self._num_scores_taken += min(self._num_scores_left, max(1, num_bytes // size))
         return PromptScores(self._num_top, bytes(self._scores[start * size : self._num_scores_taken * size]))

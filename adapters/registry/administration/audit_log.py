@@ -22,9 +22,8 @@ class AuditLog:
     Raises RegistryUnavailable as `Registry` does.
     """
 
-    def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
+    def __init__(self, client: Redis) -> None:
         self._client: Any = client
-        self._timeout_s = timeout_s
         self._change_settings = bind_script(client, "administration/change_settings.lua", allow_oom=True)
         self._read_all = bind_script(client, "administration/read_audit.lua")
         self._read_operators = bind_script(client, "administration/read_operators_audit.lua")
@@ -37,7 +36,7 @@ class AuditLog:
         end = f"({before}" if before else "+"
         if not tenant:
             return await self._pages(self._read_all, end, limit)
-        async with answered_within(self._timeout_s):
+        async with answered_within():
             found = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=None if user else limit)
         own = [decode_entry(one, fields["entry"], fields["result"]) for one, fields in found]
         if user:  # operators are no users
@@ -48,7 +47,7 @@ class AuditLog:
     async def _pages(self, read: Callable[..., Awaitable[Any]], end: str, limit: int) -> Sequence[WrittenEntry]:
         entries: list[WrittenEntry] = []
         while len(entries) < limit:
-            async with answered_within(self._timeout_s):
+            async with answered_within():
                 last, *found = await read(last=end, count=_PAGE_SIZE)
             entries += map(decode_entry, found[::3], found[1::3], found[2::3])
             if not last:
@@ -63,7 +62,7 @@ class AuditLog:
         """
         text = msgspec.json.encode(settings, order="sorted").decode()
         while True:
-            async with answered_within(self._timeout_s):
+            async with answered_within():
                 before: str = await self._client.get(SETTINGS) or ""
             if before == text:
                 return False
@@ -80,7 +79,7 @@ class AuditLog:
                 changed=changed,
                 actor=Actor(kind="configuration"),
             )
-            async with answered_within(self._timeout_s):
+            async with answered_within():
                 is_noted = await self._change_settings(
                     old_settings=before, new_settings=text, entry=encode_entry(entry)
                 )

@@ -23,8 +23,7 @@ _log = logging.getLogger(__name__)
 class EndedKeys:
     """Any number of routers may do this at once: what one has deleted, the others do not find."""
 
-    def __init__(self, client: Redis, timeout_s: float = 3.0) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, client: Redis) -> None:
         self._delete_ended = bind_script(client, "administration/delete_ended_keys.lua", allow_oom=True)
         self._task: asyncio.Task[None] | None = None
 
@@ -39,7 +38,7 @@ class EndedKeys:
 
         Raises RegistryUnavailable.
         """
-        async with answered_within(self._timeout_s):
+        async with answered_within():
             return bool(await self._delete_ended(kept_s=KEPT_S, count=PAGE_SIZE) == PAGE_SIZE)
 
     async def _forget_forever(self) -> None:

@@ -26,8 +26,8 @@ _PAGE_SIZE: Final = 200  # of what is deleted at once: a few milliseconds of Red
 class KeyRegistry:
     """Keys are found by their hash, which a router's view knows. Raises RegistryUnavailable as `Registry` does."""
 
-    def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
-        self._changes = RecordChanges(client, timeout_s)
+    def __init__(self, client: Redis, clock: Callable[[], float] = time.time) -> None:
+        self._changes = RecordChanges(client)
         self._clock = clock
 
     async def create(self, wanted: KeyRecord, actor: Actor) -> tuple[KeyRecord, str]:
@@ -95,7 +95,7 @@ class KeyRegistry:
         await self._changes.change(key.tenant, (key_hash,), make)
 
     async def delete_of_user(self, tenant: str, user: str, hashes: Sequence[str], actor: Actor) -> int:
-        """Deletes those of these keys that are the user's, page by page, and returns how many they were.
+        """Deletes those of the given keys that belong to the user, page by page, and returns their number.
 
         The audit log has an entry for each page, and one where there are no keys: the user's deletion begins.
         """

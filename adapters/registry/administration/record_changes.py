@@ -42,9 +42,8 @@ class Wanted:
 class RecordChanges:
     """Any number of processes change records at once, and no change is lost."""
 
-    def __init__(self, client: Redis, timeout_s: float) -> None:
+    def __init__(self, client: Redis) -> None:
         self._client: Any = client
-        self._timeout_s = timeout_s
         self._change_records = bind_script(client, "administration/change_records.lua", allow_oom=True)
 
     async def change(self, tenant: str, hashes: Sequence[str], make: Callable[[Found], Wanted]) -> Wanted:
@@ -54,7 +53,7 @@ class RecordChanges:
         may not have happened, and TooManyKeys if the tenant would have more than MAX_KEYS.
         """
         for _ in range(_NUM_TRIES):
-            async with answered_within(self._timeout_s):
+            async with answered_within():
                 pipeline = self._client.pipeline(transaction=False).hget(TENANTS, tenant)
                 if hashes:
                     pipeline = pipeline.hmget(API_KEYS, list(hashes))
@@ -69,7 +68,7 @@ class RecordChanges:
             keys = []
             for key_hash, record in wanted.keys.items():
                 keys += [key_hash, held.get(key_hash), _encoded(record)]
-            async with answered_within(self._timeout_s):
+            async with answered_within():
                 done = await self._change_records(
                     entry=encode_entry(wanted.entry),
                     tenant=tenant,

@@ -29,12 +29,11 @@ class TenantRegistry:
         self,
         client: Redis,
         ends: Sequence[EndOfTenant] = (),
-        timeout_s: float = 3.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`ends`: what else is deleted with a tenant."""
-        self._changes = RecordChanges(client, timeout_s)
-        self._ends, self._timeout_s, self._clock = tuple(ends), timeout_s, clock
+        self._changes = RecordChanges(client)
+        self._ends, self._clock = tuple(ends), clock
         self._delete_page_of_keys = bind_script(client, "administration/delete_keys_of_tenant.lua", allow_oom=True)
         self._delete_page_of_adapters = bind_script(
             client, "administration/delete_adapters_of_tenant.lua", allow_oom=True
@@ -63,9 +62,9 @@ class TenantRegistry:
     async def change(
         self, name: str, fields: Mapping[str, Any], actor: Actor, action: str = "tenant.change"
     ) -> TenantRecord:
-        """The tenant with `fields` in place of what it had; quotas are mappings of those of their fields that change.
+        """The tenant with these fields changed; of a quota only the fields that it maps are changed.
 
-        The caller has made sure that there is this tenant. Raises TenantEnding.
+        The tenant must exist. Raises TenantEnding.
         """
         check_tenant(name)
         shown = {field: value for field, value in fields.items() if field != "label"}  # which may say anything
@@ -131,7 +130,7 @@ class TenantRegistry:
     async def _delete_keys(self, name: str) -> None:
         cursor = "0"
         while True:
-            async with answered_within(self._timeout_s):
+            async with answered_within():
                 cursor = await self._delete_page_of_keys(tenant=name, cursor=cursor, count=_PAGE_SIZE)
             if cursor == "0":
                 return
@@ -139,7 +138,7 @@ class TenantRegistry:
     async def _delete_adapters(self, name: str, tenant_id: str) -> int:
         num_deleted = 0
         while True:
-            async with answered_within(self._timeout_s):
+            async with answered_within():
                 num: int = await self._delete_page_of_adapters(
                     tenant=name, count=_PAGE_SIZE, answers=ANSWERS + tenant_id, answer_order=ANSWER_ORDER + tenant_id
                 )

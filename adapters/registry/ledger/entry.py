@@ -26,7 +26,7 @@ NUMBERS: Final = (
     "adapter_device_page_ms",  # the same, of their parts of the adapters that they ran with
     "recomputed_tokens",  # computed again after a preemption or by another gang: never charged
 )
-NUM_DIGEST_DIGITS: Final = 12  # of a digest in sums: the version number tells versions of a name apart
+NUM_DIGEST_DIGITS: Final = 12  # of a digest in sums: the version number already distinguishes versions of a name
 
 
 class Stage(IntEnum):
@@ -60,7 +60,7 @@ def parse_group(text: str) -> Group:
 
 
 def _prefix(user: str) -> str:
-    """A group of no user's is written as it was before there were users."""
+    """A group without a user is written as it was before users existed."""
     return f"{user}\t" if user else ""
 
 

@@ -37,7 +37,7 @@ class VersionNote(msgspec.Struct, frozen=True, omit_defaults=True):
 
     note: str = ""
     uploaded_by: str = ""  # id of a key
-    user: str = ""  # whose it is: the uploader, or whose private adapter it is; empty: no user's
+    user: str = ""  # the user that it belongs to: the uploader, or the owner of the private adapter; empty: no user
 
 
 class EndedCanary(msgspec.Struct, frozen=True):
