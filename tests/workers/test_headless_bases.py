@@ -99,9 +99,9 @@ def test_tokens_come_where_the_embedding_is_the_head(base: Base) -> None:
             rig.submit(index, PROMPTS[0], None, sampling)
         rig.finish()
     if not is_tied:
-        for told in rig.outputs.values():
-            assert told.error is not None and told.error.kind == "invalid_request"
-            assert "/v1/embeddings" in told.error.message
+        for output in rig.outputs.values():
+            assert output.error is not None and output.error.kind == "invalid_request"
+            assert "/v1/embeddings" in output.error.message
         return
     model = AutoModelForCausalLM.from_pretrained(base.path, dtype=torch.float32)
     tokens = torch.tensor([PROMPTS[0]])
