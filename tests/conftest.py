@@ -107,6 +107,11 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(5_000, 20, 50)
 
 
+def pytest_unconfigure() -> None:
+    """nanobind reports what is not collected when the interpreter ends."""
+    gc.unfreeze()
+
+
 def _function_of(item: pytest.Item) -> Callable[..., object] | None:
     found: Callable[..., object] | None = getattr(item, "function", None)
     return found
