@@ -24,7 +24,8 @@ FRONT, STATISTICS, EXPORTER = "frontend http_frontend", "listen stats", "fronten
 # of a stream, does nothing wrong, and HAProxy does not count that time.
 CLIENT_TIMEOUT_S = 60
 NO_APPLICATION = (503, "no_router", "No router is there yet; send it again in a moment.")
-ONLY_FALLBACK = (503, "not_ready", "Requests do not reach the routers themselves yet.")
+ONLY_FALLBACK = (503, "not_ready", "No router can be reached now; send it again in a moment.")
+MAX_FALLBACK_BYTES = 64 << 10  # of a body that Serve's own proxy may hold
 
 
 class TemplateChanged(Exception):  # noqa: N818
@@ -49,8 +50,13 @@ def edge_config(
         raise TemplateChanged(f"these sections are not there once: {', '.join(sorted(missing))}")
     if "backend default_backend" not in names:
         raise TemplateChanged("there is no default_backend")
-    front = front_lines(limits, max_connections, _other_applications(sections[names.index(FRONT)]))
+    applications = _applications(sections[names.index(FRONT)])
+    others = [prefix for prefix in applications if prefix != "/"] if "/" in applications else None
+    front = front_lines(limits, max_connections, others)
     edited = [_edited(section, front, max_connections, error_files, front_host) for section in sections]
+    for section in edited:
+        if section[0].rstrip() == f"backend {applications.get('/')}":
+            section[1:1] = _indented(_without_router(applications["/"], section))
     routed = [name.removeprefix("backend ") for name in names if name.startswith("backend ")]
     doubled = second_backends([name for name in routed if name != "default_backend"])
     for section in [*edited]:
@@ -107,31 +113,31 @@ def _edited(
             if len(kept) != len(body) - 1:
                 raise TemplateChanged(f"{name} has not one answer")
             body = [*kept, *_indented([f"http-request return {returned(*NO_APPLICATION)}"])]
-        case header:
-            body = [*_indented(_readiness(header.removeprefix("backend "), body)), *body]
     return [name, *body]
 
 
-def _readiness(backend: str, body: list[str]) -> list[str]:
-    """/ready succeeds only once HAProxy reaches a router itself.
+def _without_router(backend: str, body: list[str]) -> list[str]:
+    """What is answered while HAProxy reaches no router itself: /ready says so, and long bodies are refused.
 
-    Until HAProxy has Serve's newest list of routers and has checked one, requests go through Serve's own proxy: slower,
-    and their keys and texts then lie in the memory of a process that is not motet's.
+    Other requests go through Serve's own proxy: slower, and their keys and texts are then in the memory of a process
+    that is not motet's. It takes bodies in before a router has seen their keys, as long as they are.
     """
     servers = [found[1] for line in body if (found := re.match(r" *server (\S+) (?!.* backup$)", line))]
     routers = [f"acl motet_router srv_is_up({backend}/{server})" for server in servers]
     unreached = "!motet_router" if routers else ""
     return [
         *routers,
-        f"http-request return {returned(*ONLY_FALLBACK)} if {{ path /ready /ready/ }} {unreached}".rstrip(),
+        "acl motet_no_fallback path /ready /ready/",
+        f"acl motet_no_fallback req.hdr_val(content-length) gt {MAX_FALLBACK_BYTES}",
+        "acl motet_no_fallback req.hdr(transfer-encoding) -m found",
+        f"http-request return {returned(*ONLY_FALLBACK)} if motet_no_fallback {unreached}".rstrip(),
     ]
 
 
-def _other_applications(front: list[str]) -> list[str] | None:
-    """The prefixes of the paths of applications beside the one at "/", which is motet; None: there is none at "/"."""
-    found = [re.match(r" *acl is_\S+ path (\S+)$", line) for line in front]
-    prefixes = [one[1] for one in found if one]
-    return [prefix for prefix in prefixes if prefix != "/"] if "/" in prefixes else None
+def _applications(front: list[str]) -> dict[str, str]:
+    """Of each application the prefix of its paths, and its backend. That at "/" is motet."""
+    found = [re.match(r" *acl is_(\S+) path (\S+)$", line) for line in front]
+    return {one[2]: one[1] for one in found if one}
 
 
 def _sections(text: str) -> tuple[list[str], list[list[str]]]:

@@ -240,8 +240,21 @@ def test_it_is_ready_once_a_router_itself_is_reached(tmp_path: Path, router_port
         assert raw_answer(port, GET + b"\r\n")[0] == 200
         answer = raw_answer(port, get("/ready"))
         assert raw_answer(port, get("/ready/"))[0] == answer[0]
+        post = GET.replace(b"GET", b"POST")
+        # Serve's proxy would hold all of it before a router has seen its key.
+        long = raw_answer(port, post + b"Content-Length: 100000\r\n\r\n" + b"x" * 100_000)
+        chunked = raw_answer(port, post + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+        assert long[0] == chunked[0] == answer[0]
+        assert raw_answer(port, post + b"Content-Length: 1000\r\n\r\n" + b"x" * 1000)[0] == 200
     assert answer[0] == (200 if has_router else 503)
     assert has_router or error_of(answer)["code"] == "not_ready"
+
+
+def test_other_applications_are_left_as_they_are(tmp_path: Path, router_port: int) -> None:
+    with edge_front(tmp_path, edge_limits(), None, fallback_port=router_port, others=["/other"]) as port:
+        assert raw_answer(port, get("/ready"))[0] == 503
+        post = GET.replace(b"GET /", b"POST /other/x")
+        assert raw_answer(port, post + b"Content-Length: 100000\r\n\r\n" + b"x" * 100_000)[0] == 200
 
 
 def test_requests_of_a_source_are_bounded(narrow: int) -> None:

@@ -107,6 +107,26 @@ def test_a_prefix_is_found_in_dense_pages() -> None:
     run(s, worker)
 
 
+def test_dense_pages_are_among_those_that_waiting_sequences_want() -> None:
+    """Else they would be evicted first, and with them all that comes after."""
+    s, worker = rig(num_pages=60)
+    s.add(asking(0, PROMPT, max_tokens=1), 0)
+    while s.has_work():
+        step(s, worker)
+    keys = next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, BLOCK, 22)
+    s.add(asking(1, PROMPT, max_tokens=9), 0)
+    (waiting,) = s._waiting.first(1)
+    prefixes = s._prefixes
+    for forgotten in (0, 12, 14):
+        s.memory.prefixes.forget(keys[:forgotten])
+        held = prefixes._in_pool(keys).held_pages
+        assert len(held) and prefixes.prefix_here(waiting).num_found == 22 * BLOCK
+        assert set(held) <= set(prefixes.pages_here([waiting], 100))
+        assert len(prefixes.pages_here([waiting, waiting], 3)) == 3
+    s.memory.prefixes.forget([dense_key(keys[5])])
+    assert prefixes.pages_here([waiting], 100) == [] and prefixes.prefix_here(waiting).num_found == 0
+
+
 def test_a_window_comes_back_from_host_memory_behind_dense_pages() -> None:
     """What lies before it in the tier is not copied."""
     s, worker = rig(num_pages=60, tiers=TierSizes(host=200))

@@ -138,7 +138,7 @@ class PrefixReuse:
 
         An estimate, as pages before the last one may be gone: mostly the last ones of a prefix are evicted first.
         """
-        keys, num_pages = sequence.page_keys, self._num_pages_here(sequence)
+        keys, num_pages = sequence.page_keys, self._pages_here(sequence)[1].stop
         last_key = keys[num_pages - 1] if num_pages else None
         return PrefixHere(len(sequence.token_ids), num_pages * self._block_size, last_key)
 
@@ -150,8 +150,12 @@ class PrefixReuse:
         found: dict[int, None] = {}
         for sequence in sequences:
             new: list[int] = []
-            for index in range(min(self._num_pages_here(sequence), most) - 1, -1, -1):
-                page = self._cache.page_of(sequence.page_keys[index])
+            num_dense, whole = self._pages_here(sequence)
+            for index in range(min(num_dense + len(whole), most) - 1, -1, -1):
+                if index < num_dense:
+                    page = self._cache.page_of(self._dense_key(sequence.page_keys, index))
+                else:
+                    page = self._cache.page_of(sequence.page_keys[whole[index - num_dense]])
                 if page in found:  # and with it all before it
                     break
                 if page is not None:
@@ -366,13 +370,33 @@ class PrefixReuse:
         assert self._tiers.num_moves or None not in self._coming.values()
         assert self._waiting.awaited_keys() <= self._coming.keys(), "a page is awaited that is not coming"
 
-    def _num_pages_here(self, sequence: GrowingSequence) -> int:
-        """First pages of a sequence in the pool, if none before the last of them is gone."""
-        keys, page_of = sequence.page_keys, self._cache.page_of
+    def _pages_here(self, sequence: GrowingSequence) -> tuple[int, range]:
+        """What the pool has of a sequence's prefix: how many dense pages, and the depths of the whole ones after them.
+
+        An estimate: of each kind, the first one is looked up, and none before the last one is taken to be gone.
+        """
+        keys, page_of, layers = sequence.page_keys, self._cache.page_of, self._limits.full_layers
         most = min(len(keys), self._num_usable(sequence))
-        if not most or page_of(keys[0]) is None:
-            return 0
-        return bisect_left(range(most), True, key=lambda index: page_of(keys[index]) is None)
+        num_dense = num_stood_for = 0  # pages, and those that they stand for
+        if layers is not None:
+            dense = range(most // layers.num_blocks)
+            if dense and page_of(self._dense_key(keys, 0)) is not None:
+                num_dense = bisect_left(dense, True, key=lambda index: page_of(self._dense_key(keys, index)) is None)
+            num_stood_for = num_dense * layers.num_blocks
+        if not most or (not num_dense and page_of(keys[0]) is None):
+            return 0, range(0)
+        num_pages = bisect_left(range(most), True, num_stood_for, key=lambda index: page_of(keys[index]) is None)
+        if page_of(keys[num_pages - 1]) is None:  # what layers with a window see is gone
+            return 0, range(0)
+        if layers is None:
+            return 0, range(num_pages)
+        first = min(num_stood_for, self._num_unseen(num_pages))
+        return first // layers.num_blocks, range(first // layers.num_blocks * layers.num_blocks, num_pages)
+
+    def _dense_key(self, keys: Sequence[PageKey], index: int) -> PageKey:
+        """Of the dense page of this index."""
+        assert self._limits.full_layers is not None
+        return dense_key(keys[(index + 1) * self._limits.full_layers.num_blocks - 1])
 
     def _usable_keys(self, sequence: GrowingSequence) -> list[PageKey]:
         """Keys of the full pages that the sequence need not compute if they are there."""
