@@ -14,7 +14,7 @@ from .chat_answer import ChatAnswer
 
 
 class Spoken(NamedTuple):
-    parts: Sequence[TextPiece | CalledToolDelta]  # in the order in which they are said; a call is whole
+    parts: Sequence[TextPiece | CalledToolDelta]  # in the order in which they are said
     logprobs: Sequence[ChatTokenLogprob]
     finish_reason: ChatFinishReason | None
     stop_string: str | None  # that has ended it
