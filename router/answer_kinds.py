@@ -35,6 +35,7 @@ from .requests.prompt_scoring import num_echoed_logprobs
 from .requests.request_grammar import request_grammar
 from .requests.thinking_budget import thinking_budget
 from .requests.tool_choice import answer_grammar, answer_reader, check_tools, is_old
+from .text.answer_format import NUM_ID_CHARS
 from .text.response_reader import ResponseReader
 from .text.text import TextService
 
@@ -54,6 +55,7 @@ class PromptTokens:
     wanted: WantedGrammar | None = None  # the form of the answers; None: any
     pooling: Pooling | None = None  # None: no embeddings are asked for
     thinking: ThinkingBudget | None = None  # None: thoughts may go on
+    num_id_chars: int = NUM_ID_CHARS  # of a call's id
 
 
 class AnswerKind(Protocol[R]):
@@ -74,8 +76,11 @@ class AnswerKind(Protocol[R]):
     def check(self, request: R) -> None:
         """Raises a 400 for fields that contradict each other."""
 
-    async def tokenize(self, request: R, text: TextService, gang: GangInfo) -> PromptTokens:
-        """Raises a 400 for a prompt that the model does not take."""
+    async def tokenize(self, request: R, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
+        """Raises a 400 for a prompt that the model does not take.
+
+        `template`: name of the form of answers; empty: the model's.
+        """
 
     def max_tokens(self, request: R, room: int) -> int | None:
         """The most tokens of an answer; None: the rest of the context, which is `room`."""
@@ -122,15 +127,17 @@ class OfChat(Generic[C]):
             raise invalid_value("top_logprobs", "it needs logprobs to be true.")
         check_tools(request)
 
-    async def tokenize(self, request: C, text: TextService, gang: GangInfo) -> PromptTokens:
+    async def tokenize(self, request: C, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
         token_ids, prompt = await chat_prompt(request, text, gang)
-        reader = await answer_reader(request, text.answer_format, prompt)
+        answers = text.answers_of(template)
+        reader = await answer_reader(request, answers, prompt)
         return PromptTokens(
             [token_ids],
             not_shown=fields_not_shown(request, text.forms),
             reader=reader,
             wanted=answer_grammar(request, reader),
             thinking=thinking_budget(request, reader, text),
+            num_id_chars=NUM_ID_CHARS if answers is None else answers.num_id_chars,
         )
 
     def max_tokens(self, request: C, room: int) -> int | None:
@@ -140,7 +147,7 @@ class OfChat(Generic[C]):
         return (request.top_logprobs or 0) if request.logprobs else None
 
     def shape(self, asked: Asked[C]) -> ChatAnswer:
-        request, formats = asked.request, asked.text.answer_format
+        request = asked.request
         return ChatAnswer(
             asked.head,
             named_by_id if request.return_tokens_as_token_ids else asked.text.token_bytes,
@@ -148,7 +155,7 @@ class OfChat(Generic[C]):
             prompt=asked.prompts.token_lists[0],
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
-            message=MessageShape(asked.head.id, 24 if formats is None else formats.num_id_chars, is_old(request)),
+            message=MessageShape(asked.head.id, asked.prompts.num_id_chars, is_old(request)),
             num_prompt_logprobs=request.prompt_logprobs,
         )
 
@@ -205,7 +212,9 @@ class TextCompletion:
     def check(self, request: CompletionRequest) -> None:
         check_best_of(request)
 
-    async def tokenize(self, request: CompletionRequest, text: TextService, gang: GangInfo) -> PromptTokens:
+    async def tokenize(
+        self, request: CompletionRequest, text: TextService, gang: GangInfo, template: str
+    ) -> PromptTokens:
         token_lists = await completion_prompts(request, text, gang)
         skips = request.skip_special_tokens is not False
         echoes = await text.echoes(token_lists, skip_special_tokens=skips) if request.echo else ()
@@ -257,7 +266,9 @@ class Embeddings:
     def check(self, request: EmbeddingPrompts) -> None:
         """What contradicts itself was refused as the body was translated."""
 
-    async def tokenize(self, request: EmbeddingPrompts, text: TextService, gang: GangInfo) -> PromptTokens:
+    async def tokenize(
+        self, request: EmbeddingPrompts, text: TextService, gang: GangInfo, template: str
+    ) -> PromptTokens:
         pooling = chosen_pooling(request, text.pooling, gang)
         return PromptTokens(await completion_prompts(request, text, gang), pooling=pooling)
 

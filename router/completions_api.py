@@ -218,7 +218,7 @@ class CompletionsApi:
                 record.model = request.model
                 self._check(request, _TOKEN_COUNT)
                 await self._base.wait_for_first_gang()
-                prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), self._base.gang())
+                prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), self._base.gang(), "")
         except ApiError as error:
             raise renamed(error, _TOKEN_COUNT.names) from error.__cause__
         return message_schema.TokenCount(len(prompts.token_lists[0]))
@@ -245,8 +245,9 @@ class CompletionsApi:
             record.model = request.model
             self._check(request, kind)
             await self._base.wait_for_first_gang()
+            template = "" if choice.version is None else choice.version.response_template
             gang, text = self._base.gang(), self._text.of(identity.name)
-            prompts = await kind.tokenize(request, text, gang)
+            prompts = await kind.tokenize(request, text, gang, template)
             record.ignored += prompts.not_shown
             wanted = prompts.wanted
             has_form, thinking = wanted is not None, prompts.thinking

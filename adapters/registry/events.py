@@ -79,6 +79,7 @@ class _Facts(msgspec.Struct):
     created_at: float
     packed_bytes: int = 0  # none in records from before it was counted
     base: str = ""  # none in records from before it was kept
+    response_template: str = ""
     revision: int = 0  # none in records from before versions had a history: those are older than all others
     rollout: msgspec.Raw = msgspec.Raw()
 
@@ -97,6 +98,8 @@ def encode_facts(adapter: AdapterVersion) -> str:
         facts["packed_bytes"] = adapter.packed_bytes
     if adapter.base:
         facts["base"] = adapter.base
+    if adapter.response_template:
+        facts["response_template"] = adapter.response_template
     if adapter.rollout:
         facts["rollout"] = msgspec.Raw(adapter.rollout)
     return msgspec.json.encode(facts).decode()[1:]
@@ -117,6 +120,7 @@ def decode_adapter(field: str, record: str) -> AdapterVersion:
         created_at=facts.created_at,
         packed_bytes=facts.packed_bytes,
         base=sys.intern(facts.base),
+        response_template=sys.intern(facts.response_template),
         revision=facts.revision,
         rollout=bytes(facts.rollout),
     )

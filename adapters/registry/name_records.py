@@ -59,15 +59,16 @@ class NameRecords:
         num_bytes: int,
         packed_bytes: int = 0,
         base: str = "",
+        response_template: str = "",
         activate: bool = True,
         note: VersionNote | None = None,
         incarnation: int | None = None,
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
     ) -> tuple[AdapterVersion, AdapterVersion, bool]:
-        """The version that has this digest, the name's current version, and whether this call made a version.
+        """The version that has this digest and response template, the name's current version, and whether this is new.
 
-        The current version with the same digest is taken for the same upload; where the new one would not be current,
+        The current version with the same two is taken for the same upload; where the new one would not be current,
         any version of the name is. Raises VersionRefused for the first version of a name that is not to be current, and
         QuotaExceeded if what is stored would be over one of the bounds: that is decided where it is counted.
         `incarnation`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
@@ -80,11 +81,13 @@ class NameRecords:
         def add(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, AdapterVersion | None]:
             if state is not None:
                 candidates = [state.current] if activate else [state.current, *versions_of(state.current)]
-                same = next((one for one in candidates if one.digest == digest), None)
+                wanted = digest, response_template
+                same = next((one for one in candidates if (one.digest, one.response_template) == wanted), None)
                 if same is not None:
                     return state, last_version, same
             version = last_version + 1
-            upload = AdapterVersion(tenant, name, version, digest, module_ranks, num_bytes, now, packed_bytes, base)
+            facts = digest, module_ranks, num_bytes, now, packed_bytes, base, response_template
+            upload = AdapterVersion(tenant, name, version, *facts)
             return with_upload(state, upload, own, activate=activate, now=now), version, None
 
         state, found, version = await self._change(f"{tenant}/{name}", add, entry, incarnation, bounds)

@@ -128,12 +128,14 @@ class MotetClient:
         activate: bool = True,
         is_private: bool = False,
         note: str = "",
+        response_template: str = "",
     ) -> tuple[AdapterInfo, bool]:
         """The registered version, and whether it is new. `on_progress(sent, total)` counts the tensors' bytes.
 
         The tensors are streamed from disk. Of its tokenizer only the parts are sent that the server compares with the
         base's: RequestRefused if the adapter needs tokens that the base does not have.
 
+        `response_template`: name of the form in which it writes calls and thoughts; empty: in the base's.
         Without `activate` the current version stays the current one. `is_private`: it belongs to the key's user alone.
         """
         _check_name(name)
@@ -149,6 +151,7 @@ class MotetClient:
         data = {"name": name, **({"note": note} if note else {})}
         data |= {} if activate else {"activate": "false"}
         data |= {"private": "true"} if is_private else {}
+        data |= {"response_template": response_template} if response_template else {}
         tokenizer = _own_tokenizer(folder)
         if tokenizer != NO_TOKENIZER:
             data["tokenizer"] = msgspec.json.encode(tokenizer).decode()

@@ -34,8 +34,11 @@ def adapters() -> None:
 @click.option("--activate/--no-activate", default=True, help="Whether NAME refers to the new version from now on.")
 @click.option("--private", "is_private", is_flag=True, help="Only the key's user and administrators see it.")
 @click.option("--note", metavar="TEXT", default="", help="What is new, for the list of versions.")
+@click.option("--response-template", metavar="NAME", default="", help="The form of its calls, if not the base's.")
 @with_client
-def upload(client: MotetClient, name: str, folder: Path, activate: bool, is_private: bool, note: str) -> None:
+def upload(
+    client: MotetClient, name: str, folder: Path, activate: bool, is_private: bool, note: str, response_template: str
+) -> None:
     """Upload the adapter in FOLDER (as PEFT saves it) under NAME. New content makes a new version."""
     console = Console(stderr=True)
     unserved = tokenizer_files(folder)
@@ -51,6 +54,7 @@ def upload(client: MotetClient, name: str, folder: Path, activate: bool, is_priv
             activate=activate,
             is_private=is_private,
             note=note,
+            response_template=response_template,
         )
     done = "uploaded" if created else "already there:"
     click.echo(f"{done} {adapter.name} version {adapter.version}, rank {adapter.rank}, digest {adapter.digest[:12]}")

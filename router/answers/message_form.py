@@ -6,10 +6,11 @@ A whole answer is made from the same events as a stream, so both have the same c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from ..anthropic_api import message_schema as schema
@@ -69,8 +70,11 @@ class MessageForm:
     def _events(self, spoken: Spoken) -> Iterator[MessageEvent]:
         for part in spoken.parts:
             if not isinstance(part, TextPiece):
-                yield from self._begin(schema.ToolUseBlock, part)
-                yield self._added(part.function.arguments, schema.ToolUseBlockDelta(part.function.arguments))
+                arguments = part.function.arguments
+                if part.id is not UNSET:
+                    yield from self._begin(schema.ToolUseBlock, part)
+                if arguments:
+                    yield self._added(arguments, schema.ToolUseBlockDelta(arguments))
                 continue
             kind = schema.ThinkingBlock if part.part == "reasoning" else schema.TextBlock
             if self._kind is not kind:
@@ -102,9 +106,8 @@ class MessageForm:
     def _block(self) -> schema.AnswerBlock:
         text = "".join(self._texts)
         if self._kind is schema.ToolUseBlock:
-            assert self._call is not None
-            arguments = msgspec.json.decode(text or "{}", type=dict[str, msgspec.Raw])
-            return schema.ToolUseBlock(self._call.id, self._call.function.name, arguments)
+            assert self._call is not None and self._call.id is not UNSET and self._call.function.name is not UNSET
+            return schema.ToolUseBlock(self._call.id, self._call.function.name, _input(text))
         return schema.ThinkingBlock(text) if self._kind is schema.ThinkingBlock else schema.TextBlock(text)
 
     def _message(self, end: schema.MessageEnd, usage: Usage) -> schema.Message:
@@ -117,6 +120,19 @@ _STOP_REASONS: Final[dict[str, schema.StopReason]] = {
     "length": "max_tokens",
     "tool_calls": "tool_use",
 }
+
+
+def _input(text: str) -> dict[str, Any]:
+    """Of a call that was cut off what there is of it, as Anthropic's clients read it from a stream."""
+    try:
+        return msgspec.json.decode(text or "{}", type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    try:
+        found = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _usage(usage: Usage) -> schema.MessageUsage:

@@ -6,13 +6,14 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from ...workers.wire.messages import FinishReason
 from ..generation.choice import Delta
 from ..openai_api.answer_schema import (
     AnswerMessage,
     CalledFunction,
+    CalledFunctionDelta,
     CalledTool,
     CalledToolDelta,
     ChatDelta,
@@ -33,7 +34,7 @@ class WholeMessage(WholeChoice):
     def __init__(self, logprobs: LogprobsJson | None, prompt: PromptLogprobs | None = None) -> None:
         super().__init__(logprobs, prompt=prompt)
         self.reasoning: list[str] = []
-        self.calls: list[Call] = []
+        self._calls: list[tuple[Call, list[str]]] = []  # the first piece of each, and all arguments
         self.has_called = False
 
     def add(self, delta: Delta) -> None:
@@ -41,9 +42,15 @@ class WholeMessage(WholeChoice):
         self.has_called = delta.has_called
         for piece in delta.pieces:
             if isinstance(piece, Call):
-                self.calls.append(piece)
+                if piece.name:
+                    self._calls.append((piece, []))
+                self._calls[-1][1].append(piece.arguments)
             else:
                 (self._texts if piece.part == "content" else self.reasoning).append(piece.text)
+
+    @property
+    def calls(self) -> list[Call]:
+        return [Call(first.number, first.name, "".join(arguments)) for first, arguments in self._calls]
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,8 @@ class MessageShape:
             content=_joined(delta, "content") or UNSET,
             reasoning=reasoning,
             reasoning_content=reasoning,
-            tool_calls=UNSET
-            if self.is_old or not calls
-            else [CalledToolDelta(call.number, self._id(index, call), _function(call)) for call in calls],
-            function_call=self._old_call(calls),
+            tool_calls=UNSET if self.is_old or not calls else [self._piece(index, call) for call in calls],
+            function_call=_function_piece(calls[0]) if self.is_old and calls else UNSET,
         )
 
     def message(self, index: int, whole: WholeMessage) -> AnswerMessage:
@@ -81,7 +86,7 @@ class MessageShape:
             tool_calls=UNSET
             if self.is_old or not calls
             else [CalledTool(self._id(index, call), _function(call)) for call in calls],
-            function_call=self._old_call(calls),
+            function_call=_function(calls[0]) if self.is_old and calls else UNSET,
         )
 
     def finish_reason(self, reason: FinishReason | None, *, has_called: bool) -> ChatFinishReason | None:
@@ -95,8 +100,10 @@ class MessageShape:
         digest = hashlib.sha256(f"{self.answer_id}/{index}/{call.number}".encode()).hexdigest()
         return digest[:_NUM_SHORT_ID_CHARS] if self.num_id_chars == _NUM_SHORT_ID_CHARS else f"call_{digest[:24]}"
 
-    def _old_call(self, calls: list[Call]) -> CalledFunction | UnsetType:
-        return _function(calls[0]) if self.is_old and calls else UNSET
+    def _piece(self, index: int, call: Call) -> CalledToolDelta:
+        if not call.name:
+            return CalledToolDelta(call.number, UNSET, _function_piece(call))
+        return CalledToolDelta(call.number, self._id(index, call), _function_piece(call), "function")
 
 
 def _joined(delta: Delta, part: str) -> str:
@@ -109,3 +116,7 @@ def _calls_of(delta: Delta) -> list[Call]:
 
 def _function(call: Call) -> CalledFunction:
     return CalledFunction(call.name, call.arguments)
+
+
+def _function_piece(call: Call) -> CalledFunctionDelta:
+    return CalledFunctionDelta(call.name or UNSET, call.arguments)

@@ -90,9 +90,11 @@ class ResponseForm:
         logprobs = spoken.logprobs
         for part in spoken.parts:
             if not isinstance(part, TextPiece):
-                call = GrowingCall(self._place("fc"), part.id, part.function.name)
-                yield from self._begin(call)
-                yield call.add(part.function.arguments)
+                if part.id is not UNSET and part.function.name is not UNSET:
+                    yield from self._begin(GrowingCall(self._place("fc"), part.id, part.function.name))
+                assert isinstance(self._growing, GrowingCall)
+                if part.function.arguments:
+                    yield self._growing.add(part.function.arguments)
             elif part.part == "reasoning":
                 if not isinstance(thought := self._growing, GrowingReasoning):
                     thought = GrowingReasoning(self._place("rs"))

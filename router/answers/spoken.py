@@ -14,7 +14,7 @@ from .chat_answer import ChatAnswer
 
 
 class Spoken(NamedTuple):
-    parts: Sequence[TextPiece | CalledToolDelta]  # in the order of the text; calls are whole
+    parts: Sequence[TextPiece | CalledToolDelta]  # in the order of the text
     logprobs: Sequence[ChatTokenLogprob]
     finish_reason: ChatFinishReason | None
     stop_string: str | None  # the stop string that ended the answer; None: none did

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 from ...workers.wire.messages import SequenceUpdate
+from ..text.call_parsing import Call
 from ..text.response_reader import Piece, ResponseReader
 from .choice import Choice, Delta, ShownToken
 
@@ -32,8 +34,19 @@ class MessageChoice(Choice):
             if self.finish_reason is not None:
                 pieces += self._reader.finish()
                 break
+        pieces = _joined(pieces)
         has_called = self.finish_reason is not None and self._reader.num_calls > 0
         return Delta("", token_ids, logprobs, self.finish_reason, self.stop_reason, pieces, has_called)
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """With one piece of each call."""
+    joined: list[Piece] = []
+    for number, group in groupby(pieces, lambda piece: piece.number if isinstance(piece, Call) else None):
+        parts = [*group]
+        calls = [part for part in parts if isinstance(part, Call)]
+        joined += parts if number is None else [Call(number, calls[0].name, "".join(one.arguments for one in calls))]
+    return joined
 
 
 def _by_token(update: SequenceUpdate) -> Iterator[SequenceUpdate]:

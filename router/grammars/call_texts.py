@@ -25,7 +25,12 @@ class CallText(msgspec.Struct, frozen=True):
     between: str = ""  # two calls
     last: str = ""  # behind the last call
     trigger: str = ""  # with which only calls begin; empty: there is none
-    tags: Tags | None = None  # None: the arguments are JSON
+    tags: Tags | None = None  # around each argument
+    are_keywords: bool = False  # the arguments are `key=value`, with JSON for values
+    text_mark: str = ""  # at both ends of texts, in JSON whose keys have no quotes; empty: texts and keys are JSON
+    is_alone: bool = False  # an answer has one call
+    content: str = ""  # before an answer that is no call
+    behind_thoughts: str = ""
 
 
 class WantedCalls(msgspec.Struct, frozen=True):
@@ -41,6 +46,10 @@ _HERMES: Final = '{"name": "{name}", "arguments": '
 _TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
 _SEP, _BEGIN, _END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _FIRST, _LAST = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+_PYTHON, _PYTHON_END = "<|tool_call_start|>", "<|tool_call_end|>"
+_GEMMA: Final = "<|tool_call>"
+_HARMONY: Final = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
 
 CALL_TEXTS: Final[Mapping[str, CallText]] = MappingProxyType(
     {
@@ -60,6 +69,23 @@ CALL_TEXTS: Final[Mapping[str, CallText]] = MappingProxyType(
             tags=Tags("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
         ),
         "llama-json": CallText('{"name": "{name}", "parameters": ', "}", between="; "),
+        "pythonic": CallText("{name}(", ")", first="[", between=", ", last="]", are_keywords=True),
+        "lfm": CallText(
+            "{name}(",
+            ")",
+            first=f"{_PYTHON}[",
+            between=", ",
+            last=f"]{_PYTHON_END}",
+            trigger=_PYTHON,
+            are_keywords=True,
+        ),
+        "gemma": CallText(f"{_GEMMA}call:{{name}}", "<tool_call|>", trigger=_GEMMA, text_mark='<|"|>'),
+        "gpt-oss": CallText(
+            _HARMONY,
+            is_alone=True,
+            content="<|channel|>final<|message|>",
+            behind_thoughts="<|start|>assistant",
+        ),
         "mistral": CallText(_HERMES, "}", first="[TOOL_CALLS][", between=", ", last="]", trigger="[TOOL_CALLS]"),
         "mistral-args": CallText("[TOOL_CALLS]{name}[ARGS]", trigger="[TOOL_CALLS]"),
         "deepseek": CallText(

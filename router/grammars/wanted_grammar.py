@@ -17,5 +17,7 @@ class WantedGrammar(msgspec.Struct, frozen=True):
     form: Literal["json", "regex", "choice", "grammar", "structural_tag", "any"]
     value: Any  # as the field has it
     spaces: str | None = SPACES  # between the tokens of JSON: a regular expression; None: there are none
-    thought: tuple[str, str] | None = None  # marks of what may come first; the first is empty where it has begun
+    # Marks of what may come first, the first of them empty where it has begun, and what must stand behind both.
+    thought: tuple[str, str, str] | None = None
+    opening: str = ""  # of an answer that is no call
     calls: WantedCalls | None = None  # that may or must be there, beside text or in its place

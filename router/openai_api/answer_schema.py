@@ -107,13 +107,18 @@ class CalledTool(msgspec.Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
+class CalledFunctionDelta(msgspec.Struct, frozen=True):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
 class CalledToolDelta(msgspec.Struct, frozen=True):
-    """A whole call: half of one cannot be taken back where the rest is none."""
+    """A call, or a piece of one: only the first has an id and a name."""
 
     index: int
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
+    id: str | UnsetType
+    function: CalledFunctionDelta
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
@@ -122,7 +127,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET  # the same, as others call it
     tool_calls: list[CalledToolDelta] | UnsetType = UNSET
-    function_call: CalledFunction | UnsetType = UNSET
+    function_call: CalledFunctionDelta | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

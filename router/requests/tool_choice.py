@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from msgspec.structs import replace
 
-from ..grammars.call_texts import CALL_TEXTS, WantedCalls
+from ..grammars.call_texts import CALL_TEXTS, CallText, WantedCalls
 from ..grammars.wanted_grammar import WantedGrammar
 from ..openai_api.chat_messages import AllowedToolsChoice, FunctionDefinition, NamedFunction, NamedTool
 from ..openai_api.errors import invalid_value, unsupported
@@ -19,6 +19,7 @@ from ..text.response_reader import Reading, ResponseReader
 from ..text.text import MAX_CHARS_ON_LOOP
 from .request_grammar import request_grammar
 
+_NO_CALLS: Final = CallText("")
 Mode = Literal["none", "auto", "required"]
 
 
@@ -74,14 +75,17 @@ def answer_grammar(request: ChatRequest, reader: ResponseReader | None) -> Wante
         wanted = _with_calls(request, wanted, answers)
     if wanted is None:
         return None
+    texts = CALL_TEXTS.get(answers.family or "", _NO_CALLS)
     if answers.has_marked_content:
-        raise unsupported(wanted.param, "it is not with this model's form of answers; leave it out.")
+        if not texts.content:
+            raise unsupported(wanted.param, "it is not with this model's form of answers; leave it out.")
+        wanted = replace(wanted, opening=texts.content)
     if not answers.has_reasoning or (reader.has_reasoned and not reader.is_reasoning):
         return wanted
     marks = answers.thought_marks
     if marks is None:
         raise unsupported(wanted.param, "it is not where the marks of the model's thoughts are patterns; leave it out.")
-    return replace(wanted, thought=("" if reader.is_reasoning else marks[0], marks[1]))
+    return replace(wanted, thought=("" if reader.is_reasoning else marks[0], marks[1], texts.behind_thoughts))
 
 
 def _with_calls(request: ChatRequest, wanted: WantedGrammar | None, answers: AnswerFormat) -> WantedGrammar | None:

@@ -13,10 +13,12 @@ import msgspec
 
 from ...adapters.format.own_tokenizer import template_digest
 from .answer_formats import FORMATS, KNOWN_TEMPLATES, MARKERS, Spec
+from .growing_calls import CallHeads, call_heads
 from .template_forms import REASONING_NAMES
 
 BY_TEMPLATE: Final = "auto"
 NO_FORMAT: Final = "none"
+NUM_ID_CHARS: Final = 24  # of a call
 _CALLS: Final = "tool_calls"
 _NUM_DIGEST_CHARS: Final = 16
 _PROBE_CHARS: Final = 4096
@@ -44,10 +46,15 @@ class AnswerFormat:
         """For answers in which no tool may be called: what looks like a call is text."""
         return _without(self, _CALLS)
 
+    @cached_property
+    def call_heads(self) -> CallHeads | None:
+        """Of calls that can be shown while they are written; None: they are shown once they are whole."""
+        return call_heads(self.template.fields[_CALLS]) if self.has_calls else None
+
     @property
     def num_id_chars(self) -> int:
         """Of a call's id. Mistral's chat templates refuse others than those of nine."""
-        return 9 if self.family in ("mistral", "mistral-args") else 24
+        return 9 if self.family in ("mistral", "mistral-args") else NUM_ID_CHARS
 
     @cached_property
     def thought_marks(self) -> tuple[str, str] | None:

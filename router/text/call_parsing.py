@@ -34,9 +34,11 @@ _BIG_IN_JSON: Final = re.compile(rf'"{_BIG}([^"]*)"')
 
 
 class Call(NamedTuple):
+    """A call, or a piece of one. The pieces of a call follow one another, and only the first has its name."""
+
     number: int  # among those of the answer, from 0
     name: str
-    arguments: str  # JSON of an object
+    arguments: str  # of all pieces together JSON of an object, if it is whole
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,19 @@ class KnownTools:
         """The arguments, with texts read as the types that the tool's schema names."""
         schemas = self.properties[name]
         return {key: _typed(value, _types_of(schemas.get(key))) for key, value in arguments.items()}
+
+    def may_read(self, name: str, key: str) -> bool:
+        """Whether a text for this argument may be read as another type."""
+        return not _READ_TYPES.isdisjoint(_types_of(self.properties[name].get(key)))
+
+    def typed_text(self, name: str, key: str, string: str) -> str:
+        """JSON of this argument, which has come as a JSON string; that string, if it cannot be read."""
+        try:
+            text = json.loads(string)
+            read = _typed(text, _types_of(self.properties[name].get(key)))
+            return string if read is text else json_text(read)
+        except (ValueError, OverflowError, RecursionError):
+            return string
 
 
 def calls_of(body: str, field: Any, captures: Mapping[str, str], tools: KnownTools) -> list[tuple[str, str]]:
@@ -95,11 +110,11 @@ def _calls(value: Any, tools: KnownTools) -> Iterator[tuple[str, str]]:
             arguments = {}
         if not isinstance(arguments, dict):
             raise ValueError("its arguments are no object")
-        yield name, _as_json(tools.typed(name, arguments))
+        yield name, json_text(tools.typed(name, arguments))
 
 
-def _as_json(arguments: dict[str, Any]) -> str:
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+def json_text(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text = _HALF.sub("\ufffd", text)  # which strict readers of JSON refuse, as an escape, too
     return _BIG_IN_JSON.sub(r"\1", text) if _BIG in text else text
 

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from .answer_format import AnswerFormat
 from .call_parsing import SELF_DELIMITING, Call, KnownTools, calls_of
+from .growing_calls import GrowingCalls
 from .template_forms import REASONING_NAMES
 
 Part = Literal["content", "reasoning"]
@@ -94,6 +95,7 @@ class _Region:
     captures: dict[str, str] = field(default_factory=dict)
     mark: str = ""  # the text that has opened it
     body: list[str] = field(default_factory=list)  # of a tool call
+    calls: GrowingCalls | None = None  # that are shown as they are written
     has_text: bool = False
 
 
@@ -106,7 +108,8 @@ class ResponseReader:
         template = reading.format.template
         self.num_scanned = 0
         self._template = template
-        self.num_calls = 0
+        self.num_calls = 0  # that are whole
+        self._num_begun = 0
         self._implicit = None if template.implicit is None else template.fields[template.implicit]
         self._opens = [one for one in template.fields.values() if one.open_re is not None]
         self._texts: dict[Part, _Text] = {"content": _Text(), "reasoning": _Text()}
@@ -118,13 +121,16 @@ class ResponseReader:
         self._out: list[Piece] = []
         self._feed(_begun(template, prompt))
         self._out.clear()
-        self.num_calls = 0
+        self.num_calls = self._num_begun = 0
+        self._region.calls = None  # what the prompt has begun is shown once it is whole
 
     def copy(self) -> ResponseReader:
         """Another one at the same place."""
         found = copy(self)
         found._texts = {part: text.copy() for part, text in self._texts.items()}
-        found._region = replace(self._region, captures={**self._region.captures}, body=[*self._region.body])
+        region = self._region
+        calls = None if region.calls is None else region.calls.copy()
+        found._region = replace(region, captures={**region.captures}, body=[*region.body], calls=calls)
         found._outside, found._out = [*self._outside], []
         return found
 
@@ -239,8 +245,11 @@ class ResponseReader:
             self._close("")
             self._region = _Region(opened, captures, match[0])
             self._has_opened = True
+            heads = self.reading.format.call_heads
             if opened.name != _CALLS:
                 self._texts[_part_of(opened)].begin()
+            elif heads is not None:
+                self._region.calls = GrowingCalls(heads, captures, self.reading.tools, self._num_begun)
 
     def _add_to(self, end: int) -> None:
         """Takes the buffer up to here as text of the region."""
@@ -253,6 +262,8 @@ class ResponseReader:
                 self._outside.append(text)
         elif region.field.name == _CALLS:
             region.body.append(text)
+            if region.calls is not None:
+                self._show_calls(region.calls.feed(text))
         else:
             args = region.field.content_args
             join = "\n" if region.field.join is None else region.field.join
@@ -263,26 +274,43 @@ class ResponseReader:
         if shown and (part == "content" or self.reading.with_reasoning):
             self._out.append(TextPiece(part, shown))
 
+    def _show_calls(self, calls: list[Call]) -> None:
+        limit = self.reading.max_calls
+        self._out += [one for one in calls if limit is None or one.number < limit]
+
     def _close(self, mark: str, *, is_marked: bool = True) -> None:
         """Ends the region. `is_marked`: by a mark, be it another region's; else by the end of the answer."""
         region = self._region
         self._region = _Region(self._implicit)
         if region.field is not None and region.field.name == _CALLS:
-            body = "".join(region.body)
-            try:
-                if not is_marked and region.field.close_re is not None and region.field.content not in SELF_DELIMITING:
-                    raise ValueError("it does not end")
-                found = calls_of(body, region.field, region.captures, self.reading.tools)
-                self._out += [Call(self.num_calls + number, *call) for number, call in enumerate(found)]
-                self.num_calls += len(found)
-                limit = self.reading.max_calls
-                if limit is not None:
-                    self._out = [one for one in self._out if isinstance(one, TextPiece) or one.number < limit]
-            except ValueError:
+            text = self._end_calls(region, is_marked=is_marked)
+            if text is None:
+                text = region.mark + "".join(region.body) + mark
+            if text:
                 self._texts["content"].begin()
-                self._show("content", region.mark + body + mark, "\n", strip=True)
+                self._show("content", text, "\n", strip=True)
         if self._implicit is not None:
             self._texts[_part_of(self._implicit)].begin()
+
+    def _end_calls(self, region: _Region, *, is_marked: bool) -> str | None:
+        """Shows what is left of a region's calls, and returns the text behind them. None: there are none."""
+        growing = region.calls
+        if growing is not None and growing.num_begun:
+            calls, text = growing.finish()
+            self._show_calls(calls)
+            self._num_begun += growing.num_begun
+            self.num_calls += growing.num_whole
+            return text
+        try:
+            if not is_marked and region.field.close_re is not None and region.field.content not in SELF_DELIMITING:
+                raise ValueError("it does not end")
+            found = calls_of("".join(region.body), region.field, region.captures, self.reading.tools)
+        except ValueError:
+            return None
+        self._show_calls([Call(self._num_begun + number, *call) for number, call in enumerate(found)])
+        self._num_begun += len(found)
+        self.num_calls += len(found)
+        return ""
 
 
 def _part_of(one: Any) -> Part:

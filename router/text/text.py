@@ -17,7 +17,7 @@ from ...adapters.format.own_tokenizer import template_digest
 from ...adapters.tenant_places import TenantPlaces
 from ..config import TextsWithControlTokens
 from .added_tokens import AddedTokens
-from .answer_format import BY_TEMPLATE, AnswerFormat, answer_format
+from .answer_format import BY_TEMPLATE, AnswerFormat, answer_format, named_format
 from .chat_renderer import ChatRenderer, ChatTemplateError, RenderedChat
 from .control_names import TEMPLATE_ERRORS, control_names
 from .control_tokens import ControlTokens
@@ -91,7 +91,8 @@ class TextService:
         added = AddedTokens(self._backend)
         template = _template_of(tokenizer)
         self.answer_format = answer_format(response_template, tokenizer, added.names)
-        self._hidden: dict[AnswerFormat, frozenset[int]] = {}  # special tokens by format; of one model's there are two
+        self._named_formats: dict[str, AnswerFormat] = {}
+        self._hidden: dict[AnswerFormat, frozenset[int]] = {}  # special tokens by format, of which there are few
         self._added_ids = frozenset(added.by_id)
         self._special_ids = {token_id: token.content for token_id, token in added.by_id.items() if token.special}
         names = control_names(added, template, self._apply_template)
@@ -122,6 +123,14 @@ class TextService:
     def token_str(self, token_id: int) -> str:
         """The token as the vocabulary has it; empty: it has none of this id."""
         return self._backend.id_to_token(token_id) or ""
+
+    def answers_of(self, name: str) -> AnswerFormat | None:
+        """The form of answers with this name of the table. Empty: the model's own, and None where that is not known."""
+        if not name:
+            return self.answer_format
+        if name not in self._named_formats:
+            self._named_formats[name] = named_format(name)
+        return self._named_formats[name]
 
     def mark_ids(self, text: str) -> tuple[int, ...] | None:
         """The tokens of a mark in answers; None: it does not begin with an added token, and others may be its text."""

@@ -54,6 +54,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int  # of the tensors as uploaded
     packed_bytes: int  # that it takes in a gang's memory; 0: from before this was recorded
     created_at: int  # Unix time, seconds
+    response_template: str = ""  # name of the form in which it writes calls and thoughts; empty: in the base's
     warnings: tuple[str, ...] = ()  # why it may answer otherwise than where it was trained
     object: Literal["adapter"] = "adapter"
 
@@ -186,6 +187,7 @@ class AdaptersApi:
                 name,
                 form.config,
                 tensors_path,
+                response_template=form.response_template,
                 activate=form.activate,
                 note=VersionNote(form.note, identity.key.key_id, user),
                 incarnation=identity.tenant.incarnation,
@@ -266,6 +268,7 @@ class AdaptersApi:
             bytes=adapter.num_bytes,
             packed_bytes=adapter.packed_bytes,
             created_at=int(adapter.created_at),
+            response_template=adapter.response_template,
             warnings=self._base_warnings(adapter.base),
         )
 

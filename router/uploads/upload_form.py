@@ -15,6 +15,7 @@ from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from ...adapters.names import PART
 from ...adapters.registry.versions.name_state import MAX_NOTE_CHARS
 from ..bodies.body_limits import ArrivalPace
+from ..text.answer_formats import FORMATS
 from .form_reader import FormReader, bad_form, too_large
 from .upload_spool import UploadRoom
 
@@ -24,7 +25,8 @@ ACTIVATE_FIELD: Final = "activate"
 PRIVATE_FIELD: Final = "private"
 TOKENIZER_FIELD: Final = "tokenizer"  # a JSON `OwnTokenizer`
 FIELDS: Final = (NAME_FIELD, CONFIG_FILE, TENSORS_FILE)
-OPTIONAL_FIELDS: Final = (NOTE_FIELD, ACTIVATE_FIELD, PRIVATE_FIELD, TOKENIZER_FIELD)
+TEMPLATE_FIELD: Final = "response_template"
+OPTIONAL_FIELDS: Final = (NOTE_FIELD, ACTIVATE_FIELD, PRIVATE_FIELD, TOKENIZER_FIELD, TEMPLATE_FIELD)
 MAX_NAME_BYTES: Final = 1024
 MAX_NOTE_BYTES: Final = 4 * MAX_NOTE_CHARS
 MAX_CONFIG_BYTES: Final = 1 << 20
@@ -60,6 +62,7 @@ class UploadForm:
     activate: bool = True  # the name points to it from now on
     is_private: bool = False  # it belongs to the uploader, not to the whole tenant
     tokenizer: OwnTokenizer = NO_TOKENIZER  # that it was trained with, and that is not served
+    response_template: str = ""  # name of the form in which it writes; empty: in the base's
 
 
 def check_form(request: Request, max_tensors_bytes: int) -> None:
@@ -80,6 +83,7 @@ async def receive_upload(
         reader.flag(ACTIVATE_FIELD, default=True),
         reader.flag(PRIVATE_FIELD, default=False),
         _tokenizer(reader),
+        _template(reader),
     )
 
 
@@ -92,6 +96,7 @@ def _reader(max_tensors_bytes: int) -> FormReader:
         ACTIVATE_FIELD: len("false"),
         PRIVATE_FIELD: len("false"),
         TOKENIZER_FIELD: MAX_TOKENIZER_BYTES,
+        TEMPLATE_FIELD: max(map(len, FORMATS)),
     }
     return FormReader(limits, TENSORS_FILE, FIELDS)
 
@@ -101,6 +106,13 @@ def _note(reader: FormReader) -> str:
     if len(note) > MAX_NOTE_CHARS:
         raise too_large(NOTE_FIELD, MAX_NOTE_BYTES)
     return note
+
+
+def _template(reader: FormReader) -> str:
+    name = reader.bytes_of(TEMPLATE_FIELD).decode("utf-8", "replace")
+    if name and name not in FORMATS:
+        raise bad_form(f"The part '{TEMPLATE_FIELD}' is one of {', '.join(FORMATS)}.", TEMPLATE_FIELD)
+    return name
 
 
 def _tokenizer(reader: FormReader) -> OwnTokenizer:

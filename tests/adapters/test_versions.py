@@ -217,3 +217,20 @@ def test_any_history_keeps_its_invariants() -> None:
         if state is not None:
             check_integrity(state)
     assert last > 500
+
+
+async def test_a_version_keeps_the_form_of_its_answers_and_another_form_makes_another_version(
+    registry: Registry,
+) -> None:
+    async def uploaded(template: str) -> tuple[int, bool]:
+        one, _, created = await registry.names.register("acme", "x", **facts(1), response_template=template)
+        return one.version, created
+
+    assert [await uploaded(one) for one in ("", "gemma", "gemma", "glm")] == [
+        (1, True),
+        (2, True),
+        (2, False),
+        (3, True),
+    ]
+    current = (await registry.names.get("acme", "x")).current
+    assert [one.response_template for one in versions_of(current)] == ["glm", "gemma", ""]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -125,12 +126,17 @@ def message_of(pieces: Sequence[Piece]) -> dict[str, Any]:
     found: dict[str, Any] = {"content": "", "reasoning": "", "tool_calls": []}
     for piece in pieces:
         if isinstance(piece, Call):
-            assert piece.number == len(found["tool_calls"])
-            function = {"name": piece.name, "arguments": json.loads(piece.arguments)}
-            found["tool_calls"].append({"type": "function", "function": function})
+            if piece.name:
+                assert piece.number == len(found["tool_calls"])
+                found["tool_calls"].append({"type": "function", "function": {"name": piece.name, "arguments": ""}})
+            assert piece.number == len(found["tool_calls"]) - 1
+            found["tool_calls"][-1]["function"]["arguments"] += piece.arguments
         else:
             assert isinstance(piece, TextPiece) and piece.text
             found[piece.part] += piece.text
+    for call in found["tool_calls"]:
+        with suppress(ValueError, RecursionError):  # which has been cut off
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return {key: value for key, value in found.items() if value}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -15,10 +16,16 @@ _LEAVES: list[dict[str, Any]] = [
 _TEXTS: list[dict[str, Any]] = [{"type": "string", "maxLength": 12}, {"type": "string", "pattern": "^[a-z]{1,5}$"}]
 
 
-def random_tools(rng: random.Random, *, is_flat: bool = False) -> list[tuple[str, dict[str, Any]]]:
-    """Names and schemas of the arguments. `is_flat`: without nested objects, and texts are any texts."""
+def random_tools(
+    rng: random.Random, *, is_flat: bool = False, is_ascii: bool = False
+) -> list[tuple[str, dict[str, Any]]]:
+    """Names and schemas of the arguments. `is_flat`: without nested objects, and texts are any texts.
+
+    `is_ascii`: so are the names of arguments.
+    """
     names = [f"tool_{number}" for number in range(rng.randint(1, 4))]
-    return [(name, _object(rng, 0 if is_flat else 2, is_flat=is_flat)) for name in names]
+    tools = [(name, _object(rng, 0 if is_flat else 2, is_flat=is_flat)) for name in names]
+    return json.loads(json.dumps(tools, ensure_ascii=False).replace("Größe", "size")) if is_ascii else tools
 
 
 def _object(rng: random.Random, depth: int, *, is_flat: bool) -> dict[str, Any]:

@@ -303,11 +303,12 @@ class FakeRegistry:
         self.connected = True
         self.quotas: dict[str, Quota] = {}  # by tenant
 
-    def add(self, tenant: str, name: str, digest: str = "d" * 64, base: str = "") -> AdapterVersion:
+    def add(
+        self, tenant: str, name: str, digest: str = "d" * 64, base: str = "", response_template: str = ""
+    ) -> AdapterVersion:
         version = self.adapters[tenant, name].version + 1 if (tenant, name) in self.adapters else 1
-        adapter = AdapterVersion(
-            tenant, name, version, digest, {"q_proj": 8, "v_proj": 4}, 1234, 1700000000.5, base=base
-        )
+        ranks, told = {"q_proj": 8, "v_proj": 4}, dict[str, Any](base=base, response_template=response_template)
+        adapter = AdapterVersion(tenant, name, version, digest, ranks, 1234, 1700000000.5, **told)
         self.adapters[tenant, name] = adapter
         return adapter
 
@@ -362,7 +363,7 @@ class FakeUploads:
         held = self._registry.held(tenant, name)
         if held is not None and held.digest == digest:
             return held, False
-        return self._registry.add(tenant, name, digest, base), True
+        return self._registry.add(tenant, name, digest, base, given.get("response_template", "")), True
 
     async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
         self._answer()

@@ -81,6 +81,7 @@ async def test_upload_again_and_anew(rig: RouterRig) -> None:
         "bytes": 1234,
         "packed_bytes": 0,
         "created_at": 1700000000,
+        "response_template": "",
         "warnings": [],
         "object": "adapter",
     }
@@ -136,6 +137,16 @@ async def test_another_chat_template_is_warned_of(rig: RouterRig) -> None:
     assert other.status_code == 200
     (warning,) = other.json()["warnings"]
     assert warning.startswith("the adapter's chat template is not the base's")
+
+
+async def test_the_form_of_its_answers_is_one_that_is_known(rig: RouterRig) -> None:
+    parts = (NAME_PART, CONFIG_PART, TENSORS_PART)
+    for name in (b"none", b"hermes2", b"\xff"):
+        refused = await send(rig, part("response_template", name), *parts)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_template")
+    assert (await send(rig, part("response_template", b"x" * 1000), *parts)).status_code == 413
+    taken = await send(rig, part("response_template", b"gemma"), *parts)
+    assert (taken.status_code, taken.json()["response_template"]) == (201, "gemma")
 
 
 @pytest.mark.parametrize("own", [b"{", b"[]", b'{"tokens": {}}', b'{"added_tokens": {"a": "b"}}', b'"\xff"'])

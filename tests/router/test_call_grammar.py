@@ -39,7 +39,8 @@ def test_arguments_of_random_tools_are_read_and_fit(name: str) -> None:
     rng = random.Random(name)
     num_found = 0
     for number in range(NUM_DEFINITIONS):
-        tools = random_tools(rng, is_flat=CALL_TEXTS[name].tags is not None)
+        tools = random_tools(rng, is_flat=CALL_TEXTS[name].tags is not None, is_ascii=CALL_TEXTS[name].are_keywords)
+        tools.append(("any", {"type": "object"}))
         text = random_text(grammar_of(name, tools, must_call=True, is_one=number % 2 == 0), rng, 1200)
         if text is None:  # a string without end
             continue
@@ -48,7 +49,7 @@ def test_arguments_of_random_tools_are_read_and_fit(name: str) -> None:
         assert message.keys() == {"tool_calls"}, text
         for call in message["tool_calls"]:
             jsonschema.validate(call["function"]["arguments"], dict(tools)[call["function"]["name"]])
-        assert number % 2 or len(message["tool_calls"]) == 1
+        assert (number % 2 and not CALL_TEXTS[name].is_alone) or len(message["tool_calls"]) == 1
     assert num_found
 
 
@@ -59,7 +60,7 @@ def test_calls_stand_in_free_text_or_in_the_place_of_an_answer(name: str) -> Non
     assert text is not None
     grammar = grammar_of(name, CALLS, 'start: "none"', must_call=False, is_one=False)
     assert accepts(grammar, text) and accepts(grammar, "none") and not accepts(grammar, "other")
-    if not form.trigger:
+    if not form.trigger:  # of gpt-oss they stand in the place of an answer
         with pytest.raises(ValueError, match="strict"):
             grammar_of(name, CALLS, must_call=False, is_one=False)
         return
@@ -71,9 +72,9 @@ def test_calls_stand_in_free_text_or_in_the_place_of_an_answer(name: str) -> Non
 
 
 def test_thoughts_may_come_first() -> None:
-    grammar = after_thought('start: "a"', "<think>", "</think>", {})
+    grammar = after_thought('start: "a"', "<think>", "</think>", "", {})
     assert accepts(grammar, "a") and accepts(grammar, "<think>b</think>\n\na") and not accepts(grammar, "<think>a")
-    special = after_thought('start: "a"', "<think>", "</think>", {"<think>": 257, "</think>": 258})
+    special = after_thought('start: "a"', "<think>", "</think>", "", {"<think>": 257, "</think>": 258})
     assert accepts(special, 257, "b</think>", 258, "a") and not accepts(special, "<think>b</think>a")
 
 
@@ -95,7 +96,8 @@ def test_every_sample_of_a_form_with_a_grammar_is_one_that_it_lets_through() -> 
     tools = [(tool["function"]["name"], tool["function"]["parameters"]) for tool in TOOLS]
     for name, text in CALL_TEXTS.items():
         sample = SAMPLES[name].text
-        calls = sample[sample.index(text.trigger or text.begin.partition("{name}")[0]) :]
+        calls = sample[sample.index(text.trigger or text.begin.partition("{name}")[0]) :].removesuffix("<|call|>")
+        calls = calls.removesuffix("Here.")
         if name == "mistral":
             calls = calls.replace("] [", "][")
         assert accepts(grammar_of(name, tools, must_call=True, is_one=False), calls), json.dumps(calls)

@@ -367,7 +367,7 @@ def test_a_grammar_begins_where_reasoning_ends(end: list[str]) -> None:
         ("grammar", ARITHMETIC, "1+2"),
         ("grammar", 'start: "{" B "}"\nB: "b"', "{b}"),
     ):
-        grammar = lark(form, value, thought=("", end[0]))  # type: ignore[arg-type]
+        grammar = lark(form, value, thought=("", end[0], ""))  # type: ignore[arg-type]
         assert not TRIAL.problem(grammar, NUM_TOKENS)
         assert accepts(grammar, "hm, {}\n", *parts, answer)
         assert accepts(grammar, *parts, answer)

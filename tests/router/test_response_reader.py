@@ -10,14 +10,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given as given_values
+from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
 from motet.router.text.answer_format import NO_FORMAT, answer_format, known_format, named_format
 from motet.router.text.answer_formats import FORMATS
-from motet.router.text.call_parsing import KnownTools
+from motet.router.text.call_parsing import Call, KnownTools
+from motet.router.text.growing_arguments import GrowingArguments
 from motet.router.text.response_reader import MAX_HELD_CHARS, Piece, Reading, ResponseReader
 from motet.tests.rigs.answer_samples import SAMPLES, TOOLS, message_of, message_of_sample, reader_of
 
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
 CALL = '<tool_call>\n{"name": "f", "arguments": {"n": 3}}\n</tool_call>'
 
 
@@ -61,12 +69,23 @@ def test_what_is_shown_follows_from_the_text_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_cut_answer_has_whole_calls_or_none(name: str) -> None:
+def test_a_cut_answer_has_whole_calls_and_the_begin_of_one(name: str) -> None:
+    """Of those that are written as JSON; of others only whole ones."""
     sample = SAMPLES[name]
     calls = message_of_sample(sample).get("tool_calls", [])
+    num_cut = 0
     for cut in range(len(sample.text)):
         found = read(name, sample.text[:cut], prompt=sample.prompt).get("tool_calls", [])
-        assert found == calls[: len(found)]
+        for one, call in zip(found, calls, strict=False):
+            given = one["function"]["arguments"]
+            if one is found[-1] and isinstance(given, str):
+                assert one["function"]["name"] == call["function"]["name"]
+                assert sample.text[:cut].endswith(given) or not given
+                num_cut += 1
+            else:
+                assert one == call
+    is_json = name in ("hermes", "llama-json", "mistral", "mistral-args", "gpt-oss", "deepseek", "deepseek-3.1")
+    assert bool(num_cut) == is_json
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -87,11 +106,11 @@ def test_texts_of_marks_are_read_alike_however_they_are_cut(seed: int) -> None:
         "<tool_call>{not json</tool_call>",
         '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-        '<tool_call>{"name": "f", "arguments": {"n": NaN}}</tool_call>',
+        "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>",
+        '<tool_call>{"name": "f", "arguments": {n: 3}}</tool_call>',
         '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>',
         "<tool_call>[1, null]</tool_call>",
         f"<tool_call>{'[' * 100_000}</tool_call>",
-        f'<tool_call>{{"name": "f", "arguments": {{"n": {"1" * 10_000}}}}}</tool_call>',
         '<tool_call>{"name": "f", "argum',
     ],
 )
@@ -99,14 +118,70 @@ def test_what_is_no_call_is_content(text: str) -> None:
     assert read("hermes", text) == {"content": text}
 
 
-def test_numbers_that_floats_do_not_hold_stay_as_they_are() -> None:
-    found = reader_of("hermes").feed('<tool_call>{"name": "f", "arguments": {"n": [-2E+667, 1.5]}}</tool_call>')
-    assert found[0].arguments == '{"n": [-2E+667, 1.5]}'  # type: ignore[union-attr]
+def given(arguments: str, *, is_whole: bool = True) -> str:
+    """The arguments of a call as they are shown, character by character, or at once."""
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}' + "}</tool_call>" * is_whole
+    reader, at_once = reader_of("hermes"), reader_of("hermes")
+    calls = [piece for char in text for piece in reader.feed(char)] + reader.finish()
+    found = "".join(call.arguments for call in calls if isinstance(call, Call))
+    assert found == "".join(call.arguments for call in at_once.feed(text) + at_once.finish() if isinstance(call, Call))
+    assert [call.name for call in calls if isinstance(call, Call)] == ["f"] + [""] * (len(calls) - 1)
+    assert reader.num_calls == is_whole
+    return found
 
 
-def test_half_of_a_surrogate_pair_in_arguments_is_no_character() -> None:
-    found = reader_of("hermes").feed('<tool_call>{"name": "f", "arguments": {"a": "\\ud800é"}}</tool_call>')
-    assert found[0].arguments == '{"a": "\ufffdé"}'  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"n": [-2E+667, 1.5]}',
+        '{"b": "\\ud83d\\ude00\\n\\"}"}',
+        '{"b": {"c": ["}", "]"]}}',
+        '{"n": 1' + "0" * 10_000 + "}",
+    ],
+)
+def test_arguments_are_shown_as_they_were_written(arguments: str) -> None:
+    assert given(arguments) == arguments
+
+
+def test_what_strict_readers_of_json_refuse_in_texts_is_mended() -> None:
+    assert given('{"a": "\\ud800é\\udc00 \\ud800\\n"}') == '{"a": "\\ufffdé\\ufffd \\ufffd\\n"}'
+    assert given('{"a": "x\ny"}') == '{"a": "x\\u000ay"}'
+
+
+def test_a_text_is_shown_as_the_type_that_the_schema_names() -> None:
+    assert given('{"n": "3", "a": "4", "b": {"n": "5"}}') == '{"n": 3, "a": "4", "b": {"n": "5"}}'
+    assert given('{"n": "many"}') == '{"n": "many"}'
+
+
+@pytest.mark.parametrize("arguments", ['{"n": "3', '{"a": "\\u00', '{"a": {"b": [', '{"a'])
+def test_arguments_that_were_cut_off_are_shown_as_far_as_they_came(arguments: str) -> None:
+    assert given(arguments, is_whole=False) == arguments
+
+
+@given_values(st.dictionaries(st.text(), VALUES), st.booleans(), st.integers(1, 7))
+def test_pieces_of_any_arguments_give_them_whole(arguments: dict[str, Any], is_ascii: bool, size: int) -> None:
+    text = json.dumps(arguments, ensure_ascii=is_ascii)
+    growing, shown = GrowingArguments(KnownTools({"f": {}}), "f"), ""
+    for start in range(0, len(text), size):
+        assert not growing.is_over
+        piece, rest = growing.feed(text[start : start + size] + "} behind" * (start + size >= len(text)))
+        shown += piece
+    assert growing.is_over and rest == "} behind"
+    assert json.loads(shown) == arguments
+
+
+def test_text_behind_calls_is_content() -> None:
+    text = '{"name": "f", "parameters": {"n": 1}}; {"name": "unknown", "parameters": {}}'
+    assert read("llama-json", text) == {
+        "content": '; {"name": "unknown", "parameters": {}}',
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}],
+    }
+
+
+def test_a_call_that_the_prompt_has_begun_is_shown_once_it_is_whole() -> None:
+    prompt = '<|im_start|>assistant\n<tool_call>{"name": "f", "arguments": {"n": '
+    pieces = reader_of("hermes", prompt).feed("3}}</tool_call>")
+    assert pieces == [Call(0, "f", '{"n": 3}')]
 
 
 def test_texts_are_read_as_the_types_that_the_schema_names() -> None:
@@ -228,7 +303,7 @@ def test_a_call_of_hostile_text_takes_no_time(name: str, unit: str) -> None:
 def test_a_call_of_more_values_than_one_step_may_read_is_content(
     name: str, opening: str, unit: str, closing: str
 ) -> None:
-    """They are read on the event loop, in one piece; long texts are no such values."""
+    """Those that are read on the event loop in one piece; long texts are no such values."""
     tools = KnownTools({"f": {"a": {"type": "array"}}})
 
     def read_times(number: int, one: str) -> dict[str, Any]:
@@ -236,7 +311,8 @@ def test_a_call_of_more_values_than_one_step_may_read_is_content(
         return message_of([*reader.feed(opening + one * number + closing), *reader.finish()])
 
     assert "tool_calls" in read_times(500, unit)
-    assert read_times(40_000, unit).keys() == {"content"}
+    is_shown_as_it_comes = name in ("hermes", "llama-json")
+    assert read_times(40_000, unit).keys() == {"tool_calls" if is_shown_as_it_comes else "content"}
     if "[" in opening and unit != "f(),":
         assert "tool_calls" in read_times(1, '"' + ",[{(" * 40_000 + '",')
 
@@ -312,3 +388,11 @@ def test_thoughts_are_only_looked_for_where_the_model_knows_their_marks() -> Non
 )
 def test_a_chat_template_is_known_by_its_marks(texts: str, name: str | None) -> None:
     assert known_format(texts) == name
+
+
+@pytest.mark.parametrize("num_spaces", [900, 975, 990, 2000])
+def test_a_long_head_of_a_call_is_read_alike_however_it_is_cut(num_spaces: int) -> None:
+    text = f'<tool_call>{" " * num_spaces}{{"name": "f", "arguments": {{"n": 3}}}}</tool_call>'
+    assert read("hermes", text) == read("hermes", *text)
+    assert "tool_calls" in read("hermes", text)
+    assert reader_of("hermes").feed(text)[0] == Call(0, "f", "" if num_spaces < 995 else '{"n": 3}')

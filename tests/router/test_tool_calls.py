@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic_core import from_json
 
 from motet.router.answers import generation_response
 from motet.router.text.text import TextService
@@ -83,10 +84,16 @@ def joined(chunks: list[Any], index: int = 0) -> Any:
                     message[part] = (message.get(part) or "") + delta[part]
             for call in delta.get("tool_calls", []):
                 calls = message.setdefault("tool_calls", [])
-                assert call["index"] == len(calls), "each call is whole"
-                calls.append({key: value for key, value in call.items() if key != "index"})
+                if "id" in call:
+                    assert call["index"] == len(calls)
+                    calls.append({key: value for key, value in call.items() if key != "index"})
+                else:
+                    assert call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"}
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             if "function_call" in delta:
-                message["function_call"] = delta["function_call"]
+                before = message.setdefault("function_call", {"arguments": ""})
+                arguments = before["arguments"] + delta["function_call"]["arguments"]
+                message["function_call"] = {**before, **delta["function_call"], "arguments": arguments}
             reason = choice["finish_reason"] or reason
     return message, reason
 
@@ -137,14 +144,30 @@ async def test_another_reading_resumes_no_stream(rig: RouterRig) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 120, 7))
-async def test_a_cut_answer_ends_with_length_and_has_no_half_call(rig: RouterRig, num_tokens: int) -> None:
+async def test_a_cut_answer_ends_with_length_however_it_is_asked_for(rig: RouterRig, num_tokens: int) -> None:
+    """The last call has what came of its arguments."""
     whole = await choice_of(rig, tools=TOOLS, max_tokens=num_tokens)
     assert whole["finish_reason"] == "length"
     calls = [(one["function"]["name"], one["function"]["arguments"]) for one in whole["message"].get("tool_calls", [])]
-    assert calls == CALLS[: len(calls)]
+    for call, expected in zip(calls, CALLS, strict=False):
+        assert call == expected or (call is calls[-1] and call[0] == expected[0] and expected[1].startswith(call[1]))
     message, reason = joined(chunks_of(await post(rig, tools=TOOLS, max_tokens=num_tokens, stream=True)))
     assert reason == "length"
     assert (message["content"] or "") == (whole["message"]["content"] or "")
+    streamed = [one["function"] for one in message.get("tool_calls", [])]
+    assert streamed == [{"name": name, "arguments": arguments} for name, arguments in calls]
+    tools: list[Any] = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("f", "g")]
+    async with rig.client() as client:
+        asked: dict[str, Any] = {"model": BASE, "input": "hello", "tools": tools, "max_output_tokens": num_tokens}
+        response = (await client.post("/v1/responses", json=asked)).json()
+        asked = {"model": BASE, "messages": ASK, "max_tokens": num_tokens}
+        tools = [{"name": one["name"], "input_schema": SCHEMA} for one in tools]
+        answer = (await client.post("/v1/messages", json={**asked, "tools": tools})).json()
+    assert response["status"] == "incomplete"
+    assert [(one["name"], one["arguments"]) for one in response["output"] if one["type"] == "function_call"] == calls
+    assert answer["stop_reason"] == "max_tokens"
+    used = [(one["name"], one["input"]) for one in answer["content"] if one["type"] == "tool_use"]
+    assert used == [(name, from_json(arguments or "{}", allow_partial=True)) for name, arguments in calls]
 
 
 async def test_without_tools_or_with_none_chosen_a_call_is_text(rig: RouterRig) -> None:
@@ -277,12 +300,27 @@ async def test_a_form_begins_behind_a_thought_that_the_prompt_began(rig: RouterR
     assert accepts(grammar, "{</think>\n{}") and not accepts(grammar, "{}")
 
 
-async def test_what_has_no_grammar_is_refused(tmp_path: Path) -> None:
-    text = TextService(text_service(TEMPLATE)._templated, response_template="gemma")
-    gemma = RouterRig(tmp_path / "spool", text)
-    response = await post(gemma, tools=TOOLS, tool_choice="required")
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
-    assert (await post(gemma, tools=TOOLS)).status_code == 200
+async def test_answers_of_gpt_oss_are_held_to_their_channels(tmp_path: Path) -> None:
+    template = TEMPLATE + "{# <|channel|>analysis<|message|> #}"
+    rig = RouterRig(tmp_path / "spool", TextService(text_service(template)._templated))
+    rig.dispatcher.context = 4096
+    rig.dispatcher.answer = rig.ids("<|channel|>final<|message|>hi")
+    thought: list[Any] = ["<|channel|>analysis<|message|>hm", *rig.ids("<|end|>"), *rig.ids("<|start|>"), "assistant"]
+    call = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 3}'
+    final = "<|channel|>final<|message|>"
+    form = {"response_format": {"type": "json_object"}}
+    grammar = await grammar_of(rig, tools=TOOLS, tool_choice="required")
+    assert accepts(grammar, call) and accepts(grammar, *thought, call)
+    assert not any(accepts(grammar, text) for text in (f"{final}hi", call * 2, call.replace("3", "true")))
+    assert not accepts(grammar, *thought)
+    grammar = await grammar_of(rig, tools=TOOLS, **form)
+    assert accepts(grammar, call) and accepts(grammar, *thought, f"{final}{{}}") and not accepts(grammar, f"{final}hi")
+    grammar = await grammar_of(rig, **form)
+    assert accepts(grammar, *thought, f"{final}{{}}") and not accepts(grammar, "{}") and not accepts(grammar, call)
+    strict = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
+    grammar = await grammar_of(rig, tools=[strict])
+    assert accepts(grammar, call) and accepts(grammar, *thought, f"{final}hi")
+    assert not accepts(grammar, call.replace("3", "true"))
 
 
 async def test_tools_are_refused_where_the_form_of_calls_is_not_known(tmp_path: Path) -> None:
@@ -366,3 +404,18 @@ async def refused_budget(rig: RouterRig, **fields: Any) -> str:
     answer = await post(rig, thinking_token_budget=5, **fields)
     assert answer.status_code == 400, answer.text
     return str(answer.json()["error"]["param"])
+
+
+async def test_an_adapter_may_write_in_a_form_of_its_own(rig: RouterRig) -> None:
+    """The base's chat template is of Hermes."""
+    rig.registry.add("acme", "tuned", response_template="mistral-args")
+    rig.registry.add("acme", "plain")
+    rig.dispatcher.answer = rig.ids('[TOOL_CALLS]f[ARGS]{"n": 3}')
+    choice = await choice_of(rig, model="tuned", tools=TOOLS)
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"], len(call["id"])) == ({"name": "f", "arguments": '{"n": 3}'}, 9)
+    assert "tool_calls" not in (await choice_of(rig, model="plain", tools=TOOLS))["message"]
+    grammar = await grammar_of(rig, model="tuned", tools=TOOLS, tool_choice="required")
+    assert accepts(grammar, '[TOOL_CALLS]f[ARGS]{"n": 3}') and not accepts(grammar, CALLING_F)
+    rig.dispatcher.answer = rig.ids(ANSWER)
+    assert len((await choice_of(rig, model="plain", tools=TOOLS))["message"]["tool_calls"]) == 2

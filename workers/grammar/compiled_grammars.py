@@ -71,8 +71,9 @@ class CompiledGrammars:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if bytes are miscounted."""
-        counted = {tenant: sum(kept.num_bytes for kept in own.values()) for tenant, own in self._by_tenant.items()}
-        assert counted == self._bytes and sum(counted.values()) <= self._most_bytes
+        with self._lock:
+            counted = {tenant: sum(kept.num_bytes for kept in own.values()) for tenant, own in self._by_tenant.items()}
+            assert counted == self._bytes and sum(counted.values()) <= self._most_bytes
 
 
 def _compile(grammar: str, vocabulary: Vocabulary) -> _Kept:

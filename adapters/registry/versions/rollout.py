@@ -32,6 +32,7 @@ class VersionFacts(msgspec.Struct, frozen=True, array_like=True):
     module_ranks: Mapping[str, int]
     packed_bytes: int = 0
     base: str = ""
+    response_template: str = ""
 
 
 class Canary(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -100,6 +101,7 @@ def facts_of(adapter: AdapterVersion) -> VersionFacts:
         adapter.module_ranks,
         adapter.packed_bytes,
         adapter.base,
+        adapter.response_template,
     )
 
 
@@ -136,5 +138,6 @@ def _adapter(current: AdapterVersion, facts: VersionFacts) -> AdapterVersion:
         created_at=facts.created_at,
         packed_bytes=facts.packed_bytes,
         base=facts.base,
+        response_template=facts.response_template,
         revision=current.revision,
     )
