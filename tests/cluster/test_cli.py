@@ -324,7 +324,7 @@ def test_sizes_are_shown_short() -> None:
         (["./no-such-model"], 1, "there is no folder no-such-model"),
         (["."], 1, "lacks config.json, tokenizer.json, model.safetensors"),
         (["model", "--port", "0"], 2, "'--port': '0': a whole number from 1 to 65535 is accepted"),
-        (["model", "--threads", "0"], 2, "'--threads': '0': auto or a whole number from 1 is accepted"),
+        (["model", "--threads", "0"], 2, "'--threads': '0': auto or a whole number from 1 to 1024 is accepted"),
         (["model", "--key", "acme=two words"], 2, "a key is printable ASCII without spaces"),
         (["model", "--key", "acme"], 2, "TENANT=KEY (for example acme=a-long-secret) is accepted"),
         (["model", "--pool-bytes", "lots"], 2, "'--pool-bytes': 'lots': a size (bytes, or a number with KiB"),

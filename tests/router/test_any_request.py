@@ -142,8 +142,7 @@ def furnish(case: Any, data: st.DataObject) -> None:
         if "input" in case.body and data.draw(st.booleans()):
             case.body["input"] = "hi"
         if case.operation.label == "POST /tokenize" and data.draw(st.booleans()):
-            case.body.pop("messages", None)
-            case.body["prompt"] = "hi"
+            case.body = {"model": name, "prompt": "hi"}
         if "tokens" in case.body and data.draw(st.booleans()):
             case.body["tokens"] = [1, 2]
         if data.draw(st.booleans()):

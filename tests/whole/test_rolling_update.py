@@ -185,7 +185,8 @@ def test_settings_that_cannot_change_are_refused_and_all_goes_on(motet: RunningM
         ('latency-objective = ["acme=2", "nobody=2"]', "'nobody=2': there is no tenant nobody"),
         ("max-gangs =", "cannot be read"),
         ("prefix-cache = [0]", "true or false is accepted"),
-        ("threads = 10000000000", "the application could not be started: gang: "),  # known only when a gang starts
+        ("threads = 10000000000", "auto or a whole number from 1 to 1024 is accepted"),
+        ('kv-host-bytes = "1024TiB"', "the application could not be started: gang: "),  # known only when a gang starts
     ):
         settings.write_text(f"{good}{line}\n")
         said = motet.hang_up()

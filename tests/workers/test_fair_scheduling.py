@@ -65,6 +65,12 @@ class Gang:
     def add(self, tenant: str, num_prompt: int, max_tokens: int, adapter: str | None = None, **more: object) -> int:
         number = len(self.requests)
         prompt = [(number * 7 + i * (1 + number % 5)) % 98 for i in range(num_prompt)]
+        return self.add_prompt(tenant, prompt, max_tokens, adapter, **more)
+
+    def add_prompt(
+        self, tenant: str, prompt: list[int], max_tokens: int, adapter: str | None = None, **more: object
+    ) -> int:
+        number = len(self.requests)
         asked = msgspec.structs.replace(asking(number, prompt, max_tokens, adapter, tenant), **more)
         assert self.scheduler.add(asked, 1) is None
         self.requests[number] = asked
@@ -183,17 +189,11 @@ def test_a_quiet_tenant_gets_room_while_pages_of_short_answers_are_still_to_be_r
     gang = Gang(GangLimits(256, 100, 4, 160, 64, 8), random.Random(1))
     document = [place * 7 % 98 for place in range(120)]
 
-    def add(tenant: str, prompt: list[int], max_tokens: int) -> int:
-        number = len(gang.requests)
-        gang.requests[number] = asked = asking(number, prompt, max_tokens, None, tenant)
-        assert gang.scheduler.add(asked, 1) is None
-        return number
-
     def step() -> None:
         while len(gang.live("short")) < 4:
-            add("short", [*document, len(gang.requests) % 98], 2)
+            gang.add_prompt("short", [*document, len(gang.requests) % 98], 2)
         while len(gang.live("long")) < 6:
-            add("long", [len(gang.requests) % 98] * 20, 120)
+            gang.add_prompt("long", [len(gang.requests) % 98] * 20, 120)
         gang.step()
 
     for _ in range(60):
@@ -201,7 +201,9 @@ def test_a_quiet_tenant_gets_room_while_pages_of_short_answers_are_still_to_be_r
     waits, num_leaving = [], []
     for asking_number in range(4):
         came_at = gang.num_steps
-        number = add(f"quiet-{asking_number}", [(gang.num_steps + place * 3) % 98 for place in range(200)], 2)
+        number = gang.add_prompt(
+            f"quiet-{asking_number}", [(gang.num_steps + place * 3) % 98 for place in range(200)], 2
+        )
         while number not in gang.first_token_at and gang.num_steps < came_at + 300:
             step()
             num_leaving.append(gang.scheduler.memory.prefixes.num_leaving)
