@@ -290,10 +290,11 @@ def test_a_rollout_waits_for_what_is_away_and_gives_way_if_it_cannot_be(applicat
     assert len(before) == 2 and not before & gangs
     eventually(lambda: '"max-num-sequences":18' in application.noted(ROLLOUTS))
 
+    good = application.args()["kv-host-bytes"]
     application.args()["kv-host-bytes"] = "1024TiB"  # known only when a gang starts
     application.configure()
     eventually(
-        lambda: "kv-host-bytes" not in application.details()["deployed_app_config"]["args"],
+        lambda: application.details()["deployed_app_config"]["args"]["kv-host-bytes"] == good,
         lambda: json.dumps([application.details(), application.status()])[-5000:],
     )
     application.wait_until_whole()
@@ -303,7 +304,7 @@ def test_a_rollout_waits_for_what_is_away_and_gives_way_if_it_cannot_be(applicat
     assert application.gauge("motet_rollout_taken_back") == 1
     assert [gang["max_num_sequences"] for gang in application.status()["gangs"]] == [18, 18]
     assert application.ask(KEYS["zoo"]).status_code == 200
-    del application.args()["kv-host-bytes"]
+    application.args()["kv-host-bytes"] = good
     application.configure()
     eventually(lambda: application.status()["taken_back"] is None)
 
