@@ -113,6 +113,7 @@ class FairThreads:
             assert worker.tenant is not None
             worker.tenant.charge(now - worker.began_at, 1, now)
             worker.tenant = None
+            self._wake.notify_all()  # the tenant's other jobs may be the other thread's now
 
     def _next(self, worker: _Worker) -> Callable[[], None] | None:
         """Waits for a job. None: the thread ends."""
