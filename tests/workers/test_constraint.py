@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -140,3 +141,20 @@ def test_a_job_that_does_not_end_is_left_alone() -> None:
 
 def assert_set(event: threading.Event) -> None:
     assert event.wait(PATIENCE_S)
+
+
+def test_jobs_of_a_tenant_that_turns_out_to_be_costly_are_done_without_another_job() -> None:
+    """They are the other thread's then, which had looked for jobs while the tenant was not costly, and waits."""
+    now, go, is_done = [0.0], threading.Event(), threading.Event()
+
+    def costly() -> None:
+        go.wait(PATIENCE_S)
+        now[0] += 1.0
+
+    threads = FairThreads("test", 0.5, clock=lambda: now[0])
+    threads.submit("t", costly)
+    threads.submit("t", is_done.set)
+    time.sleep(0.1)  # both threads have looked
+    go.set()
+    assert is_done.wait(PATIENCE_S)
+    threads.close()
