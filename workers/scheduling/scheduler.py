@@ -90,6 +90,7 @@ class Scheduler:
             self._prefix_page_s,
             adapter_evicted=self._waiting.adapter_evicted,
             wanted_pages=lambda: self._prefixes.pages_here(self._ahead, _MAX_WANTED_PAGES),
+            has_window=limits.window is not None,
         )
         self._adapters = self.memory.adapters
         self._tiers = TierTraffic(self.memory, tiers or TierSizes(), self._costs)
@@ -479,6 +480,7 @@ class Scheduler:
         if num_unseen > sequence.num_gone and self._limits.full_layers is not None:
             self._decodes.to_condense[sequence] = None
         elif num_unseen > sequence.num_gone:
+            self._prefixes.pass_pages(sequence, range(sequence.num_gone, num_unseen))
             pages = sequence.give_back(num_unseen)
             self.memory.prefixes.release(pages)
             self._times.shrink(sequence.held, len(pages))
