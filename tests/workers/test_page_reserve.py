@@ -136,7 +136,7 @@ def test_limits_of_all_sizes_cost_a_look_no_more_than_one() -> None:
                 reserve.add(sequence)
         return num_calls(lambda: reserve.growth_with(sequence, 2))
 
-    assert look([*range(1, 60_000, 400)]) == look([5])
+    assert look([*range(2, 60_000, 400)]) == look([5])
 
 
 def test_a_gang_that_runs_nothing_keeps_nothing_back() -> None:
