@@ -8,9 +8,12 @@ import os
 import signal
 import ssl
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MethodType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -27,6 +30,9 @@ from motet.adapters.registry.redis_deadline import answered_within
 from motet.adapters.registry.registry import Registry, connect
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.answers import generation_response
+from motet.router.openapi import openapi_api
+from motet.router.openapi.document import openapi_document
+from motet.router.route import RouteSpec
 from motet.tests.rigs.cost_report import CostReport
 from motet.tests.rigs.imports import ROOT
 from motet.tests.rigs.moving_seed import commit_seed
@@ -117,6 +123,10 @@ def _function_of(item: pytest.Item) -> Callable[..., object] | None:
     return found
 
 
+def _function(handler: Callable[..., Any]) -> Callable[..., Any]:
+    return handler.__func__ if isinstance(handler, MethodType) else handler
+
+
 def _halve_examples(test: Callable[..., object] | None) -> None:
     """Those of hypothesis, which draws others in each run."""
     if test is not None and _OWN_SETTINGS in vars(test):
@@ -151,6 +161,24 @@ def one_tls_context() -> Iterator[None]:
     """Each client of httpx would read all authorities' certificates, 15 ms of CPU, and tests speak plain HTTP."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_openapi_document() -> Iterator[None]:
+    """Each router describes its routes when it starts, 0.1 s of CPU. Hundreds of tests have the same routes."""
+    described: list[tuple[list[RouteSpec], dict[str, Any]]] = []
+
+    def document(routes: Sequence[RouteSpec]) -> dict[str, Any]:
+        rows = [replace(route, handler=_function(route.handler)) for route in routes]
+        for known, made in described:
+            if known == rows:
+                return made
+        described.append((rows, openapi_document(routes)))
+        return described[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(openapi_api, "openapi_document", document)
         yield
 
 
