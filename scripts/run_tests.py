@@ -28,7 +28,8 @@ import pytest
 
 from motet.tests.rigs.passed_files import ROOT, covered_files, standing
 
-PYTEST = [sys.executable, "-m", "pytest"]
+# schemathesis' fixtures take half a second to load, and no test has them.
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:schemathesis"]
 SHARED_OUT = ["-n", "auto", "--maxprocesses", "4", "--no-loadscope-reorder", "--dist", "loadfile"]
 INTERPRETED = "tests/interpreted"
 WITH_RAY = ["tests/hostile", "tests/whole"]  # all tests that start Ray are there

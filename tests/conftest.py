@@ -8,12 +8,9 @@ import os
 import signal
 import ssl
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache
 from pathlib import Path
-from types import MethodType
-from typing import Any
 
 import hypothesis
 import pytest
@@ -31,9 +28,8 @@ from motet.adapters.registry.registry import Registry, connect
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.answers import generation_response
 from motet.router.openapi import openapi_api
-from motet.router.openapi.document import openapi_document
-from motet.router.route import RouteSpec
 from motet.tests.rigs.cost_report import CostReport
+from motet.tests.rigs.described_routes import described_routes
 from motet.tests.rigs.imports import ROOT
 from motet.tests.rigs.moving_seed import commit_seed
 from motet.tests.rigs.passed_files import covered_files
@@ -123,10 +119,6 @@ def _function_of(item: pytest.Item) -> Callable[..., object] | None:
     return found
 
 
-def _function(handler: Callable[..., Any]) -> Callable[..., Any]:
-    return handler.__func__ if isinstance(handler, MethodType) else handler
-
-
 def _halve_examples(test: Callable[..., object] | None) -> None:
     """Those of hypothesis, which draws others in each run."""
     if test is not None and _OWN_SETTINGS in vars(test):
@@ -167,18 +159,8 @@ def one_tls_context() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def one_openapi_document() -> Iterator[None]:
     """Each router describes its routes when it starts, 0.1 s of CPU. Hundreds of tests have the same routes."""
-    described: list[tuple[list[RouteSpec], dict[str, Any]]] = []
-
-    def document(routes: Sequence[RouteSpec]) -> dict[str, Any]:
-        rows = [replace(route, handler=_function(route.handler)) for route in routes]
-        for known, made in described:
-            if known == rows:
-                return made
-        described.append((rows, openapi_document(routes)))
-        return described[-1][1]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(openapi_api, "openapi_document", document)
+        patch.setattr(openapi_api, "openapi_document", described_routes)
         yield
 
 

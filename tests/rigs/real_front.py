@@ -32,13 +32,13 @@ from motet.router.batches.pace import BatchPace
 from motet.router.config import CurrentConfig
 from motet.router.fleet.dispatch import Dispatcher
 from motet.router.metrics import Metrics
-from motet.router.openapi import openapi_api
 from motet.router.quotas.quotas import Quotas
 from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.router.versions.canary_book import CanaryBook
+from motet.tests.rigs.described_routes import described_routes
 from motet.tests.rigs.given_keys import give_key
 from motet.tests.rigs.lora_files import LAYOUT, LoraFiles, lora_files
 from motet.tests.rigs.part_configs import router_config
@@ -231,7 +231,7 @@ async def real_front(
         accountants=[usage.metering, *accountants],
         more_routes=usage.routes,
     )
-    document = openapi_api.openapi_document(app.state.routes)
+    document = described_routes(app.state.routes)
     front = RealFront(app, redis, registry, view, uploads, fake, folder, document, batches, config, metrics)
     try:
         await front.furnish()
