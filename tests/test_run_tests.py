@@ -81,8 +81,9 @@ def test_what_either_lane_may_take_runs_once_and_by_the_lane_that_is_through(run
 
 
 def test_the_files_that_either_lane_may_take_are_there() -> None:
-    files = [ROOT / file for file in script().EITHER_LANES]
-    assert [file for file in files if "mark.cluster" not in file.read_text()] == []
+    """A lane of pytest would not miss what it is told to ignore."""
+    missing = [file for file in script().EITHER_LANES if not (ROOT / file).is_file()]
+    assert missing == []
 
 
 def test_odd_bytes_in_the_output_are_shown(runs: Any, capfd: pytest.CaptureFixture[str]) -> None:
