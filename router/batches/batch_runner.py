@@ -297,7 +297,11 @@ class BatchRunner:
             if batch.has_ended:
                 return batch
             counts = structs.replace(
-                batch, num_completed=written.num_completed, num_failed=written.num_failed, num_bytes=written.num_bytes
+                batch,
+                num_completed=written.num_completed,
+                num_failed=written.num_failed,
+                num_bytes=written.num_bytes,
+                tokens=written.tokens,
             )
             if is_finalizing and batch.status == "in_progress":
                 return structs.replace(counts, status="finalizing", finalizing_at=int(self._batches.clock()))

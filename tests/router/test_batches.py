@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +144,24 @@ def work(num_lines: int, **body: Any) -> list[dict[str, Any]]:
     return [line(f"id-{number}", user=f"id-{number}", **body) for number in range(num_lines)]
 
 
+def usage_of(output: Iterable[Any]) -> dict[str, Any]:
+    """The sum of what answers say, in either shape."""
+    counts = dict.fromkeys(("input", "output", "cached", "reasoning"), 0)
+    for usage in (one["response"]["body"]["usage"] for one in output):
+        for name, other in (("input", "prompt"), ("output", "completion")):
+            counts[name] += usage.get(f"{name}_tokens", usage.get(f"{other}_tokens", 0))
+            details = usage.get(f"{name}_tokens_details", usage.get(f"{other}_tokens_details", {}))
+            for detail in ("cached", "reasoning"):
+                counts[detail] += details.get(f"{detail}_tokens", 0)
+    return {
+        "input_tokens": counts["input"],
+        "input_tokens_details": {"cached_tokens": counts["cached"]},
+        "output_tokens": counts["output"],
+        "output_tokens_details": {"reasoning_tokens": counts["reasoning"]},
+        "total_tokens": counts["input"] + counts["output"],
+    }
+
+
 async def test_lines_are_answered_as_requests_are(running: RealFront, charges: Charges) -> None:
     owner = BatchClient(running)
     lines = [*work(20), line("bad", max_tokens=-1), line("fine", prompt=["a", "b"], n=2, user="fine")]
@@ -165,6 +183,7 @@ async def test_lines_are_answered_as_requests_are(running: RealFront, charges: C
     for field in ("choices", "usage", "model", "object"):
         assert response["body"][field] == direct[field]
     assert len(output["fine"]["response"]["body"]["choices"]) == 4
+    assert batch["usage"] == usage_of(output.values()) and batch["usage"]["output_tokens"] > 0
     (failed,) = await owner.lines(batch["error_file_id"])
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("bad", 400)
     assert failed["response"]["body"]["error"]["param"] == "max_tokens"
@@ -198,6 +217,7 @@ async def test_the_other_endpoints(running: RealFront, endpoint: str, body: dict
     assert (batch["status"], batch["error_file_id"]) == ("completed", None), errors
     ((found,)) = await owner.lines(batch["output_file_id"])
     assert found["response"]["body"]["object"] in ("chat.completion", "list", "response")
+    assert batch["usage"] == usage_of([found]) and batch["usage"]["input_tokens"] > 0
 
 
 GOOD = line("x")
@@ -623,6 +643,7 @@ async def test_every_line_has_one_result_whatever_happens(
     results = Counter(one["custom_id"] for one in [*output, *errors])
     assert results == Counter(f"id-{one}" for one in range(num_lines))
     answered = {one["custom_id"] for one in output}
+    assert batch["usage"] == usage_of(output)
     assert answered <= set(charges.complete) and not answered & bad
     more = sum(charges.complete.values()) - len(answered)
     assert 0 <= more <= num_killed * most_lines
