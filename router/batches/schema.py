@@ -45,11 +45,17 @@ class DeletedFile(msgspec.Struct, frozen=True, kw_only=True):
     deleted: Literal[True] = True
 
 
+class ExpiresAfter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]
+
+
 class BatchBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     endpoint: Endpoint
     input_file_id: Annotated[str, Meta(max_length=64)]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[_Key, _Value], Meta(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None  # of the files of its results
 
 
 class InputError(msgspec.Struct, frozen=True, kw_only=True):

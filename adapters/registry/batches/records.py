@@ -73,6 +73,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     input_file_id: str
     completion_window: str
     metadata: dict[str, str] | None = None
+    output_kept_s: int | None = None  # files of its results; None: as long as any
     status: Status = "validating"
     errors: tuple[BatchError, ...] = ()
     created_at: int
