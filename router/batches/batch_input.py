@@ -92,7 +92,7 @@ class InputCheck:
 
     def take(self, lines: Sequence[tuple[int, bytes]], num_read: int) -> None:
         """`num_read`: how many lines the file has so far, those that are blank among them."""
-        if num_read > MAX_READ:
+        if num_read > MAX_READ and not self.is_over:
             self._add("too_many_lines", f"The file has more than {MAX_READ} lines, blank ones included.", None, None)
         for number, line in lines:
             if self.is_over:

@@ -368,8 +368,8 @@ def test_single_users_go_from_the_sums_of_old_months_and_nothing_else_does(redis
             counts = {f"{day:02}\t": 0 for day in {start.day for start, _ in expected}}
             for start, _ in expected:
                 counts[f"{start.day:02}\t"] += 1
-            held = await client.hgetall(PREFIX + "days:202611")
-            assert {field: int(held[field]) for field in counts} == counts
+            fields = await client.hgetall(PREFIX + "days:202611")
+            assert {field: int(fields[field]) for field in counts} == counts
         finally:
             await client.aclose()
 

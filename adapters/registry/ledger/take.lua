@@ -25,7 +25,7 @@ local function summed_group(entry)
   if entry.sign == '-' then return others end
   local names, digest = string.match(entry.group, '^(.*\t)([^\t]*)$')
   local group = names .. string.sub(digest, 1, tonumber(digest_digits))
-  return entry.sign == '+' and without_user(group) or group
+  return entry.sign == '+' and is_of_one_user(group) and without_user(group) or group
 end
 
 local function group_number(groups, group)
