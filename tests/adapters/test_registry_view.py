@@ -211,7 +211,7 @@ async def test_events_with_ids_below_the_last_known_one_are_not_missed(
 ) -> None:
     """As of a server that has lost everything and whose clock is behind, or has not ticked since."""
     digest = b"\xab" * 32
-    event = {"number": 1, "kind": "key", "field": digest.hex(), "value": "acme"}
+    event: dict[Any, Any] = {"number": 1, "kind": "key", "field": digest.hex(), "value": "acme"}
     await redis_client.xadd(PREFIX + "events", event, "9" * 15)
     await redis_client.set(PREFIX + "event_number", 1)
     await eventually(lambda: view.keys.key(digest) is not None)
