@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace motet {
@@ -303,7 +304,7 @@ struct AttentionTask {
 };
 
 template <class T>
-void attend_all(const AttentionCall<T>& call, [[maybe_unused]] int num_threads) {
+void attend_all(const AttentionCall<T>& call, int num_threads) {
     const int64_t group = call.num_heads / call.num_kv_heads, block = std::max<int64_t>(1, kMostQueries / group);
     std::vector<AttentionTask> tasks;
     for (int64_t sequence = 0; sequence < call.num_sequences; sequence++)
@@ -312,15 +313,12 @@ void attend_all(const AttentionCall<T>& call, [[maybe_unused]] int num_threads) 
             for (int64_t row = call.query_starts[sequence]; row < end; row += block)
                 tasks.push_back({sequence, kv_head, row, std::min(row + block, end)});
         }
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
+    Team::of_process().share(num_threads, int64_t(tasks.size()), [&](int64_t block) {
         static thread_local std::unique_ptr<AttentionScratch<T>> kept;  // kept, because it is large and slow to clear
         if (!kept) kept.reset(new AttentionScratch<T>);
-        AttentionScratch<T>& scratch = *kept;
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < tasks.size(); i++)
-            attend(call, scratch, tasks[i].sequence, tasks[i].kv_head, tasks[i].first, tasks[i].end);
-    }
+        const AttentionTask& task = tasks[size_t(block)];
+        attend(call, *kept, task.sequence, task.kv_head, task.first, task.end);
+    });
 }
 
 }  // namespace motet

@@ -9,6 +9,7 @@
 #include "lora.h"
 #include "rows.h"
 #include "sampling.h"
+#include "step.h"
 
 using namespace motet;
 
@@ -59,7 +60,7 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
         write_kv(q, k, v, rotary, kv, positions, row_pages, row_slots, q_out, sizes, num_threads);                    \
     }                                                                                                                 \
     MOTET_CALL int64_t linear_depth_##NAME() { return Outputs<T>::kDepth; }                                           \
-    MOTET_CALL int64_t linear_panel_##NAME() { return kPanel * kLanes; }                                              \
+    MOTET_CALL int64_t linear_panel_##NAME() { return panel_of<T>() * kLanes; }                                              \
     MOTET_CALL int64_t linear_is_best_##NAME() { return linear_is_best<T>(); }                                        \
     MOTET_CALL void linear_##NAME(const T* x, int64_t x_stride, int64_t num_rows, const T* weight, const T* bias,     \
                                   T* y, int64_t y_stride, int64_t num_in, int64_t num_out, int num_threads) {         \
@@ -72,6 +73,15 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
                                          int64_t num_in, int64_t num_out, int num_threads) {                          \
         linear(x, x_stride, offsets, num_groups,                                                                      \
                LinearCall<T>{nullptr, weight, nullptr, y, 0, y_stride, num_in, num_out}, weight_stride, num_threads); \
+    }                                                                                                                 \
+    MOTET_CALL void linear_to_floats_##NAME(const T* x, int64_t x_stride, int64_t num_rows, const T* weight, float* y,  \
+                                            int64_t num_in, int64_t num_out, int num_threads) {                       \
+        const int64_t rows[] = {0, num_rows};                                                                         \
+        linear(x, x_stride, rows, 1, LinearCall<T, float>{nullptr, weight, nullptr, y, 0, num_out, num_in, num_out},  \
+               0, num_threads);                                                                                       \
+    }                                                                                                                 \
+    MOTET_CALL void run_step_##NAME(const void* operations, int64_t count, const void* call) {                        \
+        run_step<T>((const StepOperation*)operations, count, *(const StepCall*)call);                                 \
     }                                                                                                                 \
     MOTET_CALL void lora_shrink_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,       \
                                        const void* parts, int64_t num_parts, const T* x, int64_t x_stride, T* shrunk, \
