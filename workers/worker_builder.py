@@ -51,7 +51,6 @@ def build_executor(
     Raises ValueError if the model cannot be served with these settings.
     """
     on_progress = on_progress or _ignore
-    torch.set_num_threads(config.num_threads)
     device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
     check_dtype(device, dtype)
     check_weights_dtype(device, config.weights_dtype)
@@ -66,6 +65,8 @@ def build_executor(
     kernels = choose_kernels(
         device, dtype, config.num_threads, config.cache_path, on_compile, slow_ones=config.slow_kernels == "allow"
     )
+    # Torch's own threads would wait in a loop for the next operation, on the cores of those that native kernels share.
+    torch.set_num_threads(1 if kernels.name == "native" else config.num_threads)
     if config.weights_dtype == "float8":
         kernels = with_float8_weights(kernels)
     if config.kv_dtype == "float8":
@@ -128,7 +129,7 @@ def build_executor(
     loader = AdapterLoader(cache, runner.pool, kernels, config.store_deadline_s)
     # Tokens are fed where one worker computes everything.
     make = FeedingExecutor if device.type == "cuda" and parallel.degree == 1 else LocalExecutor
-    return make(runner, loader, mover, kernels.choice, device, thread)
+    return make(runner, loader, mover, f"{kernels.choice}{runner.step_note}", device, thread)
 
 
 def _num_pages_left(

@@ -90,6 +90,13 @@ class Runner:
         return self._pool
 
     @property
+    def step_note(self) -> str:
+        """What `motet status` adds to the kernels: whether a step is one call, where that can be."""
+        if self._kernels.step is None:
+            return ""
+        return "; a step at once" if self._step is not None else "; a step kernel by kernel"
+
+    @property
     def num_pages(self) -> int:
         """Of the pool."""
         return self._geometry.num_pages
