@@ -1,9 +1,9 @@
 """What a served motet computes on this machine's CPUs: tokens per second and CPU seconds, with one thread and with two.
 
-`motet serve` of a random model of SmolLM2-135M's shape is started for each number of threads, and with `--before
-FOLDER`, a checkout of other code whose own environment is in FOLDER/.venv, once more with that code; each alternates with the other, several
-times. Streaming completions are sent at once, first to warm up; the best of the rounds after that counts. CPU seconds
-are those of all processes under `motet serve` in that round, also by process. Nothing else should run beside it.
+`motet serve` of a random model of SmolLM2-135M's shape is started for each number of threads. With `--before FOLDER`, a
+checkout of other code with its own FOLDER/.venv, that code is started in turn with this one. Streaming completions are
+sent at once, first to warm up; the best of the rounds after that counts. CPU seconds are those of all processes under
+`motet serve` in that round, also by process. Nothing else should run beside it.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def main() -> None:
     for (code, threads), found in best.items():
         own = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.cpu_s.most_common(4))
         print(
-            f"{code:6} {threads} threads: {found.tokens_per_s:7.1f} tokens/s, {1e3 * found.cpu_per_token:6.2f} CPU ms a "
-            f"token ({own} s); first token p50 {statistics.median(found.first_token_s):.2f} s, "
+            f"{code:6} {threads} threads: {found.tokens_per_s:7.1f} tokens/s, {1e3 * found.cpu_per_token:6.2f} CPU ms "
+            f"a token ({own} s); first token p50 {statistics.median(found.first_token_s):.2f} s, "
             f"p99 {found.p99_over_p50:.2f} times"
         )
     one, two = best["now", 1], best["now", 2]
-    line = {
+    line: dict[str, str | float] = {
         "benchmark": "served",
         "threads_2_over_1": round(two.tokens_per_s / one.tokens_per_s, 2),
         "cpu_per_token_2_over_1": round(two.cpu_per_token / one.cpu_per_token, 2),

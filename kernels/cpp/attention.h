@@ -20,7 +20,7 @@ constexpr int kScoreTiles = 4, kSumRows = 4;  // tiles of scores and rows of out
 #else
 constexpr int kScoreTiles = 1, kSumRows = 1;
 #endif
-constexpr int64_t kNearKV = 1 << 19;  // bytes of a sequence's KV in a layer that the second cache level keeps for all heads
+constexpr int64_t kNearKV = 1 << 19;  // bytes of a sequence in a layer that the second cache level holds for all heads
 constexpr int64_t kMostQueries = 32;  // query rows that share the keys of a tile: rows times heads of a group
 
 template <class T>
@@ -313,8 +313,8 @@ void attend_all(const AttentionCall<T>& call, int num_threads) {
     std::vector<AttentionTask> tasks;
     for (int64_t sequence = 0; sequence < call.num_sequences; sequence++) {
         const int64_t start = call.query_starts[sequence], end = call.query_starts[sequence + 1];
-        const int64_t seen = call.window > 0 ? std::min(call.window, call.context_lens[sequence])
-                                             : call.context_lens[sequence];
+        const int64_t seen =
+            call.window > 0 ? std::min(call.window, call.context_lens[sequence]) : call.context_lens[sequence];
         const bool is_near = 2 * seen * call.num_kv_heads * call.dim * int64_t(sizeof(T)) <= kNearKV;
         const int64_t heads = are_many && is_near && end - start <= block ? call.num_kv_heads : 1;
         for (int64_t kv_head = 0; kv_head < call.num_kv_heads; kv_head += heads)

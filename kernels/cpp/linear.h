@@ -97,7 +97,8 @@ void linear_tile(const LinearCall<T, Y>& call, int64_t row, int64_t first) {
         const int64_t column = (first + v) * kLanes, count = call.num_out - column;
         if (count <= 0) return;
         const Floats bias = call.bias ? load(call.bias + column, count) : Floats{};
-        for (int m = 0; m < kRows; m++) store(call.y + (row + m) * call.y_stride + column, rounded<T>(sums[m][v] + bias), count);
+        for (int m = 0; m < kRows; m++)
+            store(call.y + (row + m) * call.y_stride + column, rounded<T>(sums[m][v] + bias), count);
     }
 }
 

@@ -174,8 +174,8 @@ void expand_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start,
 // each reader of `one` uses again and again: a part goes to `several` if the first cache level cannot hold these for
 // all readers.
 template <class T, Run (*kRun)(const LoraPart&), class Hold, class One, class Several>
-void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, int num_threads,
-               Hold readers_hold, One one, Several several) {
+void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, int num_threads, Hold readers_hold,
+               One one, Several several) {
     constexpr double kReading = 4;  // reading a matrix costs about as much as multiplying this many rows with it
     auto cost = [](const LoraPart& part) {
         const Run run = kRun(part);

@@ -87,14 +87,22 @@ class Step {
 
     void run(const StepOperation& op) const {
         switch (op.kind) {
-            case StepKind::kEmbed: return embed(op);
-            case StepKind::kAddNorm: return add_norm(op);
-            case StepKind::kNorm: return norm(op);
-            case StepKind::kLinear: return multiply(op);
-            case StepKind::kLora: return add_adapters(op);
-            case StepKind::kWriteKV: return write(op);
-            case StepKind::kAttend: return attend_(op);
-            case StepKind::kGated: return gate(op);
+            case StepKind::kEmbed:
+                return embed(op);
+            case StepKind::kAddNorm:
+                return add_norm(op);
+            case StepKind::kNorm:
+                return norm(op);
+            case StepKind::kLinear:
+                return multiply(op);
+            case StepKind::kLora:
+                return add_adapters(op);
+            case StepKind::kWriteKV:
+                return write(op);
+            case StepKind::kAttend:
+                return attend_pages(op);
+            case StepKind::kGated:
+                return gate(op);
         }
     }
 
@@ -145,8 +153,8 @@ class Step {
     void multiply(const StepOperation& op) const {
         const auto& own = op.linear;
         const int64_t rows[] = {0, call.num_rows};
-        const LinearCall<T> product{nullptr, (const T*)own.weight, (const T*)own.bias, of(op.to), 0,
-                                    own.num_out, own.num_in, own.num_out};
+        const LinearCall<T> product{nullptr, (const T*)own.weight, (const T*)own.bias, of(op.to),
+                                    0,       own.num_out,          own.num_in,         own.num_out};
         linear(of(op.x), own.num_in, rows, 1, product, 0, num_threads);
     }
 
@@ -164,13 +172,14 @@ class Step {
         const auto& own = op.write_kv;
         const int64_t row = (own.num_heads + 2 * own.num_kv_heads) * own.dim;
         const T *q = of(op.x), *k = q + own.num_heads * own.dim, *v = k + own.num_kv_heads * own.dim;
-        const int64_t sizes[] = {call.num_rows, own.num_heads, own.num_kv_heads, own.dim, row, own.dim, row, own.dim,
-                                 row, own.dim, own.page_stride, own.v_offset, own.slot_stride};
+        const int64_t sizes[] = {call.num_rows,   own.num_heads, own.num_kv_heads, own.dim, row,
+                                 own.dim,         row,           own.dim,          row,     own.dim,
+                                 own.page_stride, own.v_offset,  own.slot_stride};
         motet::write_kv(q, k, v, own.rotary, (T*)own.kv, call.positions, call.row_pages, call.row_slots, of(op.to),
                         sizes, num_threads);
     }
 
-    void attend_(const StepOperation& op) const {
+    void attend_pages(const StepOperation& op) const {
         const auto& own = op.attend;
         AttentionCall<T> attention;
         attention.q = of(op.x), attention.out = of(op.to), attention.kv = (const T*)own.kv;

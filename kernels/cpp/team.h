@@ -5,6 +5,7 @@
 // other processes use as well, a step then lasts as long as the slowest thread is kept from its core.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -42,6 +43,7 @@ class Team {
     // all blocks are computed.
     template <class F>
     void share(int num_threads, int64_t num_blocks, F&& compute) {
+        num_threads = std::min(num_threads, kMostThreads);
         if (num_threads < 2 || num_blocks < 2 || is_taken.test_and_set(std::memory_order_acquire)) {
             for (int64_t block = 0; block < num_blocks; block++) compute(block);
             return;
@@ -72,6 +74,7 @@ class Team {
     }
 
   private:
+    static constexpr int kMostThreads = 256;  // helpers of a ticket have eight bits
     static constexpr int kTriesBeforeYield = 1000;
     // Longer than between two operations of a step and shorter than between steps.
     static constexpr std::chrono::microseconds kSpin{50};
@@ -91,8 +94,7 @@ class Team {
     std::atomic<int> num_asleep{0};
 
     void recruit(int count) {
-        for (; num_helpers < count; num_helpers++)
-            std::thread([this, index = num_helpers] { help(index); }).detach();
+        for (; num_helpers < count; num_helpers++) std::thread([this, index = num_helpers] { help(index); }).detach();
     }
 
     static bool is_for(uint64_t seen, int index) { return uint32_t(seen) > 0 && index < int(seen >> 32 & 0xff); }

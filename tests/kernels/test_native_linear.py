@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +128,17 @@ def test_a_row_is_the_same_to_the_last_bit_with_any_others_and_on_any_threads(
     expected = torch.cat([one.linear(row, packed, bias) for row in x.split(1)])
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 64, 193, 230):
         assert torch.equal(kernels.linear(x[:num_rows], packed, bias), expected[:num_rows])
+
+
+def test_results_in_float32_are_those_that_are_rounded(native: tuple[NativeLinear, torch.dtype]) -> None:
+    """For logits."""
+    kernels, dtype = native
+    for num_rows in (0, 1, 33):
+        x, weight, _ = draw(num_rows, 96, 1000, dtype, seed=num_rows)
+        packed = pack(kernels, weight)
+        found = kernels.to_floats(x, packed)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, kernels.linear(x, packed, None).float())
 
 
 def test_weights_lie_side_by_side(native: tuple[NativeLinear, torch.dtype]) -> None:

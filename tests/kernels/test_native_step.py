@@ -157,7 +157,9 @@ def test_a_step_is_what_its_kernels_compute(
         for index, length in enumerate(lengths):
             tokens = tuple(torch.randint(VOCAB, (length,), generator=generator).tolist())
             start = 11 if length == 1 else 0
-            plan.append(SequencePlan(index, tokens, start, packed(range(index * 6 % 30, index * 6 % 30 + 6)), None, None))
+            first_page = index * 6 % 30
+            pages = packed(range(first_page, first_page + 6))
+            plan.append(SequencePlan(index, tokens, start, pages, None, None))
             if number != 2 or index % 2:
                 segments.append(LoraSegment(rows, rows + length, adapter({"q_proj": 4, "down_proj": 8}, 40)))
             rows += length

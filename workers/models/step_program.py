@@ -9,7 +9,20 @@ import torch
 
 from ...kernels.attention import LayerKV
 from ...kernels.backend import Kernels
-from ...kernels.step import AddLora, AddNorm, Attend, Embed, Gated, Heads, Linear, Norm, Operation, Program, Step, WriteKV
+from ...kernels.step import (
+    AddLora,
+    AddNorm,
+    Attend,
+    Embed,
+    Gated,
+    Heads,
+    Linear,
+    Norm,
+    Operation,
+    Program,
+    Step,
+    WriteKV,
+)
 from ..parallel import Parallel
 from .decoder import Decoder
 from .layers import Attention, ColumnLinear, DecoderLayer, GatedMlp, RowLinear
