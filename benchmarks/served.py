@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,7 +40,7 @@ class Round:
 
     num_tokens: int
     wall_s: float
-    cpu_s: Counter[str]  # by process
+    cpu_s: dict[str, float]  # by process
     first_token_s: list[float]
 
     @property
@@ -79,7 +78,9 @@ def main() -> None:
                 rounds[code, threads] += done[1:]
     best = {kind: max(found, key=lambda each: each.tokens_per_s) for kind, found in rounds.items()}
     for (code, threads), found in best.items():
-        own = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.cpu_s.most_common(4))
+        own = ", ".join(
+            f"{name} {seconds:.1f}" for name, seconds in sorted(found.cpu_s.items(), key=lambda item: -item[1])[:4]
+        )
         print(
             f"{code:6} {threads} threads: {found.tokens_per_s:7.1f} tokens/s, {1e3 * found.cpu_per_token:6.2f} CPU ms "
             f"a token ({own} s); first token p50 {statistics.median(found.first_token_s):.2f} s, "
@@ -155,10 +156,11 @@ def _round(url: str, pid: int, jobs: list[Job]) -> Round:
         before, started = _cpu_seconds(pid), time.perf_counter()
         answers = list(pool.map(ask, jobs))
         wall_s, after = time.perf_counter() - started, _cpu_seconds(pid)
-    return Round(sum(tokens for tokens, _ in answers), wall_s, after - before, [first for _, first in answers])
+    spent = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
+    return Round(sum(tokens for tokens, _ in answers), wall_s, spent, [first for _, first in answers])
 
 
-def _cpu_seconds(root: int) -> Counter[str]:
+def _cpu_seconds(root: int) -> dict[str, float]:
     """CPU seconds of a process and all under it, by name."""
     stats: dict[int, tuple[int, str, float]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -170,11 +172,13 @@ def _cpu_seconds(root: int) -> Counter[str]:
         fields = tail.split()
         name = title.split("/")[-1] or head.partition("(")[2]
         stats[int(head.split()[0])] = (int(fields[1]), name[:40], (int(fields[11]) + int(fields[12])) / TICKS)
-    found, known = Counter[str](), {root}
+    found: dict[str, float] = {}
+    known = {root}
     while more := {pid for pid, (parent, _, _) in stats.items() if parent in known} - known:
         known |= more
     for pid in known & stats.keys():
-        found[stats[pid][1]] += stats[pid][2]
+        name, seconds = stats[pid][1:]
+        found[name] = found.get(name, 0.0) + seconds
     return found
 
 

@@ -73,9 +73,10 @@ class NativeStep:
         token_ids = token_ids.to(torch.int64).contiguous()
         assert len(host.positions) == num_rows, "a position for each row"
         groups = array("q")
-        for modules in self._groups if lora is not None else ():
-            parts = parts_of(lora, modules)
-            groups.extend((parts.table.data_ptr(), len(parts.table), parts.length))
+        if lora is not None:
+            for modules in self._groups:
+                parts = parts_of(lora, modules)
+                groups.extend((parts.table.data_ptr(), len(parts.table), parts.length))
         call = array(
             "q",
             (

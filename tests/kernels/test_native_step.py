@@ -102,7 +102,8 @@ def one_by_one(
     registers: dict[int, torch.Tensor] = {}
 
     def heads_of(x: torch.Tensor, start: int, count: int, dim: int) -> torch.Tensor:
-        return x[:, start : start + count * dim].unflatten(1, (count, dim))
+        part: torch.Tensor = x[:, start : start + count * dim].unflatten(1, (count, dim))
+        return part
 
     for op in base.program.operations:
         if isinstance(op, Embed):
