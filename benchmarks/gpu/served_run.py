@@ -65,8 +65,9 @@ def main() -> None:
 
 def _served(arguments: argparse.Namespace, folder: Path, adapters: list[Path]) -> dict[str, Any]:
     (port,) = free_ports(1)
-    command = [Path(sys.executable).with_name("motet"), "serve", folder / "base", "--name", "base", "--port", str(port)]
-    command += ["--data-dir", folder / "data", "--key", f"acme={HEADERS['Authorization'].split()[1]}"]
+    motet_path, base = str(Path(sys.executable).with_name("motet")), str(folder / "base")
+    command = [motet_path, "serve", base, "--name", "base", "--port", str(port)]
+    command += ["--data-dir", str(folder / "data"), "--key", f"acme={HEADERS['Authorization'].split()[1]}"]
     command += ["--device", "cpu", "--pool-bytes", "200MiB"] if arguments.dry else ["--device", "cuda"]
     log, begun = folder / "log", time.monotonic()
     with log.open("w") as output:
@@ -169,7 +170,7 @@ def write_base(folder: Path, config: dict[str, Any], device: str) -> None:
     places = dict.fromkeys(files[0], 0)
     save_file(files.pop(), folder / "model-0.safetensors", metadata={"format": "pt"})
     for first in range(0, config["num_hidden_layers"], 4):
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for layer in range(first, min(first + 4, config["num_hidden_layers"])):
             at = f"model.layers.{layer}"
             tensors |= {f"{at}.{name}.weight": drawn(sides[::-1], device) for name, sides in linears(config).items()}
