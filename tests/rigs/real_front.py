@@ -189,10 +189,16 @@ async def real_front(
     capacity: int = CAPACITY,
     accountants: Sequence[Accountant] = (),
     dispatcher: Dispatcher | None = None,
+    *,
+    is_first: bool = True,
 ) -> AsyncIterator[RealFront]:
-    """On an emptied server. `capacity`: adapters that the router keeps in memory. `dispatcher`: None: a stand-in."""
+    """On a server that is emptied first. `capacity`: adapters that the router keeps in memory.
+
+    `dispatcher`: None: a stand-in. `is_first`: False: another router, on what the first one has.
+    """
     redis = connect(redis_url, PATIENCE_S)
-    await redis.flushall()
+    if is_first:
+        await redis.flushall()
     registry = Registry(redis, PATIENCE_S)
     view = FurnishedView(registry, capacity)
     uploads = UploadService(AdapterStore(folder / "store"), registry, view, [LAYOUT], LIMITS, reserved={BASE})
@@ -234,7 +240,8 @@ async def real_front(
     document = described_routes(app.state.routes)
     front = RealFront(app, redis, registry, view, uploads, fake, folder, document, batches, config, metrics)
     try:
-        await front.furnish()
+        if is_first:
+            await front.furnish()
         yield front
     finally:
         await canaries.stop()

@@ -195,9 +195,8 @@ class Scheduler:
         Not to be called while a plan is made.
         """
         updates = list[SequenceUpdate]()
-        for sequence_id, problem in () if self._constraints is None else self._constraints.take_ended():
-            if problem:
-                error = SequenceError("invalid_request", f"the grammar cannot be followed: {problem}")
+        for sequence_id, error in () if self._constraints is None else self._constraints.take_ended():
+            if error is not None:
                 updates.append(SequenceUpdate(sequence_id, error=error, usage=self.cancel(sequence_id)))
             else:
                 self._wait(self._compiling.pop(sequence_id))
