@@ -65,7 +65,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
             raise ConfigError("--placement", strategy, "a gang of one worker runs on one node: strict-pack is accepted")
         _ = self.worker_device  # which checks what holds between its settings, as those of the following do
         try:
-            _ = self.scaling_policy, self.oidc, part_config(EngineConfig, self, num_threads=1)
+            _ = self.scaling_policy, self.oidc, part_config(EngineConfig, self, num_threads=1, measures_threads=False)
         except ValueError as error:
             raise ValueError(with_options(str(error))) from error
 
@@ -135,7 +135,8 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
     @property
     def engine(self) -> EngineConfig:
         """Settings of one gang's engine."""
-        return part_config(EngineConfig, self, num_threads=self.num_worker_threads)
+        measures_threads = self.batching.num_threads == "auto"
+        return part_config(EngineConfig, self, num_threads=self.num_worker_threads, measures_threads=measures_threads)
 
     @property
     def leader(self) -> LeaderConfig:

@@ -255,7 +255,7 @@ async def test_answers_of_a_deleted_tenant_meet_none_of_the_next_one_with_its_na
     made = await tenants.create(TenantRecord(name="acme"), operators)
     await eventually(lambda: rig.view.tenant("acme") == made)
     await give_key(rig.registry, "acme", "key-of-acme")
-    await eventually(lambda: bool(rig.view.keys.keys_of("acme")))
+    await eventually(lambda: rig.view.keys.num_keys_of("acme") > 0)
     await rig.upload(1)
     again = await rig.http.post("/v1/feedback", json={"id": told, "thumb": "down"})
     assert (again.status_code, again.json()["counted"]) == (200, False), again.text
