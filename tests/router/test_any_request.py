@@ -26,6 +26,7 @@ from schemathesis.specs.openapi import checks
 
 from motet.adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from motet.router.text.text import TextService
+from motet.tests.rigs.batch_client import COMPLETIONS, BatchClient
 from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.real_front import (
     ASKER_KEY,
@@ -51,6 +52,8 @@ COMPLEX: Final = (
     "POST /v1/adapters",
 )
 REQUIRED: Final = frozenset({"prompt", "messages", "input", "max_tokens", "tokens"})
+MADE: Final = "made when it is asked for"  # an id
+SPENT: Final = ("DELETE /v1/files/{file_id}", "POST /v1/batches/{batch_id}/cancel")  # need a new one each time
 HI: Final = [{"role": "user", "content": "hi"}]
 # Requests that are surely answered, as arguments of a case; drawn ones are likely to be. Uploads have files beside.
 VALID: Final[dict[str, dict[str, Any]]] = {
@@ -63,12 +66,21 @@ VALID: Final[dict[str, dict[str, Any]]] = {
     "POST /detokenize": {"body": {"model": BASE, "tokens": [1, 2]}},
     "POST /v1/adapters": {"body": {}},
     "GET /v1/adapters/{name}": {"path_parameters": {"name": ASKERS_ADAPTER}},
+    "POST /v1/files": {"body": {"file": b"{}\n", "purpose": "batch"}},
+    "GET /v1/files/{file_id}": {"path_parameters": {"file_id": MADE}},
+    "GET /v1/files/{file_id}/content": {"path_parameters": {"file_id": MADE}},
+    "DELETE /v1/files/{file_id}": {"path_parameters": {"file_id": MADE}},
+    "POST /v1/batches": {"body": {"endpoint": COMPLETIONS, "input_file_id": MADE, "completion_window": "24h"}},
+    "GET /v1/batches/{batch_id}": {"path_parameters": {"batch_id": MADE}},
+    "POST /v1/batches/{batch_id}/cancel": {"path_parameters": {"batch_id": MADE}},
     "GET /status": {},
     "GET /version": {},
 }
 REFUSED: Final[dict[str, dict[str, Any]]] = {  # likewise, with 400
     "POST /v1/completions": {"body": {"model": BASE, "prompt": "hi", "n": 0}},
     "POST /v1/adapters": {"body": {TENSORS_FILE: b""}},
+    "POST /v1/files": {"body": {"file": b"{}\n", "purpose": "fine-tune"}},
+    "POST /v1/batches": {"body": {"endpoint": COMPLETIONS, "input_file_id": MADE, "completion_window": "1h"}},
 }
 NAMES: Final = (BASE, ASKERS_ADAPTER, OWNERS_ADAPTER, "nobodys")
 CHECKS = [
@@ -137,7 +149,28 @@ def sent(case: Any, key: str) -> httpx.Request:
     return request
 
 
-def furnish(case: Any, data: st.DataObject) -> None:
+class Work:
+    """The asker's files and batches, whose ids nobody could draw."""
+
+    def __init__(self, front: RealFront, runner: Runner) -> None:
+        self._asker, self._runner = BatchClient(front, ASKER_KEY), runner
+        self._ids: dict[str, str] = {}
+
+    def id_for(self, label: str, field: str) -> str:
+        """`label`: of the operation whose field it is."""
+        if label in SPENT or field not in self._ids:
+            self._ids[field] = self._runner.run(self._made(field))
+        return self._ids[field]
+
+    async def _made(self, field: str) -> str:
+        file_id = await self._asker.upload([{}])
+        return await self._asker.create(file_id) if field == "batch_id" else file_id
+
+
+WORK_IDS: Final = frozenset({"file_id", "batch_id", "input_file_id"})
+
+
+def furnish(case: Any, data: st.DataObject, work: Work) -> None:
     """Names of things that there are, valid files, and few of the optional fields, most of the time.
 
     What has an unknown name is not looked at any further, and of very many fields some never fit together.
@@ -147,6 +180,9 @@ def furnish(case: Any, data: st.DataObject) -> None:
         return
     for parameter in {"name", "model"} & (case.path_parameters or {}).keys():
         case.path_parameters[parameter] = name
+    for fields in (case.path_parameters, case.body):
+        for field in WORK_IDS & fields.keys() if isinstance(fields, dict) else ():
+            fields[field] = work.id_for(case.operation.label, field)
     if not isinstance(case.body, dict):
         return
     if case.body.keys() >= {"name", CONFIG_FILE, TENSORS_FILE}:
@@ -174,16 +210,21 @@ def upload(name: str, seed: int) -> dict[str, Any]:
     return {"name": name, CONFIG_FILE: files.config_bytes, TENSORS_FILE: tensors}
 
 
-def certain_case(operation: Any, mode: GenerationMode) -> Any | None:
+def certain_case(operation: Any, mode: GenerationMode, work: Work) -> Any | None:
     """A case that does not depend on what is drawn; None if the operation has none."""
-    fields = (VALID if mode is GenerationMode.POSITIVE else REFUSED).get(operation.label)
-    if fields is None:
+    found = (VALID if mode is GenerationMode.POSITIVE else REFUSED).get(operation.label)
+    if found is None:
         return None
+    fields = {
+        part: {name: work.id_for(operation.label, name) if value is MADE else value for name, value in some.items()}
+        for part, some in found.items()
+    }
     if "body" not in fields:
         return operation.Case(**fields)
     if operation.label == "POST /v1/adapters":
         return operation.Case(body={**upload("new", seed=4), **fields["body"]}, media_type="multipart/form-data")
-    return operation.Case(**fields, media_type="application/json")
+    media_type = "multipart/form-data" if operation.label == "POST /v1/files" else "application/json"
+    return operation.Case(**fields, media_type=media_type)
 
 
 async def check(front: RealFront, case: Any, key: str) -> int:
@@ -219,7 +260,8 @@ def statuses_of(
     tenants = {f"{route.method} {route.path}" for route in front.app.state.routes if route.needs_tenant}
     is_tenants = operation.label in {label.replace(":path}", "}") for label in tenants}
     key, seen = ASKER_KEY if is_tenants else OPERATOR_KEY, set[int]()
-    if (certain := certain_case(operation, mode)) is not None:
+    work = Work(front, runner)
+    if (certain := certain_case(operation, mode, work)) is not None:
         seen.add(runner.run(check(front, certain, key)))
 
     @hypothesis.seed(seed)
@@ -232,7 +274,7 @@ def statuses_of(
     )
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode), data=st.data())
     def ask(case: Any, data: st.DataObject) -> None:
-        furnish(case, data)
+        furnish(case, data, work)
         seen.add(runner.run(check(front, case, key)))
 
     ask()
