@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import tempfile
 import threading
 from collections.abc import Coroutine, Iterator
@@ -40,7 +39,7 @@ from motet.tests.rigs.real_front import (
 from motet.tests.rigs.router_rig import BASE, text_service
 
 T = TypeVar("T")
-# Of each operation, of each kind; half of it unless thorough, but of those that must reach every answer.
+# Of each operation; of requests that the document does not allow half of it, unless thorough.
 NUM_EXAMPLES: Final = 10
 NUM_OF_COMPLEX: Final = 40  # likewise, of those in which many fields must fit together
 COMPLEX: Final = (
@@ -255,9 +254,9 @@ def check_events(case: Any, body: bytes) -> None:
 
 
 def statuses_of(
-    front: RealFront, runner: Runner, operation: Any, mode: GenerationMode, seed: int, *, is_thorough: bool
+    front: RealFront, runner: Runner, operation: Any, mode: GenerationMode, seed: int, *, draws_all: bool
 ) -> set[int]:
-    """The statuses of the answers to an operation's requests. `seed`: 0 draws the same each time."""
+    """The statuses of the answers to an operation's requests."""
     tenants = {f"{route.method} {route.path}" for route in front.app.state.routes if route.needs_tenant}
     is_tenants = operation.label in {label.replace(":path}", "}") for label in tenants}
     key, seen = ASKER_KEY if is_tenants else OPERATOR_KEY, set[int]()
@@ -267,7 +266,7 @@ def statuses_of(
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=(NUM_OF_COMPLEX if operation.label in COMPLEX else NUM_EXAMPLES) // (1 if is_thorough else 2),
+        max_examples=(NUM_OF_COMPLEX if operation.label in COMPLEX else NUM_EXAMPLES) // (1 if draws_all else 2),
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
         database=None,
@@ -285,25 +284,20 @@ def statuses_of(
 # The loop on the other thread draws how long to wait, at the same time.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["as told", "otherwise"])
-@pytest.mark.parametrize("is_anew", [False, True], ids=["the same each time", "drawn anew"])
 def test_no_request_is_a_server_error_or_stores_what_it_was_refused(
-    front: RealFront, runner: Runner, mode: GenerationMode, is_anew: bool, pytestconfig: pytest.Config
+    front: RealFront, runner: Runner, mode: GenerationMode, pytestconfig: pytest.Config
 ) -> None:
-    seed = secrets.randbelow(2**32) if is_anew else 0
-    print(f"drawn with the seed {seed}")
-    must_reach_all = mode is GenerationMode.POSITIVE and not is_anew
+    """Others at each commit; `--first-seed` draws the same ones again."""
+    is_as_told = mode is GenerationMode.POSITIVE
+    draws_all = is_as_told or pytestconfig.getoption("thorough")
+    seed = pytestconfig.getoption("first_seed")
     statuses: dict[str, set[int]] = {}
     for operation in operations(front, runner):
-        can_be_wrong = operation.body or operation.query or operation.path_parameters
-        if mode is GenerationMode.POSITIVE or can_be_wrong:
-            statuses[operation.label] = statuses_of(
-                front, runner, operation, mode, seed, is_thorough=must_reach_all or pytestconfig.getoption("thorough")
-            )
+        if is_as_told or operation.body or operation.query or operation.path_parameters:  # else nothing can be wrong
+            statuses[operation.label] = statuses_of(front, runner, operation, mode, seed, draws_all=draws_all)
     assert [*(front.folder / "spool").iterdir()] == []
     print(statuses)
-    if is_anew:
-        return
-    if mode is GenerationMode.POSITIVE:
+    if is_as_told:
         assert [label for label in VALID if not statuses[label] & {200, 201}] == []
         assert 201 in statuses["POST /v1/adapters"]
     else:
