@@ -17,6 +17,9 @@
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 namespace motet {
 
@@ -27,6 +30,15 @@ inline void pause_core() {
     _mm_pause();
 #elif defined(__aarch64__)
     asm volatile("yield");
+#endif
+}
+
+// The core that runs the calling thread; -1: unknown.
+inline int current_core() {
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return -1;
 #endif
 }
 
@@ -52,17 +64,16 @@ class Team {
         typedef typename std::remove_reference<F>::type Compute;
         call = [](void* what, int64_t block) { (*(Compute*)what)(block); };
         argument = (void*)&compute, total = num_blocks;
+        core.store(current_core(), std::memory_order_relaxed);
         unfinished.store(num_blocks, std::memory_order_relaxed);
         // Sequentially consistent, as `num_asleep` is: a helper either sees this ticket or is seen asleep.
         ticket.store(++epoch << 40 | uint64_t(num_threads - 1) << 32 | uint64_t(num_blocks));
-        if (num_asleep.load()) {
-            std::lock_guard<std::mutex> lock(mutex);
-            awake.notify_all();
-        }
+        if (num_asleep.load()) wake();
         for (uint64_t seen = ticket.load(std::memory_order_acquire); uint32_t(seen) > 0;)
             if (ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) {
                 compute(num_blocks - int64_t(uint32_t(seen)));
                 unfinished.fetch_sub(1, std::memory_order_acq_rel);
+                if (num_asleep.load(std::memory_order_relaxed)) wake();
             }
         for (int tries = 0; unfinished.load(std::memory_order_acquire) > 0; tries++) {
             if (tries < kTriesBeforeYield)
@@ -78,6 +89,7 @@ class Team {
     static constexpr int kTriesBeforeYield = 1000;
     // Longer than between two operations of a step and shorter than between steps.
     static constexpr std::chrono::microseconds kSpin{50};
+    static constexpr std::chrono::microseconds kBetweenWakes{300};
 
     // Of the current work: its number (24 bits), helpers that may take part (8), blocks that nobody has begun (32).
     alignas(64) std::atomic<uint64_t> ticket{0};
@@ -87,11 +99,22 @@ class Team {
     void* argument = nullptr;
     int64_t total = 0;
     uint64_t epoch = 0;
-    int num_helpers = 0;  // read and written by the caller that is being helped
+    int num_helpers = 0;                               // read and written by the caller that is being helped
+    std::chrono::steady_clock::time_point woken_at{};  // likewise
+    std::atomic<int> core{-1};                         // the caller's
     std::atomic_flag is_taken = ATOMIC_FLAG_INIT;
     std::mutex mutex;
     std::condition_variable awake;
     std::atomic<int> num_asleep{0};
+
+    // Not after each operation: where no core is free for a helper, waking it costs more than it computes.
+    void wake() {
+        const auto now = std::chrono::steady_clock::now();
+        if (now - woken_at < kBetweenWakes) return;
+        woken_at = now;
+        std::lock_guard<std::mutex> lock(mutex);
+        awake.notify_all();
+    }
 
     void recruit(int count) {
         for (; num_helpers < count; num_helpers++) std::thread([this, index = num_helpers] { help(index); }).detach();
@@ -99,10 +122,16 @@ class Team {
 
     static bool is_for(uint64_t seen, int index) { return uint32_t(seen) > 0 && index < int(seen >> 32 & 0xff); }
 
+    // Whether the helper is on the caller's core, which it would only take from the caller: it stands aside then.
+    bool is_in_the_way() const {
+        const int own = current_core();
+        return own >= 0 && own == core.load(std::memory_order_relaxed);
+    }
+
     void help(int index) {
         for (;;) {
             uint64_t seen = ticket.load(std::memory_order_acquire);
-            while (is_for(seen, index))
+            while (is_for(seen, index) && !is_in_the_way())
                 if (ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) {
                     call(argument, total - int64_t(uint32_t(seen)));
                     unfinished.fetch_sub(1, std::memory_order_acq_rel);
@@ -111,13 +140,14 @@ class Team {
             if (spins(index)) continue;
             std::unique_lock<std::mutex> lock(mutex);
             num_asleep.fetch_add(1);
-            awake.wait(lock, [&] { return is_for(ticket.load(), index); });
+            awake.wait(lock, [&] { return is_for(ticket.load(), index) && !is_in_the_way(); });
             num_asleep.fetch_sub(1);
         }
     }
 
-    // Whether there is work for the helper within a short time.
+    // Whether there is work for the helper within a short time, on a core of its own.
     bool spins(int index) {
+        if (is_in_the_way()) return false;
         const auto end = std::chrono::steady_clock::now() + kSpin;
         do {
             for (int i = 0; i < 64; i++) {
