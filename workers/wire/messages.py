@@ -271,6 +271,8 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0  # numbers of an embedding
     eos_token_ids: tuple[int, ...] = ()
     max_num_sequences: int = 0  # that can run at once: no more than a step has tokens for
+    max_tokens_per_step: int = 0
+    reasons: dict[str, str] = {}  # why sizes are as they are, by setting, for people to read
     is_fair: bool = False  # the tenant served least goes first, and frames say what each tenant was served
 
 
