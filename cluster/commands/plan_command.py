@@ -111,7 +111,9 @@ def plan(
     try:
         config, objectives = ModelConfig.from_folder(model), Objectives(first_token_s, token_interval_s)
         trace = () if trace_path is None else read_trace(trace_path)
-        plans, refused, replayed = list[ServingPlan](), dict[str, str](), dict[str, Replayed]()
+        plans: list[ServingPlan] = []
+        refused: dict[str, str] = {}
+        replayed: dict[str, Replayed] = {}
         if costs_path is not None:
             costs = StepCosts.read(costs_path)
             name = f"{gangs} gangs as {costs.machine} has them, {costs.num_threads} threads each"
