@@ -51,13 +51,13 @@ def check_sizes(config: MotetConfig) -> list[str]:
     element_bytes = PAGE_DTYPES[serving.dtype].itemsize
     page_bytes = model.num_layers * sharding.slab(block_size, serving.kv_dtype, element_bytes) * element_bytes
     pool_bytes = config.memory.pool_bytes
-    if pool_bytes is not None and pool_bytes < page_bytes:
-        size = shortest_byte_size(pool_bytes)
-        raise ConfigError("--pool-bytes", size, f"one page of this model takes {page_bytes} bytes")
     if serving.weights_dtype == "float8":
         _check_float8(sharding)
     if config.placement.address is None:  # nodes of a cluster check this themselves
         pool_bytes = _pool_bytes_here(config)
+    if pool_bytes is not None and pool_bytes < page_bytes:
+        size = shortest_byte_size(pool_bytes)
+        raise ConfigError("--pool-bytes", size, f"one page of this model takes {page_bytes} bytes")
     open_checkpoint(config.model_path, "numpy")
     warnings = []
     length = min(serving.max_model_len or model.max_model_len, model.max_model_len)

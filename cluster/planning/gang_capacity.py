@@ -27,7 +27,7 @@ HOST_BYTES_PER_S = 25e9  # that a device copies from host memory; an assumption,
 MEMORY_SHARE = 0.9  # of a device: the default of --device-memory-share
 _KEPT_PAGES = 0.05  # of the pool, for what chance adds to running sequences
 _LONG = 0.95  # the share of prompts that are no longer than the one that the first objective is for
-_HALVINGS = 80
+_HALVINGS = 40
 BLOCK_SIZE = 16
 
 
@@ -38,6 +38,7 @@ class Limits:
     token_interval: float
     first_token: float
     pool: float
+    step_tokens: float  # of --max-tokens-per-step
     prompts: float  # time that computing prompts takes
     host_link: float  # bytes of adapters copied in
 
@@ -146,9 +147,10 @@ class GangCapacity:
         num_sequences = arrivals * traffic.answer.mean
         prompts = arrivals * traffic.prompt.mean / self._prompt_tokens
         peak = num_sequences + 2 * sqrt(num_sequences)
-        step_s, *resources = self._mean_times(num_sequences, prompts)
-        interval_s = self._mean_times(peak, prompts * peak / num_sequences if num_sequences else 0.0)[0]
-        requests_per_s = arrivals / step_s if step_s else 0.0
+        computed = max(1.0, num_sequences)  # by a step; while there is none, no step is made
+        step_s, *resources = self._mean_times(computed, prompts)
+        interval_s = self._mean_times(max(1.0, peak), prompts * max(1.0, peak) / computed)[0]
+        requests_per_s = arrivals / step_s
         kv_bytes = peak * (self._context + BLOCK_SIZE / 2) * self._kv_bytes
         used_bytes = traffic.adapters.num_used(peak) * self.adapter_bytes
         room = self.pool_bytes * (1 - _KEPT_PAGES)
@@ -168,7 +170,7 @@ class GangCapacity:
             dict(
                 zip(
                     ("compute", "memory", "network"),
-                    [each / step_s if step_s else 0.0 for each in resources],
+                    [each / step_s for each in resources],
                     strict=True,
                 )
             ),
@@ -176,6 +178,7 @@ class GangCapacity:
                 interval_s / objectives.token_interval_s,
                 first_token_s / objectives.first_token_s,
                 (kv_bytes + used_bytes) / room,
+                (peak + arrivals * traffic.prompt.mean) / self.max_tokens_per_step,
                 busy,
                 loads_per_s * self.adapter_bytes / (self.host_bytes_per_s * self.degree),
             ),

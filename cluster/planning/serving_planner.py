@@ -80,7 +80,7 @@ class ServingPlan:
             "min-gangs": self.num_gangs,
             "max-gangs": self.num_gangs,
             "max-num-sequences": self.max_num_sequences,
-            "max-tokens-per-step": max(self.gang.max_tokens_per_step, self.max_num_sequences),
+            "max-tokens-per-step": self.gang.max_tokens_per_step,
         }
         return found | ({"host-bytes": self.host_bytes} if self.gang.traffic.adapters.shares else {})
 
