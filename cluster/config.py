@@ -22,7 +22,7 @@ from ..router.config import RouterConfig
 from ..router.fleet.admission import AdmissionConfig
 from ..router.oidc.oidc_config import OidcConfig
 from ..workers.config import EngineConfig, ExpertSharding, KVDtype
-from ..workers.costs.step_defaults import StepLimits, step_limits
+from ..workers.costs.step_defaults import CPU_TOKENS, StepLimits, step_limits
 from ..workers.device_probe import probe_device
 from ..workers.leader.leader_config import LeaderConfig
 from .edge.edge_limits import EdgeLimits
@@ -300,9 +300,8 @@ def scaling_of(settings: Settings) -> ScalingConfig:
     scaling = settings.scaling
     queued_tokens_per_gang = scaling.queued_tokens_per_gang
     if queued_tokens_per_gang is None:
-        on_gpu = settings.serving.device == "cuda" or settings.placement.gang_num_gpus > 0  # as far as settings say it
-        limits = step_limits(on_gpu, settings.batching.max_tokens_per_step, None)
-        queued_tokens_per_gang = STEPS_QUEUED_PER_GANG * limits.max_tokens_per_step
+        # Without a setting as on CPUs wherever gangs run: the autoscaler, which computes it elsewhere, knows no device.
+        queued_tokens_per_gang = STEPS_QUEUED_PER_GANG * (settings.batching.max_tokens_per_step or CPU_TOKENS)
     return part_config(
         ScalingConfig,
         settings,

@@ -39,7 +39,7 @@ from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.wire.messages import AdapterRef
 
-ADAPTERS, BATCHES, LENGTHS = (0, 8, 64), (4, 14, 36), ((26, 22), (110, 14))  # lengths: of prompts and answers
+ADAPTERS, BATCHES, LENGTHS = (0, 8, 64), (4, 14, 32), ((26, 22), (110, 14))  # lengths: of prompts and answers
 POOL_BYTES = 3 << 30  # all adapters and all sequences
 VIRTUAL_ID = 10**7
 

@@ -30,12 +30,13 @@ class StepShape:
     num_pairs: int = 0  # of a prompt's token and one that it sees
     num_adapters: int = 0  # different ones
     adapter_pages: int = 0  # of these
-    adapter_row_pages: int = 0  # of each row's adapter, summed
+    decode_row_pages: int = 0  # of the adapter of each row that decodes, summed
+    prompt_row_pages: int = 0  # and of each other row: those of a prompt read their adapter together
 
     @staticmethod
     def of(plan: StepPlan) -> StepShape:
         pages = {residence.digest: len(residence.pages) for residence in plan.adapters}
-        num_rows = num_logits = decode_context = num_pairs = row_pages = 0
+        num_rows = num_logits = decode_context = num_pairs = decode_row_pages = prompt_row_pages = 0
         for part in plan.sequences:
             num_tokens = len(part.token_ids)
             num_rows += num_tokens
@@ -45,7 +46,10 @@ class StepShape:
             else:
                 num_pairs += num_tokens * part.start + num_tokens * (num_tokens + 1) // 2
             if part.adapter is not None:
-                row_pages += num_tokens * pages[part.adapter]
+                if num_tokens == 1:
+                    decode_row_pages += pages[part.adapter]
+                else:
+                    prompt_row_pages += num_tokens * pages[part.adapter]
         return StepShape(
             num_rows,
             num_logits,
@@ -54,7 +58,8 @@ class StepShape:
             num_pairs,
             len(pages),
             sum(pages.values()),
-            row_pages,
+            decode_row_pages,
+            prompt_row_pages,
         )
 
     @property
@@ -71,7 +76,8 @@ class StepShape:
             float(self.num_pairs),
             float(self.num_adapters),
             float(self.adapter_pages),
-            float(self.adapter_row_pages),
+            float(self.decode_row_pages),
+            float(self.prompt_row_pages),
         )
 
 
