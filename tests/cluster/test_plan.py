@@ -20,7 +20,9 @@ from motet.cluster.manifests.file_problems import file_problems
 from motet.cluster.planning.demand import Adapters, Objectives, Spread, Traffic
 from motet.cluster.planning.gang_capacity import GangCapacity
 from motet.cluster.planning.serving_planner import ServingPlan, best, options
+from motet.tests.rigs.oracle import write_model
 from motet.workers.costs.devices import DEVICES
+from motet.workers.costs.step_costs import StepCosts, StepShape
 from motet.workers.costs.trace import TracedRequest, write_trace
 
 H100, A100 = DEVICES["H100 SXM"], DEVICES["A100 SXM 80GB"]
@@ -201,6 +203,25 @@ def test_the_command_replays_a_trace(tmp_path: Path) -> None:
     assert replayed["requests answered"] == 30 and replayed["refused"] == {}
     assert replayed["token interval s, 95 %"] <= 0.05 and replayed["first token s, 95 %"] <= 2
     assert found["plans"][0]["gangs"] == 1
+
+
+def test_a_trace_with_times_of_this_machine(tmp_path: Path) -> None:
+    """Measured on a tiny base, whose folder then needs its config.json alone."""
+    model, kept, trace = write_model("llama", tmp_path / "tiny"), tmp_path / "costs.json", tmp_path / "trace.jsonl"
+    measured = CliRunner().invoke(main, ["costs", str(model), "--measure", str(kept)])
+    assert measured.exit_code == 0, measured.output
+    found = StepCosts.read(kept)
+    assert found.model == "tiny" and found.num_steps > 100 and found.shape_s(StepShape(1, 1, 1, 1)) > 0
+    write_trace(trace, [TracedRequest(number / 100, 20, 8, f"a{number % 3}", "t") for number in range(20)])
+    options_ = ["plan", str(model), "--trace", str(trace), "--costs", str(kept), "--gangs", "2", "--json"]
+    first, again = (CliRunner().invoke(main, options_) for _ in range(2))
+    assert first.exit_code == 0 and first.output == again.output, "virtual time is not the clock's"
+    (replayed,) = json.loads(first.output)["replayed"].values()
+    assert replayed["requests answered"] == 20 and replayed["output tokens/s"] > 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text((model / "config.json").read_text())
+    other = CliRunner().invoke(main, ["plan", str(tmp_path / "other"), *options_[2:]])
+    assert other.exit_code == 1 and "the costs are of tiny, not of other" in other.output
 
 
 def test_what_the_command_refuses(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from ..engine import Engine
 from ..execution.executor import Executor
 from ..plan import StepPlan, StepResult
 from ..wire.messages import AdapterRef, GangInfo
-from .replay import replay
+from .replay import Replayed, replay
 from .step_costs import StepCosts, StepShape, fit_line, fit_steps
 from .trace import TracedRequest
 
@@ -137,17 +137,21 @@ def record_loads(
 ) -> int:
     """Runs the loads that steps are fitted to; returns the next free id of a sequence.
 
-    `refs`: adapters that are all in the pool, or come to be there.
+    `refs`: adapters that are all in the pool, or come to be there. Prompts are no longer than half of the context.
+    Raises ValueError if the engine refuses a request.
     """
+    longest = engine.info.max_model_len // 2
     names: Mapping[str, AdapterRef] = {str(number): ref for number, ref in enumerate(refs)}
     for seed, (number, prompt, answer, num_adapters) in enumerate(_LOADS * rounds):
         num_adapters = min(num_adapters, len(refs))
         requests = [
-            TracedRequest(0.0, prompt, answer, str((seed + index) % num_adapters) if num_adapters else None)
+            TracedRequest(
+                0.0, min(prompt, longest), answer, str((seed + index) % num_adapters) if num_adapters else None
+            )
             for index in range(number)
         ]
         recording.pause()
-        replay(engine, requests, names, recording.clock, wait_a_little, first_id)
+        _served(replay(engine, requests, names, recording.clock, wait_a_little, first_id))
         first_id += number
     return first_id
 
@@ -156,10 +160,14 @@ def load_each(engine: Engine, recording: RecordingExecutor, refs: Sequence[Adapt
     """Asks for each adapter alone, so that its load is measured alone; returns the next free id of a sequence."""
     for number, ref in enumerate(refs):
         recording.pause()
-        replay(
-            engine, [TracedRequest(0.0, 2, 1, "one")], {"one": ref}, recording.clock, wait_a_little, first_id + number
-        )
+        request = TracedRequest(0.0, 2, 1, "one")
+        _served(replay(engine, [request], {"one": ref}, recording.clock, wait_a_little, first_id + number))
     return first_id + len(refs)
+
+
+def _served(found: Replayed) -> None:
+    if found.refused:
+        raise ValueError(f"steps cannot be measured: {next(iter(found.refused))}")
 
 
 def costs_of(recording: RecordingExecutor, info: GangInfo, model: Path) -> StepCosts:
