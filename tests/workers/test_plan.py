@@ -35,7 +35,7 @@ from motet.workers.wire.messages import AdapterRef
 
 ADAPTERS = tuple(recipe.name for recipe in RECIPES[:2])
 ZERO = tuple(0.0 for _ in StepShape().features)
-shapes = st.builds(StepShape, *[st.integers(0, 3000)] * 9)
+shapes = st.builds(StepShape, *[st.integers(0, 3000)] * 10)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def run(folder: Path, requests: list[TracedRequest], step_costs: StepCosts, **se
     return found
 
 
-@given(shapes, st.integers(0, 8))
+@given(shapes, st.integers(0, 9))
 def test_no_larger_step_is_expected_to_be_faster(shape: StepShape, which: int) -> None:
     name = list(vars(shape))[which]
     larger = replace(shape, **{name: vars(shape)[name] + 17})
@@ -87,7 +87,9 @@ def test_a_fit_finds_the_costs_that_made_the_steps() -> None:
     chance, known = np.random.default_rng(0), costs(0.02, 0.003)
     steps = []
     for _ in range(300):
-        shape = StepShape(*(int(chance.integers(0, most)) for most in (600, 40, 40, 9000, 9000, 20, 900, 900, 9000)))
+        shape = StepShape(
+            *(int(chance.integers(0, most)) for most in (600, 40, 40, 9000, 9000, 20, 900, 900, 900, 9000))
+        )
         steps.append((shape, known.shape_s(shape) * (10.0 if chance.random() < 0.05 else 1.0)))  # a stall now and then
     fit = fit_steps(steps)
     assert fit.residual < 0.01

@@ -29,13 +29,16 @@ class StepShape:
     decode_context: int = 0  # tokens that rows of decodes see, summed
     num_pairs: int = 0  # of a prompt's token and one that it sees
     num_adapters: int = 0  # different ones
-    adapter_pages: int = 0  # of these
+    decode_adapter_pages: int = 0  # of those that rows of decodes have
+    prompt_adapter_pages: int = 0  # and of the others, which are read while many rows are computed
     decode_row_pages: int = 0  # of the adapter of each row that decodes, summed
     prompt_row_pages: int = 0  # and of each other row: those of a prompt read their adapter together
 
     @staticmethod
     def of(plan: StepPlan) -> StepShape:
         pages = {residence.digest: len(residence.pages) for residence in plan.adapters}
+        decoding = {part.adapter for part in plan.sequences if len(part.token_ids) == 1}
+        decode_pages = sum([number for digest, number in pages.items() if digest in decoding])
         num_rows = num_logits = decode_context = num_pairs = decode_row_pages = prompt_row_pages = 0
         for part in plan.sequences:
             num_tokens = len(part.token_ids)
@@ -57,7 +60,8 @@ class StepShape:
             decode_context,
             num_pairs,
             len(pages),
-            sum(pages.values()),
+            decode_pages,
+            sum(pages.values()) - decode_pages,
             decode_row_pages,
             prompt_row_pages,
         )
@@ -75,7 +79,8 @@ class StepShape:
             float(self.decode_context),
             float(self.num_pairs),
             float(self.num_adapters),
-            float(self.adapter_pages),
+            float(self.decode_adapter_pages),
+            float(self.prompt_adapter_pages),
             float(self.decode_row_pages),
             float(self.prompt_row_pages),
         )
