@@ -139,7 +139,14 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
         return self._engine(self.num_worker_threads, self.step_limits, self._num_pool_sharers)
 
     def _engine(self, num_threads: int, limits: StepLimits, pool_sharers: int) -> EngineConfig:
-        return part_config(EngineConfig, self, num_threads=num_threads, pool_sharers=pool_sharers, **vars(limits))
+        return part_config(
+            EngineConfig,
+            self,
+            num_threads=num_threads,
+            measures_threads=self.batching.num_threads == "auto",
+            pool_sharers=pool_sharers,
+            **vars(limits),
+        )
 
     @property
     def step_limits(self) -> StepLimits:

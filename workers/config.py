@@ -89,6 +89,7 @@ class EngineConfig:
     step_deadline_s: float  # a worker that takes longer over a step hangs
     store_deadline_s: float  # a read of an adapter from the store that takes longer has failed
     start_deadline_s: float  # for all workers to come up, before they load the model
+    measures_threads: bool  # a worker alone on a CPU measures how many threads to use, up to num_threads
 
     def __post_init__(self) -> None:
         if self.kv_disk_bytes and self.kv_host_bytes == 0:

@@ -122,6 +122,7 @@ def answered(device: str, dtype: Dtype, folder: Path, is_dry: bool) -> tuple[lis
         max_num_sequences=8,
         reasons={},
         pool_sharers=1,
+        measures_threads=False,
         num_threads=1 if is_dry else 4,
     )
     engine = build_engine(config)

@@ -107,8 +107,9 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_threads: Annotated[
         Threads | Literal["auto"],
         Setting(
-            "Threads that each worker computes with. auto: on this machine a worker's share of the cores, less what "
-            "routers and HAProxy need; on a running cluster as many as its CPUs of Ray (--gang-num-cpus); 1 on a GPU.",
+            "Threads that each worker computes with. auto: on this machine at most a worker's share of the cores, less "
+            "what routers and HAProxy need; on a running cluster at most its CPUs of Ray (--gang-num-cpus); a worker "
+            "alone on a CPU measures at its start how many of these are fastest; 1 on a GPU.",
             "live",
         ),
     ] = "auto"

@@ -24,8 +24,8 @@ ONE_GANG = {"max_gangs": 1, "queued_tokens_per_gang": 8192}
 def engine_config(model_path: Path, store_path: Path, **given: Any) -> EngineConfig:
     """With one thread, so that sums are made in one order, and a small tier of host memory."""
     places = {"model_path": model_path, "store_path": store_path, "kv_disk_path": store_path.parent / "kv"}
-    sizes = {"num_threads": 1, "kv_host_bytes": KV_HOST_BYTES, "pool_sharers": 1, **vars(CPU_LIMITS)}
-    return part_config(EngineConfig, DEFAULTS, **{**places, **sizes, **given})
+    own = {"num_threads": 1, "measures_threads": False, "kv_host_bytes": KV_HOST_BYTES, "pool_sharers": 1}
+    return part_config(EngineConfig, DEFAULTS, **{**places, **own, **vars(CPU_LIMITS), **given})
 
 
 def leader_config(**given: Any) -> LeaderConfig:

@@ -32,13 +32,13 @@ from motet.router.batches.pace import BatchPace
 from motet.router.config import CurrentConfig
 from motet.router.fleet.dispatch import Dispatcher
 from motet.router.metrics import Metrics
-from motet.router.openapi.document import openapi_document
 from motet.router.quotas.quotas import Quotas
 from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.router.versions.canary_book import CanaryBook
+from motet.tests.rigs.described_routes import described_routes
 from motet.tests.rigs.given_keys import give_key
 from motet.tests.rigs.lora_files import LAYOUT, LoraFiles, lora_files
 from motet.tests.rigs.part_configs import router_config
@@ -170,7 +170,10 @@ class RealFront:
         """All that a request could leave: what the registry says, and files in the store and of uploads."""
         keys = sorted([key async for key in self.redis.scan_iter(match="motet:{registry}:*")])
         files = sorted(str(path) for path in self.folder.rglob("*") if path.is_file())
-        return [(key, await self.redis.dump(key)) for key in keys], files
+        async with self.redis.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.dump(key)
+            return [*zip(keys, await pipeline.execute(), strict=True)], files
 
     async def _upload(self, tenant: str, name: str, files: LoraFiles) -> None:
         tensors = files.write(self.folder)
@@ -228,7 +231,7 @@ async def real_front(
         accountants=[usage.metering, *accountants],
         more_routes=usage.routes,
     )
-    document = openapi_document(app.state.routes)
+    document = described_routes(app.state.routes)
     front = RealFront(app, redis, registry, view, uploads, fake, folder, document, batches, config, metrics)
     try:
         await front.furnish()

@@ -16,7 +16,7 @@ from ..memory.prefix_cache import PrefixCache
 from ..plan import FullLayersCopy, PageCopy
 from ..wire.page_keys import PageKey, dense_key, first_link, next_keys
 from .growing_sequence import GrowingSequence
-from .request_limits import GangLimits
+from .request_limits import GangLimits, pages_for
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
@@ -343,6 +343,16 @@ class PrefixReuse:
                 self._cache.index_content(key, self._link(sequence, depth), token_ids)
             self._stop_coming(sequence, key)
         sequence.num_kept_pages = num_full
+
+    def pass_pages(self, sequence: GrowingSequence, depths: range) -> None:
+        """The window is past the pages at these depths. None goes on from there, so they are evicted first.
+
+        Not those that the end of the prompt sees: another answer begins there, and so does the next turn of a
+        conversation whose template leaves thoughts out.
+        """
+        num_given = sequence.num_given_tokens
+        first, stop = self._limits.num_unseen_pages(num_given), pages_for(num_given, self._block_size)
+        self._cache.mark_passed([sequence.pages[depth] for depth in depths if not first <= depth < stop])
 
     def leave(self, sequence: GrowingSequence) -> None:
         """The sequence stops running: its pages are released, if they are many in later steps."""
