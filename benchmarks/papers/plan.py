@@ -4,6 +4,9 @@ Random weights of SmolLM2-135M's shape, bfloat16, one thread. Steps are measured
 adapters in 3 batches of 2 lengths are run on motet's engine, in turns, so that both see the same machine. Then each
 load is replayed on the same scheduler in virtual time. Both are driven by one function (`workers/costs/replay.py`).
 
+The machine's speed drifts by a tenth within a minute, so all steps are fitted together, and the costs of a turn are scaled
+by the median of its own measured steps, none of which is of a load that is compared.
+
 Times of the engine are CPU seconds of the thread that computes its steps: on a machine that does nothing else they are
 what a clock shows, and other programs disturb them less. Published (arXiv 2602.24044): a digital twin within 5 %.
 """
@@ -16,7 +19,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+
+import msgspec
 
 from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.rigs import random_model
@@ -67,7 +74,7 @@ class Load:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--turns", type=int, default=3, help="of measuring and running (default 3)")
+    parser.add_argument("--turns", type=int, default=5, help="of measuring and running (default 5)")
     arguments = parser.parse_args()
     loads = [Load(number, batch, *lengths) for number in ADAPTERS for batch in BATCHES for lengths in LENGTHS]
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
@@ -76,25 +83,27 @@ def main() -> None:
         layout = ModelSharding(ModelConfig.from_folder(model_path)).layout(config.block_size, config.dtype)
         stored = random_adapters(AdapterStore(config.store_path), layout, max(ADAPTERS))
         refs = {str(number): ref for number, ref in enumerate(stored)}
-        costs, real, real_s = _run(config, model_path, refs, loads, arguments.turns)
+        costs, scales, real, real_s = _run(config, model_path, refs, loads, arguments.turns)
         began_s = time.process_time()
-        virtual = {load: _replayed(config, costs, refs, load) for load in loads}
+        virtual = {load: _replayed(config, _scaled(costs, scales[load]), refs, load) for load in loads}
         virtual_s = time.process_time() - began_s
     _report(costs, real, virtual, real_s / virtual_s)
 
 
 def _run(
     config: EngineConfig, model_path: Path, refs: Mapping[str, AdapterRef], loads: list[Load], turns: int
-) -> tuple[StepCosts, dict[Load, Replayed], float]:
+) -> tuple[StepCosts, dict[Load, float], dict[Load, Replayed], float]:
+    """A fit of all measured steps, by load the factor on it, what the engine did, and its seconds."""
     engine = build_engine(config, clock=computing_s)
     engine.executor = recording = RecordingExecutor(engine.executor, computing_s)
     adapters, measured = list(refs.values()), recording.steps
-    real, real_s = dict[Load, Replayed](), 0.0
+    real, real_s, first_steps = dict[Load, Replayed](), 0.0, list[int]()
     try:
         free_id = load_each(engine, recording, adapters, 0)
         measured.clear()
         for turn in range(turns):
             recording.steps = measured
+            first_steps.append(len(measured))
             free_id = record_loads(engine, recording, adapters[:NUM_ADAPTERS], free_id)
             recording.steps = []  # of the loads that the fit must not see
             for load in loads[turn::turns]:
@@ -104,9 +113,17 @@ def _run(
                 real_s += computing_s() - began_s
                 free_id += load.batch
         recording.steps = measured
-        return costs_of(recording, engine.info, model_path), real, real_s
+        costs, scales = costs_of(recording, engine.info, model_path), dict[Load, float]()
+        for turn, (first, last) in enumerate(pairwise([*first_steps, len(measured)])):
+            ratios = [seconds / costs.shape_s(shape) for shape, seconds in measured[first:last]]
+            scales |= dict.fromkeys(loads[turn::turns], median(ratios))
+        return costs, scales, real, real_s
     finally:
         engine.close()
+
+
+def _scaled(costs: StepCosts, factor: float) -> StepCosts:
+    return msgspec.structs.replace(costs, coefficients=tuple([factor * each for each in costs.coefficients]))
 
 
 def _replayed(config: EngineConfig, costs: StepCosts, refs: Mapping[str, AdapterRef], load: Load) -> Replayed:
