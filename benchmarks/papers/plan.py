@@ -4,7 +4,7 @@ Random weights of SmolLM2-135M's shape, bfloat16, one thread. Steps are measured
 adapters in 3 batches of 2 lengths are run on motet's engine, in turns, so that both see the same machine. Then each
 load is replayed on the same scheduler in virtual time. Both are driven by one function (`workers/costs/replay.py`).
 
-The machine's speed drifts by a tenth within a minute, so all steps are fitted together, and the costs of a turn are scaled
+The machine's speed drifts by a tenth within a minute: all steps are fitted together, and the costs of a turn are scaled
 by the median of its own measured steps, none of which is of a load that is compared.
 
 Times of the engine are CPU seconds of the thread that computes its steps: on a machine that does nothing else they are
