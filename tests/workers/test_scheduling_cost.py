@@ -168,6 +168,23 @@ def test_keys_of_a_document_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert hashed <= 512 + 20 * 3
 
 
+def test_keys_of_a_document_are_made_for_one_of_those_that_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They arrive while another one decodes, so keys are made in several steps."""
+    monkeypatch.setattr(prefix_reuse, "MOST_KEYS", 64)
+    monkeypatch.setattr(prefix_reuse, "_KEYS_OF_A_COPY", 8)
+    s = gang(128)
+    s.add(asking(500, [5] * 20, max_tokens=1000), 0)
+    s.commit(plan := s.schedule(), quick_result(plan))
+    for i in range(32):
+        s.add(asking(i, [*_DOCUMENT, *[i] * 20], max_tokens=200), 0)
+    num_steps = 0
+    while s.load().gauges.num_running < 33:
+        s.commit(plan := s.schedule(), quick_result(plan))
+        num_steps += 1
+    assert num_steps < 30  # 256 if all made their own
+    s.check_integrity()
+
+
 def test_growing_beside_many_that_wait_costs_nothing_while_pages_are_free() -> None:
     """Newer sequences run past older ones that wait for adapters, and need more and more pages."""
     s = gang(400)

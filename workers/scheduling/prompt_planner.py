@@ -27,7 +27,7 @@ from .waiting_queue import WaitingQueue
 
 _MAX_LOOKED_AT = 1024  # ready sequences, in the search for candidates
 _MAX_PREEMPTED = 8  # sequences preempted in one step for waiting ones
-_MOST_FOUND = 8192  # pages of prefixes that are looked up, and held, in a step; a single sequence's may be more
+_MOST_FOUND = 4096  # pages of prefixes that are looked up, and held, in a step; a single sequence's may be more
 _MAX_CANDIDATES = 64  # in one look for sequences to start; another look follows if all of them have started
 
 _LASTING_STEPS = 256  # duration of latency mode after the arrival that switched it on
