@@ -13,9 +13,10 @@ import torch
 from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels, with_float8_kv, with_float8_weights
 from .checkpoint.device_checkpoint import DeviceCheckpoint
-from .config import CPU_POOL_BYTES, FLOAT8_EXPERTS, EngineConfig, default_kv_host_bytes
+from .config import FLOAT8_EXPERTS, EngineConfig, default_kv_host_bytes
 from .copies.adapter_loader import AdapterLoader
 from .copies.page_mover import PageMover
+from .costs.step_defaults import cpu_pool_bytes
 from .device import check_dtype, check_kv_dtype, check_weights_dtype, resolve_device
 from .device_memory import DeviceMemory
 from .execution.executor import LocalExecutor
@@ -107,7 +108,9 @@ def build_executor(
     if device.type == "cuda":
         parallel.meet()  # the deadline of a step applies from here on, and workers do not load equally fast
         on_progress("recording the GPU's work", 0, 1)
-    pool_bytes = config.pool_bytes or (CPU_POOL_BYTES if device.type == "cpu" else None)
+    pool_bytes = config.pool_bytes
+    if pool_bytes is None and device.type == "cpu":
+        pool_bytes = _least_of_all(cpu_pool_bytes(usable_memory_bytes(), config.pool_sharers), parallel)
     if pool_bytes is None:
         one_page = pool_of(sharding, config.block_size, dtype, 1, config.kv_dtype)
         geometry = replace(one_page, num_pages=_num_pages_left(ready_runner, one_page, memory, config, parallel))
@@ -152,6 +155,12 @@ def _fastest_threads(runner_of: Callable[[int], Runner], config: EngineConfig) -
     measured = ", ".join(f"{speed:.0f} with {count}" for count, speed in speeds.items())
     _log.info("threads: %d, because decodes of the base make %s tokens/s", chosen, measured)
     return chosen
+
+
+def _least_of_all(num_bytes: int, parallel: Parallel) -> int:
+    """Of the workers of a gang, whose machines may differ."""
+    parallel.meet()
+    return int(parallel.all_gather(torch.tensor([num_bytes])).min())
 
 
 def _num_pages_left(

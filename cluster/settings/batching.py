@@ -30,8 +30,12 @@ def check_objectives(objectives_s: tuple[tuple[str, float], ...]) -> Refusal | N
 class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Batching and admission."""
 
-    max_num_sequences: Annotated[Count, Setting("Sequences of a gang that run at once.", "live")] = 128
-    max_tokens_per_step: Annotated[Count, Setting("Tokens that a gang computes in one step.", "live")] = 512
+    max_num_sequences: Annotated[
+        Count | None, Setting("Sequences of a gang that run at once.", "live", unset="128 on CPUs, 256 on a GPU")
+    ] = None
+    max_tokens_per_step: Annotated[
+        Count | None, Setting("Tokens that a gang computes in one step.", "live", unset="512 on CPUs, 2,048 on a GPU")
+    ] = None
     token_interval_s: Annotated[
         Seconds | Literal["auto"],
         Setting(
