@@ -73,7 +73,9 @@ class Host:
             bench.runner.record_decodes(SIZE.max_tokens, lambda compute: Replays(device, logits))
             old = bench.engine.executor
             assert isinstance(old, LocalExecutor)
-            bench.engine.executor = FeedingExecutor(bench.runner, old.loader, old.mover, "", old.device)
+            bench.engine.executor = FeedingExecutor(
+                bench.runner, old.loader, old.mover, "", old.num_threads, old.device
+            )
         return Host(way, bench, device)
 
     def steps(self, num_sequences: int, seed: int, sampling: SamplingParams) -> list[Step]:

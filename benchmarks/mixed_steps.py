@@ -84,7 +84,7 @@ class Host:
             bench.runner.record_mixed(SIZE.max_tokens, Replayed.record)
         old = bench.engine.executor
         assert isinstance(old, LocalExecutor)
-        bench.engine.executor = FeedingExecutor(bench.runner, old.loader, old.mover, "", old.device)
+        bench.engine.executor = FeedingExecutor(bench.runner, old.loader, old.mover, "", old.num_threads, old.device)
 
     def ask(self, num_prompt_tokens: int, num_tokens: int) -> None:
         modules = dict.fromkeys(self.bench._layout.shape.modules, RANK)

@@ -42,7 +42,7 @@ from .plain.float8 import PlainFloat8
 from .plain.lora import PlainLora
 from .plain.sampling import PlainSampling
 from .sampling import SamplingKernels
-from .step import StepKernels
+from .step import Heads, StepKernels
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,15 @@ class Kernels:
     def layer_linear(self) -> Linear:
         """The linear of a layer's own projections, of a weight that was packed for it."""
         return self.linear if self.float8 is None else self.float8.linear
+
+    def is_native(self, heads: Heads) -> bool:
+        """Whether native kernels compute all that takes long, of layers with such heads, on threads of their own.
+
+        Else torch's threads compute some of it.
+        """
+        if self.name != "native" or {"linear", "layers' linears", "attention"} & self.others.keys():
+            return False
+        return self.step is not None and self.step.why_not([heads]) is None
 
     @property
     def choice(self) -> str:

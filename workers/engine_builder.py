@@ -72,6 +72,7 @@ def build_engine(
     if config.tensor_parallel == 1:
         executor = alone = _build_alone(config, on_progress)
         kernels, device, num_pages = alone.kernels_name, alone.device.type, alone.runner.num_pages
+        config = replace(config, num_threads=alone.num_threads)  # what was measured
         num_host_pages = tier_sizes(config, alone.runner.geometry).host
         alone.runner.masks = constraints
     else:

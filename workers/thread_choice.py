@@ -6,12 +6,19 @@ import time
 from collections.abc import Callable, Mapping
 
 from .execution.runner import Runner
+from .models.weights import Progress
 from .plan import SamplePlan, SequencePlan, StepPlan, packed
 from .wire.messages import SamplingParams
 
-MEASURED_S = 0.25  # for each number of threads
-MOST_SEQUENCES = 32  # of a measured step
+MEASURED_S = 0.25  # for each kind of step with each number of threads, in all rounds
+NUM_ROUNDS = 2  # of all numbers, so that what else the machine does for a moment does not decide
+MOST_SEQUENCES = 32  # of a measured step of decodes
+MOST_PROMPT_TOKENS = 128  # of a measured step of prompts
 LEAST_GAIN = 1.1  # a thread more must give, because others use the cores as well
+CLEARLY_SLOWER = 1.5  # times: still fewer threads are not measured
+
+Speeds = Mapping[str, float]  # tokens per second, by kind of step: "decodes", "prompts"
+Measure = Callable[[int], Speeds | None]  # with this number of threads; None: a step takes too long to measure
 
 
 def fewest_of_the_fast(speeds: Mapping[int, float]) -> int:
@@ -23,23 +30,104 @@ def fewest_of_the_fast(speeds: Mapping[int, float]) -> int:
     return chosen
 
 
+def choose_threads(speeds: Mapping[int, Speeds]) -> int:
+    """The number of threads to compute with: what the kind of step needs that needs most of them."""
+    return max(fewest_of_the_fast(of) for of in by_kind(speeds).values())
+
+
+def by_kind(speeds: Mapping[int, Speeds]) -> dict[str, dict[int, float]]:
+    """The speeds of each kind of step, by number of threads."""
+    kinds = next(iter(speeds.values()))
+    return {kind: {count: of[kind] for count, of in speeds.items()} for kind in kinds}
+
+
 def numbers_to_measure(most: int) -> tuple[int, ...]:
-    """1, 2, 4 and so on, and the most."""
-    return (*(1 << power for power in range(most.bit_length()) if 1 << power < most), most)
+    """The most, and the powers of two below it, down to 1."""
+    return (most, *(1 << power for power in reversed(range(most.bit_length())) if 1 << power < most))
 
 
-def decode_speed(runner: Runner, max_sequences: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Tokens per second of decodes of the base. They write to the pool's first page, which must be free."""
-    sample = SamplePlan(SamplingParams(temperature=0.0), 0, 0)
-    sequences = tuple(
-        SequencePlan(index, (0,), 0, packed([0]), None, sample) for index in range(min(MOST_SEQUENCES, max_sequences))
-    )
-    plan = StepPlan(0, sequences, (), ())
-    runner.run(plan)  # starts threads, and reads the weights
-    num_steps, began_at = 0, clock()
-    while num_steps == 0 or clock() - began_at < MEASURED_S:
-        runner.run(plan)
-        num_steps += 1
-    speed = num_steps * len(sequences) / (clock() - began_at)
-    runner.pool[0].zero_()
-    return speed
+def measure_threads(most: int, measure: Measure, on_progress: Progress) -> dict[int, Speeds]:
+    """The best speeds of several rounds, by number of threads; empty if steps with `most` are too long to measure.
+
+    From most threads downward, as far as fewer may be as fast.
+    """
+    counts, found, num_done = numbers_to_measure(most), dict[int, Speeds](), 0
+
+    def next_speeds(count: int) -> Speeds | None:
+        nonlocal num_done
+        on_progress("measuring threads", num_done, NUM_ROUNDS * len(counts))
+        num_done += 1
+        return measure(count)
+
+    for count in counts:
+        speeds = next_speeds(count)
+        if speeds is None:
+            break
+        found[count] = speeds
+        if any(speed * CLEARLY_SLOWER < max(of[kind] for of in found.values()) for kind, speed in speeds.items()):
+            break
+    for _ in range(NUM_ROUNDS - 1 if len(found) > 1 else 0):
+        for count, before in found.items():
+            again = next_speeds(count) or before
+            found[count] = {kind: max(speed, again[kind]) for kind, speed in before.items()}
+    on_progress("measuring threads", NUM_ROUNDS * len(counts), NUM_ROUNDS * len(counts))
+    return found
+
+
+class SpeedMeter:
+    """Measures steps of the base. They write to the pool's first page, which must be free."""
+
+    def __init__(
+        self,
+        runner_of: Callable[[int], Runner],
+        max_sequences: int,
+        max_tokens: int,
+        chunk_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`runner_of`: by number of threads. `max_sequences` and `max_tokens`: of a step.
+
+        `chunk_tokens`: of each prompt, no more than a page and a sequence hold.
+        """
+        self._runner_of, self._clock = runner_of, clock
+        self._runners: dict[int, Runner] = {}
+        sample = SamplePlan(SamplingParams(temperature=0.0), 0, 0)
+        self._decodes = tuple(
+            SequencePlan(index, (0,), 0, packed([0]), None, sample)
+            for index in range(min(MOST_SEQUENCES, max_sequences, max_tokens))
+        )
+        num_tokens = min(chunk_tokens, max_tokens)
+        self._prompts = tuple(
+            SequencePlan(index, (0,) * num_tokens, 0, packed([0]), None, None)
+            for index in range(max(1, min(MOST_PROMPT_TOKENS, max_tokens) // num_tokens))
+        )
+        self._kinds: dict[str, tuple[SequencePlan, ...]] | None = None  # None: nothing is measured yet
+
+    def measure(self, num_threads: int) -> dict[str, float] | None:
+        """See `Measure`."""
+        runner = self._runners.get(num_threads)
+        if runner is None:
+            runner = self._runners[num_threads] = self._runner_of(num_threads)
+        try:
+            return self._measure(runner)
+        finally:
+            runner.pool[0].zero_()
+
+    def _measure(self, runner: Runner) -> dict[str, float] | None:
+        decodes = self._speed(runner, self._decodes)
+        if len(self._decodes) > decodes * MEASURED_S:
+            return None
+        if self._kinds is None:  # the same kinds with all numbers of threads
+            num_tokens = sum(len(each.token_ids) for each in self._prompts)
+            self._kinds = {"prompts": self._prompts} if num_tokens <= decodes * MEASURED_S else {}
+        return {"decodes": decodes} | {kind: self._speed(runner, plan) for kind, plan in self._kinds.items()}
+
+    def _speed(self, runner: Runner, sequences: tuple[SequencePlan, ...]) -> float:
+        """Tokens per second."""
+        plan = StepPlan(0, sequences, (), ())
+        runner.run(plan)  # starts threads, and reads the weights
+        num_steps, began_at = 0, self._clock()
+        while num_steps == 0 or self._clock() - began_at < MEASURED_S / NUM_ROUNDS:
+            runner.run(plan)
+            num_steps += 1
+        return num_steps * sum(len(each.token_ids) for each in sequences) / (self._clock() - began_at)

@@ -12,6 +12,7 @@ import torch
 
 from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels, with_float8_kv, with_float8_weights
+from ..kernels.step import Heads
 from .checkpoint.device_checkpoint import DeviceCheckpoint
 from .config import FLOAT8_EXPERTS, EngineConfig, default_kv_host_bytes
 from .copies.adapter_loader import AdapterLoader
@@ -36,7 +37,7 @@ from .models.weights import Checkpoint, Progress
 from .parallel import Parallel
 from .plan import Tier
 from .scheduling.tier_traffic import TierSizes
-from .thread_choice import decode_speed, fewest_of_the_fast, numbers_to_measure
+from .thread_choice import MEASURED_S, SpeedMeter, by_kind, choose_threads, measure_threads
 from .window_pages import kept_window, most_pages
 
 _log = logging.getLogger(__name__)
@@ -74,8 +75,10 @@ def build_executor(
         return with_float8_kv(chosen) if config.kv_dtype == "float8" else chosen
 
     kernels = kernels_of(config.num_threads)
+    heads = Heads(sharding.heads[1] - sharding.heads[0], sharding.num_kv_heads, model.head_dim)
+    is_native, num_threads = kernels.is_native(heads), config.num_threads
     # Torch's own threads would wait in a loop for the next operation, on the cores of those that native kernels share.
-    torch.set_num_threads(1 if kernels.name == "native" else config.num_threads)
+    torch.set_num_threads(1 if is_native else num_threads)
     memory = DeviceMemory(device)
     with memory.part("weights"):
         if device.type == "cuda":
@@ -126,14 +129,15 @@ def build_executor(
     else:
         geometry = plan_pool(sharding, config.block_size, dtype, pool_bytes, config.kv_dtype)
     runner = ready_runner(geometry, geometry.num_pages)
-    if config.measures_threads and config.num_threads > 1 and kernels.name == "native" and parallel.degree == 1:
+    if config.measures_threads and num_threads > 1 and is_native and parallel.degree == 1:
         pool = runner.pool
 
         def runner_of(num_threads: int) -> Runner:
             own = kernels_of(num_threads)
             return Runner(decoder, own, parallel, pool, geometry, layout, rotary, geometry.num_pages)
 
-        runner = runner_of(_fastest_threads(runner_of, config))
+        num_threads = _fastest_threads(runner_of, config, min(config.block_size, context), on_progress)
+        runner = runner_of(num_threads)
     if device.type == "cuda":
         memory.log()
         on_progress("recording the GPU's work", 1, 1)
@@ -144,16 +148,24 @@ def build_executor(
     loader = AdapterLoader(cache, runner.pool, kernels, config.store_deadline_s)
     # Tokens are fed where one worker computes everything.
     make = FeedingExecutor if device.type == "cuda" and parallel.degree == 1 else LocalExecutor
-    return make(runner, loader, mover, f"{kernels.choice}{runner.step_note}", device, thread)
+    return make(runner, loader, mover, f"{kernels.choice}{runner.step_note}", num_threads, device, thread)
 
 
-def _fastest_threads(runner_of: Callable[[int], Runner], config: EngineConfig) -> int:
+def _fastest_threads(
+    runner_of: Callable[[int], Runner], config: EngineConfig, chunk_tokens: int, on_progress: Progress
+) -> int:
     """How many threads to compute with; the log says what each number of them gives."""
-    counts = numbers_to_measure(config.num_threads)
-    speeds = {count: decode_speed(runner_of(count), config.max_num_sequences) for count in counts}
-    chosen = fewest_of_the_fast(speeds)
-    measured = ", ".join(f"{speed:.0f} with {count}" for count, speed in speeds.items())
-    _log.info("threads: %d, because decodes of the base make %s tokens/s", chosen, measured)
+    meter = SpeedMeter(runner_of, config.max_num_sequences, config.max_tokens_per_step, chunk_tokens)
+    speeds = measure_threads(config.num_threads, meter.measure, on_progress)
+    if not speeds:
+        _log.info("threads: %d, not measured: a step takes longer than %g s", config.num_threads, MEASURED_S)
+        return config.num_threads
+    chosen = choose_threads(speeds)
+    measured = "; ".join(
+        f"{kind} " + ", ".join(f"{speed:.0f} with {count}" for count, speed in of.items())
+        for kind, of in by_kind(speeds).items()
+    )
+    _log.info("threads: %d, because the base makes in tokens/s: %s", chosen, measured)
     return chosen
 
 

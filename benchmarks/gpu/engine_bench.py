@@ -177,7 +177,7 @@ class Bench:
         }
         mover = PageMover(tiers, machine.device)
         make = FeedingExecutor if on_gpu else LocalExecutor
-        executor = make(self.runner, loader, mover, kernels.choice, machine.device)
+        executor = make(self.runner, loader, mover, kernels.choice, torch.get_num_threads(), machine.device)
         limits = GangLimits(
             model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, size.max_tokens, size.num_sequences
         )

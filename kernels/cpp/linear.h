@@ -154,6 +154,7 @@ inline void tile_sums(const Bfloat16* const (&x)[kCount], int64_t x_stride, int6
             for (int64_t row = 0; row < num_rows; row++)
                 std::copy_n(x[tile] + row * x_stride + at, left, rows[tile][row]);
         std::memcpy(padded, weights, size_t((left + 1) / 2 * kStride));
+        finish_stores();
         add(rows[0][0], rows[kCount - 1][0], 64, padded);
     }
     _tile_stored(0, to[0][0], 64);

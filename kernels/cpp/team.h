@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 
@@ -100,12 +101,14 @@ class Team {
     int64_t total = 0;
     uint64_t epoch = 0;
     int num_helpers = 0;                               // read and written by the caller that is being helped
-    std::chrono::steady_clock::time_point woken_at{};  // likewise
+    int wanted = 0;                                    // helpers of its work; written by it, under the mutex
+    std::chrono::steady_clock::time_point woken_at{};  // read and written by it
     std::atomic<int> core{-1};                         // the caller's
     std::atomic_flag is_taken = ATOMIC_FLAG_INIT;
     std::mutex mutex;
     std::condition_variable awake;
-    std::atomic<int> num_asleep{0};
+    std::condition_variable more_wanted;  // helpers that are not wanted wait for it
+    std::atomic<int> num_asleep{0};       // of the wanted ones
 
     // Not after each operation: where no core is free for a helper, waking it costs more than it computes.
     void wake() {
@@ -116,8 +119,21 @@ class Team {
         awake.notify_all();
     }
 
+    // Helpers of earlier work that had more threads stay, and are not woken until they are wanted again.
     void recruit(int count) {
-        for (; num_helpers < count; num_helpers++) std::thread([this, index = num_helpers] { help(index); }).detach();
+        if (count == wanted) return;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            wanted = count;
+            awake.notify_all();
+            more_wanted.notify_all();
+        }
+        try {
+            for (; num_helpers < count; num_helpers++)
+                std::thread([this, index = num_helpers] { help(index); }).detach();
+        } catch (const std::system_error&) {
+            // The system has no more threads for this process (a container's limit, say): those that there are help.
+        }
     }
 
     static bool is_for(uint64_t seen, int index) { return uint32_t(seen) > 0 && index < int(seen >> 32 & 0xff); }
@@ -139,8 +155,9 @@ class Team {
                 }
             if (spins(index)) continue;
             std::unique_lock<std::mutex> lock(mutex);
+            more_wanted.wait(lock, [&] { return index < wanted; });
             num_asleep.fetch_add(1);
-            awake.wait(lock, [&] { return is_for(ticket.load(), index) && !is_in_the_way(); });
+            awake.wait(lock, [&] { return index >= wanted || (is_for(ticket.load(), index) && !is_in_the_way()); });
             num_asleep.fetch_sub(1);
         }
     }

@@ -25,6 +25,9 @@ inline bool tiles_are_allowed() {
 #ifdef MOTET_TILES
 constexpr int64_t kTileInputs = 32, kTilePairs = 16;  // inputs of a tile, and pairs of them
 
+// Instructions on tiles read memory that GCC 12 does not know they read: what was stored must be there before them.
+inline void finish_stores() { asm volatile("" ::: "memory"); }
+
 // Sets the registers: tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 weights. `num_rows`: of tiles 0, 1 and 4, and
 // of 2, 3 and 5.
 inline void configure_tiles(int num_rows) {
@@ -35,6 +38,7 @@ inline void configure_tiles(int num_rows) {
     } config;
     for (int tile = 0; tile < 8; tile++) config.bytes[tile] = 64, config.rows[tile] = uint8_t(num_rows);
     config.rows[6] = config.rows[7] = uint8_t(kTilePairs);
+    finish_stores();
     _tile_loadconfig(&config);
 }
 #endif

@@ -93,7 +93,7 @@ def test_a_draw_that_is_looked_through_again_ends_where_it_began(monkeypatch: py
 
     runner, idle = Mock(begin=begin), Mock()
     idle.take_ended.return_value = ((), ())
-    executor = FeedingExecutor(runner, idle, idle, "", CPU)
+    executor = FeedingExecutor(runner, idle, idle, "", 1, CPU)
     monkeypatch.setattr(executor, "_result_of", lambda plan, output: output.tokens)
     monkeypatch.setattr(executor, "begin_copies", lambda plan: None)
     executor.begin(plan)

@@ -61,6 +61,7 @@ class LocalExecutor:
         loader: AdapterLoader,
         mover: PageMover,
         kernels_name: str,
+        num_threads: int,
         device: torch.device,
         thread: ThreadPoolExecutor | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class LocalExecutor:
         self.runner = runner
         self.loader = loader
         self.mover = mover
-        self.kernels_name = kernels_name
+        self.kernels_name, self.num_threads = kernels_name, num_threads
         self.device = device
         self._thread = thread or compute_thread()
         self._result: Future[StepResult] | None = None

@@ -26,11 +26,12 @@ class FeedingExecutor(LocalExecutor):
         loader: AdapterLoader,
         mover: PageMover,
         kernels_name: str,
+        num_threads: int,
         device: torch.device,
         thread: ThreadPoolExecutor | None = None,
     ) -> None:
         """See `LocalExecutor`. `runner`: one that keeps tables."""
-        super().__init__(runner, loader, mover, kernels_name, device, thread)
+        super().__init__(runner, loader, mover, kernels_name, num_threads, device, thread)
         self._begun: deque[tuple[StepPlan, Future[BegunStep]]] = deque()
         self._last = BegunStep()  # the compute thread's
 

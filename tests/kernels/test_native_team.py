@@ -1,0 +1,130 @@
+"""The threads that native kernels share, in a program of their own: what the system and earlier work do to them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import motet
+from motet.kernels.native.build import COMPILERS
+from motet.tests.rigs.patience import PATIENCE_S
+
+CPP = Path(motet.__file__).parent / "kernels" / "cpp"
+# `pthread_create` of the program takes the place of the system's, and refuses as a container's limit would.
+PROGRAM = r"""
+#include <dirent.h>
+#include <dlfcn.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "team.h"
+
+static std::atomic<int> num_allowed{1000}, num_refused{0};
+
+extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*start)(void*), void* given) {
+    if (num_allowed.fetch_sub(1) <= 0) {
+        num_refused++;
+        return EAGAIN;
+    }
+    typedef int (*Create)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*);
+    return ((Create)dlsym(RTLD_NEXT, "pthread_create"))(thread, attributes, start, given);
+}
+
+// Whether each of many blocks is computed once by so many threads.
+static bool computes(int num_threads) {
+    std::vector<int> times(1000);
+    motet::Team::of_process().share(num_threads, 1000, [&](int64_t block) { times[block]++; });
+    for (int each : times)
+        if (each != 1) return false;
+    return true;
+}
+
+// By thread: how often it has gone to sleep.
+static std::map<std::string, long> sleeps() {
+    std::map<std::string, long> found;
+    DIR* tasks = opendir("/proc/self/task");
+    while (dirent* entry = readdir(tasks)) {
+        if (entry->d_name[0] == '.') continue;
+        std::ifstream status(std::string("/proc/self/task/") + entry->d_name + "/status");
+        for (std::string line; std::getline(status, line);)
+            if (line.rfind("voluntary_ctxt_switches:", 0) == 0) found[entry->d_name] = atol(line.c_str() + 24);
+    }
+    closedir(tasks);
+    return found;
+}
+
+static int fewest_woken(int num_threads, int num_rounds) {
+    int fewest = 1000;
+    for (int round = 0; round < num_rounds; round++) {
+        const auto before = sleeps();
+        for (int i = 0; i < 20; i++) {
+            if (!computes(num_threads)) return -1;
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        int woken = 0;
+        for (const auto& each : sleeps()) woken += each.second != before.at(each.first);
+        fewest = std::min(fewest, woken);
+    }
+    return fewest;
+}
+
+int main(int argc, char** argv) {
+    if (!strcmp(argv[1], "refused")) {
+        num_allowed = 1;
+        bool right = true;
+        for (int i = 0; i < 100; i++) right = right && computes(4);
+        printf("%d %d", right, num_refused.load());
+    } else {
+        bool right = true;
+        for (int i = 0; i < 100; i++) right = right && computes(8);
+        const int woken = fewest_woken(2, 10);
+        for (int i = 0; i < 200; i++) right = right && computes(1 + i % 9);
+        printf("%d %d", right && woken >= 0, woken);
+    }
+    fflush(stdout);
+    _exit(0);  // helpers sleep until the process ends
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler was found")
+    folder = tmp_path_factory.mktemp("team")
+    (folder / "team.cpp").write_text(PROGRAM)
+    flags = ["-std=c++17", "-O1", "-pthread", f"-I{CPP}"]
+    subprocess.run([compiler, *flags, str(folder / "team.cpp"), "-o", str(folder / "team"), "-ldl"], check=True)
+    return folder / "team"
+
+
+def run(program: Path, what: str) -> tuple[int, int]:
+    done = subprocess.run([str(program), what], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.split()
+    return int(first), int(second)
+
+
+def test_the_threads_that_there_are_compute_where_the_system_refuses_more(program: Path) -> None:
+    """And the system is asked once, not at every step."""
+    is_right, num_refused = run(program, "refused")
+    assert is_right == 1 and num_refused == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads' sleeps are counted by Linux")
+def test_helpers_of_work_with_more_threads_sleep_through_work_with_fewer(program: Path) -> None:
+    """Of eight threads two are used: at least in one round no more than these wake."""
+    is_right, num_woken = run(program, "fewer")
+    assert is_right == 1 and num_woken <= 2
