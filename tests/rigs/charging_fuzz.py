@@ -40,7 +40,6 @@ from motet.router.answers.chunk_form import ChunkForm, StreamStyle
 from motet.router.answers.completion_answer import CompletionAnswer
 from motet.router.answers.generation_response import GenerationResponse
 from motet.router.fleet.dispatch import FleetDispatcher
-from motet.router.generation.beam_search import BeamRules
 from motet.router.generation.choice import Delta
 from motet.router.generation.generation import Generation, GenerationRequest, Prompt
 from motet.router.metrics import Metrics
@@ -61,6 +60,7 @@ from motet.tests.rigs.part_configs import admission_config
 from motet.tests.rigs.simulated_gang import TOKEN, SimulatedGang
 from motet.tests.rigs.simulated_network import SimulatedNetwork
 from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.wire.beams import BeamRules
 from motet.workers.wire.embedding import unpacked_vector
 from motet.workers.wire.messages import AdapterRef, SamplingParams
 

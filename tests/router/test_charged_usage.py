@@ -21,7 +21,6 @@ from motet.router.answers.completion_answer import CompletionAnswer
 from motet.router.answers.generation_response import GenerationResponse
 from motet.router.fleet import open_sequence
 from motet.router.generation import generation as generation_module
-from motet.router.generation.beam_search import BeamRules
 from motet.router.generation.generation import Generation, GenerationRequest, Prompt
 from motet.router.metrics import Metrics
 from motet.router.openai_api.response_id import fingerprint_of, new_response_id
@@ -32,6 +31,7 @@ from motet.router.usage.metering import Metering
 from motet.tests.rigs.router_rig import text_service
 from motet.tests.rigs.simulated_fleet import STEP_S, SimulatedFleet, simulated_fleet
 from motet.tests.rigs.simulated_time import run_simulated
+from motet.workers.wire.beams import BeamRules
 from motet.workers.wire.messages import SamplingParams
 
 TEXT = text_service()

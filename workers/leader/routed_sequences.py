@@ -285,6 +285,7 @@ class RoutedSequences:
                 update.usage,
                 update.prompt_scores,
                 update.embedding,
+                update.beam_rounds,
             )
         )
         stream.wake.set()

@@ -107,7 +107,8 @@ class PageReserve:
         if not self._places:
             return 0
         least = self.least
-        num_tokens = _limit(sequence) + sum([limit * group.num_members for limit, group in self._groups.items()])
+        num_tokens = sum([limit * group.num_members for limit, group in self._groups.items()])
+        num_tokens += _limit(sequence) * sequence.num_places
         if num_tokens <= least * self._block_size:
             return least  # enough even if all answers reach their limits
         return max(least, self.growth_with(sequence, num_pages))
@@ -204,7 +205,8 @@ class PageReserve:
             assert group.num_pages == counted[limit].num_pages
 
     def _grows(self, sequence: GrowingSequence) -> float:
-        return 1.0 if self._window is None or len(sequence.token_ids) < self._window else self._late_growth
+        late = self._window is not None and len(sequence.token_ids) >= self._window
+        return sequence.num_places * (self._late_growth if late else 1.0)
 
     def _alive(self, limit: int) -> _Floats:
         alive: _Floats = self._survival * (_MIDDLES[:, None] + _AHEAD < limit)

@@ -133,6 +133,13 @@ class PrefixReuse:
             self._await_next(sequence, found, keys)
         return None if sequence.awaited_key in self._coming else found
 
+    def found_in_pool(self, sequence: GrowingSequence) -> FoundPrefix:
+        """The sequence's prefix in the pool. Waits for nothing, and brings nothing there."""
+        if not self._enabled:
+            return FoundPrefix()
+        keys = self._usable_keys(sequence)
+        return self._cut(keys, self._in_pool(keys), self._most_found(sequence))
+
     def prefix_here(self, sequence: GrowingSequence) -> PrefixHere:
         """What the pool has of a waiting sequence: a few look-ups, and nothing changes.
 
@@ -279,6 +286,15 @@ class PrefixReuse:
             if sequence.is_scored or self._cache.page_of(key) is None:  # those here are not waited for
                 self._coming.setdefault(key, sequence)
 
+    def is_shared(self, page: int, num_holders: int) -> bool:
+        """Others than one sequence hold a page that is not full. Copies from it do not count."""
+        return num_holders - self._copied_from.count(page) > 1
+
+    def copy_shared(self, source: int, target: int) -> None:
+        """The next plan copies a page that a sequence shares. Its hold is the copy's from now on."""
+        self._copied_from.append(source)
+        self._copies.append(PageCopy(source, target))
+
     def take_copies(self) -> tuple[PageCopy, ...]:
         """Copies within the pool for the next plan. `end_copies` must follow."""
         copies, self._copies = tuple(self._copies), []
@@ -348,6 +364,11 @@ class PrefixReuse:
         """The sequence stops running: its pages are released, if they are many in later steps."""
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
+        if self._copies:  # into its pages, which may be others' in the step that is planned
+            pages = frozenset(sequence.pages[sequence.num_gone :])
+            dropped = [copy for copy in self._copies if copy.target in pages]
+            self._copies = [copy for copy in self._copies if copy.target not in pages]
+            self.end_copies(dropped)
         self._cache.release_later(sequence.held_pages, sequence)
         sequence.hold(())
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
