@@ -92,6 +92,7 @@ class Worker:
         self.broken: set[int] = set()  # sequences whose logits are not finite
         self._chosen: dict[int, SampledToken | None] = {}  # by the last plan
         self.num_fed = 0  # tokens
+        self.copies_early = False  # a page may be copied before the step that needs it
 
     def execute(self, plan: StepPlan, failing: Iterable[str] = ()) -> StepResult:
         assert sum(len(s.token_ids) for s in plan.sequences) <= self.limits.max_tokens_per_step
@@ -108,8 +109,8 @@ class Worker:
         targets = {copy.target for copy in plan.copies}
         assert len(targets) == len(plan.copies), "two copies into one page"
         # With full layers a sequence may begin with more kept pages than it needs later, and take one for its next
-        # token only in the next step.
-        assert targets <= own or self.limits.full_layers is not None, "a copy that no sequence needs"
+        # token only in the next step. A beam that joins its search may get its first tokens later.
+        assert targets <= own or self.limits.full_layers is not None or self.copies_early, "a copy that no sequence needs"
         assert not targets & {copy.source for copy in plan.copies}
         for copy in plan.copies:
             # A page of beams may be copied before it is full: what follows is written later.

@@ -61,7 +61,7 @@ class Bench:
             self.scheduler = Scheduler(of, frozenset({99}), lambda ref: max(ref.module_ranks.values()), False, tiers)
         self.worker = Worker(of, slow_loads=random.Random(1))
         self.seen: dict[int, GrowingSequence] = {}
-        self.worker.sequence_of = self._sequence_of
+        self.worker.sequence_of, self.worker.copies_early = self._sequence_of, True
         executor = FeedingExecutor(self.worker) if way == "feeding" else WorkerExecutor(self.worker)
         self.engine = Engine(self.scheduler, executor, INFO, overlaps=way != "one by one")
         self.rounds: dict[int, list[BeamRound]] = {}
@@ -209,7 +209,7 @@ def test_a_beam_without_finite_numbers_fails_its_search() -> None:
     assert bench.ended == {1: "internal"}
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=int(__import__('os').environ.get('NEX','120')))
 @given(
     seed=st.integers(0, 2**32),
     num_pages=st.integers(14, 40),

@@ -75,7 +75,7 @@ def found_by_transformers(
 
 async def ask(bench: Bench, **fields: Any) -> tuple[Any, EngineDispatcher]:
     """The answer, and the sequences that the engine got for it."""
-    with bench.stock.engine(num_pages=400) as rig:
+    with bench.stock.engine(num_pages=400, kv_host_bytes=0) as rig:
         dispatcher = EngineDispatcher(rig)
         async with client_of(dispatcher, bench.stock, ADAPTER) as client:
             body = {"model": BASE, "prompt": PROMPT, "return_token_ids": True, **fields}

@@ -75,6 +75,7 @@ class GrowingSequence:
     num_generated_before: int = 0  # tokens, as counted by the gangs where it was before
     tokens_sent: bool = False  # the workers have the tokens of this run, if it has penalties
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as computed
+    tail_link: PageKey | None = None  # the key before its last page, if others may copy what that has
     num_kept_pages: int = 0  # its first pages that are in the prefix cache
     num_found: int = 0  # tokens that the last look-up of its prefix found in the pool
     num_cached_tokens: int | None = None  # of its prompt, that its first run found; None: it has not run yet

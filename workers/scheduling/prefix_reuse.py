@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 from ..fairness.passing_over import PrefixHere
 from ..memory.idle_order import Item
+from ..memory.partial_page_index import common_prefix_len, min_common_tokens
 from ..memory.prefix_cache import PrefixCache
 from ..plan import FullLayersCopy, PageCopy
 from ..wire.page_keys import PageKey, dense_key, first_link, next_keys
@@ -66,6 +67,9 @@ class PrefixReuse:
         )  # the last one, by its first page's key
         # Full pages that running sequences are about to compute, or (None) that are being copied into the pool.
         self._coming: dict[PageKey, GrowingSequence | None] = {}
+        # Running sequences whose last page has some tokens of their prompts and is not full, by the key before it. Of
+        # several with the same key it is the last one.
+        self._tails: dict[PageKey, GrowingSequence] = {}
         self._copies: list[PageCopy] = []  # for the next plan
         self._full_copies: list[FullLayersCopy] = []  # for the next plan
         self._copied_from: list[int] = []  # pages that must not change until the plan has ended
@@ -348,6 +352,7 @@ class PrefixReuse:
             return
         num_full = sequence.num_computed // self._block_size
         if num_full == sequence.num_kept_pages:
+            self._note_tail(sequence)
             return
         self._make_keys(sequence, num_full)
         for depth in range(sequence.num_kept_pages, num_full):
@@ -359,9 +364,26 @@ class PrefixReuse:
                 self._cache.index_content(key, self._link(sequence, depth), token_ids)
             self._stop_coming(sequence, key)
         sequence.num_kept_pages = num_full
+        self._note_tail(sequence)
+
+    def _note_tail(self, sequence: GrowingSequence) -> None:
+        """Once the sequence has all of its prompt, others may copy what it has of its last page."""
+        self._forget_tail(sequence)
+        depth = sequence.num_kept_pages
+        num_tokens = sequence.num_prompt_tokens - depth * self._block_size
+        is_prompt = 0 < num_tokens <= sequence.num_computed - depth * self._block_size
+        if is_prompt and num_tokens > min_common_tokens(self._block_size):
+            sequence.tail_link = self._link(sequence, depth)
+            self._tails[sequence.tail_link] = sequence
+
+    def _forget_tail(self, sequence: GrowingSequence) -> None:
+        link, sequence.tail_link = sequence.tail_link, None
+        if link is not None and self._tails.get(link) is sequence:
+            del self._tails[link]
 
     def leave(self, sequence: GrowingSequence) -> None:
         """The sequence stops running: its pages are released, if they are many in later steps."""
+        self._forget_tail(sequence)
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
         if self._copies:  # into its pages, which may be others' in the step that is planned
@@ -389,6 +411,10 @@ class PrefixReuse:
         computing = {id(sequence) for sequence in self._coming.values() if sequence is not None}
         assert computing <= {id(sequence) for sequence in running}
         assert self._tiers.num_moves or None not in self._coming.values()
+        assert all(s.tail_link == link for link, s in self._tails.items()), "a tail is not known as such"
+        assert {id(s) for s in self._tails.values()} <= {id(sequence) for sequence in running}, (
+            "a tail of none that runs"
+        )
         assert self._waiting.awaited_keys() <= self._coming.keys(), "a page is awaited that is not coming"
 
     def _pages_here(self, sequence: GrowingSequence) -> tuple[int, range]:
@@ -545,12 +571,19 @@ class PrefixReuse:
             left = left[: max(0, sequence.num_scored - start)]
         if not self._enabled or not left:
             return 0
-        begun = self._cache.find_partial(self._link(sequence, num_found), left, self._block_size)
-        if begun is None:
+        link = self._link(sequence, num_found)
+        begun = self._cache.find_partial(link, left, self._block_size)
+        if begun is not None:
+            page, num_tokens = begun
+            self._cache.count_uses((page,))
+        elif (tail := self._tails.get(link)) is not None and tail.num_gone <= num_found < len(tail.pages):
+            page, own = tail.pages[num_found], tail.token_ids[start : min(tail.num_computed, start + self._block_size)]
+            num_tokens = common_prefix_len(own, left)
+            if num_tokens < min_common_tokens(self._block_size):
+                return 0
+        else:
             return 0
-        page, num_tokens = begun
         self._cache.acquire((page,))
-        self._cache.count_uses((page,))
         self._copied_from.append(page)
         self._copies.append(PageCopy(page, sequence.pages[num_found]))
         return num_tokens
