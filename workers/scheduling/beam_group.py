@@ -29,6 +29,7 @@ class BeamGroup:
         self.begun = beams[1:]  # tokens of the beams whose places are not there yet
         self.rows: dict[GrowingSequence, SampledToken | None] = {}  # of this round; None: not finite
         self.num_generated = (root.request.usage or SequenceUsage()).num_generated_tokens
+        self.num_dropped = 0  # rows of rounds that came to nothing, as the search was preempted
         self.is_reported = False  # a round was
         root.beams = self
         root.sampling = sampling_of(rules)

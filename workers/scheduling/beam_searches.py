@@ -106,6 +106,7 @@ class BeamSearches:
         for place in group.places[1:]:
             if place.sequence_id in self._running.by_id:
                 self.leave(place)
+        group.num_dropped += len(group.rows)
         group.rows.clear()
         self.joining.pop(group, None)
         self._running.set_places(group.root, self._num_places(group))
@@ -127,7 +128,7 @@ class BeamSearches:
             root.num_computed_prompt_tokens,
             root.num_cached_prompt_tokens,
             group.num_generated,
-            sum([place.num_recomputed_tokens for place in group.places]),
+            sum([place.num_recomputed_tokens for place in group.places]) + group.num_dropped,
         )
 
     def check_integrity(self) -> None:

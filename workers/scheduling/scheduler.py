@@ -198,6 +198,7 @@ class Scheduler:
         running = [place for place in group.places if place.sequence_id in self._running.by_id]
         num_computed = len(group.rows) + sum(each.num_planned > 0 and not each.num_unplanned for each in running)
         group.num_generated += num_computed
+        group.rows.clear()
         for each in running:
             each.count_computed(each.num_planned)
         self._end_beams(group)
