@@ -576,12 +576,8 @@ class World:
                 work, seed = works[request.request_id], request.sampling.seed or 0
                 num_prompt_tokens = len(request.prompt_token_ids)
                 for position in range(part.start, part.start + len(part.token_ids)):
-                    place = (
-                        seed,
-                        position
-                        if position < num_prompt_tokens
-                        else beam[: position + 1 - num_prompt_tokens] or position,
-                    )
+                    num_new_tokens = max(0, position + 1 - num_prompt_tokens)
+                    place = seed, beam[:num_new_tokens] or position
                     work.num_again += place in work.positions
                     work.positions.add(place)
                     if position < num_prompt_tokens:
@@ -623,7 +619,7 @@ _Place = tuple[int, int | tuple[int, ...]]
 
 @dataclass
 class _Work:
-    """What gangs computed for one answer. Places are of a sequence, by its seed; in a beam by the tokens up to there."""
+    """What gangs computed for one answer. Places are of a sequence, by its seed; in a beam by its tokens."""
 
     positions: set[_Place] = field(default_factory=set)
     prompt_positions: set[_Place] = field(default_factory=set)

@@ -110,9 +110,8 @@ class Worker:
         assert len(targets) == len(plan.copies), "two copies into one page"
         # With full layers a sequence may begin with more kept pages than it needs later, and take one for its next
         # token only in the next step. A beam that joins its search may get its first tokens later.
-        assert targets <= own or self.limits.full_layers is not None or self.copies_early, (
-            "a copy that no sequence needs"
-        )
+        may_be_early = self.limits.full_layers is not None or self.copies_early
+        assert targets <= own or may_be_early, "a copy that no sequence needs"
         assert not targets & {copy.source for copy in plan.copies}
         for copy in plan.copies:
             # A page of beams may be copied before it is full: what follows is written later.

@@ -56,13 +56,13 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def found_by(rig: EngineRig, bench: Bench, num_others: int) -> None:
     """Asks for all searches and some other sequences at once, and compares what comes."""
     searches = dict[int, BeamSearch]()
-    for number, one in enumerate(bench.searches):
-        adapter = None if one.adapter is None else rig.refs[one.adapter]
+    for number, asked in enumerate(bench.searches):
+        adapter = None if asked.adapter is None else rig.refs[asked.adapter]
         sampling = SamplingParams(max_tokens=MAX_TOKENS)
         searches[number] = NEW_SEARCH
         request = SequenceRequest(
             sequence_id=number,
-            prompt_token_ids=one.prompt,
+            prompt_token_ids=asked.prompt,
             sampling=sampling,
             tenant="acme",
             adapter=adapter,

@@ -56,9 +56,9 @@ def test_each_tenant_in_turn_and_never_more_than_its_places(
         assert places.num_held == len(outside)
         for owner in "ab":
             assert num_used(owner) <= num_places or [*inside.values()].count(owner) == 1
-            oldest = next((one for one, of in outside.items() if of == owner), None)
-            if oldest is not None:
-                assert num_used(owner) and num_used(owner) + size(oldest) > num_places
+            if owner in outside.values():
+                first = next(one for one, whose in outside.items() if whose == owner)
+                assert num_used(owner) and num_used(owner) + size(first) > num_places
 
 
 async def test_who_has_its_share_waits_though_there_are_places() -> None:
