@@ -135,7 +135,7 @@ class Decodes:
         """Begins a beam, unless it runs, on the pages of its prefix that are in the pool and new ones for the rest."""
         if beam.sequence_id in self._running.by_id:
             return True
-        found, limits = self._prefixes.found_in_pool(beam), self._limits
+        found, limits = self._prefixes.found_beside(beam, group.root), self._limits
         num_pages = pages_for(beam.num_uncomputed, limits.block_size) - found.num_pages
         most = limits.most_pages(beam.num_uncomputed) - len(found.held_pages)
         num_pages = min(num_pages, max(1, most))

@@ -137,12 +137,22 @@ class PrefixReuse:
             self._await_next(sequence, found, keys)
         return None if sequence.awaited_key in self._coming else found
 
-    def found_in_pool(self, sequence: GrowingSequence) -> FoundPrefix:
-        """The sequence's prefix in the pool. Waits for nothing, and brings nothing there."""
-        if not self._enabled:
-            return FoundPrefix()
-        keys = self._usable_keys(sequence)
-        return self._cut(keys, self._in_pool(keys), self._most_found(sequence))
+    def found_beside(self, sequence: GrowingSequence, running: GrowingSequence) -> FoundPrefix:
+        """The sequence's prefix in the pool, or what it has in common with a running one if that is more.
+
+        Waits for nothing, and brings nothing there.
+        """
+        found = FoundPrefix()
+        if self._enabled:
+            keys = self._usable_keys(sequence)
+            found = self._cut(keys, self._in_pool(keys), self._most_found(sequence))
+        if self._limits.window is None:
+            most = min(len(sequence.token_ids) - 1, running.num_computed)
+            num_common = common_prefix_len(sequence.token_ids[:most], running.token_ids)
+            num_pages = num_common // self._block_size
+            if num_pages > found.num_pages:
+                found = FoundPrefix(num_pages, running.pages[:num_pages])
+        return found
 
     def prefix_here(self, sequence: GrowingSequence) -> PrefixHere:
         """What the pool has of a waiting sequence: a few look-ups, and nothing changes.
