@@ -209,7 +209,7 @@ def test_a_beam_without_finite_numbers_fails_its_search() -> None:
     assert bench.ended == {1: "internal"}
 
 
-@settings(deadline=None, max_examples=int(__import__("os").environ.get("NEX", "120")))
+@settings(deadline=None, max_examples=50)
 @given(
     seed=st.integers(0, 2**32),
     num_pages=st.integers(14, 40),
