@@ -198,7 +198,6 @@ class Scheduler:
         running = [place for place in group.places if place.sequence_id in self._running.by_id]
         num_computed = len(group.rows) + sum(each.num_planned > 0 and not each.num_unplanned for each in running)
         group.num_generated += num_computed
-        group.rows.clear()
         for each in running:
             each.count_computed(each.num_planned)
         self._end_beams(group)
@@ -472,6 +471,7 @@ class Scheduler:
 
     def _end_beams(self, group: BeamGroup) -> None:
         """Ends a running search."""
+        group.rows.clear()  # none of them is computed again
         self._beams.dissolve(group)
         self._end(group.root)
 
