@@ -5,6 +5,7 @@ AdapterError
 ├── AdapterInvalid        the upload is wrong; the message says what, and what is accepted (HTTP 400)
 ├── NoSuchVersion         a name has no such version or alias (HTTP 404)
 │   └── NoSuchName        there is no such name (HTTP 404)
+├── NameTaken             there is an adapter of this name already (HTTP 409)
 ├── VersionRefused        what a version is asked to be it cannot be now; the message says why (HTTP 409)
 ├── UploadTooLarge        the upload is over a size limit (HTTP 413)
 ├── UploadUnchecked       the upload could not be checked now; the same may be sent again (HTTP 503)
@@ -42,6 +43,10 @@ class NoSuchVersion(AdapterError):  # noqa: N818
 
 
 class NoSuchName(NoSuchVersion):
+    pass
+
+
+class NameTaken(AdapterError):  # noqa: N818
     pass
 
 

@@ -85,6 +85,7 @@ class UploadService:
         *,
         response_template: str = "",
         activate: bool = True,
+        must_be_new: bool = False,
         note: VersionNote | None = None,
         incarnation: int | None = None,
         entry: AuditEntry | None = None,
@@ -101,9 +102,9 @@ class UploadService:
         `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise, as
         may `check_base`, which gets the base that the config names.
 
-        Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without `activate`,
-        QuotaExceeded if more would be stored than `bounds` let, and UploadUnchecked and RegistryUnavailable, after
-        which the same upload may be repeated.
+        Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without `activate`, NameTaken
+        for a name that there is, if it `must_be_new`, QuotaExceeded if more would be stored than `bounds` let, and
+        UploadUnchecked and RegistryUnavailable, after which the same upload may be repeated.
         """
         check_tenant(tenant)
         check_name(name, self._reserved)
@@ -125,6 +126,7 @@ class UploadService:
                 base=upload.base,
                 response_template=response_template,
                 activate=activate,
+                must_be_new=must_be_new,
                 note=note,
                 incarnation=incarnation,
                 entry=entry,

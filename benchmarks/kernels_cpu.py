@@ -96,7 +96,7 @@ class Bench:
     def __init__(self, repetitions: int, flags: tuple[str, ...] | None = None) -> None:
         self._repetitions = repetitions
         self.over_twin: dict[str, float] = {}
-        self.native, self.twin = native_kernels(torch.bfloat16, 1, load_library(1, flags=flags)), plain_kernels()
+        self.native, self.twin = native_kernels(torch.bfloat16, 1, load_library(flags=flags)), plain_kernels()
         self.both = (self.native, self.twin)
 
     def against(self, what: str, kernel: Call, other: Call, name: str = "twin") -> float:

@@ -1,8 +1,10 @@
 """What a million users cost: Redis and each router, where users have keys, and where they come with tokens.
 
 A Redis server as `motet serve` starts it is filled with keys of users, a thousand of each tenant. A process that holds
-nothing but a router's view starts beside it. Another one opens and settles an answer of each of as many users with
-tokens, who have a quota each, and says what is left once they have gone.
+nothing but a router's view starts beside it, looks keys up, and waits for a key that is made and for its deletion.
+Another one opens and settles an answer of each of as many users with tokens, who have a quota each, and says what is
+left once they have gone. The ledger takes an answer of each of many users of one tenant, and of each of a thousand of
+another, on one day; its bytes are shown before and after that month has passed.
 """
 
 from __future__ import annotations
@@ -16,22 +18,31 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
+from msgspec.structs import replace
+from redis.asyncio import Redis
 
+from motet.adapters.registry.administration.key_registry import KeyRegistry
+from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_keys import API_KEYS
 from motet.adapters.registry.registry_view import RegistryView
+from motet.adapters.registry.tenants.audit_entry import Actor
 from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.accounts.account import AnswerRequest, Ending, Progress
 from motet.router.quotas.quotas import Quotas
 from motet.router.tenants.identity import Identity
+from motet.tests.rigs.ledger_entries import bytes_by_kind, realistic_answers
 
 KEYS_OF_A_TENANT = 1000
+NUM_CHANGES = 21
 AT_ONCE = 200  # users whose answers are under way
 LEFT_AFTER_S = 80.0  # their minute is over then, and what routers held of it is back
 PATIENCE_S = 600.0
@@ -40,8 +51,9 @@ _SPENT = Progress(num_prompt_tokens=100, num_cached_tokens=0, num_completion_tok
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keys", type=int, default=1_000_000, help="users with a key each")
-    parser.add_argument("--tokens", type=int, default=100_000, help="users with tokens")
+    parser.add_argument("--keys", type=int, default=1_000_000, help="users with a key each; 0: none")
+    parser.add_argument("--tokens", type=int, default=100_000, help="users with tokens; 0: none")
+    parser.add_argument("--ledger", type=int, default=100_000, help="users of one tenant who ask on a day; 0: none")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)  # the child process: what, and the registry's URL
     options = parser.parse_args()
     if options.measure:
@@ -54,7 +66,11 @@ def main() -> None:
         url = server.start()
         try:
             of_redis = {"redis_bytes_a_key": asyncio.run(fill(url, options.keys))}
+            if options.ledger:
+                print(json.dumps(asyncio.run(ledger(url, options.ledger))), flush=True)
             for what in ("keys", "tokens"):
+                if not getattr(options, what):
+                    continue
                 command = [sys.executable, __file__, "--tokens", str(options.tokens), "--measure", what, url]
                 found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
                 print(json.dumps({"users": getattr(options, what), "with": what, **of_redis, **found}), flush=True)
@@ -93,6 +109,11 @@ async def started(url: str) -> dict[str, float]:
     took_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     num_keys = view.keys.num_keys
     grown = _resident() - before
+    lookups = {
+        "known_key_us": _lookup_us(view, [str(number) for number in range(0, num_keys, max(1, num_keys // 20_000))]),
+        "unknown_key_us": _lookup_us(view, [f"unknown {number}" for number in range(20_000)]),
+        **await changes(connect(url, PATIENCE_S), view),
+    }
     await view.stop()
     await client.aclose()
     return {
@@ -100,7 +121,62 @@ async def started(url: str) -> dict[str, float]:
         "start_cpu_s": round(cpu_s, 1),
         "router_mib": round(grown / 2**20, 1),
         "router_bytes_a_key": round(grown / max(num_keys, 1)),
+        **lookups,
     }
+
+
+async def ledger(url: str, num_users: int) -> dict[str, Any]:
+    """Bytes of Redis for each user of a tenant with so many, and of one with a thousand, by what they are for."""
+    client, answers = connect(url, PATIENCE_S), realistic_answers(1000, num_adapters=50)
+    kept, found = Ledger(client, kept_days=3, timeout_s=PATIENCE_S), dict[str, Any]()
+    for tenant, users in (("many", num_users), ("few", KEYS_OF_A_TENANT)):
+        for start in range(0, users, len(answers)):
+            await kept.take(
+                [
+                    replace(one, tenant=tenant, id=f"cmpl-{start + number:025}", user=f"user-{start + number:07}")
+                    for number, one in enumerate(answers)
+                ]
+            )
+        for when in ("now", "later"):
+            by_kind = await bytes_by_kind(client, tenant)
+            for kind in ("records", "groups", "hours", "days") if when == "now" else ("days",):
+                found[f"{tenant}_{kind}_bytes_a_user_{when}"] = round(by_kind[kind] / users, 1)
+            began = time.perf_counter()
+            await kept.fold_users(tenant, date(2027, 1, 1))
+            if when == "now":
+                found[f"{tenant}_fold_s"] = round(time.perf_counter() - began, 2)
+    await client.flushall()
+    await client.aclose()
+    return {"users": num_users, "with": "ledger", **found}
+
+
+def _lookup_us(view: RegistryView, keys: Sequence[str]) -> float:
+    """CPU of a look-up as each request makes it, the key's hash included."""
+    began = time.process_time()
+    for key in keys:
+        view.key(key)
+    return round(1e6 * (time.process_time() - began) / len(keys), 1)
+
+
+async def changes(client: Redis, view: RegistryView) -> dict[str, float]:
+    """How long after a key was made, and deleted, by another process than this router it is known, and is not."""
+    keys, actor, took_ms = KeyRegistry(client), Actor(kind="operator"), []
+    for _ in range(NUM_CHANGES):
+        made, key = await keys.create(KeyRecord(key_id="", tenant="acme"), actor)
+        began = time.perf_counter()
+        while view.key(key) is None:  # noqa: ASYNC110 - a view has no such event
+            await asyncio.sleep(0)
+        middle = time.perf_counter()
+        found = view.keys.key_with_id(made.key_id)
+        assert found is not None
+        await keys.delete(*found, actor)
+        deleted = time.perf_counter()
+        while view.key(key) is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        took_ms.append((1e3 * (middle - began), 1e3 * (time.perf_counter() - deleted)))
+    await client.aclose()
+    made_ms, revoked_ms = (sorted(some)[NUM_CHANGES // 2] for some in zip(*took_ms, strict=True))
+    return {"new_key_ms": round(made_ms, 2), "revoked_key_ms": round(revoked_ms, 2)}
 
 
 async def passed(url: str, num_users: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ from ..router.config import RouterConfig
 from ..router.fleet.admission import AdmissionConfig
 from ..router.oidc.oidc_config import OidcConfig
 from ..workers.config import EngineConfig, ExpertSharding, KVDtype
+from ..workers.costs.step_defaults import CPU_TOKENS, StepLimits, step_limits
 from ..workers.device_probe import probe_device
 from ..workers.leader.leader_config import LeaderConfig
 from .edge.edge_limits import EdgeLimits
@@ -65,7 +66,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
             raise ConfigError("--placement", strategy, "a gang of one worker runs on one node: strict-pack is accepted")
         _ = self.worker_device  # which checks what holds between its settings, as those of the following do
         try:
-            _ = self.scaling_policy, self.oidc, part_config(EngineConfig, self, num_threads=1)
+            _ = self.scaling_policy, self.oidc, self._engine(1, step_limits(False, None, None), 1)
         except ValueError as error:
             raise ValueError(with_options(str(error))) from error
 
@@ -135,12 +136,37 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
     @property
     def engine(self) -> EngineConfig:
         """Settings of one gang's engine."""
-        return part_config(EngineConfig, self, num_threads=self.num_worker_threads)
+        return self._engine(self.num_worker_threads, self.step_limits, self._num_pool_sharers)
+
+    def _engine(self, num_threads: int, limits: StepLimits, pool_sharers: int) -> EngineConfig:
+        return part_config(
+            EngineConfig,
+            self,
+            num_threads=num_threads,
+            measures_threads=self.batching.num_threads == "auto",
+            pool_sharers=pool_sharers,
+            **vars(limits),
+        )
+
+    @property
+    def step_limits(self) -> StepLimits:
+        """Tokens and sequences of a step: as they are set, or for the device."""
+        device = self.serving.device
+        on_gpu = device == "cuda" or (device == "auto" and self.worker_resources.num_gpus > 0)
+        return step_limits(on_gpu, self.batching.max_tokens_per_step, self.batching.max_num_sequences)
+
+    @property
+    def _num_pool_sharers(self) -> int:
+        """Workers that have pools in this machine's memory. On a cluster those of other gangs there are not known."""
+        num_gangs = 1
+        if self.placement.address is None:
+            num_gangs = self.gangs_beside or self.scaling_policy.max_gangs
+        return num_gangs * self.placement.tensor_parallel
 
     @property
     def leader(self) -> LeaderConfig:
         """Settings of one gang's leader, beside its engine's."""
-        return part_config(LeaderConfig, self)
+        return part_config(LeaderConfig, self, max_num_sequences=self.step_limits.max_num_sequences)
 
     @property
     def router(self) -> RouterConfig:
@@ -281,7 +307,8 @@ def scaling_of(settings: Settings) -> ScalingConfig:
     scaling = settings.scaling
     queued_tokens_per_gang = scaling.queued_tokens_per_gang
     if queued_tokens_per_gang is None:
-        queued_tokens_per_gang = STEPS_QUEUED_PER_GANG * settings.batching.max_tokens_per_step
+        # Without a setting as on CPUs wherever gangs run: the autoscaler, which computes it elsewhere, knows no device.
+        queued_tokens_per_gang = STEPS_QUEUED_PER_GANG * (settings.batching.max_tokens_per_step or CPU_TOKENS)
     return part_config(
         ScalingConfig,
         settings,

@@ -33,6 +33,7 @@ from .native.linear import NativeLinear
 from .native.lora import NativeLora
 from .native.rows import NativeRows
 from .native.sampling import NativeSampling
+from .native.step import NativeStepKernels
 from .plain import attention as plain_attention
 from .plain import float8_kv as plain_float8_kv
 from .plain.expert_lora import HostExpertLora
@@ -41,6 +42,7 @@ from .plain.float8 import PlainFloat8
 from .plain.lora import PlainLora
 from .plain.sampling import PlainSampling
 from .sampling import SamplingKernels
+from .step import StepKernels
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,9 @@ class Kernels:
     capturable_expert_lora: CapturableExpertLora | None = None  # likewise, of `expert_lora`
     compiles: bool = False  # for shapes as they come: a worker computes all kinds of steps before it is ready
     others: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
+    # `linear` without a bias, in float32, for logits; None: what `linear` gives is converted.
+    linear_to_floats: Callable[[torch.Tensor, LinearWeight], torch.Tensor] | None = None
+    step: StepKernels | None = None  # carry out a whole step in one call; None: nothing does
     float8: Float8Kernels | None = None  # of the linears of layers; None: these are like all others
 
     @cached_property
@@ -129,9 +134,11 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
     native_experts = NativeExperts(library, native, num_threads)
     pack_experts: PackExperts = native_experts.pack
     experts: ExpertKernels = native_experts
+    step: StepKernels | None = NativeStepKernels(library, dtype, num_threads)
+    to_floats: Callable[[torch.Tensor, LinearWeight], torch.Tensor] | None = native.to_floats
     if not native.is_best and onednn_linear.can_pack(dtype):
         pack, multiply = onednn_linear.pack_linear, onednn_linear.linear
-        pack_experts, experts = identity, PlainExperts()
+        pack_experts, experts, step, to_floats = identity, PlainExperts(), None, None
         others |= {"linear": "oneDNN", "experts": "torch"}
     return Kernels(
         name="native",
@@ -150,6 +157,8 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         sampling=NativeSampling(library, num_threads),
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,
+        linear_to_floats=to_floats,
+        step=step,
         others=others,
     )
 
@@ -259,7 +268,7 @@ def choose_kernels(
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return plain("several times slower", f"none is faster for {dtype} on {device.type}")
     try:
-        return native_kernels(dtype, num_threads, load_library(num_threads, cache, on_compile=on_compile))
+        return native_kernels(dtype, num_threads, load_library(cache, on_compile=on_compile))
     except NativeUnavailable as problem:
         return plain("with several times fewer tokens per second", problem)
 

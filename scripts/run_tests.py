@@ -2,8 +2,9 @@
 
 Two lanes run at once. In one are the checks and the tests that need no Ray, shared out to the cores. In the other are
 those that start Ray, one after the other: they mostly wait. The first lane leaves the processor to the second,
-because Ray gives up a node that is slow to start. Tests in `tests/interpreted` are a run of their own: Triton is
-interpreted in a whole process or not at all.
+because Ray gives up a node that is slow to start. Files that start a motet on one machine, and measure no times, are
+taken one by one by whichever lane is through with its own. Tests in `tests/interpreted` are a run of their own: Triton
+is interpreted in a whole process or not at all.
 
 Tests that failed run once more, alone, when both lanes have ended: a few may fail only beside others. They are named at
 the end with what they failed of, whether they pass then or not.
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,10 +28,18 @@ import pytest
 
 from motet.tests.rigs.passed_files import ROOT, covered_files, standing
 
-PYTEST = [sys.executable, "-m", "pytest"]
+# schemathesis' fixtures take half a second to load, and no test has them.
+PYTEST = [sys.executable, "-m", "pytest", "-p", "no:schemathesis"]
 SHARED_OUT = ["-n", "auto", "--maxprocesses", "4", "--no-loadscope-reorder", "--dist", "loadfile"]
 INTERPRETED = "tests/interpreted"
 WITH_RAY = ["tests/hostile", "tests/whole"]  # all tests that start Ray are there
+EITHER_LANES = [  # of them those that may run beside each other, the longest first
+    f"tests/whole/test_{name}.py"
+    for name in (
+        *("sums_under_kills", "rolling_update", "docs_commands", "end_to_end", "scaling_for_real", "launch"),
+        "tenants_day",
+    )
+]
 FLAGS = ("--all", "--stale", "--quick", "--busy", "--durations")
 MAX_RUN_AGAIN = 3  # tests of a run that may fail beside others; more are no chance
 
@@ -48,6 +58,7 @@ class Runs:
         self._root = root
         self._failed_tests: dict[str, list[str]] = {}  # by command that failed of nothing else
         self._running: set[subprocess.Popen[str]] = set()
+        self._either_lanes: deque[Sequence[str]] = deque()
         self._is_interrupted = False
 
     def run(self, *command: str) -> None:
@@ -55,8 +66,17 @@ class Runs:
         if subprocess.call(command, cwd=self._root):
             self.failed.append(" ".join(command))
 
-    def run_lanes(self, first: Sequence[Sequence[str]], yielding: Sequence[Sequence[str]]) -> None:
-        """Runs both lists of commands at once, each in its order. The second list leaves the processor to the first."""
+    def run_lanes(
+        self,
+        first: Sequence[Sequence[str]],
+        yielding: Sequence[Sequence[str]],
+        either_lanes: Sequence[Sequence[str]] = (),
+    ) -> None:
+        """Runs both lists of commands at once, each in its order. The second list leaves the processor to the first.
+
+        `either_lanes`: commands that a lane takes one by one when it has run its own.
+        """
+        self._either_lanes = deque(either_lanes)
         # What runs has sessions of its own, and would go on after this process.
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         lanes = [
@@ -79,33 +99,42 @@ class Runs:
 
     def _run_lane(self, name: str, commands: Sequence[Sequence[str]], wrapper: Sequence[str]) -> None:
         for command in commands:
-            if self._is_interrupted:
+            self._run_in_lane(name, command, wrapper)
+        while not self._is_interrupted:
+            try:
+                command = self._either_lanes.popleft()
+            except IndexError:
                 return
-            shown = " ".join(command)
-            self.failed.append(shown)  # until it has passed: an error here ends the thread, and must not go unseen
-            print(f"{name} | ==", shown, flush=True)
-            cache = Path(tempfile.mkdtemp(dir=self._caches))
-            cached = ["-o", f"cache_dir={cache}"] if command[: len(PYTEST)] == PYTEST else []
-            process = subprocess.Popen(
-                [*wrapper, *command, *cached],
-                cwd=self._root,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-            with process:
-                self._running.add(process)
-                assert process.stdout is not None
-                for line in process.stdout:
-                    print(f"{name} | {line}", end="", flush=True)
-                self._running.discard(process)
-            if process.returncode == 0:
-                self.failed.remove(shown)
-            failed_tests = cache / "v/cache/lastfailed"
-            if process.returncode == pytest.ExitCode.TESTS_FAILED and failed_tests.exists():
-                self._failed_tests[shown] = list(json.loads(failed_tests.read_text()))
+            self._run_in_lane(name, command, ())
+
+    def _run_in_lane(self, name: str, command: Sequence[str], wrapper: Sequence[str]) -> None:
+        if self._is_interrupted:
+            return
+        shown = " ".join(command)
+        self.failed.append(shown)  # until it has passed: an error here ends the thread, and must not go unseen
+        print(f"{name} | ==", shown, flush=True)
+        cache = Path(tempfile.mkdtemp(dir=self._caches))
+        cached = ["-o", f"cache_dir={cache}"] if command[: len(PYTEST)] == PYTEST else []
+        process = subprocess.Popen(
+            [*wrapper, *command, *cached],
+            cwd=self._root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        with process:
+            self._running.add(process)
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(f"{name} | {line}", end="", flush=True)
+            self._running.discard(process)
+        if process.returncode == 0:
+            self.failed.remove(shown)
+        failed_tests = cache / "v/cache/lastfailed"
+        if process.returncode == pytest.ExitCode.TESTS_FAILED and failed_tests.exists():
+            self._failed_tests[shown] = list(json.loads(failed_tests.read_text()))
 
     def run_failed_again(self) -> None:
         """Runs the tests that failed in lanes alone, one after the other, if they are few."""
@@ -125,14 +154,16 @@ def run_all(
     whole = ["--thorough"] if is_thorough else []
     ignored = [f"--ignore={file}" for file in left_out]
     interpreted = [file for file in stale if file.startswith(INTERPRETED)]
+    with_ray = [*PYTEST, "-m", "cluster", *whole, *options]
     runs.run_lanes(
-        [[*PYTEST, "-m", "cluster", *whole, *options, *WITH_RAY]],
+        [[*with_ray, *(f"--ignore={file}" for file in EITHER_LANES), *WITH_RAY]],
         [
             ["scripts/check"],
             # Before the long run: at the end no tests of Ray would use the cores that their few files leave free.
             *([[*PYTEST, *SHARED_OUT, "--note-passed", *options, *interpreted]] if interpreted else []),
             [*PYTEST, "-m", "not cluster", *SHARED_OUT, "--note-passed", *whole, *options, *ignored],
         ],
+        [[*with_ray, file] for file in EITHER_LANES],
     )
 
 

@@ -90,7 +90,7 @@ def test_a_changed_kernel_makes_its_tests_run_and_no_others(checkout: Path) -> N
         ("tests/kernels/test_native.py", "tests/rigs/native_builds.py"),
         ("tests/kernels/test_sanitizers.py", "tests/kernels/test_native_lora.py"),
         ("tests/kernels/test_triton.py", "docs/kernels.md"),
-        ("tests/kernels/test_triton.py", "benchmarks/gpu/sweep.py"),
+        ("tests/kernels/test_first_run.py", "benchmarks/gpu/sweep.py"),
     ],
 )
 def test_sources_are_what_is_imported_read_or_started(test: str, source: str) -> None:

@@ -31,12 +31,18 @@ def script() -> Any:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Any:
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # loading them takes a second each time
     return script().Runs(tmp_path, tmp_path)
 
 
-def failed_of(runs: Any, first: Sequence[Sequence[str]], yielding: Sequence[Sequence[str]]) -> list[str]:
-    runs.run_lanes(first, yielding)
+def failed_of(
+    runs: Any,
+    first: Sequence[Sequence[str]],
+    yielding: Sequence[Sequence[str]],
+    either_lanes: Sequence[Sequence[str]] = (),
+) -> list[str]:
+    runs.run_lanes(first, yielding, either_lanes)
     failed: list[str] = runs.failed
     runs.failed = []
     return failed
@@ -49,6 +55,35 @@ def test_what_fails_in_either_lane_is_noted_and_what_passes_is_not(
     assert failed_of(runs, [passes, fails], [passes]) == [" ".join(fails)]
     assert failed_of(runs, [passes], [fails, passes]) == [" ".join(fails)]
     assert "one_that_passes" in capfd.readouterr().out
+
+
+def test_what_either_lane_may_take_runs_once_and_by_the_lane_that_is_through(runs: Any, tmp_path: Path) -> None:
+    runs_of = tmp_path / "runs"
+
+    def noted(name: str) -> list[str]:
+        return python(f"import pathlib as p; p.Path({str(runs_of)!r}).open('a').write({name!r})")
+
+    def after(name: str) -> list[str]:
+        code = (
+            f"import pathlib as p, time\nwhile {name!r} not in p.Path({str(runs_of)!r}).read_text(): time.sleep(0.01)"
+        )
+        return python(code)
+
+    runs_of.touch()
+    # The second lane waits until the first has taken both.
+    assert failed_of(runs, [noted("a")], [after("c")], [noted("b"), noted("c")]) == []
+    assert runs_of.read_text() == "abc"
+    runs_of.write_text("")
+    assert failed_of(runs, [after("c")], [noted("a")], [noted("b"), noted("c")]) == []
+    assert runs_of.read_text() == "abc"
+    fails = python("import_nothing()")
+    assert failed_of(runs, [], [], [fails]) == [" ".join(fails)]
+
+
+def test_the_files_that_either_lane_may_take_are_there() -> None:
+    """A lane of pytest would not miss what it is told to ignore."""
+    missing = [file for file in script().EITHER_LANES if not (ROOT / file).is_file()]
+    assert missing == []
 
 
 def test_odd_bytes_in_the_output_are_shown(runs: Any, capfd: pytest.CaptureFixture[str]) -> None:

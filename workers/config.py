@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,7 +26,9 @@ FLOAT8_MULTIPLE = 16  # of the inputs and outputs of each linear of a worker
 FLOAT8_ON_A_CPU = "weights of eight bits are for GPUs of compute capability 9.0 or more: CPUs serve those of dtype"
 FLOAT8_KV_ON_A_CPU = "KV of eight bits is for GPUs of compute capability 9.0 or more: CPUs serve that of dtype"
 FLOAT8_EXPERTS = "weights of eight bits are for dense bases, and this one has experts: those of dtype are served"
-CPU_POOL_BYTES = 1 << 30  # default of a worker on a CPU
+# Of a GPU, for later. Estimated, not measured: memory for sampling in all ways at once; copies of adapters and KV under
+# way; buffers of cuBLAS, NCCL and Triton for shapes that a start does not run; fragmentation.
+LATER_BYTES = 1 << 30
 _LEAST_KV_HOST_BYTES = 1 << 30  # default for small pools
 _KV_HOST_SHARE = 0.25  # of the pool: default for others
 _MAX_KV_HOST_SHARE = 0.125  # of the machine's memory, for all workers of a gang
@@ -62,7 +65,8 @@ class EngineConfig:
     dtype: Dtype
     weights_dtype: WeightsDtype  # of the layers' linears; "dtype": that of all else
     kv_dtype: KVDtype  # "dtype": that of all else
-    pool_bytes: int | None  # device pages, for KV and adapters alike; None: CPU_POOL_BYTES, or what a GPU has left
+    pool_bytes: int | None  # device pages, for KV and adapters alike; None: `cpu_pool_bytes`, or what a GPU has left
+    pool_sharers: int  # workers that have pools in the memory of one machine without a GPU, as far as is known
     device_memory_share: float  # of a GPU's memory that a worker may take, its pool included, where pool_bytes is None
     host_bytes: int  # packed adapters kept in host memory; 0: each is read from the store
     kv_host_bytes: int | None  # pages of KV kept in host memory; 0: none; None: by the pool's size
@@ -72,6 +76,7 @@ class EngineConfig:
     max_tokens_per_step: int  # token budget of a plan
     token_interval_s: float | Literal["auto"]  # target time of steps with decodes; 0: no limit
     max_num_sequences: int  # sequences that run at once
+    reasons: Mapping[str, str]  # why sizes are as they are, by setting
     scheduling: Scheduling  # which sequence goes first: the least served tenant's, or the oldest
     prefix_cache: bool  # sequences of a tenant share the KV of common prefixes
     max_model_len: int | None  # None: what the model's config says
@@ -84,6 +89,7 @@ class EngineConfig:
     step_deadline_s: float  # a worker that takes longer over a step hangs
     store_deadline_s: float  # a read of an adapter from the store that takes longer has failed
     start_deadline_s: float  # for all workers to come up, before they load the model
+    measures_threads: bool  # a worker alone on a CPU measures how many threads to use, up to num_threads
 
     def __post_init__(self) -> None:
         if self.kv_disk_bytes and self.kv_host_bytes == 0:

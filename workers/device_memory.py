@@ -9,11 +9,10 @@ from contextlib import contextmanager
 
 import torch
 
+from .config import LATER_BYTES as LATER_BYTES
+
 _log = logging.getLogger(__name__)
 _GIB = 1 << 30
-# Estimated, not measured: memory for sampling in all ways at once; copies of adapters and KV under way; buffers of
-# cuBLAS, NCCL and Triton for shapes that a start does not run; fragmentation.
-LATER_BYTES = 1 << 30
 
 
 class DeviceMemory:

@@ -50,12 +50,17 @@ def build_engine_loop(
 
 
 def build_engine(
-    config: EngineConfig, on_progress: Progress | None = None, spawn: Spawn | None = None, host: str = "127.0.0.1"
+    config: EngineConfig,
+    on_progress: Progress | None = None,
+    spawn: Spawn | None = None,
+    host: str = "127.0.0.1",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
     """Loads the base and lays out the pool, on as many workers as the config says.
 
-    One worker lives in this process. Several are started by `spawn`, and reach this process at `host`. Raises
-    ValueError if the model cannot be served with these settings, WorkerLostError if a worker does not come up.
+    One worker lives in this process. Several are started by `spawn`, and reach this process at `host`. By `clock` the
+    engine measures its steps. Raises ValueError if the model cannot be served with these settings, WorkerLostError if a
+    worker does not come up.
     """
     model = ModelConfig.from_folder(config.model_path)
     sharding = ModelSharding(model, config.tensor_parallel, expert_sharding=config.expert_sharding)
@@ -74,7 +79,39 @@ def build_engine(
             raise ValueError(f"tensor_parallel = {config.tensor_parallel}: `spawn` is needed to start workers, or 1")
         executor, kernels, device, num_pages, num_host_pages = _start_gang(config, on_progress, spawn, host)
         executor.masks = constraints
-    geometry = pool_of(sharding, config.block_size, dtype, num_pages, config.kv_dtype)
+    return _engine_over(config, sharding, executor, kernels, device, num_pages, num_host_pages, constraints, clock)
+
+
+def build_virtual_engine(
+    config: EngineConfig, executor: Executor, clock: Callable[[], float], device: str = "cpu"
+) -> Engine:
+    """The engine that `build_engine` makes with these settings, over an executor that computes nothing, in its time.
+
+    The folder needs a config.json alone, `config.pool_bytes` has to be given, and grammars are refused.
+    """
+    if config.pool_bytes is None:
+        raise ValueError("pool_bytes: nothing is measured in virtual time, a size is needed")
+    sharding = ModelSharding(
+        ModelConfig.from_folder(config.model_path), config.tensor_parallel, expert_sharding=config.expert_sharding
+    )
+    geometry = plan_pool(sharding, config.block_size, getattr(torch, config.dtype), config.pool_bytes, config.kv_dtype)
+    num_host_pages = tier_sizes(config, geometry).host
+    return _engine_over(config, sharding, executor, "virtual", device, geometry.num_pages, num_host_pages, None, clock)
+
+
+def _engine_over(
+    config: EngineConfig,
+    sharding: ModelSharding,
+    executor: Executor,
+    kernels: str,
+    device: str,
+    num_pages: int,
+    num_host_pages: int,
+    constraints: Constraints | None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Engine:
+    model = sharding.config
+    geometry = pool_of(sharding, config.block_size, getattr(torch, config.dtype), num_pages, config.kv_dtype)
     layout = sharding.layout(config.block_size, config.dtype, config.kv_dtype)
     scheduler = Scheduler(
         _limits(config, geometry, model, device),
@@ -82,11 +119,12 @@ def build_engine(
         lambda ref: layout.num_pages(ref.module_ranks),
         config.prefix_cache,
         replace(tier_sizes(config, geometry), host=num_host_pages),
+        clock,
         token_interval_s=token_interval_of(config.token_interval_s, device),
         scheduling=config.scheduling,
         constraints=constraints,
     )
-    return Engine(scheduler, executor, _info(config, geometry, kernels, device, model))
+    return Engine(scheduler, executor, _info(config, geometry, kernels, device, model), clock=clock)
 
 
 def _build_alone(config: EngineConfig, on_progress: Progress | None) -> LocalExecutor:
@@ -220,7 +258,17 @@ def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: st
         num_threads=config.num_threads,
         is_fair=config.scheduling == "fair",
         max_num_sequences=min(config.max_num_sequences, config.max_tokens_per_step),
+        max_tokens_per_step=config.max_tokens_per_step,
+        reasons={**config.reasons, "pool-bytes": _why_this_pool(config, device)},
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         eos_token_ids=model.eos_token_ids,
     )
+
+
+def _why_this_pool(config: EngineConfig, device: str) -> str:
+    if config.pool_bytes is not None:
+        return "as the settings say"
+    if device == "cpu":
+        return f"an eighth of the memory of the machine or container, for {config.pool_sharers} workers"
+    return f"what weights and the largest step leave of {config.device_memory_share:.0%} of the GPU"

@@ -13,9 +13,10 @@ import torch
 from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels, with_float8_kv, with_float8_weights
 from .checkpoint.device_checkpoint import DeviceCheckpoint
-from .config import CPU_POOL_BYTES, FLOAT8_EXPERTS, EngineConfig, default_kv_host_bytes
+from .config import FLOAT8_EXPERTS, EngineConfig, default_kv_host_bytes
 from .copies.adapter_loader import AdapterLoader
 from .copies.page_mover import PageMover
+from .costs.step_defaults import cpu_pool_bytes
 from .device import check_dtype, check_kv_dtype, check_weights_dtype, resolve_device
 from .device_memory import DeviceMemory
 from .execution.executor import LocalExecutor
@@ -35,6 +36,7 @@ from .models.weights import Checkpoint, Progress
 from .parallel import Parallel
 from .plan import Tier
 from .scheduling.tier_traffic import TierSizes
+from .thread_choice import decode_speed, fewest_of_the_fast, numbers_to_measure
 from .window_pages import kept_window, most_pages
 
 _log = logging.getLogger(__name__)
@@ -51,7 +53,6 @@ def build_executor(
     Raises ValueError if the model cannot be served with these settings.
     """
     on_progress = on_progress or _ignore
-    torch.set_num_threads(config.num_threads)
     device, dtype = resolve_device(config.device), getattr(torch, config.dtype)
     check_dtype(device, dtype)
     check_weights_dtype(device, config.weights_dtype)
@@ -63,13 +64,18 @@ def build_executor(
     context = config.context_of(model.max_model_len)
     layout = sharding.layout(config.block_size, config.dtype, config.kv_dtype)
     on_compile = partial(on_progress, "compiling kernels")
-    kernels = choose_kernels(
-        device, dtype, config.num_threads, config.cache_path, on_compile, slow_ones=config.slow_kernels == "allow"
-    )
-    if config.weights_dtype == "float8":
-        kernels = with_float8_weights(kernels)
-    if config.kv_dtype == "float8":
-        kernels = with_float8_kv(kernels)
+
+    def kernels_of(num_threads: int) -> Kernels:
+        chosen = choose_kernels(
+            device, dtype, num_threads, config.cache_path, on_compile, slow_ones=config.slow_kernels == "allow"
+        )
+        if config.weights_dtype == "float8":
+            chosen = with_float8_weights(chosen)
+        return with_float8_kv(chosen) if config.kv_dtype == "float8" else chosen
+
+    kernels = kernels_of(config.num_threads)
+    # Torch's own threads would wait in a loop for the next operation, on the cores of those that native kernels share.
+    torch.set_num_threads(1 if kernels.name == "native" else config.num_threads)
     memory = DeviceMemory(device)
     with memory.part("weights"):
         if device.type == "cuda":
@@ -102,7 +108,9 @@ def build_executor(
     if device.type == "cuda":
         parallel.meet()  # the deadline of a step applies from here on, and workers do not load equally fast
         on_progress("recording the GPU's work", 0, 1)
-    pool_bytes = config.pool_bytes or (CPU_POOL_BYTES if device.type == "cpu" else None)
+    pool_bytes = config.pool_bytes
+    if pool_bytes is None and device.type == "cpu":
+        pool_bytes = _least_of_all(cpu_pool_bytes(usable_memory_bytes(), config.pool_sharers), parallel)
     if pool_bytes is None:
         one_page = pool_of(sharding, config.block_size, dtype, 1, config.kv_dtype)
         geometry = replace(one_page, num_pages=_num_pages_left(ready_runner, one_page, memory, config, parallel))
@@ -118,6 +126,14 @@ def build_executor(
     else:
         geometry = plan_pool(sharding, config.block_size, dtype, pool_bytes, config.kv_dtype)
     runner = ready_runner(geometry, geometry.num_pages)
+    if config.measures_threads and config.num_threads > 1 and kernels.name == "native" and parallel.degree == 1:
+        pool = runner.pool
+
+        def runner_of(num_threads: int) -> Runner:
+            own = kernels_of(num_threads)
+            return Runner(decoder, own, parallel, pool, geometry, layout, rotary, geometry.num_pages)
+
+        runner = runner_of(_fastest_threads(runner_of, config))
     if device.type == "cuda":
         memory.log()
         on_progress("recording the GPU's work", 1, 1)
@@ -128,7 +144,23 @@ def build_executor(
     loader = AdapterLoader(cache, runner.pool, kernels, config.store_deadline_s)
     # Tokens are fed where one worker computes everything.
     make = FeedingExecutor if device.type == "cuda" and parallel.degree == 1 else LocalExecutor
-    return make(runner, loader, mover, kernels.choice, device, thread)
+    return make(runner, loader, mover, f"{kernels.choice}{runner.step_note}", device, thread)
+
+
+def _fastest_threads(runner_of: Callable[[int], Runner], config: EngineConfig) -> int:
+    """How many threads to compute with; the log says what each number of them gives."""
+    counts = numbers_to_measure(config.num_threads)
+    speeds = {count: decode_speed(runner_of(count), config.max_num_sequences) for count in counts}
+    chosen = fewest_of_the_fast(speeds)
+    measured = ", ".join(f"{speed:.0f} with {count}" for count, speed in speeds.items())
+    _log.info("threads: %d, because decodes of the base make %s tokens/s", chosen, measured)
+    return chosen
+
+
+def _least_of_all(num_bytes: int, parallel: Parallel) -> int:
+    """Of the workers of a gang, whose machines may differ."""
+    parallel.meet()
+    return int(parallel.all_gather(torch.tensor([num_bytes])).min())
 
 
 def _num_pages_left(

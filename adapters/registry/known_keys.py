@@ -2,48 +2,64 @@
 
 from __future__ import annotations
 
-import sys
+from array import array
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from .events import KEY_ID_CHARS, KeySet, TenantSet, key_id_of
-from .tenants.records import ALL_OF_A_TENANT, KeyRecord, Quota, TenantRecord
+from .key_table import DIGEST_BYTES, KeyTable
+from .tenants.records import KeyRecord, TenantRecord
 
-_NO_QUOTA = Quota()
-_ID_BYTES = KEY_ID_CHARS // 2
+_ID_BYTES: Final = KEY_ID_CHARS // 2
+
+
+class _Owner:
+    """A tenant that has, or has had, keys."""
+
+    __slots__ = ("ids", "name", "number")
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name = name
+        self.number = number  # in the rows of its keys
+        self.ids = array("Q")  # of its keys: what their hashes begin with
 
 
 class KnownKeys:
-    """Keys that share all but their ids share their parts in memory: some 400 bytes each."""
+    """Keys are kept as bytes, since a router may know a million; a record is made of one when it is asked for."""
 
     def __init__(self) -> None:
-        self._keys: dict[bytes, KeyRecord] = {}  # by the key's hash
-        self._hashes: dict[str, set[bytes]] = {}  # of a tenant's keys
-        self._by_id: dict[bytes, bytes] = {}  # hash by its beginning
+        self._table = KeyTable()
+        self._owners: dict[str, _Owner] = {}
+        self._by_number: list[_Owner] = []
         self._tenants: dict[str, TenantRecord] = {}
 
     @property
     def num_keys(self) -> int:
-        return len(self._keys)
+        return len(self._table)
 
     def key(self, key_hash: bytes) -> KeyRecord | None:
-        return self._keys.get(key_hash)
+        found = self._find(key_hash) if len(key_hash) == DIGEST_BYTES else None
+        return None if found is None else found[1]
 
     def key_with_id(self, key_id: str) -> tuple[str, KeyRecord] | None:
         """Hash and record of a key; None: there is none."""
         try:
-            key_hash = self._by_id.get(bytes.fromhex(key_id))
+            prefix = bytes.fromhex(key_id)
         except ValueError:
             return None
-        return None if key_hash is None else (key_hash.hex(), self._keys[key_hash])
+        return self._find(prefix) if len(prefix) == _ID_BYTES else None
 
     def keys_of_user(self, tenant: str, user: str) -> Sequence[tuple[str, KeyRecord]]:
         """Hash and record of each."""
-        mine = ((raw, self._keys[raw]) for raw in self._hashes.get(tenant, ()))
-        return [(raw.hex(), record) for raw, record in mine if record.user == user]
+        return [(key_hash, record) for key_hash, record in self._of(tenant) if record.user == user]
 
-    def keys_of(self, tenant: str) -> Sequence[KeyRecord]:
-        """Sorted by id."""
-        return sorted((self._keys[one] for one in self._hashes.get(tenant, ())), key=lambda key: key.key_id)
+    def keys_of(self, tenant: str, after: str = "") -> Iterator[KeyRecord]:
+        """Sorted by id, from behind the id `after`. Each is made when it is taken."""
+        return (record for _, record in self._of(tenant, after))
+
+    def num_keys_of(self, tenant: str) -> int:
+        owner = self._owners.get(tenant)
+        return 0 if owner is None else len(owner.ids)
 
     def tenant(self, name: str) -> TenantRecord:
         """A tenant without a record has the defaults."""
@@ -53,22 +69,20 @@ class KnownKeys:
     def has_tenant(self, name: str) -> bool:
         """Whether there is such a tenant: it was created, or it has a key."""
         found = self._tenants.get(name)
-        return name in self._hashes or (found is not None and not found.is_gone)
+        return self.num_keys_of(name) > 0 or (found is not None and not found.is_gone)
 
     def tenant_names(self) -> Iterator[str]:
         """Of all tenants that there are, in no order."""
-        yield from self._hashes
-        yield from (name for name, tenant in self._tenants.items() if not tenant.is_gone and name not in self._hashes)
+        yield from (name for name, owner in self._owners.items() if owner.ids)
+        yield from (name for name, tenant in self._tenants.items() if not tenant.is_gone and not self.num_keys_of(name))
 
     def set_key(self, key_hash: str, record: KeyRecord) -> None:
-        raw = bytes.fromhex(key_hash)
-        before = self._keys.get(raw)
-        if before is not None and before.tenant != record.tenant:
-            self._drop(raw, before)
-        if before is None or before.tenant != record.tenant:
-            self._hashes.setdefault(sys.intern(record.tenant), set()).add(raw)
-            self._by_id[raw[:_ID_BYTES]] = raw
-        self._keys[raw] = _compact(record)
+        digest, owner = bytes.fromhex(key_hash), self._owner(record.tenant)
+        before = self._table.put(digest, owner.number, record)
+        if before is not None and before.owner != owner.number:
+            self._by_number[before.owner].ids.remove(_id_of(digest))
+        if before is None or before.owner != owner.number:
+            owner.ids.append(_id_of(digest))
 
     def set_tenant(self, record: TenantRecord) -> None:
         self._tenants[record.name] = record
@@ -78,38 +92,48 @@ class KnownKeys:
             case TenantSet(tenant):
                 self.set_tenant(tenant)
             case KeySet(key_hash, None):
-                raw = bytes.fromhex(key_hash)
-                before = self._keys.pop(raw, None)
-                if before is not None:
-                    self._drop(raw, before)
+                self._delete_key(bytes.fromhex(key_hash))
             case KeySet(key_hash, str() as tenant, record):
                 self.set_key(key_hash, record or KeyRecord(key_id=key_id_of(key_hash), tenant=tenant))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant is broken."""
-        assert sum(map(len, self._hashes.values())) == len(self._keys) == len(self._by_id)
-        for tenant, hashes in self._hashes.items():
-            assert hashes, f"{tenant} has no key, and is listed"
-            for raw in hashes:
-                assert self._keys[raw].tenant == tenant and self._by_id[raw[:_ID_BYTES]] == raw
+        rows: dict[int, list[int]] = {}
+        for row in self._table:
+            rows.setdefault(row.owner, []).append(_id_of(row.digest))
+        assert sum(map(len, rows.values())) == len(self._table)
+        assert [owner.number for owner in self._by_number] == list(range(len(self._by_number)))
+        for name, owner in self._owners.items():
+            assert self._by_number[owner.number] is owner and owner.name == name
+            assert sorted(owner.ids) == sorted(rows.pop(owner.number, []))
+        assert not rows, f"keys of tenants that are not known: {rows}"
 
-    def _drop(self, raw: bytes, record: KeyRecord) -> None:
-        hashes = self._hashes[record.tenant]
-        hashes.discard(raw)
-        if not hashes:
-            del self._hashes[record.tenant]
-        del self._by_id[raw[:_ID_BYTES]]
+    def _delete_key(self, digest: bytes) -> None:
+        before = self._table.remove(digest)
+        if before is not None:
+            self._by_number[before.owner].ids.remove(_id_of(digest))
+
+    def _find(self, prefix: bytes) -> tuple[str, KeyRecord] | None:
+        row = self._table.find(prefix)
+        return None if row is None else (row.digest.hex(), row.record(self._by_number[row.owner].name))
+
+    def _of(self, tenant: str, after: str = "") -> Iterator[tuple[str, KeyRecord]]:
+        """Hash and record of a tenant's keys, sorted by id."""
+        owner = self._owners.get(tenant)
+        for key_id in () if owner is None else sorted(owner.ids):
+            prefix = key_id.to_bytes(_ID_BYTES)
+            if prefix.hex() > after:
+                found = self._find(prefix)
+                assert found is not None
+                yield found
+
+    def _owner(self, name: str) -> _Owner:
+        owner = self._owners.get(name)
+        if owner is None:
+            owner = self._owners[name] = _Owner(name, len(self._by_number))
+            self._by_number.append(owner)
+        return owner
 
 
-def _compact(record: KeyRecord) -> KeyRecord:
-    """The same, with parts that others have too."""
-    return KeyRecord(
-        key_id=record.key_id,
-        tenant=sys.intern(record.tenant),
-        scopes=ALL_OF_A_TENANT if record.scopes == ALL_OF_A_TENANT else record.scopes,
-        label=record.label,
-        user=record.user,
-        created_at=record.created_at,
-        expires_at=record.expires_at,
-        quota=_NO_QUOTA if record.quota == _NO_QUOTA else record.quota,
-    )
+def _id_of(digest: bytes) -> int:
+    return int.from_bytes(digest[:_ID_BYTES])

@@ -17,7 +17,7 @@ from msgspec import structs
 from redis.asyncio import Redis
 
 from ..adapter import AdapterVersion
-from ..errors import NoSuchName, RegistryUnavailable, TenantGone, VersionRefused
+from ..errors import NameTaken, NoSuchName, RegistryUnavailable, TenantGone, VersionRefused, shown
 from ..names import check_name, check_tenant
 from .events import decode_adapter, encode_facts
 from .redis_deadline import answered_within
@@ -61,6 +61,7 @@ class NameRecords:
         base: str = "",
         response_template: str = "",
         activate: bool = True,
+        must_be_new: bool = False,
         note: VersionNote | None = None,
         incarnation: int | None = None,
         entry: AuditEntry | None = None,
@@ -69,16 +70,19 @@ class NameRecords:
         """The version that has this digest and response template, the name's current version, and whether this is new.
 
         The current version with the same two is taken for the same upload; where the new one would not be current,
-        any version of the name is. Raises VersionRefused for the first version of a name that is not to be current, and
-        QuotaExceeded if what is stored would be over one of the bounds: that is decided where it is counted.
-        `incarnation`: of the tenant that asked; None: it is not looked at. Raises TenantGone if that tenant is being
-        deleted, or was: the next tenant of its name gets nothing of it. `entry`: for the audit log.
+        any version of the name is. Raises VersionRefused for the first version of a name that is not to be current,
+        NameTaken for a name that there is, if it `must_be_new`, and QuotaExceeded if what is stored would be over one
+        of the bounds: that is decided where it is counted. `incarnation`: of the tenant that asked; None: it is not
+        looked at. Raises TenantGone if that tenant is being deleted, or was: the next tenant of its name gets nothing
+        of it. `entry`: for the audit log.
         """
         check_tenant(tenant)
         check_name(name)
         own = note or VersionNote()
 
         def add(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, AdapterVersion | None]:
+            if state is not None and must_be_new:
+                raise NameTaken(f"there is an adapter {shown(name)} already")
             if state is not None:
                 candidates = [state.current] if activate else [state.current, *versions_of(state.current)]
                 wanted = digest, response_template

@@ -120,6 +120,9 @@ def answered(device: str, dtype: Dtype, folder: Path, is_dry: bool) -> tuple[lis
         kv_disk_bytes=1000 * page_bytes,
         max_tokens_per_step=128,
         max_num_sequences=8,
+        reasons={},
+        pool_sharers=1,
+        measures_threads=False,
         num_threads=1 if is_dry else 4,
     )
     engine = build_engine(config)

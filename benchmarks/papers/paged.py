@@ -10,6 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest.mock import patch
+
+import numpy as np
 
 from motet.benchmarks.papers.policies import Continuous, Reserved, known, largest, power_of_two
 from motet.benchmarks.papers.virtual_load import Job, Outcome, run
@@ -18,6 +23,9 @@ from motet.benchmarks.scarce.page_reserve import LENGTHS
 from motet.workers.costs.devices import DEVICES
 from motet.workers.costs.model_size import kv_bytes_of_a_token
 from motet.workers.costs.operations import Batch, Chunk, step_operations
+from motet.workers.scheduling import scheduler
+from motet.workers.scheduling.growing_sequence import GrowingSequence
+from motet.workers.scheduling.page_reserve import PageReserve
 
 POOL_TOKENS, CONTEXT, BLOCK_SIZE = 17088, 2048, 16
 NUM_JOBS = {"ShareGPT": 500, "Alpaca": 2000}
@@ -84,8 +92,77 @@ def beams(width: int, num_requests: int = 24, seed: int = 1) -> float:
     return 1 - held / apart
 
 
+class KnownEnds(PageReserve):
+    """Keeps back what running sequences need at the worst moment to come, if all answers get as long as they may."""
+
+    def __init__(self, *limits: object, num_overdrawn: int = 0) -> None:
+        """`num_overdrawn`: so many pages less."""
+        super().__init__(*limits)  # type: ignore[arg-type]
+        self._running: dict[int, GrowingSequence] = {}
+        self._num_overdrawn = num_overdrawn
+
+    @property
+    def least(self) -> int:
+        return 0
+
+    def add(self, sequence: GrowingSequence) -> None:
+        super().add(sequence)
+        self._running[sequence.sequence_id] = sequence
+
+    def remove(self, sequence: GrowingSequence) -> None:
+        super().remove(sequence)
+        del self._running[sequence.sequence_id]
+
+    def num_pages(self, sequence: GrowingSequence, num_pages: int) -> int:
+        if not self._running:
+            return 0
+        sequences = [*self._running.values(), sequence]
+        lengths = np.array([len(each.token_ids) for each in sequences])
+        ends = np.array([each.max_length - 1 for each in sequences]) - lengths  # steps until then
+        ahead = np.unique(np.maximum(ends, 0))[:, None]
+        most = int(((ends >= ahead) * -(-(lengths + ahead) // BLOCK_SIZE)).sum(axis=1).max())
+        now = num_pages + sum(len(each.pages) for each in self._running.values())
+        return max(0, most - now - self._num_overdrawn)
+
+
+class Nothing(PageReserve):
+    """Keeps nothing back."""
+
+    @property
+    def least(self) -> int:
+        return 0
+
+    def num_pages(self, sequence: GrowingSequence, num_pages: int) -> int:
+        return 0
+
+
+def frontier() -> Iterator[tuple[str, Outcome]]:
+    """ShareGPT's lengths, by what is kept back for sequences that run."""
+    reserves: dict[str, Callable[..., PageReserve]] = {
+        "motet's": PageReserve,
+        "nothing": Nothing,
+        "ends known": KnownEnds,
+    }
+    reserves |= {f"ends known, less {few} pages": partial(KnownEnds, num_overdrawn=few) for few in (10, 20, 40)}
+    for name, reserve in reserves.items():
+        with patch.object(scheduler, "PageReserve", reserve):
+            yield name, paged(jobs_of("ShareGPT"))
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--frontier", action="store_true", help="compare what is kept back for sequences that run")
+    if parser.parse_args().frontier:
+        jobs = jobs_of("ShareGPT")
+        needed, pow2 = sum(job.prompt + job.answer - 1 for job in jobs), run(jobs, RESERVATIONS["Orca pow2"])
+        for name, found in frontier():
+            print(
+                f"{name:26} the pool {found.filled(POOL_TOKENS):.3f}, over pow2 "
+                f"{found.num_running / pow2.num_running:.2f}, computed/needed {found.num_computed / needed:.3f}, "
+                f"preemptions {found.num_preemptions}, steps {found.num_steps}",
+                flush=True,
+            )
+        return
     summary: dict[str, object] = {}
     for load in NUM_JOBS:
         jobs = jobs_of(load)

@@ -3,7 +3,7 @@
 Virtual time: the real scheduler, and a stand-in for the worker whose copies end with their step. Conversations continue
 one after the other: in turns, at random, or at random while a sixth of the turns begin a new one in place of another.
 The pool holds a fifth of them, the tier a part. Copies cost hardly anything, so the time to a first token goes with
-the prompt tokens that are computed. It runs against any checkout.
+the prompt tokens that are computed. It runs against any checkout that has `FullLayers`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from motet.workers.plan import MoveEnd, SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.window_pages import FullLayers
 from motet.workers.wire.messages import SamplingParams, SequenceRequest
 
 BLOCK_SIZE = 16
@@ -26,12 +27,17 @@ SIZES = (0.5, 0.75, 0.9, 1.0, 1.2)  # of the tier, over all pages of the convers
 _WORD = 1
 
 
-def computed_share(size: float, order: str, seed: int = 1) -> float:
-    """The tokens of later turns' prompts that are computed, over all of them; what is new in a turn is always."""
+def computed_share(
+    size: float, order: str, seed: int = 1, window: int | None = None, layers: FullLayers | None = None
+) -> float:
+    """The tokens of later turns' prompts that are computed, over all of them; what is new in a turn is always.
+
+    `window`: newest tokens that layers see, but for those of `layers`.
+    """
     rng = random.Random(seed)
     num_pages_each = -(-(FIRST_TOKENS + NUM_ROUNDS * (NUM_ASKED + NUM_ANSWERED)) // BLOCK_SIZE)
     num_pages = NUM_CONVERSATIONS * num_pages_each
-    limits = GangLimits(1 << 14, 1 << 16, BLOCK_SIZE, num_pages // 5, 512, 8)
+    limits = GangLimits(1 << 14, 1 << 16, BLOCK_SIZE, num_pages // 5, 512, 8, window, layers)
     scheduler = Scheduler(limits, frozenset(), lambda _: 0, tiers=TierSizes(int(size * num_pages)))
     histories = [_words(rng, FIRST_TOKENS) for _ in range(NUM_CONVERSATIONS)]
     for number, history in enumerate(histories):
@@ -76,15 +82,22 @@ def _result(plan: StepPlan) -> StepResult:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--window", type=int, help="newest tokens that layers see (default: all layers see all)")
+    parser.add_argument("--full-every", type=int, help="with a window, this many layers a layer that sees all")
+    arguments = parser.parse_args()
+    layers = None
+    if arguments.full_every is not None:
+        layers = FullLayers((0, arguments.full_every), 2 * arguments.full_every)
+    sizes = SIZES if arguments.window is None else (0.0, *SIZES)
     print("share of prompt tokens computed, by the size of the tier over that of the conversations")
-    print(f"{'order':11}" + "".join(f"{size:>7}" for size in SIZES))
+    print(f"{'order':11}" + "".join(f"{size:>7}" for size in sizes))
     summary: dict[str, object] = {"benchmark": "host_tier"}
     for name in ORDERS:
-        shares = [computed_share(size, name) for size in SIZES]
-        print(f"{name:11}" + "".join(f"{share:7.3f}" for share in shares))
+        shares = [computed_share(size, name, window=arguments.window, layers=layers) for size in sizes]
+        print(f"{name:11}" + "".join(f"{share:7.3f}" for share in shares), flush=True)
         summary[name.replace(" ", "_")] = {
-            str(size): round(share, 3) for size, share in zip(SIZES, shares, strict=True)
+            str(size): round(share, 3) for size, share in zip(sizes, shares, strict=True)
         }
     print(json.dumps(summary))
 

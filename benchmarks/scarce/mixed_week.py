@@ -79,9 +79,15 @@ class _EndingExecutor(VirtualExecutor):
     def __init__(self) -> None:
         super().__init__(VirtualCosts())
         self.num_output: dict[int, int] = {}  # by sequence
+        self.num_recomputed = 0  # tokens
+        self._most_computed: dict[int, int] = {}  # tokens, by sequence
         self._ends: list[int] = []
 
     def begin(self, plan: StepPlan) -> None:
+        for part in plan.sequences:
+            before, end = self._most_computed.get(part.sequence_id, 0), part.start + len(part.token_ids)
+            self.num_recomputed += max(0, min(end, before) - part.start)
+            self._most_computed[part.sequence_id] = max(before, end)
         self._ends = [
             part.sequence_id
             for part in plan.sequences
@@ -131,9 +137,7 @@ class MixedGang:
 
     def figures(self, load: float, seconds: float) -> WeekFigures:
         answers = [request for request in self.admitted if request.num_tokens >= request.num_output]
-        begun = [request for request in self.admitted if request.first_s is not None]
-        num_cached = self._scheduler.load().counters.num_cached_tokens
-        num_needed = sum(len(request.prompt) + request.num_tokens - 1 for request in begun) - num_cached
+        num_computed = self._executor.num_computed
         by_tenant: dict[str, list[float]] = {}
         for request in self.admitted:
             first_s = seconds if request.first_s is None else request.first_s
@@ -144,7 +148,7 @@ class MixedGang:
             sum(request.num_tokens for request in answers if request.is_good) / seconds,
             len(answers),
             self.num_refused,
-            self._executor.num_computed / num_needed,
+            num_computed / (num_computed - self._executor.num_recomputed),
             self._scheduler.load().counters.num_adapter_loads / len(answers),
             float(np.median(p99)),
             max(p99),

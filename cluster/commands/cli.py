@@ -27,6 +27,7 @@ from .costs_command import costs
 from .doctor_command import doctor
 from .edge_command import edge_program
 from .mig_command import mig
+from .plan_command import plan
 from .scale_command import scale
 from .secret_arguments import hide_secrets
 from .serve_command import serve
@@ -83,6 +84,7 @@ for _command in (
     scale,
     costs,
     mig,
+    plan,
     doctor,
     edge_program,
     adapters,

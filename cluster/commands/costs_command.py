@@ -29,6 +29,13 @@ THIS_MACHINE = "this machine"
 )
 @click.option("--rank", type=click.IntRange(min=1), default=16, show_default=True, help="Of the adapters.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--measure",
+    "measured_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Measure steps of this base, which needs its weights, on this machine's CPUs, and write their costs for "
+    "`motet plan --trace`. It takes a minute or two.",
+)
 def costs(
     model: Path,
     name: str,
@@ -39,12 +46,16 @@ def costs(
     adapters: int,
     rank: int,
     as_json: bool,
+    measured_path: Path | None,
 ) -> None:
     """Show a base's size, and the least that each operation of a step takes, by its config.json.
 
     MODEL is a folder with config.json; weights are not needed. Devices have the limits of their data sheets, and
     "this machine" those that are measured now.
     """
+    if measured_path is not None:
+        _measure(model, measured_path)
+        return
     if not decodes and not prompt_tokens:
         raise click.UsageError("give --decodes or --prompt-tokens")
     from ...workers.costs.model_size import kv_bytes_of_a_token, model_size
@@ -98,3 +109,17 @@ def _device(name: str) -> Device:
     from ...workers.costs.measured_device import measured_device
 
     return measured_device(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _measure(model: Path, path: Path) -> None:
+    from ..planning.measured_machine import measure_machine
+
+    try:
+        costs = measure_machine(model)
+        costs.write(path)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(
+        f"{costs.num_steps} steps of {costs.model}, {costs.num_threads} threads; half of them within "
+        f"{costs.residual:.1%} of the fit"
+    )

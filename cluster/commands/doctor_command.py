@@ -22,7 +22,6 @@ def doctor(as_json: bool, **settings: Any) -> None:
     Looks at this machine, or with --address at every node of that Ray cluster; give the settings that motet serve gets.
     Ends with status 1 if there is an error.
     """
-    from ...workers.config import CPU_POOL_BYTES
     from ..doctor.examination import examine_cluster, examine_machine  # loaded here: other commands do without
     from ..doctor.finding import has_errors
     from ..doctor.node_facts import Expectations, Questions
@@ -41,7 +40,7 @@ def doctor(as_json: bool, **settings: Any) -> None:
     )
     expected = Expectations(
         limits=limits if address is None else None,
-        pool_bytes=settings["pool_bytes"] or CPU_POOL_BYTES,
+        pool_bytes=settings["pool_bytes"] or 0,
         tensor_parallel=settings["tensor_parallel"],
         computes_on_cpu=settings["device"] != "cuda",
         object_store_bytes=OBJECT_STORE_BYTES,

@@ -13,7 +13,9 @@ IN_OTHER_WORDS = {
     "num_pages": "pages",
     "num_threads": "threads",
     "max_num_sequences": "sequences at once, at most",
+    "max_tokens_per_step": "tokens of a step, at most",
     "is_fair": "fair order",
+    "reasons": "why these sizes",
 }
 
 

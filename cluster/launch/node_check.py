@@ -14,7 +14,6 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from ... import __version__
-from ...workers.config import CPU_POOL_BYTES
 from ...workers.device_probe import probe_counted_device, probe_device
 from ..application.base_fingerprint import identify_base
 from ..byte_size import format_byte_size
@@ -86,7 +85,7 @@ def _device_problem(worker: WorkerDevice, num_workers: int) -> str | None:
         return f"a gang could not start there: {error}"
     if facts.memory_bytes is None:
         memory_bytes, what, num_pools = psutil.virtual_memory().total, "it has", 1
-        pool_bytes = worker.pool_bytes or CPU_POOL_BYTES
+        pool_bytes = worker.pool_bytes or 0  # None: a share
     else:
         memory_bytes, what, num_pools = facts.memory_bytes, "a GPU of it has", worker.num_pools_on_a_gpu(num_workers)
         pool_bytes = worker.pool_bytes or 0  # None: what is left

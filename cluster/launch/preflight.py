@@ -8,8 +8,10 @@ from pathlib import Path
 import psutil
 
 from ...adapters.packing.packing import PAGE_DTYPES
-from ...workers.config import CPU_POOL_BYTES, FLOAT8_EXPERTS, FLOAT8_MULTIPLE
+from ...workers.config import FLOAT8_EXPERTS, FLOAT8_MULTIPLE
+from ...workers.costs.step_defaults import cpu_pool_bytes
 from ...workers.device_probe import probe_device
+from ...workers.machine_memory import usable_memory_bytes
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import ModelSharding
 from ...workers.models.weights import open_checkpoint
@@ -40,7 +42,7 @@ def check_settings(config: MotetConfig) -> list[str]:
 def check_sizes(config: MotetConfig) -> list[str]:
     """Warnings and errors as of `check_settings`, of what an update may change while motet runs."""
     model = ModelConfig.from_folder(config.model_path)
-    serving, batching, block_size = config.serving, config.batching, config.memory.block_size
+    serving, block_size = config.serving, config.memory.block_size
     degree = config.placement.tensor_parallel
     try:
         sharding = ModelSharding(model, degree, expert_sharding=config.placement.expert_sharding)
@@ -49,13 +51,13 @@ def check_sizes(config: MotetConfig) -> list[str]:
     element_bytes = PAGE_DTYPES[serving.dtype].itemsize
     page_bytes = model.num_layers * sharding.slab(block_size, serving.kv_dtype, element_bytes) * element_bytes
     pool_bytes = config.memory.pool_bytes
-    if pool_bytes is not None and pool_bytes < page_bytes:
-        size = shortest_byte_size(pool_bytes)
-        raise ConfigError("--pool-bytes", size, f"one page of this model takes {page_bytes} bytes")
     if serving.weights_dtype == "float8":
         _check_float8(sharding)
     if config.placement.address is None:  # nodes of a cluster check this themselves
         pool_bytes = _pool_bytes_here(config)
+    if pool_bytes is not None and pool_bytes < page_bytes:
+        size = shortest_byte_size(pool_bytes)
+        raise ConfigError("--pool-bytes", size, f"one page of this model takes {page_bytes} bytes")
     open_checkpoint(config.model_path, "numpy")
     warnings = []
     length = min(serving.max_model_len or model.max_model_len, model.max_model_len)
@@ -63,16 +65,17 @@ def check_sizes(config: MotetConfig) -> list[str]:
         warnings.append(
             f"--max-model-len {serving.max_model_len} is more than the model's {length}: {length} is served"
         )
-    if batching.max_num_sequences > batching.max_tokens_per_step:
+    limits = config.step_limits
+    if limits.max_num_sequences > limits.max_tokens_per_step:
         warnings.append(
-            f"--max-num-sequences {batching.max_num_sequences} is more than the tokens of a step: "
-            f"{batching.max_tokens_per_step} run at once; --max-tokens-per-step {batching.max_num_sequences} serves all"
+            f"--max-num-sequences {limits.max_num_sequences} is more than the tokens of a step: "
+            f"{limits.max_tokens_per_step} run at once; --max-tokens-per-step {limits.max_num_sequences} serves all"
         )
     if pool_bytes is None:
         return warnings  # a GPU's free memory is known once the model is loaded
     num_pages = pool_bytes // page_bytes
     window = kept_window(model.window, serving.device)
-    num_needed = most_pages(length, block_size, window, batching.max_tokens_per_step, model.full_layers)
+    num_needed = most_pages(length, block_size, window, limits.max_tokens_per_step, model.full_layers)
     if num_pages < num_needed:
         warnings.append(
             f"the pool holds {num_pages * block_size} tokens and the context has {length}: longer requests are "
@@ -86,9 +89,9 @@ def _pool_bytes_here(config: MotetConfig) -> int | None:
     device = probe_device(config.serving.device)
     config.worker_device.check(device)
     pool_bytes = config.memory.pool_bytes
-    if device.kind == "cpu":
-        pool_bytes = pool_bytes or CPU_POOL_BYTES
     num_workers = config.scaling_policy.max_gangs * config.placement.tensor_parallel
+    if device.kind == "cpu" and pool_bytes is None:
+        pool_bytes = cpu_pool_bytes(usable_memory_bytes(), num_workers)
     memory_bytes, num_pools = device.memory_bytes, 1
     if config.placement.gang_num_gpus:  # else there is a GPU for each worker
         num_pools = config.worker_device.num_pools_on_a_gpu(num_workers)

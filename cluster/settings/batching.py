@@ -30,8 +30,12 @@ def check_objectives(objectives_s: tuple[tuple[str, float], ...]) -> Refusal | N
 class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Batching and admission."""
 
-    max_num_sequences: Annotated[Count, Setting("Sequences of a gang that run at once.", "live")] = 128
-    max_tokens_per_step: Annotated[Count, Setting("Tokens that a gang computes in one step.", "live")] = 512
+    max_num_sequences: Annotated[
+        Count | None, Setting("Sequences of a gang that run at once.", "live", unset="128 on CPUs, 256 on a GPU")
+    ] = None
+    max_tokens_per_step: Annotated[
+        Count | None, Setting("Tokens that a gang computes in one step.", "live", unset="512 on CPUs, 2,048 on a GPU")
+    ] = None
     token_interval_s: Annotated[
         Seconds | Literal["auto"],
         Setting(
@@ -103,8 +107,9 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_threads: Annotated[
         Threads | Literal["auto"],
         Setting(
-            "Threads that each worker computes with. auto: on this machine a worker's share of the cores, less what "
-            "routers and HAProxy need; on a running cluster as many as its CPUs of Ray (--gang-num-cpus); 1 on a GPU.",
+            "Threads that each worker computes with. auto: on this machine at most a worker's share of the cores, less "
+            "what routers and HAProxy need; on a running cluster at most its CPUs of Ray (--gang-num-cpus); a worker "
+            "alone on a CPU measures at its start how many of these are fastest; 1 on a GPU.",
             "live",
         ),
     ] = "auto"

@@ -27,7 +27,7 @@ class Scaling(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Setting(
             "Prompt tokens that may wait for each gang before another gang is started.",
             "live",
-            unset="16 times --max-tokens-per-step",
+            unset="16 times --max-tokens-per-step, 8,192 where that is not given",
         ),
     ] = None
     pool_pressure: Annotated[

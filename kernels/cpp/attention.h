@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace motet {
@@ -19,6 +20,7 @@ constexpr int kScoreTiles = 4, kSumRows = 4;  // tiles of scores and rows of out
 #else
 constexpr int kScoreTiles = 1, kSumRows = 1;
 #endif
+constexpr int64_t kNearKV = 1 << 19;  // bytes of a sequence in a layer that the second cache level holds for all heads
 constexpr int64_t kMostQueries = 32;  // query rows that share the keys of a tile: rows times heads of a group
 
 template <class T>
@@ -249,10 +251,15 @@ inline void add_values(AttentionScratch<T>& s, int64_t num_queries, const T* con
     }
 }
 
-// Computes rows `first` to `end` of one sequence, for the heads that share one KV head.
+// The unit that threads share: some rows of a sequence, for KV heads `kv_head` to `end_head`.
+struct AttentionTask {
+    int64_t sequence, kv_head, end_head, first, end;
+};
+
+// Computes the rows of a task for the heads that share one of its KV heads.
 template <class T>
-void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t sequence, int64_t kv_head, int64_t first,
-            int64_t end) {
+void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, const AttentionTask& task, int64_t kv_head) {
+    const int64_t sequence = task.sequence, first = task.first, end = task.end;
     const int64_t group = call.num_heads / call.num_kv_heads, num_queries = (end - first) * group, dim = call.dim;
     const int64_t padded = (dim + kSpan - 1) / kSpan * kSpan;
     const int64_t first_position = call.context_lens[sequence] - (call.query_starts[sequence + 1] - first);
@@ -266,13 +273,15 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t sequen
     }
     std::fill(s.totals, s.totals + num_queries * padded, 0.0f);
     int64_t key = call.window > 0 ? std::max<int64_t>(0, first_position - call.window + 1) : 0;
+    // With the first head of a task comes what its other heads need: heads lie side by side, and memory is read in order.
+    const int64_t fetched = kv_head == task.kv_head ? (task.end_head - task.kv_head) * dim : 0;
     TokenWalk<T> walk(call, sequence, key), ahead(call, sequence, key);
-    for (int64_t i = 0; i < kTilesAhead; i++) ahead.prefetch(end_key, kv_head * dim, dim);
+    for (int64_t i = 0; i < kTilesAhead; i++) ahead.prefetch(end_key, kv_head * dim, fetched);
     for (; key < end_key; key += kTiles * kLanes) {
         const T *k[kLanes], *v[kTiles * kLanes];
         const int num_tiles = int(std::min<int64_t>(kTiles, (end_key - key + kLanes - 1) / kLanes));
         for (int t = 0; t < num_tiles; t++) {
-            ahead.prefetch(end_key, kv_head * dim, dim);
+            ahead.prefetch(end_key, kv_head * dim, fetched);
             walk.next(end_key, kv_head * dim, s.zeros, k, v + t * kLanes);
             KeyTiles<T>::take(k, dim, s.keys + t * KeyTiles<T>::words(dim));
         }
@@ -297,30 +306,27 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t sequen
     }
 }
 
-// The unit that threads share: some rows of a sequence, for the heads that share one KV head.
-struct AttentionTask {
-    int64_t sequence, kv_head, first, end;
-};
-
 template <class T>
-void attend_all(const AttentionCall<T>& call, [[maybe_unused]] int num_threads) {
+void attend_all(const AttentionCall<T>& call, int num_threads) {
     const int64_t group = call.num_heads / call.num_kv_heads, block = std::max<int64_t>(1, kMostQueries / group);
+    const bool are_many = num_threads < 2 || call.num_sequences >= num_threads * kBlocksOfAThread;
     std::vector<AttentionTask> tasks;
-    for (int64_t sequence = 0; sequence < call.num_sequences; sequence++)
-        for (int64_t kv_head = 0; kv_head < call.num_kv_heads; kv_head++) {
-            const int64_t end = call.query_starts[sequence + 1];
-            for (int64_t row = call.query_starts[sequence]; row < end; row += block)
-                tasks.push_back({sequence, kv_head, row, std::min(row + block, end)});
-        }
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
+    for (int64_t sequence = 0; sequence < call.num_sequences; sequence++) {
+        const int64_t start = call.query_starts[sequence], end = call.query_starts[sequence + 1];
+        const int64_t seen =
+            call.window > 0 ? std::min(call.window, call.context_lens[sequence]) : call.context_lens[sequence];
+        const bool is_near = 2 * seen * call.num_kv_heads * call.dim * int64_t(sizeof(T)) <= kNearKV;
+        const int64_t heads = are_many && is_near && end - start <= block ? call.num_kv_heads : 1;
+        for (int64_t kv_head = 0; kv_head < call.num_kv_heads; kv_head += heads)
+            for (int64_t row = start; row < end; row += block)
+                tasks.push_back({sequence, kv_head, kv_head + heads, row, std::min(row + block, end)});
+    }
+    Team::of_process().share(num_threads, int64_t(tasks.size()), [&](int64_t block) {
         static thread_local std::unique_ptr<AttentionScratch<T>> kept;  // kept, because it is large and slow to clear
         if (!kept) kept.reset(new AttentionScratch<T>);
-        AttentionScratch<T>& scratch = *kept;
-#pragma omp for schedule(dynamic)
-        for (size_t i = 0; i < tasks.size(); i++)
-            attend(call, scratch, tasks[i].sequence, tasks[i].kv_head, tasks[i].first, tasks[i].end);
-    }
+        const AttentionTask& task = tasks[size_t(block)];
+        for (int64_t head = task.kv_head; head < task.end_head; head++) attend(call, *kept, task, head);
+    });
 }
 
 }  // namespace motet

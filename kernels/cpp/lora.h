@@ -1,15 +1,12 @@
 // LoRA over pages: each segment of rows with its own adapter, at the adapter's own rank. The contract is ../lora.py.
 #pragma once
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "lora_single.h"
+#include "team.h"
 
 namespace motet {
 
@@ -171,14 +168,14 @@ void expand_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start,
         expand_many(pages, part, num_rows, to, y_stride, factors, num_pairs, scratch, ahead);
 }
 
-// Shares parts out to threads so that each has about the same work. A thread calls `one(parts, scratch)` once, with its
+// Cuts parts into blocks of about the same work, which threads share. A block calls `one(parts, scratch)` once, with its
 // parts of one row, and `several(part, start row, end row, scratch, read-ahead)` for each other part; a part of many
-// rows may be cut between threads. `kRun` is the matrix that is read of a part. `readers_hold(part)` is how many bytes
+// rows may be cut between blocks. `kRun` is the matrix that is read of a part. `readers_hold(part)` is how many bytes
 // each reader of `one` uses again and again: a part goes to `several` if the first cache level cannot hold these for
 // all readers.
 template <class T, Run (*kRun)(const LoraPart&), class Hold, class One, class Several>
-void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, [[maybe_unused]] int num_threads,
-               Hold readers_hold, One one, Several several) {
+void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, int num_threads, Hold readers_hold,
+               One one, Several several) {
     constexpr double kReading = 4;  // reading a matrix costs about as much as multiplying this many rows with it
     auto cost = [](const LoraPart& part) {
         const Run run = kRun(part);
@@ -191,26 +188,23 @@ void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_par
     int64_t num_single = 0;
     for (int64_t i = 0; i < num_parts; i++) total += cost(parts[i]), num_single += is_for_readers(parts[i]);
     const bool has_readers = num_single >= kLeastSingles;
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-        int64_t thread = 0, count = 1;
-#ifdef _OPENMP
-        thread = omp_get_thread_num(), count = omp_get_num_threads();
-#endif
-        const double low = total * double(thread) / double(count), high = total * double(thread + 1) / double(count);
+    // Blocks of fewer single rows would leave readers idle.
+    const int64_t blocks = blocks_of(std::max<int64_t>(num_threads, num_parts / kLeastSingles), num_threads);
+    Team::of_process().share(num_threads, blocks, [&](int64_t block) {
+        const double low = total * double(block) / double(blocks), high = total * double(block + 1) / double(blocks);
         double before = 0;
         int64_t first = 0;
         while (first < num_parts && before + cost(parts[first]) <= low) before += cost(parts[first++]);
         static thread_local LoraScratch<T> scratch;
         scratch.singles.clear(), scratch.several.clear(), scratch.cuts.clear();
-        for (int64_t i = first; i < num_parts && (before < high || thread + 1 == count); i++) {
+        for (int64_t i = first; i < num_parts && (before < high || block + 1 == blocks); i++) {
             const LoraPart& part = parts[i];
             const double own = cost(part), num_rows = double(part.end - part.start);
             auto row_at = [&](double at) {
                 return part.start + int64_t(std::clamp((at - before) / own, 0.0, 1.0) * num_rows + 0.5);
             };
-            const int64_t start = thread == 0 ? part.start : row_at(low);
-            const int64_t end = thread + 1 == count ? part.end : row_at(high);
+            const int64_t start = block == 0 ? part.start : row_at(low);
+            const int64_t end = block + 1 == blocks ? part.end : row_at(high);
             before += own;
             if (start >= end) continue;
             if (has_readers && is_for_readers(part)) {
@@ -224,7 +218,7 @@ void share_out(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_par
         ReadAhead<T, kRun> ahead(pages, scratch.several, kAhead);
         for (size_t i = 0; i < scratch.several.size(); i++)
             several(*scratch.several[i], scratch.cuts[i].first, scratch.cuts[i].second, scratch, ahead);
-    }
+    });
 }
 
 // The shrunk vectors x Aᵀ of all parts.

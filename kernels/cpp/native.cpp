@@ -9,6 +9,7 @@
 #include "lora.h"
 #include "rows.h"
 #include "sampling.h"
+#include "step.h"
 
 using namespace motet;
 
@@ -46,67 +47,76 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
 
 #define MOTET_CALL extern "C" __attribute__((visibility("default")))  // all other symbols are hidden
 
-#define MOTET_KERNELS(NAME, T)                                                                                        \
-    MOTET_CALL void paged_attention_##NAME(const void* q, void* out, const void* kv, const int64_t* query_starts,     \
-                                           const int64_t* context_lens, const int32_t* pages,                         \
-                                           const int64_t* page_starts, const int64_t* sizes, float scale,             \
-                                           float softcap, int num_threads) {                                          \
-        attention<T>(q, out, kv, query_starts, context_lens, pages, page_starts, sizes, scale, softcap, num_threads); \
-    }                                                                                                                 \
-    MOTET_CALL void write_kv_##NAME(const T* q, const T* k, const T* v, const float* rotary, T* kv,                   \
-                                    const int64_t* positions, const int64_t* row_pages, const int64_t* row_slots,     \
-                                    T* q_out, const int64_t* sizes, int num_threads) {                                \
-        write_kv(q, k, v, rotary, kv, positions, row_pages, row_slots, q_out, sizes, num_threads);                    \
-    }                                                                                                                 \
-    MOTET_CALL int64_t linear_depth_##NAME() { return Outputs<T>::kDepth; }                                           \
-    MOTET_CALL int64_t linear_panel_##NAME() { return kPanel * kLanes; }                                              \
-    MOTET_CALL int64_t linear_is_best_##NAME() { return linear_is_best<T>(); }                                        \
-    MOTET_CALL void linear_##NAME(const T* x, int64_t x_stride, int64_t num_rows, const T* weight, const T* bias,     \
-                                  T* y, int64_t y_stride, int64_t num_in, int64_t num_out, int num_threads) {         \
-        const int64_t rows[] = {0, num_rows};                                                                         \
-        linear(x, x_stride, rows, 1, LinearCall<T>{nullptr, weight, bias, y, 0, y_stride, num_in, num_out}, 0,        \
-               num_threads);                                                                                          \
-    }                                                                                                                 \
-    MOTET_CALL void linear_groups_##NAME(const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_groups,    \
-                                         const T* weight, int64_t weight_stride, T* y, int64_t y_stride,              \
-                                         int64_t num_in, int64_t num_out, int num_threads) {                          \
-        linear(x, x_stride, offsets, num_groups,                                                                      \
-               LinearCall<T>{nullptr, weight, nullptr, y, 0, y_stride, num_in, num_out}, weight_stride, num_threads); \
-    }                                                                                                                 \
-    MOTET_CALL void lora_shrink_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,       \
-                                       const void* parts, int64_t num_parts, const T* x, int64_t x_stride, T* shrunk, \
-                                       int num_threads) {                                                             \
-        shrink(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, x, x_stride, shrunk, \
-               num_threads);                                                                                          \
-    }                                                                                                                 \
-    MOTET_CALL void lora_expand_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,       \
-                                       const void* parts, int64_t num_parts, const T* shrunk, int64_t shrunk_stride,  \
-                                       T* y, int64_t y_stride, int num_threads) {                                     \
-        expand(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, shrunk,              \
-               shrunk_stride, y, y_stride, num_threads);                                                              \
-    }                                                                                                                 \
-    MOTET_CALL void lora_add_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,          \
-                                    const void* parts, int64_t num_parts, const T* x, int64_t x_stride, T* y,         \
-                                    int64_t y_stride, int64_t length, int num_threads) {                              \
-        add(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, x, x_stride, y,         \
-            y_stride, length, num_threads);                                                                           \
-    }                                                                                                                 \
-    MOTET_CALL void silu_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width,         \
-                                    int num_threads) {                                                                \
-        gated<T, silu>(gate_up, stride, to, num_rows, width, num_threads);                                            \
-    }                                                                                                                 \
-    MOTET_CALL void gelu_tanh_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width,    \
-                                         int num_threads) {                                                           \
-        gated<T, gelu_tanh>(gate_up, stride, to, num_rows, width, num_threads);                                       \
-    }                                                                                                                 \
-    MOTET_CALL void add_rms_norm_##NAME(const T* x, int64_t x_stride, const T* residual, const void* weight,          \
-                                        int weight_is_float, T* total, T* normed, int64_t num_rows, int64_t width,    \
-                                        float eps, int num_threads) {                                                 \
-        if (weight_is_float)                                                                                          \
-            add_rms_norm(x, x_stride, residual, (const float*)weight, total, normed, num_rows, width, eps,            \
-                         num_threads);                                                                                \
-        else                                                                                                          \
-            add_rms_norm(x, x_stride, residual, (const T*)weight, total, normed, num_rows, width, eps, num_threads);  \
+#define MOTET_KERNELS(NAME, T)                                                                                         \
+    MOTET_CALL void paged_attention_##NAME(const void* q, void* out, const void* kv, const int64_t* query_starts,      \
+                                           const int64_t* context_lens, const int32_t* pages,                          \
+                                           const int64_t* page_starts, const int64_t* sizes, float scale,              \
+                                           float softcap, int num_threads) {                                           \
+        attention<T>(q, out, kv, query_starts, context_lens, pages, page_starts, sizes, scale, softcap, num_threads);  \
+    }                                                                                                                  \
+    MOTET_CALL void write_kv_##NAME(const T* q, const T* k, const T* v, const float* rotary, T* kv,                    \
+                                    const int64_t* positions, const int64_t* row_pages, const int64_t* row_slots,      \
+                                    T* q_out, const int64_t* sizes, int num_threads) {                                 \
+        write_kv(q, k, v, rotary, kv, positions, row_pages, row_slots, q_out, sizes, num_threads);                     \
+    }                                                                                                                  \
+    MOTET_CALL int64_t linear_depth_##NAME() { return Outputs<T>::kDepth; }                                            \
+    MOTET_CALL int64_t linear_panel_##NAME() { return panel_of<T>() * kLanes; }                                        \
+    MOTET_CALL int64_t linear_is_best_##NAME() { return linear_is_best<T>(); }                                         \
+    MOTET_CALL void linear_##NAME(const T* x, int64_t x_stride, int64_t num_rows, const T* weight, const T* bias,      \
+                                  T* y, int64_t y_stride, int64_t num_in, int64_t num_out, int num_threads) {          \
+        const int64_t rows[] = {0, num_rows};                                                                          \
+        linear(x, x_stride, rows, 1, LinearCall<T>{nullptr, weight, bias, y, 0, y_stride, num_in, num_out}, 0,         \
+               num_threads);                                                                                           \
+    }                                                                                                                  \
+    MOTET_CALL void linear_groups_##NAME(const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_groups,     \
+                                         const T* weight, int64_t weight_stride, T* y, int64_t y_stride,               \
+                                         int64_t num_in, int64_t num_out, int num_threads) {                           \
+        linear(x, x_stride, offsets, num_groups,                                                                       \
+               LinearCall<T>{nullptr, weight, nullptr, y, 0, y_stride, num_in, num_out}, weight_stride, num_threads);  \
+    }                                                                                                                  \
+    MOTET_CALL void linear_to_floats_##NAME(const T* x, int64_t x_stride, int64_t num_rows, const T* weight, float* y, \
+                                            int64_t num_in, int64_t num_out, int num_threads) {                        \
+        const int64_t rows[] = {0, num_rows};                                                                          \
+        linear(x, x_stride, rows, 1, LinearCall<T, float>{nullptr, weight, nullptr, y, 0, num_out, num_in, num_out},   \
+               0, num_threads);                                                                                        \
+    }                                                                                                                  \
+    MOTET_CALL void run_step_##NAME(const void* operations, int64_t count, const void* call) {                         \
+        run_step<T>((const StepOperation*)operations, count, *(const StepCall*)call);                                  \
+    }                                                                                                                  \
+    MOTET_CALL void lora_shrink_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,        \
+                                       const void* parts, int64_t num_parts, const T* x, int64_t x_stride, T* shrunk,  \
+                                       int num_threads) {                                                              \
+        shrink(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, x, x_stride, shrunk,  \
+               num_threads);                                                                                           \
+    }                                                                                                                  \
+    MOTET_CALL void lora_expand_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,        \
+                                       const void* parts, int64_t num_parts, const T* shrunk, int64_t shrunk_stride,   \
+                                       T* y, int64_t y_stride, int num_threads) {                                      \
+        expand(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, shrunk,               \
+               shrunk_stride, y, y_stride, num_threads);                                                               \
+    }                                                                                                                  \
+    MOTET_CALL void lora_add_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,           \
+                                    const void* parts, int64_t num_parts, const T* x, int64_t x_stride, T* y,          \
+                                    int64_t y_stride, int64_t length, int num_threads) {                               \
+        add(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, x, x_stride, y,          \
+            y_stride, length, num_threads);                                                                            \
+    }                                                                                                                  \
+    MOTET_CALL void silu_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width,          \
+                                    int num_threads) {                                                                 \
+        gated<T, silu>(gate_up, stride, to, num_rows, width, num_threads);                                             \
+    }                                                                                                                  \
+    MOTET_CALL void gelu_tanh_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width,     \
+                                         int num_threads) {                                                            \
+        gated<T, gelu_tanh>(gate_up, stride, to, num_rows, width, num_threads);                                        \
+    }                                                                                                                  \
+    MOTET_CALL void add_rms_norm_##NAME(const T* x, int64_t x_stride, const T* residual, const void* weight,           \
+                                        int weight_is_float, T* total, T* normed, int64_t num_rows, int64_t width,     \
+                                        float eps, int num_threads) {                                                  \
+        if (weight_is_float)                                                                                           \
+            add_rms_norm(x, x_stride, residual, (const float*)weight, total, normed, num_rows, width, eps,             \
+                         num_threads);                                                                                 \
+        else                                                                                                           \
+            add_rms_norm(x, x_stride, residual, (const T*)weight, total, normed, num_rows, width, eps, num_threads);   \
     }
 
 MOTET_CALL void highest_tokens(const float* logits, int64_t stride, int64_t vocab, int64_t num_rows, int64_t* tokens,

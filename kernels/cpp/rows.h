@@ -1,27 +1,18 @@
 // Kernels that compute each row by itself: rotary embedding with the KV write, norms, gated activations.
 #pragma once
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
+#include "team.h"
 #include "vectors.h"
 
 namespace motet {
 
-constexpr int64_t kLeastShared = 1 << 14;  // elements; for fewer, starting a second thread costs more than it saves
+constexpr int64_t kLeastShared = 1 << 14;  // elements; for fewer, a second thread costs more than it saves
 
-// Calls `compute(start, end)` on each thread with the rows that this thread computes.
+// Calls `compute(start, end)` with ranges of rows, which threads share.
 template <class F>
-void share_rows(int64_t num_rows, int64_t width, [[maybe_unused]] int num_threads, F compute) {
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && num_rows * width >= kLeastShared)
-    {
-        int64_t thread = 0, count = 1;
-#ifdef _OPENMP
-        thread = omp_get_thread_num(), count = omp_get_num_threads();
-#endif
-        compute(num_rows * thread / count, num_rows * (thread + 1) / count);
-    }
+void share_rows(int64_t num_rows, int64_t width, int num_threads, F compute) {
+    const int64_t blocks = num_rows * width < kLeastShared ? 1 : blocks_of(num_rows, num_threads);
+    share_ranges(num_rows, blocks, num_threads, compute);
 }
 
 // Rotates one head by the angles of a position; element i is rotated with element i + dim / 2, as in Llama.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "floats.h"
+#include "team.h"
 
 namespace motet {
 
@@ -247,9 +248,8 @@ struct PenaltyFactors {
 
 // Changes the logits of the tokens that some rows' sequences have.
 inline void penalise(float* logits, int64_t stride, const PenalisedRow* rows, int64_t num_rows,
-                     const PenaltyFactors* factors, [[maybe_unused]] int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 1) schedule(dynamic)
-    for (int64_t i = 0; i < num_rows; i++) {
+                     const PenaltyFactors* factors, int num_threads) {
+    Team::of_process().share(num_threads, num_rows, [&](int64_t i) {
         const PenalisedRow& own = rows[i];
         const float repetition = float(factors[i].repetition);
         float* row = logits + own.row * stride;
@@ -260,27 +260,24 @@ inline void penalise(float* logits, int64_t stride, const PenalisedRow* rows, in
             const double taken = count > 0 ? factors[i].presence + factors[i].frequency * count : 0.0;
             logit = repeated - float(taken);
         }
-    }
+    });
 }
 
 // A token for each of `num_rows` of the rows of logits.
 inline void draw(const float* logits, int64_t stride, int64_t vocab, const int64_t* rows, int64_t num_rows,
-                 const Draw* draws, int64_t* tokens, [[maybe_unused]] int num_threads) {
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
+                 const Draw* draws, int64_t* tokens, int num_threads) {
+    Team::of_process().share(num_threads, num_rows, [&](int64_t i) {
         static thread_local std::unique_ptr<Drawing> kept;
         if (!kept) kept.reset(new Drawing);
-        Drawing& drawing = *kept;
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_rows; i++) tokens[i] = drawing.token(logits + rows[i] * stride, vocab, draws[i]);
-    }
+        tokens[i] = kept->token(logits + rows[i] * stride, vocab, draws[i]);
+    });
 }
 
 // The highest token of each of `num_rows` rows of logits.
 inline void highest(const float* logits, int64_t stride, int64_t vocab, int64_t num_rows, int64_t* tokens,
-                    [[maybe_unused]] int num_threads) {
-#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_rows > 1)
-    for (int64_t row = 0; row < num_rows; row++) tokens[row] = highest(logits + row * stride, vocab);
+                    int num_threads) {
+    Team::of_process().share(num_threads, num_rows,
+                             [&](int64_t row) { tokens[row] = highest(logits + row * stride, vocab); });
 }
 
 }  // namespace motet

@@ -21,7 +21,9 @@ class DecodeTuning:
     """Sizes that change the speed, and the result only by rounding. `benchmarks/gpu/sweep.py` times other values."""
 
     programs: int = 1056  # of a launch, at most: eight for each of an H200's 132 multiprocessors
-    split_keys: int = 256  # of a split, where no sequence has more than 128 of them
+    split_keys: int = 256  # of a split, where no sequence has more than 128 of them and decodes are few
+    long_split_keys: int = 1024  # likewise, where decodes alone fill the GPU: fewer partial sums to add up
+    many: int = 64  # decodes times KV heads that do
     keys: int = 64  # of a tile, as `keys_of_tile` takes it
     warps: int = 4
     stages: int = 3  # tiles that are loaded ahead, by software pipelining
@@ -67,7 +69,10 @@ class Decodes:
         num_kv_heads, group, head_dim = kv.shape[3], shared["GROUP"], shared["HEAD_DIM"]
         # With eight bits, registers hold both the bytes and their values: a tile has half as many keys.
         block = keys_of_tile(self.tuning.keys, head_dim * (kv.element_size() if scales is None else 4))
-        splits = self._splits_of(window, kv.shape[2], block)
+        is_many = self.num * num_kv_heads >= self.tuning.many
+        splits = self._splits_of(
+            window, kv.shape[2], block, self.tuning.long_split_keys if is_many else self.tuning.split_keys
+        )
         room = len(splits.items)
         partial = stats = torch.empty(1, dtype=torch.float32, device=q.device)  # not used, but of the type compiled for
         if not splits.is_whole:
@@ -112,12 +117,12 @@ class Decodes:
                 num_warps=4,
             )
 
-    def _splits_of(self, window: int | None, page: int, block: int) -> _Splits:
+    def _splits_of(self, window: int | None, page: int, block: int, split_keys: int) -> _Splits:
         found = self._splits.get((window, block))
         if found is not None:
             return found
         most_seen = min(self.batch.most_pages * page, window or self.batch.most_pages * page)
-        most = min(triton.cdiv(most_seen, self.tuning.split_keys), SPLITS_OF_ITEM.value)
+        most = min(triton.cdiv(most_seen, split_keys), SPLITS_OF_ITEM.value)
         room = max(self.num, min(self.num * most, _ROOM))
         items = torch.empty(room, dtype=torch.int32, device=self.batch.positions.device)
         starts = torch.empty(self.num + 2, dtype=torch.int32, device=items.device)
@@ -130,7 +135,7 @@ class Decodes:
             window or 0,
             room,
             WINDOW=window is not None,
-            KEYS=self.tuning.split_keys,
+            KEYS=split_keys,
             BLOCK=block,
             AT_ONCE=_DECODES_AT_ONCE,
             num_warps=4,

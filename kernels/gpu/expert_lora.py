@@ -110,7 +110,14 @@ class TritonExpertLora:
                 num_warps=4,
             )
         return TritonLoraBatch(
-            batch.geometry, tiles, batch.parts, batch.first_pages, batch.pages, batch.tile_rows, batch.ranks
+            batch.geometry,
+            numbers[:1],
+            tiles,
+            batch.parts,
+            batch.first_pages,
+            batch.pages,
+            tile_rows=batch.tile_rows,
+            ranks=batch.ranks,
         )
 
     def reserve(

@@ -19,18 +19,18 @@ log = logging.getLogger(__name__)
 LEAST_TILE = 16  # fewest elements of a row that a matrix instruction takes
 _SHORT_TILE, _TALL_TILE = 16, 64  # rows
 _ROWS_OF_SHORT_TILES = 256  # most rows of a segment in short tiles; for more, tall tiles read its matrices less often
-_LEAST_STEPS = 2  # fewest tiles of x's columns in a split
 
 
 @dataclass(frozen=True)
 class LoraTuning:
     """Sizes that change the speed, and the result only by rounding. `benchmarks/gpu/sweep.py` times other values."""
 
-    programs: int = 528  # aimed at in a shrink launch: four for each of an H200's 132 multiprocessors
+    programs: int = 1056  # aimed at in a shrink launch: eight for each of an H100's 132 multiprocessors
     most_splits: int = 8  # of a shrink, whose partial sums the expand reads; half as many for long segments
     shrink_width: int = 128  # columns of x at a time
+    row_width: int = 256  # likewise, for a tile of a single row
     shrink_stages: int = 4  # tiles that are loaded ahead, by software pipelining
-    expand_programs: int = 1056  # of an expand launch, at most, as long as a program can take more columns
+    expand_programs: int = 1056  # of an expand launch, and at least one for each tile and module
     expand_width: int = 128  # columns of y at a time
     expand_stages: int = 4
 
@@ -40,7 +40,8 @@ class TritonLoraBatch:
     """A batch's tables on the device, as `lora_device.py` describes them."""
 
     geometry: LoraGeometry
-    tiles: torch.Tensor  # [num_tiles, 3] int64
+    num_tiles: torch.Tensor  # [1] int64, how many of `tiles` are in use
+    tiles: torch.Tensor  # [room, 3] int64
     parts: torch.Tensor  # [num_segments, num_modules, 4] int64
     first_pages: torch.Tensor  # [num_segments] int64
     pages: torch.Tensor  # int64
@@ -49,7 +50,7 @@ class TritonLoraBatch:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.tiles, self.parts, self.first_pages, self.pages
+        return self.num_tiles, self.tiles, self.parts, self.first_pages, self.pages
 
 
 class TritonLora:
@@ -77,6 +78,7 @@ class TritonLora:
         slices = [at for segment in segments for at in segment.adapter.modules]
         first_pages = accumulate((len(segment.adapter.pages) for segment in segments[:-1]), initial=0)
         tables = (
+            [len(tiles)],
             [number for tile in tiles for number in tile],
             [number for at in slices for number in (at.rank, at.a_rows, at.a, at.b)],
             list(first_pages)[: len(segments)],
@@ -85,10 +87,11 @@ class TritonLora:
         flat = torch.tensor(
             [number for table in tables for number in table], dtype=torch.int64, pin_memory=device.type == "cuda"
         ).to(device, non_blocking=True)
-        on_tiles, on_parts, on_first_pages, on_pages = torch.split(flat, [len(table) for table in tables])
+        num_tiles, on_tiles, on_parts, on_first_pages, on_pages = torch.split(flat, [len(table) for table in tables])
         ranks = ranks_of(max((at.a_rows for at in slices), default=0))
         return TritonLoraBatch(
             geometry,
+            num_tiles,
             on_tiles.view(-1, 3),
             on_parts.view(-1, len(geometry.sides), 4),
             on_first_pages,
@@ -114,7 +117,7 @@ class TritonLora:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         modules, num_tiles = len(geometry.sides), _most_tiles(num_rows, num_segments)
-        tables = zeros(num_tiles, 3), zeros(num_segments, modules, 4), zeros(num_segments), zeros(num_pages)
+        tables = zeros(1), zeros(num_tiles, 3), zeros(num_segments, modules, 4), zeros(num_segments), zeros(num_pages)
         return TritonLoraBatch(geometry, *tables, tile_rows_of(num_rows), ranks_of(ranks))
 
     def part(self, reserved: TritonLoraBatch, num_rows: int, num_segments: int) -> TritonLoraBatch:
@@ -130,6 +133,7 @@ class TritonLora:
     def refill(self, reserved: TritonLoraBatch, batch: TritonLoraBatch | PlainLoraBatch | None) -> bool:
         """See `lora.CapturableLora`."""
         if batch is None:
+            reserved.num_tiles.zero_()
             reserved.tiles.zero_()
             return True
         if isinstance(batch, PlainLoraBatch) or batch.ranks > reserved.ranks or batch.tile_rows > reserved.tile_rows:
@@ -174,7 +178,7 @@ class TritonLora:
             shrink_kernel[(len(batch.tiles) * len(modules), splits)](
                 x,
                 pool[:, layer],
-                *batch.tensors,
+                *batch.tensors[1:],
                 shrunk,
                 x.stride(0),
                 pool.stride(0),
@@ -187,6 +191,7 @@ class TritonLora:
                 SLAB=batch.geometry.slab,
                 ROWS=batch.tile_rows,
                 WIDTH=width,
+                RUN=self._run(batch),
                 SPLITS=splits,
                 PRECISION=_precision(x),
                 num_warps=4,
@@ -211,10 +216,9 @@ class TritonLora:
         width = min(tile_width(batch.geometry), self._tuning.expand_width)
         if len(batch.tiles) == 0:
             return
-        outputs = [num_out for _, num_out in sides]
-        steps = self._num_steps([num_out // width for num_out in outputs], len(batch.tiles))
-        # Tiles come first: those of one adapter read the same columns of B, while no two programs share any of y.
-        expand_kernel[(len(batch.tiles), sum(triton.cdiv(num_out // width, steps) for num_out in outputs))](
+        outputs, room = [num_out for _, num_out in sides], len(batch.tiles)
+        programs = max(self._tuning.expand_programs, room * len(modules))
+        expand_kernel[(min(programs, room * sum(num_out // width for num_out in outputs)),)](
             y,
             shrunk,
             pool[:, layer],
@@ -225,8 +229,8 @@ class TritonLora:
             batch.ranks,
             len(shrunk),
             shrunk.stride(0),
-            steps,
             **_modules(modules),
+            SLOTS=len(modules),
             NUM_MODULES=len(batch.geometry.sides),
             **{f"OUT_{slot}": outputs[slot] if slot < len(outputs) else 0 for slot in range(3)},
             SLAB=batch.geometry.slab,
@@ -238,24 +242,18 @@ class TritonLora:
             num_stages=self._tuning.expand_stages,
         )
 
-    def _num_steps(self, pieces: Sequence[int], num_tiles: int) -> int:
-        """Pieces of a module's columns for a program of an expand, a power of two: so few programs run at once."""
-        steps = 1
-        while num_tiles * sum(triton.cdiv(count, steps) for count in pieces) > self._tuning.expand_programs:
-            if steps >= max(pieces):
-                break
-            steps *= 2
-        return steps
-
     def _shrink_width(self, batch: TritonLoraBatch) -> int:
         return min(tile_width(batch.geometry), self._tuning.shrink_width)
 
+    def _run(self, batch: TritonLoraBatch) -> int:
+        return min(tile_width(batch.geometry), self._tuning.row_width)
+
     def _num_splits(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> int:
-        """Splits of a shrink, a power of two: enough programs to fill the GPU, at least _LEAST_STEPS tiles for each."""
-        num_steps = batch.geometry.sides[modules[0]][0] // self._shrink_width(batch)
+        """Splits of a shrink, a power of two: enough programs to fill the GPU, at least a run of columns for each."""
+        num_runs = batch.geometry.sides[modules[0]][0] // self._run(batch)
         wanted = triton.next_power_of_2(triton.cdiv(self._tuning.programs, max(len(batch.tiles) * len(modules), 1)))
         splits = min(int(wanted), self._tuning.most_splits if batch.tile_rows == 16 else self._tuning.most_splits // 2)
-        while splits > 1 and splits * _LEAST_STEPS > num_steps:
+        while splits > num_runs:
             splits //= 2
         return splits
 

@@ -4,9 +4,9 @@ The host side is `lora.py`. Gathering each adapter at its own rank is S-LoRA's i
 added atomically: each split of a shrink writes its own partial sums, and the expand adds them up in order, so that a
 result is the same every time.
 
-An entry of `tiles` is some neighbouring rows of one segment, `(first row, number of rows, segment)`; entries with no
-rows pad a launch of a fixed grid. `parts` says where each module of a segment lies: `(rank, rows of A, start of A,
-start of B)`, in elements of the adapter's virtual array.
+An entry of `tiles` is some neighbouring rows of one segment, `(first row, number of rows, segment)`. The first
+`num_tiles` are in use; the others pad a launch of a fixed grid and have no rows. `parts` says where each module of a
+segment lies: `(rank, rows of A, start of A, start of B)`, in elements of the adapter's virtual array.
 """
 
 from __future__ import annotations
@@ -55,6 +55,34 @@ def _vectors(shrunk, row, ranks, num_rows, there, SPLITS: tl.constexpr):
     return total
 
 
+@triton.jit
+def _shrink_row(
+    x,
+    pool,
+    pages,
+    a,
+    a_rows,
+    first_column,
+    last_column,
+    shrunk,
+    page_stride,
+    NUM_IN: tl.constexpr,
+    SLAB: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """A row's x Aᵀ over these columns."""
+    rank, column = tl.arange(0, _RANKS), tl.arange(0, RUN)
+    for first in range(0, a_rows, _RANKS):
+        live = first + rank < a_rows
+        products = tl.zeros((_RANKS, RUN), tl.float32)
+        for at in range(first_column, last_column, RUN):
+            start = a + first * NUM_IN + at
+            page = _pages_of(pages, start, live, NUM_IN, SLAB)
+            weights = _page_rows(pool, page, start, live, NUM_IN, page_stride, SLAB, RUN)
+            products += weights.to(tl.float32) * tl.load(x + at + column).to(tl.float32)[None, :]
+        tl.store(shrunk + first + rank, tl.sum(products, 1), mask=live)
+
+
 @triton.jit(
     do_not_specialize=["num_rows"],
     do_not_specialize_on_alignment=["tiles", "parts", "first_pages", "pages"],
@@ -80,10 +108,14 @@ def shrink_kernel(
     SLAB: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    RUN: tl.constexpr,  # columns that a split has a multiple of, and that a single row takes at a time
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program computes x Aᵀ of one tile and module, over one split of x's columns."""
+    """One program computes x Aᵀ of one tile and module, over one split of x's columns.
+
+    A tile of a single row needs no matrix instruction, and its A no way through shared memory.
+    """
     slot, split = tl.program_id(0) % SLOTS, tl.program_id(1)
     tile = tiles + tl.program_id(0) // SLOTS * 3
     first_row, count = tl.load(tile), tl.load(tile + 1)
@@ -98,13 +130,17 @@ def shrink_kernel(
     part = parts + (segment * NUM_MODULES + module) * 4
     a_rows, a = tl.load(part + 1).to(tl.int32), _element(part + 2)
     pages += tl.load(first_pages + segment)
+    SHARE: tl.constexpr = (NUM_IN // RUN + SPLITS - 1) // SPLITS * RUN
+    first_column, last_column = split * SHARE, tl.minimum((split + 1) * SHARE, NUM_IN)
+    if count == 1:
+        inputs, sums = x + first_row * x_row, shrunk + ((slot * SPLITS + split) * num_rows + first_row) * ranks
+        _shrink_row(inputs, pool, pages, a, a_rows, first_column, last_column, sums, page_stride, NUM_IN, SLAB, RUN)
+        return
     member, rank, column = tl.arange(0, ROWS), tl.arange(0, _RANKS), tl.arange(0, WIDTH)
     here = member < count
     row = first_row + member
     NUM_STEPS: tl.constexpr = NUM_IN // WIDTH
-    SHARE: tl.constexpr = (NUM_STEPS + SPLITS - 1) // SPLITS
-    first_step = split * SHARE
-    last_step = tl.minimum(first_step + SHARE, NUM_STEPS)
+    first_step, last_step = first_column // WIDTH, last_column // WIDTH
     x_place = x + row[:, None] * x_row + column[None, :]
     place = shrunk + ((slot * SPLITS + split) * num_rows + row)[:, None] * ranks + rank[None, :]
     for first in range(0, a_rows, _RANKS):
@@ -122,13 +158,14 @@ def shrink_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_workers", "steps"],
-    do_not_specialize_on_alignment=["tiles", "parts", "first_pages", "pages"],
+    do_not_specialize=["num_rows", "num_workers"],
+    do_not_specialize_on_alignment=["num_tiles", "tiles", "parts", "first_pages", "pages"],
 )
 def expand_kernel(
     y,  # [num_rows, sum of outputs]
     shrunk,  # [num_workers, modules of this launch, SPLITS, num_rows, ranks] float32
     pool,
+    num_tiles,  # int64, in memory
     tiles,
     parts,
     first_pages,
@@ -139,10 +176,10 @@ def expand_kernel(
     ranks,
     num_workers,
     worker_stride,
-    steps,
     MODULE_0: tl.constexpr,
     MODULE_1: tl.constexpr,
     MODULE_2: tl.constexpr,
+    SLOTS: tl.constexpr,
     NUM_MODULES: tl.constexpr,
     OUT_0: tl.constexpr,
     OUT_1: tl.constexpr,
@@ -153,13 +190,18 @@ def expand_kernel(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program adds the output of one tile's adapter to up to `steps` times WIDTH columns of y, of one module."""
-    tile = tiles + tl.program_id(0) * 3
-    first_row, count = tl.load(tile), tl.load(tile + 1)
-    if count == 0:
+    """One program adds the output of one tile's adapter to a block of y's columns, of one module.
+
+    The tiles in use share all programs, at least SLOTS for each: however many there are, all programs have work. Tiles
+    come first: those of one adapter read the same columns of B, while no two programs share any of y.
+    """
+    live_tiles = tl.load(num_tiles).to(tl.int32)
+    if live_tiles == 0:
         return
-    segment = tl.load(tile + 2)
-    block = tl.program_id(1)
+    programs = tl.num_programs(0) // live_tiles
+    # Of WIDTH columns each, so many to a block that there are programs enough, with a short last block of each module.
+    steps = tl.cdiv((OUT_0 + OUT_1 + OUT_2) // WIDTH, programs - (SLOTS - 1))
+    block = tl.program_id(0) // live_tiles
     slot, module, width, column = 0, MODULE_0, OUT_0, 0
     num_before = tl.cdiv(OUT_0 // WIDTH, steps)
     if block >= num_before:
@@ -168,6 +210,11 @@ def expand_kernel(
         if block >= num_before:
             slot, module, width, column, block = 2, MODULE_2, OUT_2, OUT_0 + OUT_1, block - num_before
     width = tl.multiple_of(width, 16)
+    own = block * steps * WIDTH  # the first column, in the module's output
+    if own >= width:
+        return
+    tile = tiles + tl.program_id(0) % live_tiles * 3
+    first_row, count, segment = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     part = parts + (segment * NUM_MODULES + module) * 4
     a_rows, b = tl.load(part + 1).to(tl.int32), _element(part + 3)
     if a_rows == 0:
@@ -176,17 +223,26 @@ def expand_kernel(
     member, rank = tl.arange(0, ROWS), tl.arange(0, _RANKS)
     here = member < count
     row = first_row + member
-    own = block * steps * WIDTH  # the first column, in the module's output
     num_steps = tl.minimum(steps, width // WIDTH - block * steps)
     shrunk += slot * SPLITS * num_rows * ranks
     y_place = y + row[:, None] * y_row + (column + own + tl.arange(0, WIDTH))[None, :]
-    # One round for each step and 16 ranks: the next rows of B are loaded while a round computes.
+    start, live = b + own, rank < a_rows
+    vectors = _vectors(shrunk, row, ranks, num_rows, here[:, None] & live[None, :], SPLITS)
+    page = _pages_of(pages, start, live, width, SLAB)
     rank_tiles = tl.cdiv(a_rows, _RANKS)
     rounds = num_workers * rank_tiles  # of a step
-    vectors = _vectors(shrunk, row, ranks, num_rows, here[:, None] & (rank < a_rows)[None, :], SPLITS)
-    page = _pages_of(pages, b + own, rank < a_rows, width, SLAB)
+    if rounds == 1:  # ranks of up to 16: the vectors stay as they are
+        factors = vectors.to(pool.dtype.element_ty)
+        for step in range(0, num_steps):
+            upcoming = _pages_of(pages, b + own + tl.minimum(step + 1, num_steps - 1) * WIDTH, live, width, SLAB)
+            weights = _page_rows(pool, page, b + own + step * WIDTH, live, width, page_stride, SLAB, WIDTH)
+            before = tl.load(y_place + step * WIDTH, mask=here[:, None], other=0.0).to(tl.float32)
+            total = before + tl.dot(factors, weights, input_precision=PRECISION)
+            tl.store(y_place + step * WIDTH, total.to(y.dtype.element_ty), mask=here[:, None])
+            page = upcoming
+        return
+    # One round for each step and 16 ranks: the next rows of B are loaded while a round computes.
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    start, live = b + own, rank < a_rows
     for index in range(0, num_steps * rounds):
         step, turn = index // rounds, index % rounds
         next_step, next_turn = tl.minimum((index + 1) // rounds, num_steps - 1), (index + 1) % rounds
@@ -200,7 +256,6 @@ def expand_kernel(
             before = tl.load(y_place + step * WIDTH, mask=here[:, None], other=0.0).to(tl.float32)
             tl.store(y_place + step * WIDTH, (before + acc).to(y.dtype.element_ty), mask=here[:, None])
             acc = tl.zeros((ROWS, WIDTH), tl.float32)
-        if rounds > 1:
-            there = here[:, None] & next_live[None, :]
-            vectors = _vectors(shrunk + worker * worker_stride + first, row, ranks, num_rows, there, SPLITS)
+        there = here[:, None] & next_live[None, :]
+        vectors = _vectors(shrunk + worker * worker_stride + first, row, ranks, num_rows, there, SPLITS)
         page, start, live = upcoming, next_start, next_live

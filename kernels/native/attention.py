@@ -14,12 +14,12 @@ from ..plain import attention as plain_attention
 log = logging.getLogger(__name__)
 
 # Limits of cpp/attention.h.
-_MOST_DIMS = 512  # head_dim
-_MOST_GROUPED = 32  # query heads that share a KV head
+MOST_DIMS = 512  # head_dim
+MOST_GROUPED = 32  # query heads that share a KV head
 
 
 @dataclass(frozen=True)
-class _HostBatch:
+class HostBatch:
     """A batch's lists as arrays, made once for all layers."""
 
     batch: AttentionBatch
@@ -32,8 +32,8 @@ class _HostBatch:
     row_slots: torch.Tensor
 
     @staticmethod
-    def make(batch: AttentionBatch) -> _HostBatch:
-        return _HostBatch(
+    def make(batch: AttentionBatch) -> HostBatch:
+        return HostBatch(
             batch,
             torch.tensor(batch.query_starts, dtype=torch.int64),
             torch.tensor(batch.context_lens, dtype=torch.int64),
@@ -51,7 +51,7 @@ class NativeAttention:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._dtype, self._num_threads = dtype, num_threads
         self._has_warned = False
-        self._host: _HostBatch | None = None  # of the last batch, which all layers of a step share
+        self._host: HostBatch | None = None  # of the last batch, which all layers of a step share
         name = str(dtype).removeprefix("torch.")
         pointer = ctypes.c_void_p
         self._write, self._attend = library[f"write_kv_{name}"], library[f"paged_attention_{name}"]
@@ -103,7 +103,7 @@ class NativeAttention:
         """
         _, num_heads, head_dim = q.shape
         block_size, num_kv_heads = kv.shape[2:4]
-        if head_dim > _MOST_DIMS or num_heads // num_kv_heads > _MOST_GROUPED:
+        if head_dim > MOST_DIMS or num_heads // num_kv_heads > MOST_GROUPED:
             self._warn_once(head_dim, num_heads // num_kv_heads)
             return plain_attention.paged_attention(q, kv, batch, scale, window, softcap)
         self._check(q, kv)
@@ -127,13 +127,13 @@ class NativeAttention:
 
     def _warn_once(self, head_dim: int, group: int) -> None:
         if not self._has_warned:
-            what = f"heads of {head_dim} in groups of {group}, at most {_MOST_DIMS} and {_MOST_GROUPED} are native"
+            what = f"heads of {head_dim} in groups of {group}, at most {MOST_DIMS} and {MOST_GROUPED} are native"
             log.warning("plain torch attention serves, several times slower: %s", what)
         self._has_warned = True
 
-    def _host_of(self, batch: AttentionBatch) -> _HostBatch:
+    def _host_of(self, batch: AttentionBatch) -> HostBatch:
         if self._host is None or self._host.batch is not batch:
-            self._host = _HostBatch.make(batch)
+            self._host = HostBatch.make(batch)
         return self._host
 
     def _check(self, *tensors: torch.Tensor) -> None:

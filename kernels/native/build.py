@@ -20,7 +20,7 @@ from pathlib import Path
 COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = tuple(sorted((Path(__file__).parents[1] / "cpp").glob("*.[ch]*")))
 # Symbols are hidden because a library for another CPU may be loaded too: thread-local data has another layout in it.
-_HIDDEN = ("-fvisibility=hidden", "-shared", "-fPIC")
+_HIDDEN = ("-fvisibility=hidden", "-shared", "-fPIC", "-pthread")
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-strict-aliasing", "-w", *_HIDDEN)
 _DEADLINE_S = 120.0
 
@@ -30,7 +30,6 @@ class NativeUnavailable(Exception):  # noqa: N818
 
 
 def load_library(
-    num_threads: int,
     cache: Path | None = None,
     compilers: Sequence[str] = COMPILERS,
     flags: Sequence[str] | None = None,
@@ -45,7 +44,7 @@ def load_library(
     compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None:
         raise NativeUnavailable(f"no C++ compiler was found ({', '.join(compilers)})")
-    all_flags = (*_FLAGS, *(cpu_flags() if flags is None else flags), *(("-fopenmp",) if num_threads > 1 else ()))
+    all_flags = (*_FLAGS, *(cpu_flags() if flags is None else flags))
     folder = cache if cache is not None else Path.home() / ".cache" / "motet"
     library = folder / f"kernels-{_key(compiler, all_flags)}.so"
     try:
@@ -115,7 +114,7 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        load_library(num_threads=2, cache=Path(folder))
+        load_library(cache=Path(folder))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ class NativeLinear:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._linear = library[f"linear_{name}"]
         self._linear.argtypes = [*(pointer, number, number), *(pointer,) * 3, *(number,) * 3, ctypes.c_int]
-        self._linear.restype = None
+        self._to_floats = library[f"linear_to_floats_{name}"]
+        self._to_floats.argtypes = [*(pointer, number, number), *(pointer,) * 2, *(number,) * 2, ctypes.c_int]
+        self._linear.restype = self._to_floats.restype = None
         facts = [library[f"linear_{fact}_{name}"] for fact in ("depth", "panel", "is_best")]
         for fact in facts:
             fact.argtypes, fact.restype = [], number
@@ -63,6 +65,23 @@ class NativeLinear:
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             y.stride(0),
+            weight.num_in,
+            weight.num_out,
+            self._num_threads,
+        )
+        return y
+
+    def to_floats(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        """`linear` without a bias, in float32: what it rounds, converted."""
+        assert x.dtype == self.dtype and x.shape[1] == weight.num_in, "x has the kernels' dtype and the weight's inputs"
+        x = x if x.stride(1) == 1 else x.contiguous()
+        y = torch.empty(x.shape[0], weight.num_out)
+        self._to_floats(
+            x.data_ptr(),
+            x.stride(0),
+            x.shape[0],
+            weight.panels.data_ptr(),
+            y.data_ptr(),
             weight.num_in,
             weight.num_out,
             self._num_threads,

@@ -61,7 +61,7 @@ class NativeLora:
         batch: NativeLoraBatch,
         modules: tuple[int, ...],
     ) -> None:
-        parts = _parts(batch, modules)
+        parts = parts_of(batch, modules)
         x = x if x.stride(1) == 1 else x.contiguous()
         assert y.stride(1) == 1 and y.dtype == self._dtype, "y's rows are contiguous and of the kernels' dtype"
         self._add(
@@ -77,7 +77,7 @@ class NativeLora:
     def shrink(
         self, x: torch.Tensor, pool: torch.Tensor, layer: int, batch: NativeLoraBatch, modules: tuple[int, ...]
     ) -> torch.Tensor:
-        parts = _parts(batch, modules)
+        parts = parts_of(batch, modules)
         x = x if x.stride(1) == 1 else x.contiguous()
         shrunk = x.new_empty(parts.length)
         self._shrink(
@@ -94,7 +94,7 @@ class NativeLora:
         batch: NativeLoraBatch,
         modules: tuple[int, ...],
     ) -> None:
-        parts = _parts(batch, modules)
+        parts = parts_of(batch, modules)
         assert y.stride(1) == 1 and y.dtype == self._dtype, "y's rows are contiguous and of the kernels' dtype"
         shrunk = shrunk.contiguous()
         self._expand(
@@ -115,7 +115,8 @@ class NativeLora:
         return layer_pointer, pool.stride(0), batch.geometry.slab, pages.data_ptr(), table.data_ptr(), table.shape[0]
 
 
-def _parts(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:
+def parts_of(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:
+    """The table of some modules, made when it is first asked for."""
     found = batch.parts.get(modules)
     if found is None:
         found = batch.parts[modules] = _make_parts(batch, modules)

@@ -12,7 +12,9 @@ class PlainFloat8:
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         wide = x.float()
-        scales = (wide.abs().amax(1, keepdim=True) / LARGEST).clamp_min(SMALLEST_SCALE)
+        largest = wide.abs().amax(1, keepdim=True)
+        # On a GPU torch divides by a number of the host as it multiplies by its reciprocal, which rounds otherwise.
+        scales = (largest / torch.full_like(largest, LARGEST)).clamp_min(SMALLEST_SCALE)
         # A quotient may round up to a little over the largest value, which some torch convert to NaN.
         return (wide / scales).clamp(-LARGEST, LARGEST).to(FLOAT8), scales
 

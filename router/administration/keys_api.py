@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Final
 
 from starlette.requests import Request
@@ -122,11 +123,8 @@ class KeysApi:
         wanted = page_request(request)
         await self._view.catch_up()
         user = request.query_params.get("user")
-        keys = [
-            key
-            for key in self._view.keys.keys_of(tenant)
-            if key.key_id > (wanted.after or "") and user in (None, key.user)
-        ]
+        behind = self._view.keys.keys_of(tenant, wanted.after or "")
+        keys = list(islice((key for key in behind if user in (None, key.user)), wanted.limit + 1))
         page = keys[: wanted.limit]
         return await list_answer(map(shown_key, page), [key.key_id for key in page], len(keys) > len(page))
 

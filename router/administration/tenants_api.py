@@ -136,7 +136,7 @@ class TenantsApi:
         return self._shown(name)
 
     def _shown(self, name: str) -> TenantShown:
-        return shown_tenant(self._view.tenant(name), len(self._view.keys.keys_of(name)))
+        return shown_tenant(self._view.tenant(name), self._view.keys.num_keys_of(name))
 
 
 def _check_name(name: str) -> None:

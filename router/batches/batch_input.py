@@ -12,6 +12,7 @@ from ...adapters.errors import shown
 from ...adapters.registry.batches.records import BatchError
 
 MAX_LINES: Final = 50_000
+MAX_READ: Final = 2 * MAX_LINES  # blank lines included: each costs a look
 MAX_LINE_BYTES: Final = 1 << 20
 MAX_ERRORS: Final = 20  # that a batch says
 _MAX_ID_CHARS: Final = 512
@@ -47,25 +48,32 @@ class LineReader:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._number = file, 0
 
-    def piece(self) -> list[tuple[int, bytes]]:
-        """The next lines that are not blank, with their numbers from 1 on; empty: there are no more.
+    def piece(self) -> list[tuple[int, bytes]] | None:
+        """The next lines, without those that are blank, with their numbers from 1 on; None: the file is over.
 
         A line that is too long ends the file; it has more than MAX_LINE_BYTES.
         """
         lines: list[tuple[int, bytes]] = []
-        num_bytes = 0
-        while (
-            len(lines) < _PIECE_LINES and num_bytes < _PIECE_BYTES and (line := self._file.readline(MAX_LINE_BYTES + 2))
-        ):
+        num_bytes, last = 0, self._number + _PIECE_LINES
+        while self._number < last and num_bytes < _PIECE_BYTES:
+            line = self._file.readline(MAX_LINE_BYTES + 2)
+            if not line:
+                return lines or None
             self._number += 1
             num_bytes += len(line)
             if stripped := line.strip():
                 lines.append((self._number, stripped))
         return lines
 
-    def checked_piece(self) -> list[Line]:
+    def checked_piece(self) -> list[Line] | None:
         """The same of a file that `InputCheck` has found right."""
-        return [_decode(line) for _, line in self.piece()]
+        found = self.piece()
+        return None if found is None else [_decode(line) for _, line in found]
+
+    @property
+    def num_read(self) -> int:
+        """Lines that were read, those that are blank among them."""
+        return self._number
 
 
 class InputCheck:
@@ -82,7 +90,10 @@ class InputCheck:
         """Whether what follows makes no difference."""
         return len(self.errors) >= MAX_ERRORS or any(one.code in _FATAL for one in self.errors)
 
-    def take(self, lines: Sequence[tuple[int, bytes]]) -> None:
+    def take(self, lines: Sequence[tuple[int, bytes]], num_read: int) -> None:
+        """`num_read`: how many lines the file has so far, those that are blank among them."""
+        if num_read > MAX_READ and not self.is_over:
+            self._add("too_many_lines", f"The file has more than {MAX_READ} lines, blank ones included.", None, None)
         for number, line in lines:
             if self.is_over:
                 return
@@ -91,7 +102,7 @@ class InputCheck:
                 self._add(*problem, number)
 
     def end(self) -> None:
-        if not self.num_lines:
+        if not self.num_lines and not self.errors:
             self._add("empty_file", "The file has no line.", None, None)
 
     def _add(self, code: str, message: str, param: str | None, line: int | None) -> None:

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ...adapters.registry.batches.records import BatchRecord
+from ...adapters.registry.batches.records import BatchRecord, BatchTokens
 from ...adapters.store.durable_file import sync_folder
 from .batch_input import digest_of
 from .file_store import FileStore
@@ -44,19 +44,57 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.response is not None and self.response.status_code == 200
 
 
+class _Details(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    """As chats, completions and embeddings have it, or as responses do."""
+
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Details = _Details()
+    completion_tokens: int = 0
+    completion_tokens_details: _Details = _Details()
+    input_tokens: int = 0
+    input_tokens_details: _Details = _Details()
+    output_tokens: int = 0
+    output_tokens_details: _Details = _Details()
+
+    @property
+    def tokens(self) -> BatchTokens:
+        return BatchTokens(
+            num_input=self.prompt_tokens + self.input_tokens,
+            num_cached=self.prompt_tokens_details.cached_tokens + self.input_tokens_details.cached_tokens,
+            num_output=self.completion_tokens + self.output_tokens,
+            num_reasoning=self.completion_tokens_details.reasoning_tokens + self.output_tokens_details.reasoning_tokens,
+        )
+
+
+class _Body(msgspec.Struct, frozen=True):
+    usage: _Usage = _Usage()
+
+
+class _KnownResponse(msgspec.Struct, frozen=True):
+    body: _Body = _Body()
+
+
 class _Known(msgspec.Struct, frozen=True):
     custom_id: str
+    response: _KnownResponse | None = None
     error: LineError | None = None
 
 
 _encode: Final = msgspec.json.Encoder().encode
 _decode: Final = msgspec.json.Decoder(_Known).decode
+_decode_body: Final = msgspec.json.Decoder(_Body).decode
 
 
 class Written(NamedTuple):
     num_completed: int
     num_failed: int
     num_bytes: int
+    tokens: BatchTokens
 
 
 class BatchResults:
@@ -65,6 +103,7 @@ class BatchResults:
     def __init__(self, store: FileStore, batch: BatchRecord) -> None:
         """Reads what is there. Raises BlockingIOError while another process has it open."""
         self.answered: set[bytes] = set()  # digests of custom_ids
+        self.tokens = BatchTokens()  # of answers: each line's once, however often it was run
         self.has_expired = False  # a line was not run, as its batch's time was over
         self._store = store
         self._writing = threading.Lock()  # a write goes on when the task that waits for it is cancelled
@@ -79,6 +118,8 @@ class BatchResults:
             for file in (self._output, self._errors):
                 for known in file.read():
                     self.answered.add(digest_of(known.custom_id))
+                    if known.response is not None:
+                        self.tokens += known.response.body.usage.tokens
                     self.has_expired |= known.error is not None and known.error.code == EXPIRED
             sync_folder(store.path(batch.tenant_id, batch.output_file_id).parent)
         except BaseException:
@@ -87,7 +128,7 @@ class BatchResults:
 
     @property
     def written(self) -> Written:
-        return Written(self._output.num_lines, self._errors.num_lines, sum(self.sizes))
+        return Written(self._output.num_lines, self._errors.num_lines, sum(self.sizes), self.tokens)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -103,6 +144,9 @@ class BatchResults:
                     self._store.check_room(len(lines))
                     file.append(lines, len(some))
                     self.answered.update(digest_of(result.custom_id) for result in some)
+                    for result in some:
+                        if result.response is not None:
+                            self.tokens += _decode_body(result.response.body).usage.tokens
 
     def close(self) -> None:
         """After a write that is under way. None follows."""

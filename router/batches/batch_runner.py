@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -88,8 +89,13 @@ class BatchRunner:
                 return
             results = await self._opened_results()
             try:
-                if await self._run_lines(results):
-                    await self._end(results)
+                try:
+                    if not await self._run_lines(results):
+                        return
+                    error = None
+                except FileNotFoundError as missing:
+                    error = await self._input_gone(missing)
+                await self._end(results, error)
             except BatchGone:
                 for file_id in (batch.output_file_id, batch.error_file_id):
                     await asyncio.to_thread(self._store.delete, self.tenant_id, file_id)
@@ -117,15 +123,13 @@ class BatchRunner:
                 while (
                     not check.is_over
                     and not (self._is_leaving or self._batch.status == "cancelling")
-                    and (lines := await asyncio.to_thread(reader.piece))
+                    and (lines := await asyncio.to_thread(reader.piece)) is not None
                 ):
-                    await asyncio.to_thread(check.take, lines)
+                    await asyncio.to_thread(check.take, lines, reader.num_read)
                     await self._look()
             check.end()
-        except FileNotFoundError:
-            if not await asyncio.to_thread(self._store.is_there, self.tenant_id):
-                raise
-            check.errors.append(BatchError(code="file_not_found", message="The input file is gone."))
+        except FileNotFoundError as missing:
+            check.errors.append(await self._input_gone(missing))
         if self._is_leaving:
             return False
 
@@ -141,6 +145,12 @@ class BatchRunner:
 
         batch, _ = await self._change(begun)
         return not batch.has_ended
+
+    async def _input_gone(self, missing: FileNotFoundError) -> BatchError:
+        """Raises `missing` if the tenant's whole folder is away: it may come back."""
+        if not await asyncio.to_thread(self._store.is_there, self.tenant_id):
+            raise missing
+        return BatchError(code="file_not_found", message="The input file is gone.")
 
     async def _run_lines(self, results: BatchResults) -> bool:
         """False: it left before every line had a result.
@@ -224,11 +234,12 @@ class BatchRunner:
         while (time.monotonic() < until or not self._is_served()) and not self._is_ended_early():  # noqa: ASYNC110
             await asyncio.sleep(min(wait_s, self._pace.look_s))
 
-    async def _end(self, results: BatchResults) -> None:
-        """Registers the files of results. Those that hold nothing are deleted."""
+    async def _end(self, results: BatchResults, error: BatchError | None = None) -> None:
+        """Registers the files of results. Those that hold nothing are deleted. `error`: why it ends early."""
         await self._note(results, is_finalizing=True)
         sizes = results.sizes
-        kept_until = int(self._batches.clock() + self._kept_s())
+        kept_s = min(self._kept_s(), self._batch.output_kept_s or math.inf)
+        kept_until = int(self._batches.clock() + kept_s)
 
         def ended(batch: BatchRecord) -> BatchRecord:
             if batch.has_ended:
@@ -237,6 +248,8 @@ class BatchRunner:
             made = structs.replace(batch, has_output=has_output, has_errors=has_errors)
             if batch.status == "cancelling":
                 return structs.replace(made, status="cancelled", cancelled_at=now)
+            if error is not None:
+                return structs.replace(made, status="failed", failed_at=now, errors=(error,))
             if results.has_expired:
                 return structs.replace(made, status="expired", expired_at=now)
             return structs.replace(made, status="completed", completed_at=now)
@@ -297,7 +310,11 @@ class BatchRunner:
             if batch.has_ended:
                 return batch
             counts = structs.replace(
-                batch, num_completed=written.num_completed, num_failed=written.num_failed, num_bytes=written.num_bytes
+                batch,
+                num_completed=written.num_completed,
+                num_failed=written.num_failed,
+                num_bytes=written.num_bytes,
+                tokens=written.tokens,
             )
             if is_finalizing and batch.status == "in_progress":
                 return structs.replace(counts, status="finalizing", finalizing_at=int(self._batches.clock()))
@@ -377,7 +394,7 @@ class BatchRunner:
     async def _pieces(self, results: BatchResults) -> AsyncGenerator[list[Line], None]:
         async with self._opened_input() as file:
             reader = LineReader(file)
-            while piece := await asyncio.to_thread(reader.checked_piece):
+            while (piece := await asyncio.to_thread(reader.checked_piece)) is not None:
                 if lines := [line for line in piece if digest_of(line.custom_id) not in results.answered]:
                     yield lines
 

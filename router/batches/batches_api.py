@@ -55,6 +55,7 @@ class BatchesApi:
             input_file_id=file.id,
             completion_window=body.completion_window,
             metadata=body.metadata,
+            output_kept_s=None if body.output_expires_after is None else body.output_expires_after.seconds,
             created_at=now,
             expires_at=now + WINDOW_S,
         )

@@ -41,12 +41,14 @@ class FileSweep:
                 await self._remove(tenant_id, one)
             await self._files.sweeping.hold(self._holder, _LEASE_S)
         for tenant_id, names in await asyncio.to_thread(lambda: [*self._store.old_files(orphan_s)]):
-            known = set(await self._files.ids_of(tenant_id)) if names else set()
-            if known.issuperset(names):
+            if not names:
                 continue
+            known = set[str]()
             async for page in self._batches.pages_of(tenant_id):
                 for batch in page:
                     known |= set() if batch.has_ended else {batch.output_file_id, batch.error_file_id}
+            # Afterwards: a batch that ends meanwhile has its files there.
+            known.update(await self._files.ids_of(tenant_id))
             for name in names:
                 if name not in known:
                     await asyncio.to_thread(self._store.delete, tenant_id, name)

@@ -136,7 +136,7 @@ class FilesApi:
         purpose = request.query_params.get(_PURPOSE)
 
         def is_shown(file: FileRecord) -> bool:
-            return sees(identity, file) and (not purpose or file.purpose == purpose)
+            return self._is_there(identity, file) and (not purpose or file.purpose == purpose)
 
         pages = self._files.pages_of(identity.tenant.tenant_id, wanted.after, is_ascending=is_ascending)
         page, more = await page_of(pages, wanted.limit, is_shown)
@@ -178,9 +178,13 @@ class FilesApi:
     async def find(self, identity: Identity, file_id: str) -> FileRecord:
         """Raises NoSuchFile, also for one that the caller does not see."""
         file = await self._files.get(identity.tenant.tenant_id, file_id)
-        if file is None or not sees(identity, file):
+        if file is None or not self._is_there(identity, file):
             raise NoSuchFile("there is no such file")
         return file
+
+    def _is_there(self, identity: Identity, file: FileRecord) -> bool:
+        """For the caller. One that has expired is not, though it is removed later: a batch may still read it."""
+        return sees(identity, file) and file.expires_at > self._clock()
 
     async def remove(self, file: FileRecord) -> None:
         """Raises NoSuchFile, FileInUse, RegistryUnavailable."""

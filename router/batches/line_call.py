@@ -65,10 +65,11 @@ class LineCaller:
         answer = _Answer(bytes(line.body))
         try:
             await self._routes[line.url](scope, answer.receive, answer.send)
+            return _line_answer(line, request_id, answer)
         except Exception:  # not the line's fault; others are run all the same
             _log.exception("a line of a batch failed", extra={"fields": {"request_id": request_id}})
-            answer.status_code = 0
-        return _line_answer(line, request_id, answer)
+            failed = LineError("internal_error", "The server had an error while processing the line.")
+            return LineAnswer(Result(custom_id=line.custom_id, error=failed), None, failed.code)
 
 
 class _Answer:
@@ -96,13 +97,12 @@ class _Answer:
 
 
 def _line_answer(line: Line, request_id: str, answer: _Answer) -> LineAnswer:
-    if not answer.status_code:
-        failed = LineError("internal_error", "The server had an error while processing the line.")
-        return LineAnswer(Result(custom_id=line.custom_id, error=failed), None, failed.code)
+    """Raises msgspec.DecodeError if it is no JSON."""
     body = bytes(answer.body)
     if b"\n" in body:  # which ends a line of the results
         body = msgspec.json.format(body, indent=-1)
-    result = Result(custom_id=line.custom_id, response=Response(answer.status_code, request_id, msgspec.Raw(body)))
+    checked = msgspec.json.decode(body, type=msgspec.Raw)
+    result = Result(custom_id=line.custom_id, response=Response(answer.status_code, request_id, checked))
     if answer.status_code == 200:
         return LineAnswer(result, None, "")
     code = msgspec.json.decode(body, type=_Error).error.code or ""

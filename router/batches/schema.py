@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ...adapters.registry.batches.records import BatchRecord, FileRecord, Purpose, Status
+from ...adapters.registry.batches.records import BatchRecord, BatchTokens, FileRecord, Purpose, Status
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 _Key = Annotated[str, Meta(max_length=64)]
@@ -45,11 +45,17 @@ class DeletedFile(msgspec.Struct, frozen=True, kw_only=True):
     deleted: Literal[True] = True
 
 
+class ExpiresAfter(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=3600, le=2_592_000)]
+
+
 class BatchBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     endpoint: Endpoint
     input_file_id: Annotated[str, Meta(max_length=64)]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[_Key, _Value], Meta(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None  # of the files of its results
 
 
 class InputError(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +74,24 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     completed: int
     failed: int
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the answers that there are, each once."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: ReasoningTokens
+    total_tokens: int
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +114,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cancelling_at: int | None
     cancelled_at: int | None
     request_counts: RequestCounts
+    usage: BatchUsage | None  # null: no line has begun
     metadata: dict[str, str] | None
 
 
@@ -125,5 +150,16 @@ def shown_batch(batch: BatchRecord) -> Batch:
         cancelling_at=batch.cancelling_at,
         cancelled_at=batch.cancelled_at,
         request_counts=RequestCounts(total=batch.num_lines, completed=batch.num_completed, failed=batch.num_failed),
+        usage=None if batch.tokens is None else _shown_tokens(batch.tokens),
         metadata=batch.metadata,
+    )
+
+
+def _shown_tokens(tokens: BatchTokens) -> BatchUsage:
+    return BatchUsage(
+        input_tokens=tokens.num_input,
+        input_tokens_details=CachedTokens(tokens.num_cached),
+        output_tokens=tokens.num_output,
+        output_tokens_details=ReasoningTokens(tokens.num_reasoning),
+        total_tokens=tokens.num_input + tokens.num_output,
     )

@@ -31,12 +31,14 @@ CPU_S: Final = 1.0  # for one grammar: some milliseconds are usual, and of 128 K
 MOST_BYTES: Final = 256 << 20  # of memory
 STACK_BYTES: Final = 1 << 20
 NUM_TRIED_BYTES: Final = 16  # that are generated, as some grammars show only then what they take
+_NUM_ANY: Final = 128  # of the bytes may come next where a text goes on
 
 _MAX_PROBLEM_CHARS: Final = 300
 _UNKNOWN_KEYWORDS: Final = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _LIES_AT: Final = re.compile(
     r"^(?:at )?(?:at EOF|\d+\(\d+\)): |^failed to compile JSON schema: |^invalid regex .* \(in regex\): "
 )
+_WIDE_ROW: Final = re.compile(r"Current row has (\d+) items; max is (\d+)")
 _REGEX_ERROR: Final = re.compile(r"^error: (.*)$", re.MULTILINE)
 
 
@@ -60,6 +62,9 @@ _TOO_MUCH: Final = msgspec.msgpack.encode(
 
 
 _ALL_BYTES: Final = (1 << 256) - 1
+_TRIED_ASCII: Final = range(ord("!"), ord("~") + 1)
+_QUOTE: Final = 1 << ord('"')
+_CLOSING: Final = 1 << ord("}") | 1 << ord("]")
 
 
 class _Bytes:
@@ -83,21 +88,42 @@ class GrammarTrial:
     def problem(self, grammar: str, vocab_size: int) -> str:
         """What is wrong with the grammar; empty: nothing."""
         self.prepare(vocab_size)
-        matcher = LLMatcher(self._tokenizers[vocab_size], grammar, log_level=0, limits=GRAMMAR_LIMITS)
-        for _ in range(NUM_TRIED_BYTES):
-            if matcher.is_error() or matcher.is_stopped():
-                break
-            mask = int.from_bytes(matcher.compute_bitmask(), "little")
-            if not mask & ~(1 << _Bytes.eos_token_id):
-                break
-            matcher.consume_token((mask & _ALL_BYTES or mask).bit_length() - 1)  # the highest: no white space
-        if matcher.is_error():
-            return _in_words(matcher.get_error())
-        return ""
+        first = LLMatcher(self._tokenizers[vocab_size], grammar, log_level=0, limits=GRAMMAR_LIMITS)
+        error = str(first.get_error())
+        for goes_on in (False, True):
+            error = error or _error_on_the_way(first.deep_copy(), goes_on)
+        return _in_words(error) if error else ""
 
     def prepare(self, vocab_size: int) -> None:
         if vocab_size not in self._tokenizers:
             self._tokenizers[vocab_size] = LLTokenizer(TokenizerWrapper(_Bytes(vocab_size)), slices=[])
+
+
+def _error_on_the_way(matcher: LLMatcher, goes_on: bool) -> str:
+    """What stops the beginning of one answer, or one that has another byte in one of its places; empty: nothing.
+
+    A gang's answers go any way, and a row of alternatives has the same bound there. `goes_on`: texts between quotation
+    marks are empty and objects are not, so that the answer comes to what is behind and in them; else a text never ends.
+    """
+    for _ in range(NUM_TRIED_BYTES):
+        matcher.consume_tokens([*matcher.compute_ff_bytes()])  # what must come next is no place to go another way
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        allowed = mask & _ALL_BYTES
+        if matcher.is_error() or not mask & ~(1 << _Bytes.eos_token_id):
+            break
+        for byte in filter(lambda byte: allowed >> byte & 1, _TRIED_ASCII):
+            other = matcher.deep_copy()
+            other.consume_token(byte)
+            if other.is_error():
+                return str(other.get_error())
+        if goes_on and allowed.bit_count() >= _NUM_ANY and allowed & _QUOTE:
+            allowed = _QUOTE
+        elif goes_on:
+            allowed = allowed & ~_CLOSING or allowed
+        matcher.consume_token((allowed or mask).bit_length() - 1)  # the highest: no white space
+        if matcher.is_error() or matcher.is_stopped():
+            break
+    return str(matcher.get_error())
 
 
 def _in_words(error: str) -> str:
@@ -108,6 +134,8 @@ def _in_words(error: str) -> str:
         return "no text fits it."
     if keywords := _UNKNOWN_KEYWORDS.search(error):
         return f"of JSON Schema these keywords are not supported: {keywords[1]}."
+    if row := _WIDE_ROW.search(error):
+        return f"{row[1]} alternatives are open at one place of an answer: at most {row[2]} are followed."
     first = error.partition("\n")[0]
     if cause := _REGEX_ERROR.search(error):
         first = f"a regular expression is not accepted: {cause[1]}"

@@ -14,6 +14,7 @@ from ...adapters.errors import (
     AdapterError,
     AdapterInvalid,
     FileInUse,
+    NameTaken,
     NoSuchFile,
     NoSuchKey,
     NoSuchName,
@@ -138,7 +139,7 @@ def from_adapter_error(error: AdapterError) -> ApiError | None:
             return ApiError(404, "There is no such file.", param="file_id", code="file_not_found")
         case FileInUse():
             return ApiError(409, sentence, code="file_in_use")
-        case VersionRefused():
+        case VersionRefused() | NameTaken():
             return ApiError(409, message, code="version_refused")
         case TenantExists():
             return ApiError(409, sentence, param="name", code="tenant_exists")

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
+from weakref import WeakSet
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError, RedisError
@@ -39,6 +40,7 @@ class GrantSender:
         self._unsent: dict[Grant, None] = {}  # with a message for Redis, in this order
         self._task: asyncio.Task[None] | None = None
         self._is_away, self._away_until_s = False, 0.0
+        self._refused: WeakSet[Grant] = WeakSet()  # to whose last message Redis replied with an error
 
     async def drain(self) -> None:
         """Ends when what there is to send has been sent, or Redis does not answer soon."""
@@ -97,7 +99,11 @@ class GrantSender:
                     self._is_away = False
                     _log.info("quotas: redis is there again")
                 for grant, message, reply in zip(batch, messages, replies, strict=True):
+                    if isinstance(reply, Exception):
+                        self._refuse(grant, reply)
+                        continue
                     grant.apply(message, reply, sent_at_us)
+                    self._refused.discard(grant)
                     if grant.waiters:
                         self._unsent[grant] = None
                     self.queue(grant)
@@ -125,16 +131,30 @@ class GrantSender:
             call.cancel()
 
     async def _execute(self, messages: Sequence[Message]) -> list[Any]:
+        """The replies; a ResponseError in place of one is that message's alone."""
+        replies = await self._run(messages)
+        unrun = [index for index, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if unrun:
+            await self._client.script_load(EXCHANGE.source)
+            for index, reply in zip(unrun, await self._run([messages[index] for index in unrun]), strict=True):
+                replies[index] = reply
+        return replies
+
+    async def _run(self, messages: Sequence[Message]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)
         for message in messages:
             keys, args = EXCHANGE.parameters(**message.parameters)
             pipeline.evalsha(EXCHANGE.sha, len(keys), *keys, *args)
-        try:
-            replies: list[Any] = await pipeline.execute()
-        except NoScriptError:
-            await self._client.script_load(EXCHANGE.source)
-            replies = await self._execute(messages)
+        replies: list[Any] = await pipeline.execute(raise_on_error=False)
         return replies
+
+    def _refuse(self, grant: Grant, error: Exception) -> None:
+        """Redis cannot carry out the grant's message, which is sent again later; other grants go on."""
+        if not self._refused:  # else there would be a line for each grant where Redis refuses all
+            _log.error("quotas: redis refused the message of %s: %s", grant.key, error)
+        self._refused.add(grant)
+        grant.fail(RedisAway())
+        self.queue(grant)
 
     def _fail(self, batch: Sequence[Grant], error: Exception) -> None:
         """Redis has not answered to the messages of the batch, which are sent again later."""

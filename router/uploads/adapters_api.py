@@ -122,7 +122,7 @@ class AdaptersApi:
         receive: Callable[[Path, UploadRoom], Awaitable[UploadForm]],
         declared: Callable[[], int] = lambda: 0,
     ) -> tuple[AdapterVersion, bool, tuple[str, ...]]:
-        """The version, whether it is new, and warnings. Raises the errors of the API.
+        """The version, whether it is new, and warnings. Raises the errors of the API, and NameTaken.
 
         `receive`: writes the tensors to a file. `declared`: their declared size in bytes, or the refusal.
         """
@@ -189,6 +189,7 @@ class AdaptersApi:
                 tensors_path,
                 response_template=form.response_template,
                 activate=form.activate,
+                must_be_new=form.must_be_new,
                 note=VersionNote(form.note, identity.key.key_id, user),
                 incarnation=identity.tenant.incarnation,
                 entry=identity.entry(request, "adapter.upload", name),

@@ -12,13 +12,16 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from ...adapters.errors import NameTaken
 from ...adapters.names import PRIVATE
 from ..config import CurrentConfig
+from ..openai_api.errors import invalid_value
 from ..route import route
 from ..tenants.identity import Identity
+from ..text.answer_formats import FORMATS
 from .adapter_folder import MAX_PATH_CHARS, Limits, folder_below, loaded_already, read_adapter, tensors_bytes
 from .adapters_api import AdaptersApi
-from .upload_form import MAX_CONFIG_BYTES, UploadForm
+from .upload_form import MAX_CONFIG_BYTES, TEMPLATE_FIELD, UploadForm
 from .upload_spool import UploadRoom
 
 _SENTENCE = {"text/plain": "A sentence."}
@@ -29,6 +32,9 @@ class LoadBody(msgspec.Struct, frozen=True, kw_only=True):
     lora_name: Name
     lora_path: Annotated[str, Meta(max_length=MAX_PATH_CHARS, description="A folder of the server, as PEFT saves it.")]
     load_inplace: Annotated[bool | None, Meta(description="Another version of one that is there.")] = None
+    response_template: Annotated[
+        str | None, Meta(description=f"Of an upload, in which form it writes: {', '.join(FORMATS)}.")
+    ] = None
 
 
 class UnloadBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,12 +61,16 @@ class LoraAdaptersApi:
     )
     async def load(self, request: Request, identity: Identity, body: LoadBody) -> Response:
         """Only from folders that the operator has allowed (`--adapter-folders`). It is checked as an upload is."""
+        if body.response_template and body.response_template not in FORMATS:
+            raise invalid_value(TEMPLATE_FIELD, f"it is none of {', '.join(FORMATS)}.")
         folders = self._config.now.adapter_folders
         root, folder = await asyncio.to_thread(folder_below, body.lora_path, folders, identity.name)
         if not body.load_inplace and await self._adapters.has(identity, _registered(body.lora_name)):
             raise loaded_already(body.lora_name)
-        read = partial(self._read, body.lora_name, root, folder)
-        await self._adapters.take(request, identity, read)
+        try:
+            await self._adapters.take(request, identity, partial(self._read, body, root, folder))
+        except NameTaken as error:  # by another upload meanwhile
+            raise loaded_already(body.lora_name) from error
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @route(
@@ -76,11 +86,16 @@ class LoraAdaptersApi:
         await self._adapters.remove(request, identity, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    async def _read(self, name: str, root: Path, folder: Path, tensors_path: Path, room: UploadRoom) -> UploadForm:
+    async def _read(self, body: LoadBody, root: Path, folder: Path, tensors_path: Path, room: UploadRoom) -> UploadForm:
         limits = Limits(MAX_CONFIG_BYTES, self._config.now.max_upload_bytes)
         num_bytes = await asyncio.to_thread(tensors_bytes, root, folder, limits)
         room.grow(num_bytes)
         limits = Limits(MAX_CONFIG_BYTES, num_bytes)
         config = await asyncio.to_thread(read_adapter, root, folder, tensors_path, limits)
         room.wrote(num_bytes)
-        return UploadForm(name, config)
+        return UploadForm(
+            body.lora_name,
+            config,
+            must_be_new=not body.load_inplace,
+            response_template=body.response_template or "",
+        )

@@ -60,6 +60,7 @@ class UploadForm:
     config: bytes  # adapter_config.json
     note: str = ""  # of the uploader, on this version
     activate: bool = True  # the name points to it from now on
+    must_be_new: bool = False  # the name
     is_private: bool = False  # it belongs to the uploader, not to the whole tenant
     tokenizer: OwnTokenizer = NO_TOKENIZER  # that it was trained with, and that is not served
     response_template: str = ""  # name of the form in which it writes; empty: in the base's
@@ -79,11 +80,11 @@ async def receive_upload(
     return UploadForm(
         reader.text(NAME_FIELD, "The adapter's name"),
         reader.bytes_of(CONFIG_FILE),
-        _note(reader),
-        reader.flag(ACTIVATE_FIELD, default=True),
-        reader.flag(PRIVATE_FIELD, default=False),
-        _tokenizer(reader),
-        _template(reader),
+        note=_note(reader),
+        activate=reader.flag(ACTIVATE_FIELD, default=True),
+        is_private=reader.flag(PRIVATE_FIELD, default=False),
+        tokenizer=_tokenizer(reader),
+        response_template=_template(reader),
     )
 
 

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.ledger.archive import LedgerArchive
-from motet.adapters.registry.ledger.entry import NUMBERS, OTHERS, Entry, Group, Stage, merged, parse_group
+from motet.adapters.registry.ledger.entry import NUMBERS, OTHER_USERS, OTHERS, Entry, Group, Stage, merged, parse_group
 from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.registry import connect
 from motet.tests.rigs.ledger_entries import bytes_by_kind, realistic_answers
@@ -49,6 +49,7 @@ def stories(draw: st.DrawFn) -> list[Entry]:
                 stage=draw(st.sampled_from(Stage)),
                 key_id=draw(st.sampled_from(["k", "é", "z"])),
                 user=draw(st.sampled_from(["", "ann", "k"])),
+                adapter=draw(st.sampled_from(["a", "~ann/poet"])),
                 version=draw(st.integers(0, 1)),
                 requests=1,
                 output_tokens=draw(st.integers(0, 5)),
@@ -315,18 +316,96 @@ def test_groups_beyond_the_most_are_counted_together(
             found = await hours_of(ledger)
             assert _summed(found) == _summed(expected)  # by hour, exact
             for (hour, group), numbers in found.items():
-                own = expected.get((hour, group), (0,) * len(NUMBERS))
-                assert group == OTHERS or all(one <= most for one, most in zip(numbers, own, strict=True))
+                own = [one for (at, other), one in expected.items() if at == hour and group in (other, _folded(other))]
+                most = map(sum, zip((0,) * len(NUMBERS), *own, strict=True))
+                assert group == OTHERS or all(one <= bound for one, bound in zip(numbers, most, strict=True))
             days = [s async for page in ledger.days("acme", DAY) for s in page]
             for day in {s.start for s in days}:
                 apart = {s.group for s in days if s.start == day} - {OTHERS}
                 assert len(apart) <= max_groups
+                assert len({group for group in apart if group.user not in ("", OTHER_USERS)}) <= max_groups // 2
                 hours = {group for hour, group in found if hour.date() == day.date()} - {OTHERS}
                 assert hours == apart
         finally:
             await client.aclose()
 
     asyncio.run(check())
+
+
+def _folded(group: Group) -> Group:
+    """That of all users of the adapter."""
+    if not group.user:
+        return group
+    if group.adapter.startswith("~"):
+        return Group(OTHER_USERS, "~(other)", 0, "", OTHER_USERS)
+    return msgspec.structs.replace(group, user=OTHER_USERS, key_id=OTHER_USERS)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(stories())
+def test_single_users_go_from_the_sums_of_old_months_and_nothing_else_does(redis_url: str, story: list[Entry]) -> None:
+    async def check() -> None:
+        client = connect(redis_url, timeout_s=PATIENCE_S)
+        try:
+            await client.flushall()
+            ledger = Ledger(client, kept_days=3, timeout_s=PATIENCE_S)
+            await ledger.take(story)
+
+            async def days() -> list[tuple[datetime, Group, tuple[int, ...]]]:
+                found = [(s.start, s.group, s.numbers) async for page in ledger.days("acme", DAY) for s in page]
+                return sorted(found)
+
+            before = await days()
+            await ledger.fold_users("acme", date(2026, 12, 31))  # last month's users are still there
+            assert await days() == before
+            expected: dict[tuple[datetime, Group], tuple[int, ...]] = {}
+            for start, group, numbers in before:
+                held = expected.get((start, _folded(group)), (0,) * len(NUMBERS))
+                expected[start, _folded(group)] = tuple(map(sum, zip(held, numbers, strict=True)))
+            for _ in range(2):
+                await ledger.fold_users("acme", date(2027, 1, 1))
+                assert await days() == sorted((*place, numbers) for place, numbers in expected.items())
+            counts = {f"{day:02}\t": 0 for day in {start.day for start, _ in expected}}
+            for start, _ in expected:
+                counts[f"{start.day:02}\t"] += 1
+            fields = await client.hgetall(PREFIX + "days:202611")
+            assert {field: int(fields[field]) for field in counts} == counts
+        finally:
+            await client.aclose()
+
+    asyncio.run(check())
+
+
+async def test_what_a_million_users_leave_behind_is_bounded(redis_client: Redis, tmp_path: Path) -> None:
+    """Thousands of users on one day: a part of the groups is theirs, adapters keep their prices."""
+    ledger = Ledger(redis_client, kept_days=3, max_groups=1000)
+    users = [
+        entry(number, began_at=NOON, user=f"u{number}", key_id=f"k{number}", requests=1, version=number % 3)
+        for number in range(3000)
+    ]
+    private = [
+        entry(number, began_at=NOON, user=f"u{number}", adapter=f"~u{number}/poet", requests=1)
+        for number in range(3000, 3500)
+    ]
+    own = [entry(number, began_at=NOON, adapter=f"own-{number}", requests=1) for number in range(3500, 3900)]
+    await ledger.take([*users, *private, *own])
+
+    async def days() -> dict[Group, int]:
+        return {s.group: s.numbers[0] async for page in ledger.days("acme", DAY) for s in page}
+
+    found = await days()
+    assert sum(found.values()) == 3900 and OTHERS not in found
+    assert len([group for group in found if group.user.startswith("u")]) == 500
+    assert sum(found[Group("k", f"own-{number}", 0, "")] for number in range(3500, 3900)) == 400
+    assert found[Group(OTHER_USERS, "~(other)", 0, "", OTHER_USERS)] == 500
+    full = (await bytes_by_kind(redis_client, "acme"))["days"]
+    archive = LedgerArchive(ledger, tmp_path / "ledger")
+    await archive.archive_all(datetime(2027, 1, 1, tzinfo=UTC))
+    found = await days()
+    assert sum(found.values()) == 3900 and len(found) == 400 + 3 + 1
+    assert not [group for group in found if group.user not in ("", OTHER_USERS)]
+    assert (await bytes_by_kind(redis_client, "acme"))["days"] < full
+    assert await redis_client.ttl(PREFIX + "days:202611") > 0
 
 
 def _summed(sums: dict[tuple[datetime, Group], tuple[int, ...]]) -> dict[datetime, tuple[int, ...]]:

@@ -210,14 +210,16 @@ async def test_events_with_ids_below_the_last_known_one_are_not_missed(
     registry: GatedRegistry, view: RegistryView, redis_client: Redis
 ) -> None:
     """As of a server that has lost everything and whose clock is behind, or has not ticked since."""
-    await redis_client.xadd(PREFIX + "events", {"number": 1, "kind": "key", "field": "ab", "value": "acme"}, "9" * 15)
+    digest = b"\xab" * 32
+    event: dict[Any, Any] = {"number": 1, "kind": "key", "field": digest.hex(), "value": "acme"}
+    await redis_client.xadd(PREFIX + "events", event, "9" * 15)
     await redis_client.set(PREFIX + "event_number", 1)
-    await eventually(lambda: view.keys.key(b"\xab") is not None)
+    await eventually(lambda: view.keys.key(digest) is not None)
     await redis_client.flushall()
     await register(registry, "new")
     await give_key(registry, "acme", "k")
     await eventually(lambda: kept(view, "new") is not None and owner_of(view, "k") == "acme")
-    assert view.keys.key(b"\xab") is None
+    assert view.keys.key(digest) is None
 
 
 @pytest.mark.parametrize("capacity", [2, 1000])

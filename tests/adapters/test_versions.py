@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.adapter import AdapterVersion
-from motet.adapters.errors import AdapterInvalid, NoSuchVersion, VersionRefused
+from motet.adapters.errors import AdapterInvalid, NameTaken, NoSuchVersion, VersionRefused
 from motet.adapters.registry.events import AdapterSet
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_keys import CANARIES, PREFIX
@@ -67,6 +67,20 @@ async def test_the_first_version_of_a_name_is_current(registry: Registry) -> Non
         await upload(registry, 1, activate=False)
     with pytest.raises(NoSuchVersion, match="`x` does not exist"):
         await registry.names.get("acme", "x")
+
+
+async def test_of_uploads_at_once_that_need_a_new_name_one_gets_it(registry: Registry) -> None:
+    async def make(number: int) -> int | None:
+        try:
+            made, _, _ = await registry.names.register("acme", "x", **facts(number), must_be_new=True)
+        except NameTaken:
+            return None
+        return made.version
+
+    assert sorted(await asyncio.gather(*map(make, range(5))), key=str) == [1, None, None, None, None]
+    assert await make(9) is None and (await upload(registry, 9)).version == 2
+    assert await registry.delete("acme", "x") is not None
+    assert await make(9) == 3
 
 
 async def test_promote_and_roll_back_go_there_and_back(registry: Registry) -> None:

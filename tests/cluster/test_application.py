@@ -36,6 +36,8 @@ OTHERS = {
     "latency_objectives_s": (("acme", 1.0),),
     "num_threads": 2,
     "pool_bytes": 1 << 28,
+    "max_num_sequences": 7,
+    "max_tokens_per_step": 700,
     "device_memory_share": 0.5,
     "token_interval_s": 0.5,
     "queued_tokens_per_gang": 7777,

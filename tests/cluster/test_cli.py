@@ -216,6 +216,8 @@ def test_a_gang_is_told_without_what_its_model_tells() -> None:
         vocab_size=512,
         eos_token_ids=(2,),
         max_num_sequences=64,
+        max_tokens_per_step=512,
+        reasons={"pool-bytes": "as the settings say"},
     )
     assert list(status_lines({"gangs": [msgspec.to_builtins(info)]})) == [
         "gangs 1 of 1",
@@ -229,7 +231,10 @@ def test_a_gang_is_told_without_what_its_model_tells() -> None:
         "  pages: 4,096",
         "  threads: 2",
         "  sequences at once, at most: 64",
+        "  tokens of a step, at most: 512",
         "  fair order: no",
+        "  why these sizes",
+        "    pool-bytes: as the settings say",
     ]
 
 

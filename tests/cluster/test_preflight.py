@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from motet.cluster.config import MotetConfig
+from motet.cluster.launch import preflight
 from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.launch.preflight import check_data_dir, check_settings
 from motet.cluster.serve_application import build
@@ -61,12 +62,14 @@ def test_the_pool_of_a_gpu_is_measured_by_its_memory(tmp_path: Path, monkeypatch
 
 
 def test_the_pool_of_a_gpu_need_not_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of it is known later; of a CPU a pool of the default's size is checked."""
+    """What is left of it is known later; of a CPU the default, a share of its memory, is checked."""
     monkeypatch.setattr(device_probe, "has_driver", lambda: True)
     monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 20))
     assert check_settings(config(tmp_path, pool_bytes=None)) == []
-    with pytest.raises(ConfigError, match=r"--pool-bytes.*1GiB.*this machine has"):
-        check_settings(config(tmp_path, pool_bytes=None, device="cpu", max_gangs=10_000))
+    assert check_settings(config(tmp_path, pool_bytes=None, device="cpu")) == []
+    monkeypatch.setattr(preflight, "usable_memory_bytes", lambda: 8 << 10)
+    with pytest.raises(ConfigError, match=r"--pool-bytes = '512'.*one page of this model takes"):
+        check_settings(config(tmp_path, pool_bytes=None, device="cpu", max_gangs=2))
 
 
 def test_float32_is_refused_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ def test_what_only_a_restart_changes_is_known_by_name() -> None:
         ("port", "8000x", "a whole number from 1 to 65535"),
         ("port", True, "a whole number from 1 to 65535"),
         ("max_num_sequences", 1.5, "a whole number from 1"),
-        ("max_num_sequences", None, "a whole number from 1"),
+        ("max_waiting_sequences", None, "a whole number from 1"),
         ("max_queue_wait_s", float("inf"), "a number of seconds from 0"),
         ("max_queue_wait_s", "nan", "a number of seconds from 0"),
         ("upload_idle_s", 0, "a number of seconds above 0"),

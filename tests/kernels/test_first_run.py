@@ -1,4 +1,4 @@
-"""The first run on a GPU, dry; that no part of it ends the run; and what its report makes of what it finds."""
+"""Programs for GPUs, dry; that no part of the first run ends it; and what its report makes of what it finds."""
 
 from __future__ import annotations
 
@@ -171,3 +171,26 @@ def test_the_gravest_comes_first(tmp_path: Path) -> None:
 def test_one_wait_a_step_is_nothing_to_look_at() -> None:
     waits = {"kind": "waits", "num_steps": 10, "lines": {"kernels/staging.py:3": 11}}
     assert findings([result("demo", waits)]) == []
+
+
+def test_the_benchmark_for_gpus_runs_dry() -> None:
+    run = subprocess.run(
+        [sys.executable, "benchmarks/gpu/run.py", "--dry"], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    summary = json.loads(run.stdout.splitlines()[-1])
+    assert summary["wrong"] == []
+    assert summary["num_checked"] > 20
+
+
+def test_the_sweep_for_gpus_runs_dry() -> None:
+    run = subprocess.run(
+        [sys.executable, "benchmarks/gpu/sweep.py", "--dry"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
+    assert "failed" not in run.stdout
+    assert set(json.loads(run.stdout.splitlines()[-1])["fastest"]) == {"decode", "chunk", "LoRA"}

@@ -326,7 +326,7 @@ def test_a_library_is_compiled_once_and_a_failing_compiler_leaves_nothing(tmp_pa
     told: list[tuple[int, int]] = []
 
     def load() -> None:
-        load_library(1, cache, compilers=[str(counting)], on_compile=lambda *event: told.append(event))
+        load_library(cache, compilers=[str(counting)], on_compile=lambda *event: told.append(event))
 
     with ThreadPoolExecutor(3) as workers:  # they start together
         list(workers.map(lambda _: load(), range(3)))
@@ -340,5 +340,5 @@ def test_a_library_is_compiled_once_and_a_failing_compiler_leaves_nothing(tmp_pa
     broken.write_text("#!/bin/sh\necho 'fatal error: no such thing' >&2\nexit 1\n")
     broken.chmod(0o755)
     with pytest.raises(NativeUnavailable, match="no such thing"):
-        load_library(1, cache=tmp_path / "other", compilers=[str(broken)])
+        load_library(cache=tmp_path / "other", compilers=[str(broken)])
     assert not list((tmp_path / "other").glob("*.so"))

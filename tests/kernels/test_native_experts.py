@@ -26,7 +26,7 @@ def load(build: Build) -> NativeExperts:
     """The native kernels, even where oneDNN would be chosen. Skips where they cannot be compiled."""
     dtype, num_threads, flags = build
     try:
-        library = load_library(num_threads, flags=[*flags, *SANITIZERS])
+        library = load_library(flags=[*flags, *SANITIZERS])
     except NativeUnavailable as problem:
         pytest.skip(str(problem))
     return NativeExperts(library, NativeLinear(library, dtype, num_threads), num_threads)

@@ -25,6 +25,7 @@ NATIVE = (
     "test_native_linear.py",
     "test_native_experts.py",
     "test_native_sampling.py",
+    "test_native_step.py",
 )
 # Each function makes an error if its caller asks for it, so that a test sees that the sanitizers report errors.
 PROBE = """
@@ -72,9 +73,7 @@ def test_the_sanitizers_are_awake(environment: dict[str, str], found: str) -> No
 
 
 def test_the_native_kernels_are_clean(environment: dict[str, str]) -> None:
-    tests = [
-        Path(__file__).with_name(name) for name in ("test_native.py", "test_native_lora.py", "test_native_linear.py")
-    ]
+    tests = [Path(__file__).with_name(name) for name in NATIVE]
     command = [
         sys.executable,
         "-m",

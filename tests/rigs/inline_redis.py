@@ -44,21 +44,36 @@ class InlineRedis:
         return await self.call("xrange", *args, **options)
 
     async def call(self, name: str, *args: Any, **options: Any) -> Any:
-        return (await self.run([(name, args, options)]))[0]
+        return raised_first(await self.run([(name, args, options)]))[0]
 
     async def run(self, calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        """The replies; an error of one call is its reply."""
         await asyncio.sleep(self._rng.expovariate(1 / 0.001))
         if self.is_dead or (self.is_away and self._rng.random() < 0.5):
             await asyncio.sleep(self._rng.choice([0.0, 10.0]))
             raise redis.exceptions.ConnectionError("it is away")
         self.client.set("now", f"{1e15 + asyncio.get_running_loop().time() * 1e6:.0f}")
-        replies = [getattr(self.client, name)(*args, **options) for name, args, options in calls]
+        replies = [self._reply(name, args, options) for name, args, options in calls]
         if self.is_away or self._rng.random() < 0.02:  # the server has done it, and its answer is lost
             raise redis.exceptions.ConnectionError("it went away")
         await asyncio.sleep(self._rng.expovariate(1 / 0.001))
         if self.is_dead:
             raise redis.exceptions.ConnectionError("it is away")
         return replies
+
+    def _reply(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        try:
+            return getattr(self.client, name)(*args, **options)
+        except redis.exceptions.ResponseError as error:
+            return error
+
+
+def raised_first(replies: list[Any]) -> list[Any]:
+    """The replies. Raises the first error among them."""
+    for reply in replies:
+        if isinstance(reply, Exception):
+            raise reply
+    return replies
 
 
 class _Pipeline:
@@ -82,6 +97,7 @@ class _Pipeline:
     def evalsha(self, *args: Any) -> None:
         self._calls.append(("evalsha", args, {}))
 
-    async def execute(self) -> list[Any]:
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
         calls, self._calls = self._calls, []
-        return await self._redis.run(calls)
+        replies = await self._redis.run(calls)
+        return raised_first(replies) if raise_on_error else replies

@@ -18,7 +18,7 @@ import httpx
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 
 Ask = Callable[[httpx.Client], None]
-REST_S = 0.5  # of a client between two requests: what is done to the servers needs the processor, too
+REST_S = 1.0  # of a client between two requests: what is done to the servers needs the processor, too
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def load_build(build: Build) -> Kernels:
     """The kernels of a build, with the sanitizers that are asked for. Skips where they cannot be compiled."""
     dtype, num_threads, flags = build
     try:
-        return native_kernels(dtype, num_threads, load_library(num_threads, flags=[*flags, *SANITIZERS]))
+        return native_kernels(dtype, num_threads, load_library(flags=[*flags, *SANITIZERS]))
     except NativeUnavailable as problem:
         pytest.skip(str(problem))
 

@@ -24,6 +24,7 @@ from motet.tests.rigs.patience import PATIENCE_S
 KEY_VARIABLE = "NEIGHBOUR_KEY"
 TIMEOUT_S = 30.0  # a chat that takes longer has failed
 NUM_CHATS_MIN = 30  # of a measurement
+QUIET_S, ATTACKED_S = 3.0, 6.0  # how long each lasts
 ROUNDS = 4
 IDLE_PROCESSORS = 0.5  # a machine with less is busy: what runs waits for what else runs
 LOOP_HELD_S = 0.025  # a bound of the metric's buckets; tests/router/test_loop_holds.py holds each callback to 10 ms
@@ -113,8 +114,8 @@ def hold(
     loop: Callable[[], AbstractContextManager[HeldLoop]],
     *,
     at_most: float,
-    quiet_s: float = 3.0,
-    attacked_s: float = 6.0,
+    quiet_s: float = QUIET_S,
+    attacked_s: float = ATTACKED_S,
 ) -> None:
     """Fails unless the neighbour's waits are kept, by `are_kept`, and all its chats answered.
 

@@ -6,12 +6,16 @@ noise, norms and biases differ from their trivial values, and every adapter chan
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +179,21 @@ RECIPES: tuple[AdapterRecipe, ...] = (
 )
 
 
+@cache
+def _made_here() -> tempfile.TemporaryDirectory[str]:
+    """What this process has made: dozens of test files begin with the same models and adapters."""
+    return tempfile.TemporaryDirectory(prefix="motet-models-")
+
+
 def write_model(name: str, folder: Path, **changes: int) -> Path:
     """Writes the variant's random model in Hugging Face format, in float32. `changes` are fields of its config."""
+    shutil.copytree(_made_model(name, **changes), folder, dirs_exist_ok=True)
+    return folder
+
+
+@cache
+def _made_model(name: str, **changes: int) -> Path:
+    folder = Path(tempfile.mkdtemp(dir=_made_here().name))
     variant = VARIANTS[name]
     config = variant.config()
     for field_name, value in changes.items():
@@ -203,7 +220,19 @@ def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
 
     Where a model has experts, a recipe's modules outside of attention are left out.
     """
-    found: dict[str, Path] = {}
+    files = sorted(path for path in model_path.iterdir() if path.is_file())
+    content = hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()
+    made = Path(_made_here().name, content)
+    if not made.exists():
+        _make_adapters(model_path, made)
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    for recipe in RECIPES:
+        path = folder / recipe.name / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(model_path)}))
+    return {recipe.name: folder / recipe.name for recipe in RECIPES}
+
+
+def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
     for seed, recipe in enumerate(RECIPES):
@@ -217,8 +246,6 @@ def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
             _draw(a, a.shape[1] ** -0.5, generator)
             _draw(b, 0.5 / (scaling * a.shape[0] ** 0.5), generator)
         model.save_pretrained(folder / recipe.name)
-        found[recipe.name] = folder / recipe.name
-    return found
 
 
 def write_expert_adapter(model_path: Path, folder: Path) -> Path:

@@ -12,9 +12,11 @@ from motet.cluster.settings.settings import Settings
 from motet.router.config import RouterConfig
 from motet.router.fleet.admission import AdmissionConfig
 from motet.workers.config import EngineConfig
+from motet.workers.costs.step_defaults import step_limits
 from motet.workers.leader.leader_config import LeaderConfig
 
 DEFAULTS = Settings()
+CPU_LIMITS = step_limits(False, None, None)
 KV_HOST_BYTES = 16 << 20  # of tiny models: each integrity check goes through all slots of this tier
 ONE_GANG = {"max_gangs": 1, "queued_tokens_per_gang": 8192}
 
@@ -22,11 +24,13 @@ ONE_GANG = {"max_gangs": 1, "queued_tokens_per_gang": 8192}
 def engine_config(model_path: Path, store_path: Path, **given: Any) -> EngineConfig:
     """With one thread, so that sums are made in one order, and a small tier of host memory."""
     places = {"model_path": model_path, "store_path": store_path, "kv_disk_path": store_path.parent / "kv"}
-    return part_config(EngineConfig, DEFAULTS, **{**places, "num_threads": 1, "kv_host_bytes": KV_HOST_BYTES, **given})
+    own = {"num_threads": 1, "measures_threads": False, "kv_host_bytes": KV_HOST_BYTES, "pool_sharers": 1}
+    return part_config(EngineConfig, DEFAULTS, **{**places, **own, **vars(CPU_LIMITS), **given})
 
 
 def leader_config(**given: Any) -> LeaderConfig:
-    return part_config(LeaderConfig, DEFAULTS, **given)
+    limits = {"max_num_sequences": CPU_LIMITS.max_num_sequences}
+    return part_config(LeaderConfig, DEFAULTS, **{**limits, **given})
 
 
 def router_config(model_name: str, spool_path: Path, **given: Any) -> RouterConfig:

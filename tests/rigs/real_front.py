@@ -32,13 +32,13 @@ from motet.router.batches.pace import BatchPace
 from motet.router.config import CurrentConfig
 from motet.router.fleet.dispatch import Dispatcher
 from motet.router.metrics import Metrics
-from motet.router.openapi.document import openapi_document
 from motet.router.quotas.quotas import Quotas
 from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.router.versions.canary_book import CanaryBook
+from motet.tests.rigs.described_routes import described_routes
 from motet.tests.rigs.given_keys import give_key
 from motet.tests.rigs.lora_files import LAYOUT, LoraFiles, lora_files
 from motet.tests.rigs.part_configs import router_config
@@ -170,7 +170,10 @@ class RealFront:
         """All that a request could leave: what the registry says, and files in the store and of uploads."""
         keys = sorted([key async for key in self.redis.scan_iter(match="motet:{registry}:*")])
         files = sorted(str(path) for path in self.folder.rglob("*") if path.is_file())
-        return [(key, await self.redis.dump(key)) for key in keys], files
+        async with self.redis.pipeline(transaction=False) as pipeline:
+            for key in keys:
+                pipeline.dump(key)
+            return [*zip(keys, await pipeline.execute(), strict=True)], files
 
     async def _upload(self, tenant: str, name: str, files: LoraFiles) -> None:
         tensors = files.write(self.folder)
@@ -186,10 +189,16 @@ async def real_front(
     capacity: int = CAPACITY,
     accountants: Sequence[Accountant] = (),
     dispatcher: Dispatcher | None = None,
+    *,
+    is_first: bool = True,
 ) -> AsyncIterator[RealFront]:
-    """On an emptied server. `capacity`: adapters that the router keeps in memory. `dispatcher`: None: a stand-in."""
+    """On a server that is emptied first. `capacity`: adapters that the router keeps in memory.
+
+    `dispatcher`: None: a stand-in. `is_first`: False: another router, on what the first one has.
+    """
     redis = connect(redis_url, PATIENCE_S)
-    await redis.flushall()
+    if is_first:
+        await redis.flushall()
     registry = Registry(redis, PATIENCE_S)
     view = FurnishedView(registry, capacity)
     uploads = UploadService(AdapterStore(folder / "store"), registry, view, [LAYOUT], LIMITS, reserved={BASE})
@@ -228,10 +237,11 @@ async def real_front(
         accountants=[usage.metering, *accountants],
         more_routes=usage.routes,
     )
-    document = openapi_document(app.state.routes)
+    document = described_routes(app.state.routes)
     front = RealFront(app, redis, registry, view, uploads, fake, folder, document, batches, config, metrics)
     try:
-        await front.furnish()
+        if is_first:
+            await front.furnish()
         yield front
     finally:
         await canaries.stop()

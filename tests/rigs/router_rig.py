@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
+from motet.adapters.errors import NameTaken
 from motet.adapters.format.peft import named_base
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
@@ -349,7 +350,7 @@ class FakeUploads:
         self._registry = registry
 
     async def upload(
-        self, tenant: str, name: str, config: bytes, tensors: Path, *, activate: bool = True, **given: Any
+        self, tenant: str, name: str, config: bytes, tensors: Path, *, must_be_new: bool = False, **given: Any
     ) -> tuple[AdapterVersion, bool]:
         self._answer()
         hasher = hashlib.sha256()
@@ -361,6 +362,8 @@ class FakeUploads:
         given["check_base"](base)
         self._registry.uploaded.append((tenant, name, config, digest))
         held = self._registry.held(tenant, name)
+        if held is not None and must_be_new:
+            raise NameTaken(name)
         if held is not None and held.digest == digest:
             return held, False
         return self._registry.add(tenant, name, digest, base, given.get("response_template", "")), True

@@ -18,7 +18,6 @@ Ask = Callable[[], Awaitable[None]]
 async def differences(pairs: Sequence[tuple[Ask, Ask]]) -> list[float]:
     """How much more each first one takes than the second beside it, in seconds. Which goes first is drawn."""
     found = []
-    gc.collect()
     gc.disable()
     try:
         for pair in pairs:

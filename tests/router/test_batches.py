@@ -9,12 +9,13 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from motet.adapters.ended_tasks import end_tasks
@@ -29,6 +30,7 @@ from motet.router.batches.batch_input import InputCheck, LineReader
 from motet.router.batches.batch_results import BatchResults, Result
 from motet.router.batches.batches import Batches
 from motet.router.batches.file_store import FileStore
+from motet.router.batches.line_call import LineCaller
 from motet.router.openai_api.errors import unavailable
 from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line, lines_of
@@ -144,6 +146,24 @@ def work(num_lines: int, **body: Any) -> list[dict[str, Any]]:
     return [line(f"id-{number}", user=f"id-{number}", **body) for number in range(num_lines)]
 
 
+def usage_of(output: Iterable[Any]) -> dict[str, Any]:
+    """The sum of what answers say, in either shape."""
+    counts = dict.fromkeys(("input", "output", "cached", "reasoning"), 0)
+    for usage in (one["response"]["body"]["usage"] for one in output):
+        for name, other in (("input", "prompt"), ("output", "completion")):
+            counts[name] += usage.get(f"{name}_tokens", usage.get(f"{other}_tokens", 0))
+            details = usage.get(f"{name}_tokens_details", usage.get(f"{other}_tokens_details", {}))
+            for detail in ("cached", "reasoning"):
+                counts[detail] += details.get(f"{detail}_tokens", 0)
+    return {
+        "input_tokens": counts["input"],
+        "input_tokens_details": {"cached_tokens": counts["cached"]},
+        "output_tokens": counts["output"],
+        "output_tokens_details": {"reasoning_tokens": counts["reasoning"]},
+        "total_tokens": counts["input"] + counts["output"],
+    }
+
+
 async def test_lines_are_answered_as_requests_are(running: RealFront, charges: Charges) -> None:
     owner = BatchClient(running)
     lines = [*work(20), line("bad", max_tokens=-1), line("fine", prompt=["a", "b"], n=2, user="fine")]
@@ -165,6 +185,7 @@ async def test_lines_are_answered_as_requests_are(running: RealFront, charges: C
     for field in ("choices", "usage", "model", "object"):
         assert response["body"][field] == direct[field]
     assert len(output["fine"]["response"]["body"]["choices"]) == 4
+    assert batch["usage"] == usage_of(output.values()) and batch["usage"]["output_tokens"] > 0
     (failed,) = await owner.lines(batch["error_file_id"])
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("bad", 400)
     assert failed["response"]["body"]["error"]["param"] == "max_tokens"
@@ -198,6 +219,7 @@ async def test_the_other_endpoints(running: RealFront, endpoint: str, body: dict
     assert (batch["status"], batch["error_file_id"]) == ("completed", None), errors
     ((found,)) = await owner.lines(batch["output_file_id"])
     assert found["response"]["body"]["object"] in ("chat.completion", "list", "response")
+    assert batch["usage"] == usage_of([found]) and batch["usage"]["input_tokens"] > 0
 
 
 GOOD = line("x")
@@ -229,8 +251,8 @@ def errors_of(content: bytes, folder: Path) -> Sequence[Any]:
     check = InputCheck("/v1/completions")
     with path.open("rb") as file:
         reader = LineReader(file)
-        while lines := reader.piece():
-            check.take(lines)
+        while (lines := reader.piece()) is not None:
+            check.take(lines, reader.num_read)
     check.end()
     return check.errors
 
@@ -244,6 +266,62 @@ def test_bounds_of_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [one.code for one in errors_of(b"\n\n", tmp_path)] == ["empty_file"]
     assert len(errors_of(b"{}\n" * 90, tmp_path)) == batch_input.MAX_ERRORS
     assert [one.code for one in errors_of(b'{"a"' * 90, tmp_path)] == ["invalid_json_line"]
+    monkeypatch.setattr(batch_input, "MAX_READ", 5000)
+    assert [one.code for one in errors_of(b"\n" * 9000, tmp_path)] == ["too_many_lines"]
+
+
+async def test_lines_behind_a_mebibyte_of_nothing_are_run(running: RealFront) -> None:
+    owner = BatchClient(running)
+    blank = (b" " * 300_000 + b"\n") * 8
+    content = blank + lines_of(work(2)) + blank + lines_of([line("last", user="last")])
+    batch = await owner.ended(await owner.create((await owner.send(content)).json()["id"]))
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 3)
+
+
+async def test_a_batch_whose_input_is_lost_fails_and_holds_up_no_other(front: RealFront, charges: Charges) -> None:
+    """As on a volume that was restored from an old copy: what has a result keeps it."""
+    owner = BatchClient(front)
+    front.config.now = replace(front.config.now, max_batch_lines=1)
+    charges.refusals["id-1"] = [unavailable("not now", "ledger_full")] * 1000
+    first, second = [await owner.create(await owner.upload(work(3))) for _ in range(2)]
+    one, other = another_router(front), another_router(front)
+    async with started(one):
+        await until(condition(lambda: charges.complete["id-0"] == 1 and len(charges.refusals["id-1"]) < 1000))
+    front.batches.store.delete(OWNER, (await owner.batch(first))["input_file_id"])
+    charges.refusals.clear()
+    async with started(other):
+        lost, whole = await owner.ended(first), await owner.ended(second)
+    assert lost["status"] == "failed" and lost["failed_at"]
+    assert [error["code"] for error in lost["errors"]["data"]] == ["file_not_found"]
+    assert [line["custom_id"] for line in await owner.lines(lost["output_file_id"])] == ["id-0"]
+    assert (whole["status"], whole["request_counts"]["completed"]) == ("completed", 3)
+
+
+async def test_results_expire_when_the_batch_says(running: RealFront) -> None:
+    owner = BatchClient(running)
+    file_id = await owner.upload(work(1))
+    wanted = {"anchor": "created_at", "seconds": 7200}
+    batch = await owner.ended(await owner.create(file_id, output_expires_after=wanted))
+    file = await owner.done("GET", f"/v1/files/{batch['output_file_id']}")
+    assert file["expires_at"] - file["created_at"] == 7200
+    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    for wrong in ({**wanted, "seconds": 3599}, {**wanted, "anchor": "ended_at"}, {"seconds": 7200}, 7200):
+        answer = await owner.ask("POST", "/v1/batches", json={**body, "output_expires_after": wrong})
+        assert answer.status_code == 400, wrong
+
+
+async def test_an_answer_that_is_no_json_fails_its_line_alone() -> None:
+    async def route(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: {}\n\n"})
+
+    record = BatchRecord(
+        id="batch_1", tenant="a", endpoint="/x", input_file_id="f", completion_window="24h", created_at=1, expires_at=2
+    )
+    wanted = batch_input.Line(custom_id="x", method="POST", url="/x", body=msgspec.Raw(b"{}"))
+    answer = await LineCaller({"/x": route}).call(record, wanted)
+    assert answer.result.error is not None and answer.result.error.code == "internal_error"
+    assert answer.retry_after_s is None
 
 
 async def test_a_wrong_input_fails_with_its_lines(running: RealFront, charges: Charges) -> None:
@@ -623,6 +701,7 @@ async def test_every_line_has_one_result_whatever_happens(
     results = Counter(one["custom_id"] for one in [*output, *errors])
     assert results == Counter(f"id-{one}" for one in range(num_lines))
     answered = {one["custom_id"] for one in output}
+    assert batch["usage"] == usage_of(output)
     assert answered <= set(charges.complete) and not answered & bad
     more = sum(charges.complete.values()) - len(answered)
     assert 0 <= more <= num_killed * most_lines

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from motet.adapters.registry.batches import file_registry
 from motet.router.text.text import TextService
-from motet.tests.rigs.batch_client import BatchClient
+from motet.tests.rigs.batch_client import BatchClient, line
 from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.real_front import (
     ASKER_KEY,
@@ -182,6 +184,48 @@ async def test_expired_and_forgotten_files_are_swept(front: RealFront, owner: Ba
     assert await stored_bytes(front) == before - 1
     assert (await owner.ask("GET", f"/v1/files/{gone['id']}")).status_code == 404
     assert await front.redis.zrange("motet:{registry}:file_ends", 0, -1) == [f"{OWNER}/{kept['id']}"]
+
+
+async def test_what_has_expired_is_not_there_though_it_is_not_swept_yet(
+    front: RealFront, owner: BatchClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+    gone, kept = (await owner.send(b"x", **short)).json()["id"], (await owner.send(b"x")).json()["id"]
+    monkeypatch.setattr(front.batches._files_api, "_clock", lambda: time.time() + 3601)
+    assert [file["id"] for file in (await owner.done("GET", "/v1/files"))["data"]] == [kept]
+    for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+        assert (await owner.ask(method, f"/v1/files/{gone}{path}")).status_code == 404
+    body = {"input_file_id": gone, "endpoint": "/v1/completions", "completion_window": "24h"}
+    assert (await owner.ask("POST", "/v1/batches", json=body)).status_code == 404
+
+
+async def test_results_of_a_batch_that_ends_while_files_are_swept_stay(
+    front: RealFront, owner: BatchClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answers may be older than a day by then: it has waited for gangs since."""
+    batch_id = await owner.create(await owner.upload([line("a")]))
+    read = front.batches.batches.pages_of
+
+    async def pages_of(tenant_id: str) -> AsyncIterator[Any]:
+        front.batches.start()
+        await owner.ended(batch_id)
+        await front.batches.stop()
+        async for page in read(tenant_id):
+            yield page
+
+    orphan = front.batches.store.path(OWNER, "file-nobody-knows")
+    orphan.write_bytes(b"x")
+    monkeypatch.setattr(front.batches.sweep, "_batches", SimpleNamespace(pages_of=pages_of))
+    monkeypatch.setattr(front.batches.store, "old_files", lambda older_than_s: iter(all_files(front, batch_id)))
+    assert await front.batches.sweep.sweep()
+    batch = await owner.batch(batch_id)
+    assert len(await owner.lines(batch["output_file_id"])) == 1
+    assert not orphan.exists()
+
+
+def all_files(front: RealFront, batch_id: str) -> list[tuple[str, list[str]]]:
+    """As `old_files` finds them, with that of a batch's answers, as if it were there already."""
+    return [(OWNER, [*(path.name for path in on_disk(front)), f"file-{batch_id.removeprefix('batch_')}o"])]
 
 
 async def test_files_go_with_their_user_and_their_tenant(front: RealFront) -> None:

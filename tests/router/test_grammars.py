@@ -96,6 +96,31 @@ def test_what_is_not_supported_is_refused_by_name(schema: Any, told: str) -> Non
     assert told in problem("json", schema)
 
 
+WIDE = {"anyOf": [{"properties": {f"p{number}": {"const": "s"}}, "required": [f"p{number}"]} for number in range(1200)]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        WIDE,
+        {"type": "array", "items": WIDE},
+        {"type": "object", "additionalProperties": WIDE},
+        POINT | {"properties": {"x": {"type": "string"}, "y": WIDE}, "required": ["x", "y"]},
+        POINT | {"properties": {"a_name_of_24_characters_": WIDE}, "required": ["a_name_of_24_characters_"]},
+    ],
+    ids=["itself", "items", "values", "behind a text", "behind a name"],
+)
+def test_more_alternatives_than_a_gang_follows_are_refused_wherever_an_answer_comes_to_them(schema: Any) -> None:
+    found = problem("json", schema)
+    assert found.endswith("alternatives are open at one place of an answer: at most 2000 are followed.")
+
+
+def test_alternatives_that_an_answer_has_told_apart_are_no_more_than_they_are() -> None:
+    objects = {"anyOf": [{"type": "object", **one, "additionalProperties": False} for one in WIDE["anyOf"]]}
+    assert problem("json", objects) == ""
+    assert problem("json", {"anyOf": WIDE["anyOf"][:300]}) == ""
+
+
 # Regular expressions and choices
 
 

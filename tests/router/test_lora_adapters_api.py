@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,27 @@ async def test_a_folder_is_an_upload_of_its_files(tmp_path: Path, shared: Path, 
         assert (await client.get("/v1/adapters/pirate")).status_code == 404
     assert (shared / "mine").is_dir()
     assert not [*(tmp_path / "spool").iterdir()]
+
+
+async def test_of_two_at_once_with_one_name_one_is_loaded(tmp_path: Path, shared: Path, text: TextService) -> None:
+    rig = rig_of(tmp_path, text, f"{shared}")
+    folders = shared / "mine", shared / "tenants" / "acme" / "own"
+    loaded = await asyncio.gather(*(load(rig, folder) for folder in folders))
+    assert sorted(one.status_code for one in loaded) == [200, 409]
+    refused = next(one for one in loaded if one.status_code == 409).json()["error"]
+    assert "load_inplace" in refused["message"] and refused["param"] == "lora_name"
+    replaced = await asyncio.gather(*(load(rig, folder, load_inplace=True) for folder in folders))
+    assert [one.status_code for one in replaced] == [200, 200]
+
+
+async def test_the_form_of_its_answers_is_that_of_an_upload(tmp_path: Path, shared: Path, text: TextService) -> None:
+    rig = rig_of(tmp_path, text, str(shared))
+    assert (await load(rig, shared / "mine", response_template="hermes")).status_code == 200
+    async with rig.client() as client:
+        assert (await client.get("/v1/adapters/pirate")).json()["response_template"] == "hermes"
+    refused = await load(rig, shared / "mine", "other", response_template="greek")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_template")
+    assert "hermes" in refused.json()["error"]["message"]
 
 
 async def test_anothers_adapter_is_as_if_it_did_not_exist(tmp_path: Path, shared: Path, text: TextService) -> None:

@@ -13,8 +13,8 @@ from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantReco
 from motet.router.accounts.account import Account
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas import grants
-from motet.router.quotas.limits import PERIOD_US
-from motet.router.quotas.quotas import MAX_TAKEOVERS, Quotas
+from motet.router.quotas.limits import PERIOD_US, limits_of
+from motet.router.quotas.quotas import MAX_TAKEOVERS, Quotas, redis_key
 from motet.router.tenants.identity import Identity
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.quota_rig import asked, ending, identity, is_left, left, progress, routers, try_open, until
@@ -457,6 +457,26 @@ async def test_tenants_do_not_share(redis_client: Redis, redis_url: str) -> None
         await quotas.open(asked(identity(quota)))
         assert not isinstance(await try_open(quotas, asked(identity(quota, name="zenith"))), ApiError)
         assert isinstance(await try_open(quotas, asked(identity(quota))), ApiError)
+
+
+async def test_an_error_of_one_grant_is_that_grants_alone(
+    redis_client: Redis, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    quota = Quota(requests_per_minute=10)
+    broken, *others = (identity(quota, name=name) for name in ("broken", "first", "second"))
+    key = redis_key(broken.tenant.tenant_id, limits_of(broken)[0])
+    await redis_client.script_flush()  # the batch comes again, once Redis has the script
+    await redis_client.set(key, "no hash")
+    async with routers(redis_url, 1) as (quotas,):
+        for _ in range(2):
+            refused, *answered = await asyncio.gather(*(try_open(quotas, asked(who)) for who in (broken, *others)))
+            assert isinstance(refused, ApiError) and refused.status_code == 503
+            assert not any(isinstance(answer, ApiError) for answer in answered)
+        assert [record.getMessage().partition(": WRONG")[0] for record in caplog.records] == [
+            f"quotas: redis refused the message of {key}"
+        ]
+        await redis_client.delete(key)
+        assert not isinstance(await try_open(quotas, asked(broken)), ApiError)
 
 
 async def test_who_gets_the_name_of_a_deleted_tenant_begins_anew(redis_client: Redis, redis_url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,10 +80,11 @@ async def test_one_user_s_thumbs_do_not_take_a_canary_back(rig: VersionRig) -> N
     tried = [user for user, one in answers.items() if one.headers["x-motet-version"] == "x@2"]
     disliked = [(await rig.complete(user=tried[0])).json()["id"] for _ in range(60)]
     await rig.canaries.flush()
-    for response_id in disliked:
-        await rig.http.post("/v1/feedback", json={"id": response_id, "thumb": "down"})
-    for one in answers.values():
-        await rig.http.post("/v1/feedback", json={"id": one.json()["id"], "thumb": "up"})
+    # At once: what is not counted is looked for once more, and answered only then.
+    thumbs = [(response_id, "down") for response_id in disliked]
+    await asyncio.gather(*(rig.http.post("/v1/feedback", json={"id": of, "thumb": thumb}) for of, thumb in thumbs))
+    thumbs = [(one.json()["id"], "up") for one in answers.values()]
+    await asyncio.gather(*(rig.http.post("/v1/feedback", json={"id": of, "thumb": thumb}) for of, thumb in thumbs))
     found = await judged(rig)
     assert (found["state"], found["canary"]["thumbs_down"]) == ("running", 2)
 
@@ -253,7 +255,7 @@ async def test_answers_of_a_deleted_tenant_meet_none_of_the_next_one_with_its_na
     made = await tenants.create(TenantRecord(name="acme"), operators)
     await eventually(lambda: rig.view.tenant("acme") == made)
     await give_key(rig.registry, "acme", "key-of-acme")
-    await eventually(lambda: bool(rig.view.keys.keys_of("acme")))
+    await eventually(lambda: rig.view.keys.num_keys_of("acme") > 0)
     await rig.upload(1)
     again = await rig.http.post("/v1/feedback", json={"id": told, "thumb": "down"})
     assert (again.status_code, again.json()["counted"]) == (200, False), again.text

@@ -24,7 +24,7 @@ from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.router_rig import OPERATORS, RouterRig, text_service
 
 TEXT = text_service()
-NUM_ADAPTERS, DAYS = 4_000, range(1, 11)
+NUM_ADAPTERS, DAYS = 2_000, range(1, 11)
 SPAN = "from=2026-11-01&to=2026-11-30"
 PRICES = 'currency = "EUR"\n[[price]]\nadapter = "*7"\nrequests = 3\n[[price]]\nadapter = "*"\noutput_tokens = 2\n'
 

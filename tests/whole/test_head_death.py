@@ -31,7 +31,7 @@ JOBS: list[dict[str, Any]] = [
     {
         "model": ("pirate", "base")[number % 2],
         "prompt": f"{number} capital",
-        "max_tokens": 300,
+        "max_tokens": 200,
         "ignore_eos": True,
         "temperature": (0, 1.1)[number // 2 % 2],
         "seed": number,

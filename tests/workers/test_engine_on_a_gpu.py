@@ -25,11 +25,12 @@ from motet.tests.rigs.stand_in_gpu.gpu_worker import UNEVEN_BYTES, gpu_of_twins,
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu
 from motet.tests.rigs.stand_in_gpu.tally import Wait
 from motet.workers import device, device_memory, window_pages, worker_builder
-from motet.workers.config import CPU_POOL_BYTES
+from motet.workers.costs.step_defaults import cpu_pool_bytes
 from motet.workers.decoding.token_choice import uniform
 from motet.workers.decoding.token_counts import TokenCounts
 from motet.workers.execution import runner
 from motet.workers.execution.executor import LocalExecutor
+from motet.workers.machine_memory import usable_memory_bytes
 from motet.workers.models.config import ModelConfig
 from motet.workers.plan import SamplePlan
 from motet.workers.wire.engine_load import EngineCounters
@@ -264,8 +265,8 @@ def test_float32_is_refused_on_a_gpu(llama: Stock, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cpu_takes_a_pool_of_its_own_size(llama: Stock) -> None:
-    with llama.engine(60, pool_bytes=None) as rig:
-        assert rig.engine.info.num_pages == CPU_POOL_BYTES // llama.page_bytes
+    with llama.engine(60, pool_bytes=None, pool_sharers=4096) as rig:
+        assert rig.engine.info.num_pages == cpu_pool_bytes(usable_memory_bytes(), 4096) // llama.page_bytes
 
 
 def test_dense_pages_are_filled_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from motet.kernels.native.build import COMPILERS
 from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
+from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
 from motet.workers.wire.messages import AdapterRef, Cancel, SamplingParams
 
@@ -140,6 +141,18 @@ def test_mixed_batch(bench: Bench) -> None:
             chosen = torch.tensor([said.chosen for said in heard.logprobs])
             torch.testing.assert_close(chosen, question.answer.logprobs.amax(dim=-1), atol=TOLERANCE, rtol=0)
         assert rig.engine.load().counters.num_preemptions == rig.engine.load().counters.num_adapter_evictions == 0
+
+
+def test_a_step_at_once_and_kernel_by_kernel(bench: Bench) -> None:
+    """Dense bases compute a step as one native program, and bases with experts kernel by kernel; both are right."""
+    with bench.stock.engine(num_pages=400, max_tokens_per_step=64) as rig:
+        executor = rig.engine.executor
+        assert isinstance(executor, LocalExecutor)
+        if KERNELS == "native":
+            assert (executor.runner._step is None) == bench.has_experts
+            assert rig.engine.info.kernels.endswith("kernel by kernel" if bench.has_experts else "a step at once")
+        executor.runner._step = None
+        _assert_same_tokens(bench.questions, _ask(rig, bench.questions))
 
 
 def test_chunked_prompts(bench: Bench) -> None:

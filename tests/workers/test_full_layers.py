@@ -178,6 +178,8 @@ def test_pages_are_never_lost_nor_freed_while_needed(
             s._preempt(rng.choice([*s._running.by_id.values()]))
         plan = s.schedule()
         known |= s._running.by_id
+        held = {page for each in s._running.by_id.values() for page in each.held_pages}
+        assert {copy.target for copy in plan.copies} <= held, "a copy into a page of no running sequence"
         if pending is None:
             pending = plan
         else:

@@ -285,6 +285,40 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
         assert "tokenizer.json" in error.message
 
 
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize("error", [OSError("the disk is away"), Panic("out of range")], ids=["error", "panic"])
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("constraints.Vocabulary.__init__", "vocabulary could not be read"),
+        ("constraints.CompiledGrammars.matcher", "grammar could not be followed"),
+        ("constraint.Constraint._mask_after", "grammar could not be followed"),
+    ],
+)
+def test_an_error_that_was_not_foreseen_ends_the_sequences_that_wait_and_the_next_ones_are_served(
+    stock: Stock, monkeypatch: pytest.MonkeyPatch, where: str, message: str, error: BaseException
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    with engine(stock) as rig:
+        with monkeypatch.context() as patch:
+            patch.setattr(f"motet.workers.grammar.{where}", fail)
+            submit(rig, 4)
+            rig.finish()
+        for index in range(3):
+            failed = rig.outputs[index].error
+            assert failed is not None and failed.kind == "internal" and message in failed.message
+        assert rig.outputs[3].error is None, "it has no grammar"
+        rig.submit(9, prompt_of(0), None, sampling_of(0))
+        rig.finish()
+        assert rig.outputs[9].error is None and FITS[0](text_of(rig.outputs[9].token_ids))
+        rig.assert_idle()
+
+
 def test_others_run_while_a_grammar_is_compiled(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is cancelled meanwhile is forgotten."""
     may_compile, compile_now = threading.Event(), CompiledGrammars.matcher

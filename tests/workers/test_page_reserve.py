@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import EOS, asking, request, scheduler
+from motet.tests.workers.test_scheduling_cost import num_calls
 from motet.workers.plan import SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.answer_lengths import NUM_BUCKETS, STARTS, AnswerLengths, bucket_of
 from motet.workers.scheduling.growing_sequence import GrowingSequence
@@ -125,6 +126,19 @@ def test_short_answers_to_long_prompts_cost_no_prediction(monkeypatch: pytest.Mo
     assert s.load().counters.num_generated_tokens == 32 * 4
 
 
+def test_limits_of_all_sizes_cost_a_look_no_more_than_one() -> None:
+    def look(limits: list[int]) -> int:
+        reserve = PageReserve(10_000, 16)
+        for number, most in enumerate([*limits, 1]):
+            sequence = GrowingSequence(asking(number, [1] * 20), number, 0, [1] * 20, max_length=20 + most)
+            if number < len(limits):
+                sequence.hold((0, 1))
+                reserve.add(sequence)
+        return num_calls(lambda: reserve.growth_with(sequence, 2))
+
+    assert look([*range(2, 60_000, 400)]) == look([5])
+
+
 def test_a_gang_that_runs_nothing_keeps_nothing_back() -> None:
     s = scheduler(GangLimits(4096, 100, 4, 100, 512, 8))
     s.add(asking(0, [5] * 397, max_tokens=3), 0)  # all 100 pages
@@ -142,6 +156,18 @@ def test_lengths_of_answers_decide_how_many_start() -> None:
         started[length] = s.load().gauges.num_running
     assert started[4] > 60  # of 400 pages, 2 each, within the budget of 512 tokens
     assert started[200] < 16  # 52 pages each
+
+
+def test_answers_that_end_at_their_limits_are_learnt_from_too() -> None:
+    """None ends before, so those that start get as long as that."""
+    s = scheduler(GangLimits(4096, 100, 4, 400, 512, 256))
+    for begin, number in ((0, 100), (1000, 200)):
+        for i in range(begin, begin + number):
+            s.add(asking(i, [2 + i % 90, *[1] * 7], max_tokens=200, ignore_eos=True), 0)
+        while s.has_work() and begin == 0:
+            s.commit(plan := s.schedule(), ending(plan, dict.fromkeys(range(100), 1000)))
+    s.schedule()
+    assert s.load().gauges.num_running <= 400 * 4 // 208 + 1
 
 
 def test_hardly_anything_is_computed_twice() -> None:

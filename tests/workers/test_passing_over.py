@@ -14,6 +14,7 @@ from motet.benchmarks.scarce.shared_documents import shared_documents
 from motet.tests.rigs.scheduler_rig import asking, limits, quick_result, request, scheduler
 from motet.tests.workers.test_scheduling_cost import PagesWithCalls, gang, num_calls
 from motet.workers.fairness.passing_over import PrefixHere, most_passed_over, to_promote
+from motet.workers.fairness.prompt_bursts import PromptBursts
 from motet.workers.fairness.tenant_counters import Scheduling, TenantCounter
 from motet.workers.scheduling.growing_sequence import ARRIVAL_STEP, GrowingSequence
 from motet.workers.scheduling.request_limits import GangLimits
@@ -37,7 +38,7 @@ def test_a_prefix_that_the_fewest_share_is_used_first_if_it_saves_half() -> None
 def test_no_sequence_is_passed_over_more_often_than_its_bound(seed: int, num_tenants: int) -> None:
     """Nor before one of more priority, nor if it has run before; and no tenant's turn is another's."""
     rng = random.Random(seed)
-    queue, here = WaitingQueue(), dict[GrowingSequence, int]()
+    queue, here = WaitingQueue(PromptBursts()), dict[GrowingSequence, int]()
     counters = [TenantCounter() for _ in range(num_tenants)]
     num_before, num_passed = dict[GrowingSequence, int](), Counter[GrowingSequence]()
     arrivals = dict[GrowingSequence, int]()

@@ -12,13 +12,10 @@ from hypothesis import strategies as st
 
 from motet.benchmarks.scarce.calls import worst_step_over_interval
 from motet.tests.rigs.scheduler_rig import asking, quick_result
-from motet.workers.fairness import prompt_budget
-from motet.workers.fairness.prompt_budget import (
-    PromptBudget,
-    divide_prompt_tokens,
-    interval_stretch,
-    prompt_seconds,
-)
+from motet.workers.fairness import prompt_bursts
+from motet.workers.fairness.prompt_budget import PromptBudget, divide_prompt_tokens, prompt_seconds
+from motet.workers.fairness.prompt_bursts import PromptBursts
+from motet.workers.fairness.tenant_counters import TenantCounter
 from motet.workers.scheduling.measured_costs import StepCosts
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
@@ -232,7 +229,7 @@ def test_who_decodes_has_tokens_in_time_while_prompts_burst_in(token_s: float) -
 def first_tokens_s(num_tenants: int, stretches: bool, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When each of 32 prompts that come at once has its first token, in order. A decode takes as long as 8 tokens."""
     if not stretches:
-        monkeypatch.setattr(prompt_budget, "_MAX_STRETCH", 1)
+        monkeypatch.setattr(prompt_bursts, "_MAX_STRETCH", 1)
     s = gang(token_interval_s=0.1)
     device = Device(s, random.Random(2), 0.00066, decode_s=0.0055)
     for begin, number, max_tokens in ((1000, 8, 20), (0, 32, 80)):  # the first ones show what steps cost
@@ -251,13 +248,21 @@ def test_first_tokens_of_a_burst_do_not_wait_for_its_next_ones(monkeypatch: pyte
     assert stretched[-1] <= before[-1] / 2
 
 
-@given(st.lists(st.integers(0, 40), max_size=20))
-def test_an_interval_is_stretched_by_no_tenant_but_those_that_wait(num_prompts: list[int]) -> None:
-    stretch = interval_stretch(num_prompts)
-    assert 1 <= stretch <= 5
-    assert all(stretch <= max(1, number) for number in num_prompts)
-    assert interval_stretch([*num_prompts, 1]) == 1
-    assert stretch == interval_stretch(reversed(num_prompts))
+_CHANGES = st.lists(st.tuples(st.integers(0, 5), st.integers(-2, 9), st.integers(-1, 2)), max_size=60)
+
+
+@given(_CHANGES)
+def test_an_interval_is_stretched_by_no_tenant_but_those_that_wait(changes: list[tuple[int, int, int]]) -> None:
+    """`changes`: a tenant, and how many more prompts and decodes it has; the last tenant's are background work."""
+    bursts, counters = PromptBursts(), [TenantCounter(f"t{i}", is_background=i == 5) for i in range(6)]
+    counts = dict.fromkeys(counters, (0, 0))
+    for tenant, more_prompts, more_decodes in changes:
+        num_decodes, num_prompts = counts[counter := counters[tenant]]
+        now = counts[counter] = max(0, num_decodes + more_decodes), max(0, num_prompts + more_prompts)
+        bursts.change(counter, now[1] - num_prompts, now[0] - num_decodes)
+        bursts.check_integrity({of: each for of, each in counts.items() if any(each)})
+        waiting = [prompts for of, (decodes, prompts) in counts.items() if decodes and not of.is_background]
+        assert bursts.stretch == max(1, min([5, *waiting]))
 
 
 @pytest.mark.parametrize("max_tokens", [512, 2048])

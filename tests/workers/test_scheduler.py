@@ -23,6 +23,7 @@ from motet.tests.rigs.scheduler_rig import (
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
 from motet.workers.engine_messages import GiveUpWaiting
+from motet.workers.fairness.prompt_bursts import PromptBursts
 from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.page_reserve import PageReserve
@@ -404,7 +405,7 @@ def test_nobody_older_ever_gives_way(arrivals: list[int], needy_arrival: int) ->
     def made(arrival: int) -> GrowingSequence:
         return GrowingSequence(request(arrival), arrival, 0, [1])
 
-    running = RunningSequences(PageReserve(100, 4))
+    running = RunningSequences(PageReserve(100, 4), PromptBursts())
     for number, arrival in enumerate(arrivals):
         running.add(
             GrowingSequence(request(number, num_prompt=1), arrival, 0, [1] * (1 + arrival % 2))

@@ -17,7 +17,7 @@ from motet.benchmarks.rigs.leader_steps import LeaderSteps, own_prompt
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, quick_result, scheduler
 from motet.workers.memory import paged_memory, prefix_cache
 from motet.workers.plan import StepPlan
-from motet.workers.scheduling import prefix_reuse
+from motet.workers.scheduling import prefix_reuse, prompt_planner
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
@@ -168,6 +168,23 @@ def test_keys_of_a_document_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert hashed <= 512 + 20 * 3
 
 
+def test_keys_of_a_document_are_made_for_one_of_those_that_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They arrive while another one decodes, so keys are made in several steps."""
+    monkeypatch.setattr(prefix_reuse, "MOST_KEYS", 64)
+    monkeypatch.setattr(prefix_reuse, "_KEYS_OF_A_COPY", 8)
+    s = gang(128)
+    s.add(asking(500, [5] * 20, max_tokens=1000), 0)
+    s.commit(plan := s.schedule(), quick_result(plan))
+    for i in range(32):
+        s.add(asking(i, [*_DOCUMENT, *[i] * 20], max_tokens=200), 0)
+    num_steps = 0
+    while s.load().gauges.num_running < 33:
+        s.commit(plan := s.schedule(), quick_result(plan))
+        num_steps += 1
+    assert num_steps < 30  # 256 if all made their own
+    s.check_integrity()
+
+
 def test_growing_beside_many_that_wait_costs_nothing_while_pages_are_free() -> None:
     """Newer sequences run past older ones that wait for adapters, and need more and more pages."""
     s = gang(400)
@@ -228,6 +245,46 @@ def test_a_long_prompt_arrives_and_starts_in_a_full_pool_little_by_little() -> N
         num_steps += 1
     assert num_steps >= 5000 // prefix_reuse.MOST_KEYS
     assert s.load().counters.num_preemptions == 0
+
+
+def test_many_that_share_a_long_document_start_little_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The document has 512 pages, which are in the pool: all could start in one step."""
+    monkeypatch.setattr(prompt_planner, "_MOST_FOUND", 1024)
+    s = gang(128)
+    s.add(asking(500, _DOCUMENT, max_tokens=1), 0)
+    while s.has_work():
+        s.commit(plan := s.schedule(), quick_result(plan))
+    s.add(asking(501, [5] * 20, max_tokens=1000), 0)
+    s.commit(plan := s.schedule(), quick_result(plan))
+    for i in range(100):
+        s.add(asking(i, [*_DOCUMENT, *[i] * 20], max_tokens=200), 0)
+    s.memory.prefixes._pages = PagesWithCalls(s.memory.prefixes._pages)
+    num_steps = 0
+    while s.load().gauges.num_running < 101:
+        assert num_calls(lambda: s.commit(plan := s.schedule(), quick_result(plan))) < 60 * 1024  # a million for all
+        s.check_integrity()
+        num_steps += 1
+    assert 100 * 512 // 1024 - 5 < num_steps < 60
+
+
+@pytest.mark.parametrize("has_bursts", [False, True])
+def test_tenants_whose_prompts_burst_in_cost_a_step_nothing(has_bursts: bool) -> None:
+    """Each of so many decodes, and has others waiting."""
+
+    def beside(num_tenants: int) -> Callable[[], None]:
+        of = GangLimits(4096, 1000, 16, 20_000, 8192, num_tenants)
+        s = Scheduler(of, frozenset({1}), lambda ref: 2, token_interval_s=0.05)
+        for i in range(num_tenants * (4 if has_bursts else 1)):
+            s.add(asking(i, [2 + i % 900] * 8, max_tokens=1000, tenant=f"t{i % num_tenants}"), 0)
+        while s.load().gauges.num_running < num_tenants:
+            s.commit(plan := s.schedule(), quick_result(plan))
+
+        def budget() -> None:
+            s._prompt_budget(num_tenants)
+
+        return budget
+
+    assert num_calls(beside(1000)) <= num_calls(beside(10))
 
 
 def test_pages_of_ended_sequences_are_released_as_fast_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:

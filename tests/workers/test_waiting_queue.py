@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.tests.rigs.scheduler_rig import request
+from motet.workers.fairness.prompt_bursts import PromptBursts
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.waiting_queue import WaitingQueue
 
@@ -19,7 +20,7 @@ def made(sequence_id: int, arrival: int) -> GrowingSequence:
 
 @given(st.lists(st.integers(-20, 20), unique=True), st.sets(st.integers(-20, 20)), st.integers(0, 9))
 def test_the_oldest_are_first_whoever_came_and_left(arrivals: list[int], gone: set[int], num_sequences: int) -> None:
-    line, sequences = WaitingQueue(), {arrival: made(100 + arrival, arrival) for arrival in arrivals}
+    line, sequences = WaitingQueue(PromptBursts()), {arrival: made(100 + arrival, arrival) for arrival in arrivals}
     for number, sequence in enumerate(sequences.values(), 1):
         line.add(sequence)
         assert len(line) == number
@@ -34,7 +35,7 @@ def test_the_oldest_are_first_whoever_came_and_left(arrivals: list[int], gone: s
 
 
 def test_who_waits_twice_or_not_at_all_is_our_own_mistake() -> None:
-    line = WaitingQueue()
+    line = WaitingQueue(PromptBursts())
     line.add(made(1, 1))
     with pytest.raises(AssertionError, match="sequence 1 waits already"):
         line.add(made(1, 2))
@@ -47,7 +48,7 @@ def test_who_waits_twice_or_not_at_all_is_our_own_mistake() -> None:
 def test_who_can_start_is_known_whatever_comes_and_goes(seed: int) -> None:
     """Against plain sets: the adapters that are there, and the key that each sequence awaits."""
     rng = random.Random(seed)
-    line, here, awaits = WaitingQueue(), {"a1", "b2"}, dict[GrowingSequence, bytes]()
+    line, here, awaits = WaitingQueue(PromptBursts()), {"a1", "b2"}, dict[GrowingSequence, bytes]()
     for arrival in range(60):
         sequence = GrowingSequence(
             request(arrival, adapter=rng.choice([None, "a1", "b2", "c3"])), arrival, 0, [1, 2, 3]

@@ -15,7 +15,7 @@ from motet.workers.scheduling.prefix_reuse import PrefixReuse
 from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.window_pages import kept_window, most_pages, num_unseen_pages
+from motet.workers.window_pages import FullLayers, kept_window, most_pages, num_unseen_pages
 from motet.workers.wire.page_keys import PageKey, first_link, next_keys
 
 WINDOW, BLOCK, BUDGET = 10, 4, 8
@@ -195,6 +195,22 @@ def test_pages_of_a_window_come_from_the_pool_and_from_host_memory(num_here: int
     run(s, worker)
     assert s.load().counters.num_pages_in == 22 - first - num_here
     assert worker.num_computed == before + 2
+
+
+@pytest.mark.parametrize(("layers", "num_pages"), [(None, 80), (FullLayers((5, 11), 13), 110)])
+def test_ends_of_conversations_stay_longest(layers: FullLayers | None, num_pages: int) -> None:
+    """The pool holds the windows of all, and dense pages, but not all pages: those before are of no use alone."""
+    of = GangLimits(400, 1000, BLOCK, num_pages, BUDGET, 4, WINDOW, layers)
+    s, worker = scheduler(of), Worker(of)
+    worker.sequence_of = s._running.by_id.__getitem__
+    conversations = [[10 + number, *PROMPT] for number in range(8)]  # 23 pages of four tokens each
+    for turn in range(3):
+        before = worker.num_computed
+        for number, tokens in enumerate(conversations):
+            s.add(asking(8 * turn + number, tokens, max_tokens=1), 0)
+            run(s, worker)
+            tokens += [500 + turn] * 4
+    assert worker.num_computed - before <= 8 * 3 * BLOCK
 
 
 def test_a_preempted_sequence_goes_on_from_its_window() -> None:

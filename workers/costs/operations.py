@@ -6,6 +6,7 @@ activations are not, as they run where their inputs are. The names are NanoFlow'
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -43,8 +44,8 @@ class Batch:
 
     contexts: tuple[int, ...] = ()  # of each sequence that decodes: tokens that it sees, its new one included
     chunks: tuple[Chunk, ...] = ()
-    num_adapters: int = 0
-    rank: int = 16  # of the adapters, on all their modules
+    num_adapters: float = 0  # an expected number need not be whole
+    rank: float = 16  # of the adapters, on all their modules; of several their mean
 
     @property
     def num_rows(self) -> int:
@@ -174,11 +175,14 @@ class _Parts:
 
     def attention(self) -> Iterator[Operation]:
         model, batch = self.model, self.batch
-        windows, query = model.sliding_windows, model.num_heads * model.head_dim
-        decoded = [min(context, window or context) for window in windows for context in batch.contexts]
-        yield self._attention("decode attention", sum(decoded), sum(decoded), len(batch.contexts) * query)
-        pairs = sum(chunk.num_pairs(window) for window in windows for chunk in batch.chunks)
-        seen = sum(chunk.num_seen(window) for window in windows for chunk in batch.chunks)
+        windows, query = Counter(model.sliding_windows).items(), model.num_heads * model.head_dim
+        contexts, chunks = Counter(batch.contexts).items(), Counter(batch.chunks).items()
+        decoded = sum(
+            layers * many * min(context, window or context) for window, layers in windows for context, many in contexts
+        )
+        yield self._attention("decode attention", decoded, decoded, len(batch.contexts) * query)
+        pairs = sum(layers * many * chunk.num_pairs(window) for window, layers in windows for chunk, many in chunks)
+        seen = sum(layers * many * chunk.num_seen(window) for window, layers in windows for chunk, many in chunks)
         num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
         yield self._attention("prefill attention", pairs, seen, num_tokens * query)
 

@@ -44,8 +44,8 @@ class Executor(Protocol):
 def compute_thread() -> ThreadPoolExecutor:
     """The one thread in which a worker is built and computes.
 
-    OpenMP keeps helper threads for each thread that ever used it. Once there are more helpers than cores, all of them
-    sleep between parallel regions instead of spinning: a second thread made a step with adapters a tenth longer.
+    OpenMP, which torch uses, keeps helper threads for each thread that ever used it. Once there are more helpers than
+    cores, all of them sleep between parallel regions instead of spinning.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="worker")
 

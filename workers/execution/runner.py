@@ -24,6 +24,7 @@ from ..memory.pool import PoolGeometry, kv_layers
 from ..models.context import ForwardContext
 from ..models.decoder import Decoder
 from ..models.step_adapters import AdapterTables, StepAdapters
+from ..models.step_program import prepare_step
 from ..parallel import Parallel
 from ..plan import Residence, SampledToken, SeenTokens, StepPlan, packed
 from ..wire.prompt_scores import PromptScores
@@ -74,6 +75,7 @@ class Runner:
         self._pool, self._geometry = pool, geometry
         self._layout, self._rotary, self._kv = layout, rotary, kv_layers(pool, geometry)
         self._tables = AdapterTables(kernels, layout, most_pages, pool.device)
+        self._step = prepare_step(decoder, kernels, parallel, pool, rotary, self._kv)  # None: kernels one by one
         self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
         self._adapters: tuple[tuple[LoraSegment, ...], StepAdapters | None] = ((), None)  # of the last step with any
         self._rows: DeviceRows | None = None  # None: a step's tensors are made from its plan alone
@@ -86,6 +88,13 @@ class Runner:
     @property
     def pool(self) -> torch.Tensor:
         return self._pool
+
+    @property
+    def step_note(self) -> str:
+        """What `motet status` adds to the kernels: whether a step is one call, where that can be."""
+        if self._kernels.step is None:
+            return ""
+        return "; a step at once" if self._step is not None else "; a step kernel by kernel"
 
     @property
     def num_pages(self) -> int:
@@ -276,7 +285,9 @@ class Runner:
         if isinstance(inputs, DeviceInputs) and not inputs.is_decode and self._mixed_graphs is not None:
             hidden = self._mixed_graphs.hidden_states(inputs, adapters)
         context = self._context(inputs.attention, adapters)
-        if hidden is None:
+        if hidden is None and self._step is not None:
+            hidden = self._step.run(inputs.token_ids, inputs.attention, context.lora)
+        elif hidden is None:
             hidden = self._decoder.hidden_states(inputs.token_ids, context)
         scores = self._scores(hidden, context, inputs.scored) if inputs.scored else None
         sampled = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 _LEAST_PART = 0.25  # prompts get at least this part of the time of a step's decodes
 _NEAR_ENOUGH = 1.05  # times the seconds that prompts may take
-_MAX_STRETCH = 5  # times the token interval
 
 _CPU_INTERVAL_S, _GPU_INTERVAL_S = 0.1, 0.05  # faster than most people read
 
@@ -29,21 +28,6 @@ def prompt_seconds(interval_s: float, decode_s: float) -> float:
     same reason.
     """
     return max(interval_s - decode_s, _LEAST_PART * decode_s)
-
-
-def interval_stretch(num_prompts: Iterable[int]) -> int:
-    """Times the token interval that a step may take while prompts burst in; at least 1.
-
-    `num_prompts`: for each tenant whose sequences decode, how many of its own prompts are not computed yet. Where each
-    has several, they all gain more by an early first token than they lose by a late next one. A tenant whose answers
-    decode without that waits for no other's burst, and a single long prompt stretches nothing.
-    """
-    stretch = _MAX_STRETCH
-    for number in num_prompts:
-        stretch = min(stretch, number)
-        if stretch <= 1:
-            return 1
-    return stretch
 
 
 @dataclass

@@ -40,6 +40,7 @@ class Constraint:
         self._origin: LLMatcher | None = None  # before any token
         self._matcher: LLMatcher | None = None
         self.problem = ""  # why there are no more masks
+        self.is_fault = False  # the problem is neither the grammar's nor the model's, but was not foreseen
         self.is_late = False  # a step had to do without its mask: its sequence waits for it
 
     def begin(self, matcher: LLMatcher) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,6 +13,7 @@ from types import MappingProxyType
 
 from ..decoding.mask_source import TokenMask
 from ..plan import SampledToken, StepPlan
+from ..wire.messages import SequenceError
 from .compiled_grammars import CompiledGrammars, GrammarError
 from .constraint import Constraint
 from .fair_threads import FairThreads
@@ -20,6 +22,9 @@ from .vocabulary import Vocabulary, VocabularyError
 _COSTLY_COMPILE_S, _COSTLY_MASKS_S = 0.1, 0.01  # a job: one grammar; the masks of a tenant's sequences in a step
 _STACK_BYTES = 64 << 20  # to compile with: far more than a router's trial may take
 _POLL_S = 0.0002
+_VOCABULARY, _GRAMMAR = "the model's vocabulary could not be read", "the grammar could not be followed"
+
+_log = logging.getLogger(__name__)
 
 
 class Constraints:
@@ -39,7 +44,7 @@ class Constraints:
             FairThreads("mask", _COSTLY_MASKS_S),
         )
         self._vocabulary: Vocabulary | None = None
-        self._problem = ""  # why there is none
+        self._problem, self._is_fault = "", False  # why there is none, and whether that is unforeseen
         self._reading: threading.Thread | None = None
         self._lock = threading.Lock()  # of the next
         self._waiting: list[Callable[[], None]] | None = []  # for the vocabulary; None: it was read
@@ -69,13 +74,13 @@ class Constraints:
         """The sequence has ended. No-op for one without a grammar."""
         self._by_id.pop(sequence_id, None)
 
-    def take_ended(self) -> list[tuple[int, str]]:
-        """Sequences whose grammar was compiled (""), or that cannot go on with it, and why not."""
-        ended = dict[int, str]()
+    def take_ended(self) -> list[tuple[int, SequenceError | None]]:
+        """Sequences whose grammar was compiled (None), or that cannot go on with it, and why not."""
+        ended = dict[int, SequenceError | None]()
         while not self._ended.empty():
             sequence_id, constraint = self._ended.get_nowait()
             if self._by_id.get(sequence_id) is constraint:
-                ended[sequence_id] = constraint.problem
+                ended[sequence_id] = _error_of(constraint)
         return [*ended.items()]
 
     def is_ready(self, sequence_id: int) -> bool:
@@ -125,19 +130,26 @@ class Constraints:
         self._compiled.check_integrity()
 
     def close(self) -> None:
-        if self._reading is not None:
-            self._reading.join()
+        if (reading := self._reading) is not None:
+            reading.join()
         self._compiling.close()
         self._making.close()
 
     def _read(self) -> None:
-        """Reads the vocabulary, then has the grammars compiled that wait for it."""
+        """Reads the vocabulary, then has the grammars compiled that wait for it, or fail.
+
+        After an error that was not foreseen, and may pass, the next grammar has it read again.
+        """
         try:
             self._vocabulary = Vocabulary(self._folder, self._vocab_size, self._eos_token_ids)
         except VocabularyError as error:
-            self._problem = str(error)
+            self._problem, self._is_fault = str(error), False
+        except BaseException:  # a panic of a library in Rust is no Exception
+            _log.exception(_VOCABULARY)
+            self._problem, self._is_fault = _VOCABULARY, True
         with self._lock:
-            waiting, self._waiting = self._waiting, None
+            waiting, self._waiting = self._waiting, [] if self._is_fault and self._vocabulary is None else None
+            self._reading = None
         for submit in waiting or ():
             submit()
 
@@ -145,7 +157,7 @@ class Constraints:
         if self._by_id.get(sequence_id) is not constraint:
             return  # it was cancelled meanwhile
         if self._vocabulary is None:
-            constraint.problem = self._problem
+            constraint.problem, constraint.is_fault = self._problem, self._is_fault
         else:
             try:
                 matcher = self._compiled.matcher(constraint.tenant, grammar, self._vocabulary)
@@ -153,6 +165,9 @@ class Constraints:
                 constraint.make_mask(self._vocabulary)
             except GrammarError as error:
                 constraint.problem = str(error)
+            except BaseException:
+                _log.exception(_GRAMMAR)
+                constraint.problem, constraint.is_fault = _GRAMMAR, True
         self._ended.put((sequence_id, constraint))
         self.wake()
 
@@ -160,8 +175,20 @@ class Constraints:
         assert self._vocabulary is not None
         for sequence_id, constraint in changed:
             if self._by_id.get(sequence_id) is constraint:
-                constraint.make_mask(self._vocabulary)
+                try:
+                    constraint.make_mask(self._vocabulary)
+                except BaseException:
+                    _log.exception(_GRAMMAR)
+                    constraint.problem, constraint.is_fault = _GRAMMAR, True
                 if constraint.problem:
                     self._ended.put((sequence_id, constraint))
                 if constraint.is_late or constraint.problem:
                     self.wake()
+
+
+def _error_of(constraint: Constraint) -> SequenceError | None:
+    if not constraint.problem:
+        return None
+    if constraint.is_fault:
+        return SequenceError("internal", constraint.problem)
+    return SequenceError("invalid_request", f"the grammar cannot be followed: {constraint.problem}")

@@ -30,16 +30,18 @@ class PagedMemory:
         idle: IdleOrder | None = None,
         adapter_evicted: Callable[[str], None] = lambda digest: None,
         wanted_pages: Callable[[], Iterable[int]] = tuple,
+        has_window: bool = False,
     ) -> None:
         """`adapter_page_s`, `prefix_page_s`: what it costs to bring back an evicted page of an adapter, or of KV.
 
         `idle`: another order of eviction, for comparisons. `adapter_evicted`: called with evicted adapters' digests.
         `wanted_pages`: pages of KV that waiting sequences will use, the most urgent first; they are evicted last.
+        `has_window`: of the base's layers, some or all.
         """
         self.allocator = PageAllocator(num_pages)
         self._idle = IdleOrder() if idle is None else idle
         self.adapters = AdapterCache(self.allocator, self._idle, adapter_page_s)
-        self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s)
+        self.prefixes = PrefixCache(self.allocator, self._idle, prefix_page_s, has_window)
         self._adapter_went, self._wanted_pages = adapter_evicted, wanted_pages
         self._num_evictions_before = -num_pages  # evictions of pages of KV when `wanted_pages` was called last
         self.hosted: set[str] = set()  # digests of adapters in host memory, as the workers have reported

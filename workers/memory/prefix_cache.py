@@ -23,6 +23,9 @@ class _Entry(msgspec.Struct, gc=False):
     adapter: str | None  # digest, if known
     num_blocks: int  # whose KV it has
     uses: UseCount = msgspec.field(default_factory=UseCount)
+    is_passed: bool = (
+        False  # with a window: the sequence that filled it sees it no more, nor does the end of its prompt
+    )
     is_outdated: bool = False  # its adapter has no name any more: evicted first, unless a sequence uses the page again
 
 
@@ -30,12 +33,19 @@ class PrefixCache:
     """Keeps every full page that was computed, until it is evicted. A page is never written once it is here.
 
     A page is idle while no sequence holds it. Without a page, those after it cannot be found; so among pages of equal
-    worth the deeper ones are evicted first.
+    worth the deeper ones are evicted first. With a window the last ones are as much needed as those before them.
     """
 
-    def __init__(self, allocator: PageAllocator, idle: IdleOrder, page_cost_s: Callable[[PageKey], float]) -> None:
-        """`page_cost_s`: what it costs to bring a page back, in seconds."""
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        idle: IdleOrder,
+        page_cost_s: Callable[[PageKey], float],
+        has_window: bool = False,
+    ) -> None:
+        """`page_cost_s`: what it costs to bring a page back, in seconds. `has_window`: of layers, some or all."""
         self._allocator, self._idle, self._page_cost_s = allocator, idle, page_cost_s
+        self._has_window = has_window
         self._pages: dict[PageKey, int] = {}
         self._entries: dict[int, _Entry] = {}  # by page
         self._of_adapters: dict[str, set[int]] = {}  # pages by digest
@@ -88,6 +98,12 @@ class PrefixCache:
             entry.uses.add(num_rounds)
             if entry.is_outdated:
                 entry.is_outdated = False
+
+    def mark_passed(self, pages: Iterable[int]) -> None:
+        """With a window: these pages are evicted first, unless other sequences have found them or do so later."""
+        for page in pages:
+            if (entry := self._entries.get(page)) is not None:
+                entry.is_passed = True
 
     def outdate(self, adapter: str) -> None:
         """The adapter has no name any more: its idle pages are evicted first, until a sequence uses them again."""
@@ -202,8 +218,9 @@ class PrefixCache:
 
     def _rest(self, page: int) -> None:
         entry = self._entries[page]
-        num_uses = 0.0 if entry.is_outdated else entry.uses.value
-        self._idle.add(page, 1, num_uses, self._page_cost_s(entry.key) * entry.num_blocks, entry.depth)
+        num_uses = 0.0 if entry.is_outdated else entry.uses.value - entry.is_passed
+        depth = 0 if self._has_window else entry.depth
+        self._idle.add(page, 1, num_uses, self._page_cost_s(entry.key) * entry.num_blocks, depth)
 
     def _drop(self, page: int) -> None:
         entry = self._entries.pop(page)

@@ -45,6 +45,9 @@ class Decoder:
         return self.logit_softcap * torch.tanh(logits / self.logit_softcap)
 
     def _raw_logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        to_floats = context.kernels.linear_to_floats
+        if context.parallel.degree == 1 and to_floats is not None:
+            return to_floats(hidden, self.head)
         own = context.kernels.linear(hidden, self.head, None)
         if context.parallel.degree == 1:
             return own.float()

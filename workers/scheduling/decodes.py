@@ -203,6 +203,7 @@ class Decodes:
                 return False
             (page,) = self._memory.allocator.allocate(1) or ()
             self._prefixes.fill_dense(sequence, page)
+        self._prefixes.pass_pages(sequence, sequence.next_dense)
         pages = sequence.condense(page)
         self._memory.prefixes.release(pages)
         self._times.shrink(sequence.held, len(pages) - 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,9 @@ from .growing_sequence import GrowingSequence
 
 _MARGIN = 0.3  # of the deviation of what sequences need, if each ends at a time of its own
 _MAX_MARGIN = 0.05  # of the pool
-_LIMITS_PER_OCTAVE = 8  # limits of answers are rounded up to these
-_REFRESH_ENDS = 16  # answers that end before the table of survival is computed again
+_LIMITS_PER_OCTAVE = 32  # limits of answers are rounded up to these
+_FIRST_ROWS = 8  # groups for which there is room at first
+_REFRESH_ENDS = 16  # runs that end, by themselves or not, before the table of survival is computed again
 
 _Floats = NDArray[np.float64]
 _AHEAD = np.array([8 * 2 ** (i / 2) for i in range(24)])  # steps, in which a sequence grows by a token each
@@ -44,7 +45,8 @@ def growth(num_sequences: _Floats, num_pages: _Floats, alive: _Floats, block_siz
     `num_sequences`, `num_pages`: [buckets] the sequences that grow, and the pages that all hold now. `alive`: [buckets,
     steps ahead] the share of them that has not ended.
     """
-    grown: _Floats = num_pages @ alive - num_pages.sum() + (num_sequences @ alive) * (_AHEAD / block_size)
+    pages, sequences = np.stack((num_pages, num_sequences)) @ alive
+    grown: _Floats = pages - num_pages.sum() + sequences * (_AHEAD / block_size)
     return grown
 
 
@@ -59,11 +61,9 @@ def margin(sum_squares: float, num_pool_pages: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """Running sequences whose answers have about the same limit, by the bucket of their answers' lengths so far."""
+    """Running sequences whose answers have about the same limit."""
 
-    alive: _Floats  # [buckets, steps ahead]
-    num_sequences: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)  # that grow
-    num_pages: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
+    row: int  # of the arrays that hold all groups
     num_members: int = 0
 
 
@@ -91,8 +91,13 @@ class PageReserve:
         self._late_growth = 0.0 if full_layers is None else round(1024 / full_layers.num_blocks) / 1024
         self._lengths = AnswerLengths()
         self._survival = survival(self._lengths.reach())
-        self._num_ends = 0  # since this was computed
+        self._num_ends = 0  # runs, since this was computed
         self._groups: dict[int, _Group] = {}  # by limit of the answer, rounded up
+        # Of all groups, by row and by the bucket of the answers' lengths so far: sequences that grow, pages, and
+        # [rows, buckets, steps ahead] the share that has not ended. Rows without a group are 0.
+        self._num_sequences, self._num_pages = np.zeros((2, _FIRST_ROWS, NUM_BUCKETS))
+        self._alive = np.zeros((_FIRST_ROWS, NUM_BUCKETS, len(_AHEAD)))
+        self._free_rows: list[int] = [*range(_FIRST_ROWS)]
         self._places: dict[int, _Place] = {}  # by sequence id
         self._sum_squares = 0  # of the pages of each running sequence
         self._growth: _Floats | None = None  # of all running sequences; None: not computed since they changed
@@ -115,17 +120,14 @@ class PageReserve:
 
     def growth_with(self, sequence: GrowingSequence, num_pages: int) -> int:
         """Pages more than now that running sequences are expected to need, with one that starts on `num_pages`."""
+        if self._num_ends >= _REFRESH_ENDS:
+            self._refresh()
         if self._growth is None:
-            self._growth = sum(
-                (
-                    growth(np.array(each.num_sequences), np.array(each.num_pages), each.alive, self._block_size)
-                    for each in self._groups.values()
-                ),
-                np.zeros(len(_AHEAD)),
-            )
+            numbers = self._num_sequences.reshape(-1), self._num_pages.reshape(-1)
+            self._growth = growth(*numbers, self._alive.reshape(-1, len(_AHEAD)), self._block_size)
         limit, bucket = _limit(sequence), bucket_of(_num_generated(sequence))
         group = self._groups.get(limit)
-        alive = (self._alive(limit) if group is None else group.alive)[bucket]
+        alive = (self._alive_at(limit) if group is None else self._alive[group.row])[bucket]
         grown = self._grows(sequence) * _AHEAD / self._block_size
         own = alive * (num_pages + grown) - num_pages
         return math.ceil(float((self._growth + own).max()))
@@ -135,7 +137,8 @@ class PageReserve:
         limit = _limit(sequence)
         group = self._groups.get(limit)
         if group is None:
-            group = self._groups[limit] = _Group(self._alive(limit))
+            group = self._groups[limit] = _Group(self._take_row())
+            self._alive[group.row] = self._alive_at(limit)
         bucket, num_pages = bucket_of(_num_generated(sequence)), len(sequence.pages) - sequence.num_kept_pages
         ends, grows = sequence.num_prompt_tokens + STARTS[bucket + 1], self._grows(sequence)
         self._places[sequence.sequence_id] = _Place(limit, group, bucket, ends, num_pages, grows)
@@ -150,7 +153,7 @@ class PageReserve:
         place.num_pages += num_pages
         self._sum_squares += place.num_pages**2 - num_before**2
         if len(sequence.token_ids) < place.bucket_ends:
-            place.group.num_pages[place.bucket] += num_pages
+            self._num_pages[place.group.row, place.bucket] += num_pages
             self._growth = None
             return
         bucket = bucket_of(_num_generated(sequence))
@@ -176,16 +179,13 @@ class PageReserve:
         place.group.num_members -= 1
         if not place.group.num_members:
             del self._groups[place.limit]
+            self._alive[place.group.row] = 0.0
+            self._free_rows.append(place.group.row)
+        self._num_ends += 1
 
     def observe_end(self, sequence: GrowingSequence) -> None:
         """The sequence's answer ended by itself."""
         self._lengths.end(bucket_of(_num_generated(sequence)))
-        self._num_ends += 1
-        if self._num_ends >= _REFRESH_ENDS:
-            self._num_ends, self._growth = 0, None
-            self._survival = survival(self._lengths.reach())
-            for limit, group in self._groups.items():
-                group.alive = self._alive(limit)
 
     def check_integrity(self, running: Collection[GrowingSequence]) -> None:
         """Raises AssertionError unless the running sequences, and no others, are counted with what they hold."""
@@ -193,28 +193,49 @@ class PageReserve:
         assert places.keys() == {sequence.sequence_id for sequence in running}, "a sequence is not counted, or left"
         assert all(places[s.sequence_id].num_pages <= len(s.pages) for s in running), "pages are miscounted"
         assert self._sum_squares == sum(place.num_pages**2 for place in places.values())
-        counted = {limit: _Group(group.alive) for limit, group in self._groups.items()}
+        num_members = dict.fromkeys(self._groups, 0)
+        num_sequences, num_pages = np.zeros_like(self._num_sequences), np.zeros_like(self._num_pages)
         for place in places.values():
             assert self._groups[place.limit] is place.group
-            counted[place.limit].num_members += 1
-            counted[place.limit].num_sequences[place.bucket] += place.grows
-            counted[place.limit].num_pages[place.bucket] += place.num_pages
-        for limit, group in self._groups.items():
-            assert group.num_members and group.num_members == counted[limit].num_members
-            assert group.num_sequences == counted[limit].num_sequences
-            assert group.num_pages == counted[limit].num_pages
+            num_members[place.limit] += 1
+            num_sequences[place.group.row, place.bucket] += place.grows
+            num_pages[place.group.row, place.bucket] += place.num_pages
+        assert num_members == {limit: group.num_members for limit, group in self._groups.items()}
+        assert all(num_members.values()), "a group has no members"
+        assert (self._num_sequences == num_sequences).all() and (self._num_pages == num_pages).all()
+        rows = [group.row for group in self._groups.values()]
+        assert sorted([*rows, *self._free_rows]) == [*range(len(self._alive))], "a row is lost, or of two groups"
+        assert not self._alive[self._free_rows].any()
+
+    def _refresh(self) -> None:
+        self._num_ends, self._growth = 0, None
+        self._survival = survival(self._lengths.reach())
+        rows = [group.row for group in self._groups.values()]
+        self._alive[rows] = self._alive_at(np.array([*self._groups])[:, None, None])
 
     def _grows(self, sequence: GrowingSequence) -> float:
         late = self._window is not None and len(sequence.token_ids) >= self._window
         return sequence.num_places * (self._late_growth if late else 1.0)
 
-    def _alive(self, limit: int) -> _Floats:
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            num_rows = len(self._alive)
+            self._free_rows = [*range(num_rows, 2 * num_rows)]
+            more = np.zeros_like(self._num_pages)
+            self._num_sequences, self._num_pages = (
+                np.concatenate((each, more)) for each in (self._num_sequences, self._num_pages)
+            )
+            self._alive = np.concatenate((self._alive, np.zeros_like(self._alive)))
+        return self._free_rows.pop()
+
+    def _alive_at(self, limit: int | NDArray[np.int_]) -> _Floats:
+        """Of answers with this limit, or with several."""
         alive: _Floats = self._survival * (_MIDDLES[:, None] + _AHEAD < limit)
         return alive
 
     def _count(self, group: _Group, bucket: int, num_sequences: float, num_pages: int) -> None:
-        group.num_sequences[bucket] += num_sequences
-        group.num_pages[bucket] += num_pages
+        self._num_sequences[group.row, bucket] += num_sequences
+        self._num_pages[group.row, bucket] += num_pages
         self._growth = None
 
 

@@ -17,11 +17,12 @@ from ..memory.prefix_cache import PrefixCache
 from ..plan import FullLayersCopy, PageCopy
 from ..wire.page_keys import PageKey, dense_key, first_link, next_keys
 from .growing_sequence import GrowingSequence
-from .request_limits import GangLimits
+from .request_limits import GangLimits, pages_for
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
 MOST_KEYS = 1024  # made in a step for sequences that arrive and wait, while others run
+_KEYS_OF_A_COPY = 128  # that could be made in the time in which those of a common prefix are found and copied
 # Memo of `num_held_by_others`: by the key of the first page, the number of pages that the last sequence with this page
 # found held, and the key of the last of them. Another sequence with the same key there need not check these again.
 HeldByOthers = dict[PageKey, tuple[int, PageKey]]
@@ -101,12 +102,31 @@ class PrefixReuse:
         """Makes keys that the sequence lacks, as many as may be made in this step. True: it has all."""
         if not self._enabled:
             return True
-        num_keys, num_made = len(sequence.token_ids) // self._block_size, len(sequence.page_keys)
+        num_keys = len(sequence.token_ids) // self._block_size
+        if len(sequence.page_keys) >= num_keys:
+            return True
+        if self._num_keys_left > 0:
+            self._copy_keys(sequence, num_keys)
+        num_made = len(sequence.page_keys)
         num_more = min(num_keys - num_made, self._num_keys_left)
         if num_more > 0:
             self._make_keys(sequence, num_made + num_more)
             self._num_keys_left -= num_more
+            if num_made + num_more == num_keys:
+                self._alike[sequence.page_keys[0]] = sequence
         return len(sequence.page_keys) >= num_keys
+
+    def _copy_keys(self, sequence: GrowingSequence, num_keys: int) -> None:
+        """Takes the keys of a common prefix from a sequence that has all of its own, whose keys are made by now."""
+        alike = self._alike.get(sequence.page_keys[0]) if sequence.page_keys else None
+        if alike is None or alike is sequence or len(alike.page_keys) <= len(sequence.page_keys):
+            return
+        if len(alike.page_keys) < len(alike.token_ids) // self._block_size:
+            return
+        most = min(num_keys, len(alike.page_keys))
+        num_common = _num_common_pages(sequence.token_ids, alike.token_ids, most, self._block_size)
+        sequence.page_keys += alike.page_keys[len(sequence.page_keys) : num_common]
+        self._num_keys_left -= _KEYS_OF_A_COPY
 
     def find(self, sequence: GrowingSequence, keep: AbstractSet[Item]) -> FoundPrefix | None:
         """The sequence's prefix in the pool; None: it should wait for the next pages, which are coming.
@@ -390,6 +410,16 @@ class PrefixReuse:
         link, sequence.tail_link = sequence.tail_link, None
         if link is not None and self._tails.get(link) is sequence:
             del self._tails[link]
+
+    def pass_pages(self, sequence: GrowingSequence, depths: range) -> None:
+        """The window is past the pages at these depths. None goes on from there, so they are evicted first.
+
+        Not those that the end of the prompt sees: another answer begins there, and so does the next turn of a
+        conversation whose template leaves thoughts out.
+        """
+        num_given = sequence.num_given_tokens
+        first, stop = self._limits.num_unseen_pages(num_given), pages_for(num_given, self._block_size)
+        self._cache.mark_passed([sequence.pages[depth] for depth in depths if not first <= depth < stop])
 
     def leave(self, sequence: GrowingSequence) -> None:
         """The sequence stops running: its pages are released, if they are many in later steps."""

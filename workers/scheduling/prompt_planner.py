@@ -27,6 +27,7 @@ from .waiting_queue import WaitingQueue
 
 _MAX_LOOKED_AT = 1024  # ready sequences, in the search for candidates
 _MAX_PREEMPTED = 8  # sequences preempted in one step for waiting ones
+_MOST_FOUND = 4096  # pages of prefixes that are looked up, and held, in a step; a single sequence's may be more
 _MAX_CANDIDATES = 64  # in one look for sequences to start; another look follows if all of them have started
 
 _LASTING_STEPS = 256  # duration of latency mode after the arrival that switched it on
@@ -56,6 +57,7 @@ class PromptPlanner:
         self._counters, self._latency_mode, self._times = counters, latency_mode, times
         self._preempted: set[GrowingSequence] = set()  # in this step, so they do not start again in it
         self._lacked_room = False  # when sequences were last started, one found no pages
+        self._num_looked_up = self._num_held = 0  # pages of prefixes, in this step
         self._is_blocked = False  # in this step, newer sequences must not take the room that an older one lacks
         self._taking_over: list[GrowingSequence] = []  # wait for a page that a sequence of less standing computes
         self._memory, self._prefixes, self._prefetcher = memory, prefixes, prefetcher
@@ -71,7 +73,7 @@ class PromptPlanner:
         if self._latency_mode.is_on:
             throttled_budget = max(1, int(_THROTTLED_PART * self._limits.max_tokens_per_step))
         num_tokens: dict[GrowingSequence, int] = {}
-        self._is_blocked = False
+        self._is_blocked, self._num_looked_up, self._num_held = False, 0, 0
         block_size = self._limits.block_size
         prompts = [sequence for sequence in self._running.prompts if sequence.num_that_fit(block_size)]
         started, is_first = list[GrowingSequence](), True
@@ -170,7 +172,8 @@ class PromptPlanner:
     def candidates(self) -> list[GrowingSequence]:
         """Waiting sequences that could start now, in order; their `num_found` tokens need not be computed.
 
-        Of sequences that would compute the same page only the oldest is a candidate.
+        Of sequences that would compute the same page only the oldest is a candidate. Prefixes of many thousand pages
+        are looked up over several steps.
         """
         num_free_places = self._limits.max_num_sequences - self._running.num_places
         most = min(num_free_places, _MAX_CANDIDATES)
@@ -188,8 +191,11 @@ class PromptPlanner:
         for sequence, older in islice(self._in_turn(turns, again), _MAX_LOOKED_AT):
             if sequence in self._preempted or not self._prefixes.make_keys(sequence):
                 continue
-            if not self._prefixes.is_known(sequence) and not self._look_up(sequence, older, held_by_others):
-                continue
+            if not self._prefixes.is_known(sequence):
+                if self._num_looked_up > _MOST_FOUND:
+                    break
+                if not self._look_up(sequence, older, held_by_others):
+                    continue
             if sequence.awaited_key is None or sequence.awaited_key not in next_keys:
                 num_free_places -= sequence.num_places
                 if num_free_places < 0:  # newer sequences must not take the places that it lacks
@@ -342,6 +348,7 @@ class PromptPlanner:
         key = self._prefixes.last_coming(sequence, held_by_others)
         if key is None and self._prefixes.find(sequence, older.wanted) is None:
             key = self._prefixes.key_to_await(sequence)
+        self._num_looked_up += sequence.num_here
         if key is not None:
             self._await_page(sequence, key)
         return key is None
@@ -359,8 +366,12 @@ class PromptPlanner:
         """Starts a waiting sequence, on the pages `found` of its prefix and new ones for the rest.
 
         With a window no more than it ever holds at once; for the rest of its prompt it takes others as it gives these
-        back. False, and nothing changed, if the pool has no room for it in addition to what older sequences reserve.
+        back. False, and nothing changed, if the pool has no room for it in addition to what older sequences reserve, or
+        if this step has started others on as many pages of prefixes as it may.
         """
+        num_held = self._num_held + len(found.held_pages)
+        if self._num_held and num_held > _MOST_FOUND:
+            return False
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - found.num_pages
         most = self._limits.most_pages(sequence.num_uncomputed) - len(found.held_pages)
         num_pages = min(num_pages, max(1, most))
@@ -378,6 +389,7 @@ class PromptPlanner:
             self.charge_load(sequence)
         if sequence.began_at is None:
             sequence.began_at = self._clock()
+        self._num_held = num_held
         self._prefixes.enter(sequence, found, self._memory.allocator.allocate(num_pages) or ())
         sequence.count_cached()
         self._running.add(sequence)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 
 from ..fairness.preemption import Rank, may_grow_over, should_preempt
 from ..fairness.prices import prompt_price
+from ..fairness.prompt_bursts import PromptBursts
 from ..fairness.tenant_counters import TenantCounter
 from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
 from .page_reserve import PageReserve
@@ -15,8 +15,9 @@ from .page_reserve import PageReserve
 class RunningSequences:
     """All lists are kept in order, so that a step sorts nothing."""
 
-    def __init__(self, reserve: PageReserve) -> None:
+    def __init__(self, reserve: PageReserve, bursts: PromptBursts) -> None:
         self.reserve = reserve  # what they are expected to need
+        self._bursts = bursts
         self.by_id: dict[int, GrowingSequence] = {}
         self.decoding: list[GrowingSequence] = []  # the next plan can compute one token of each; oldest first
         self.prompts: list[GrowingSequence] = []  # the next plan can compute more than one; oldest first
@@ -73,7 +74,9 @@ class RunningSequences:
         self.num_places += sequence.num_places
         self.num_beams += sequence.beams is not None
         insort(self.by_tenant.setdefault(sequence.counter, []), sequence, key=by_arrival)
-        insort(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence, key=by_arrival)
+        is_prompt = sequence.num_unplanned > 1
+        insort(self.prompts if is_prompt else self.decoding, sequence, key=by_arrival)
+        self._bursts.change(sequence.counter, is_prompt, not is_prompt)
 
     def remove(self, sequence: GrowingSequence) -> None:
         """The sequence must be here."""
@@ -89,7 +92,9 @@ class RunningSequences:
         remove_by_arrival(own, sequence)
         if not own:
             del self.by_tenant[sequence.counter]
-        remove_by_arrival(self.prompts if sequence.num_unplanned > 1 else self.decoding, sequence)
+        is_prompt = sequence.num_unplanned > 1
+        remove_by_arrival(self.prompts if is_prompt else self.decoding, sequence)
+        self._bursts.change(sequence.counter, -is_prompt, is_prompt - 1)
 
     def set_places(self, sequence: GrowingSequence, num_places: int) -> None:
         """The running sequence takes so many places from now on."""
@@ -99,10 +104,6 @@ class RunningSequences:
         self.num_places += num_places - sequence.num_places
         sequence.num_places = num_places
         self.reserve.add(sequence)
-
-    def num_prompts(self) -> Counter[TenantCounter]:
-        """How many of each tenant's sequences have prompt left to compute."""
-        return Counter([sequence.counter for sequence in self.prompts])
 
     def take_removed(self) -> tuple[int, ...]:
         """Ids of the sequences that were removed since the last call."""
@@ -114,6 +115,7 @@ class RunningSequences:
         for sequence in [each for each in self.prompts if each.num_unplanned <= 1]:
             remove_by_arrival(self.prompts, sequence)
             insort(self.decoding, sequence, key=by_arrival)
+            self._bursts.change(sequence.counter, -1, 1)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a sequence is in the wrong list, or a list out of order."""

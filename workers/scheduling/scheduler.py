@@ -10,12 +10,14 @@ updated as they change, and waiting sequences are woken by events.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import msgspec
 
 from ..fairness.page_times import PageTimes
-from ..fairness.prompt_budget import PromptBudget, interval_stretch, prompt_seconds
+from ..fairness.prompt_budget import PromptBudget, prompt_seconds
+from ..fairness.prompt_bursts import PromptBursts
 from ..fairness.tenant_counters import Scheduling, TenantCounters
 from ..grammar.constraints import Constraints
 from ..memory.adapter_cache import AdapterState
@@ -78,10 +80,11 @@ class Scheduler:
         self._clock, self.token_interval_s = clock, token_interval_s
         self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
         self._times = PageTimes(clock)
-        self._waiting = WaitingQueue()
+        self._bursts = PromptBursts()
+        self._waiting = WaitingQueue(self._bursts)
         self._ahead: list[GrowingSequence] = []  # waiting sequences that will run next, as of the beginning of the step
         self._running = RunningSequences(
-            PageReserve(limits.num_pages, limits.block_size, limits.window, limits.full_layers)
+            PageReserve(limits.num_pages, limits.block_size, limits.window, limits.full_layers), self._bursts
         )
         self.memory = PagedMemory(
             limits.num_pages,
@@ -89,6 +92,7 @@ class Scheduler:
             self._prefix_page_s,
             adapter_evicted=self._waiting.adapter_evicted,
             wanted_pages=lambda: self._prefixes.pages_here(self._ahead, _MAX_WANTED_PAGES),
+            has_window=limits.window is not None,
         )
         self._adapters = self.memory.adapters
         self._tiers = TierTraffic(self.memory, tiers or TierSizes(), self._costs)
@@ -220,9 +224,8 @@ class Scheduler:
         Not to be called while a plan is made.
         """
         updates = list[SequenceUpdate]()
-        for sequence_id, problem in () if self._constraints is None else self._constraints.take_ended():
-            if problem:
-                error = SequenceError("invalid_request", f"the grammar cannot be followed: {problem}")
+        for sequence_id, error in () if self._constraints is None else self._constraints.take_ended():
+            if error is not None:
                 updates.append(SequenceUpdate(sequence_id, error=error, usage=self.cancel(sequence_id)))
             else:
                 self._wait(self._compiling.pop(sequence_id))
@@ -407,6 +410,9 @@ class Scheduler:
         self._running.check_integrity()
         self._beams.check_integrity()
         self._prefixes.check_integrity(running)
+        prompts = Counter([each.counter for each in (*self._running.prompts, *self._waiting)])
+        decodes = Counter([each.counter for each in self._running.decoding])
+        self._bursts.check_integrity({of: (decodes[of], prompts[of]) for of in prompts | decodes})
         here = [*running, *self._waiting, *self._compiling.values()]
         self.counters.check_integrity([sequence.counter for sequence in here])
         if self._constraints is not None:
@@ -430,13 +436,8 @@ class Scheduler:
         most = self._limits.max_tokens_per_step - num_decodes
         if not num_decodes or not self.token_interval_s:
             return PromptBudget(most)  # no sequence waits for its next token
-        prompts = self._running.num_prompts()
-        stretch = interval_stretch(
-            prompts[tenant] + self._waiting.of_tenant(tenant)[0]
-            for tenant, running in self._running.by_tenant.items()
-            if len(running) > prompts[tenant] and not tenant.is_background
-        )
-        seconds = prompt_seconds(stretch * self.token_interval_s, self._step_costs.decode_s(num_decodes))
+        interval_s = self._bursts.stretch * self.token_interval_s
+        seconds = prompt_seconds(interval_s, self._step_costs.decode_s(num_decodes))
         return PromptBudget(most, seconds, self._step_costs.prompt_token_s, self._limits.block_size)
 
     def _preempt(self, victim: GrowingSequence) -> None:
@@ -601,6 +602,7 @@ class Scheduler:
         if num_unseen > sequence.num_gone and self._limits.full_layers is not None:
             self._decodes.to_condense[sequence] = None
         elif num_unseen > sequence.num_gone:
+            self._prefixes.pass_pages(sequence, range(sequence.num_gone, num_unseen))
             pages = sequence.give_back(num_unseen)
             self.memory.prefixes.release(pages)
             self._times.shrink(sequence.held, len(pages))

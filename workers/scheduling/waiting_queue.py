@@ -11,6 +11,7 @@ from itertools import islice
 from ..fairness.min_queue import Key, MinQueue
 from ..fairness.passing_over import PrefixHere, most_passed_over, to_promote
 from ..fairness.prices import prompt_price
+from ..fairness.prompt_bursts import PromptBursts
 from ..fairness.tenant_counters import TenantCounter
 from ..memory.idle_order import Item
 from ..wire.page_keys import PageKey
@@ -44,7 +45,8 @@ class WaitingQueue:
     few take little longer with thousands of sequences or tenants than with a few.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bursts: PromptBursts) -> None:
+        self._bursts = bursts
         self._by_tenant: dict[TenantCounter, _TenantQueue] = {}  # only tenants with waiting sequences
         self._all = MinQueue[_TenantQueue](lambda queue: _key(queue.counter, queue.sequences))
         self._with_equipped = MinQueue[_TenantQueue](lambda queue: _key(queue.counter, queue.equipped))
@@ -118,6 +120,7 @@ class WaitingQueue:
         queue.sequences.insert(index, sequence)
         sequence.last_place = queue.num_left + index + (0 if sequence.has_run else most_passed_over(index))
         self._all.put(queue)
+        self._bursts.change(sequence.counter, 1)
         self._by_id[sequence.sequence_id] = sequence
         self._count_tokens(queue, sequence.num_uncomputed - sequence.num_found)
         digest = sequence.adapter_digest
@@ -137,6 +140,7 @@ class WaitingQueue:
         queue = self._by_tenant[sequence.counter]
         remove_by_arrival(queue.sequences, sequence)
         queue.num_left += 1
+        self._bursts.change(sequence.counter, -1)
         del self._by_id[sequence.sequence_id]
         self._count_tokens(queue, sequence.num_found - sequence.num_uncomputed)
         digest = sequence.adapter_digest

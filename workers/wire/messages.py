@@ -276,7 +276,9 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0  # numbers of an embedding
     eos_token_ids: tuple[int, ...] = ()
     max_num_sequences: int = 0  # that can run at once: no more than a step has tokens for
+    max_tokens_per_step: int = 0
     is_fair: bool = False  # the tenant served least goes first, and frames say what each tenant was served
+    reasons: dict[str, str] = {}  # why sizes are as they are, by setting, for people to read
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -44,6 +44,23 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     param: str | None = None
 
 
+class BatchTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Of a batch's answers together."""
+
+    num_input: int = 0
+    num_cached: int = 0  # of the input
+    num_output: int = 0
+    num_reasoning: int = 0  # of the output
+
+    def __add__(self, other: BatchTokens) -> BatchTokens:
+        return BatchTokens(
+            num_input=self.num_input + other.num_input,
+            num_cached=self.num_cached + other.num_cached,
+            num_output=self.num_output + other.num_output,
+            num_reasoning=self.num_reasoning + other.num_reasoning,
+        )
+
+
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     tenant: str
@@ -56,6 +73,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     input_file_id: str
     completion_window: str
     metadata: dict[str, str] | None = None
+    output_kept_s: int | None = None  # files of its results; None: as long as any
     status: Status = "validating"
     errors: tuple[BatchError, ...] = ()
     created_at: int
@@ -71,6 +89,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_completed: int = 0
     num_failed: int = 0
     num_bytes: int = 0  # of its results
+    tokens: BatchTokens | None = None  # None: no line has begun
     has_output: bool = False  # files that its end has made
     has_errors: bool = False
 

@@ -54,6 +54,7 @@ class LedgerArchive:
 
     def __init__(self, ledger: Ledger, root: Path) -> None:
         self._ledger, self._root = ledger, root
+        self._folded: dict[str, str] = {}  # in which month the users of a tenant's ledger were folded last
 
     async def archive(self, tenant_id: str, now: datetime) -> int:
         """Archives days that have not changed for longer than the ledger keeps them; returns how many.
@@ -71,11 +72,15 @@ class LedgerArchive:
         return num_days
 
     async def archive_all(self, now: datetime) -> int:
-        """The same for all tenants. Raises OSError when all others are archived, if some could not be."""
+        """The same for all tenants; single users' sums of old months are added up.
+
+        Raises OSError when all others are archived, if some could not be.
+        """
         num_days, failed, last = 0, list[str](), None
         for tenant_id in await self._ledger.tenant_ids():
             try:
                 num_days += await self.archive(tenant_id, now)
+                await self._fold_users(tenant_id, now)
             except RegistryUnavailable:
                 raise
             except Exception as error:
@@ -89,6 +94,12 @@ class LedgerArchive:
             raise OSError(message) from last
         return num_days
 
+    async def _fold_users(self, tenant_id: str, now: datetime) -> None:
+        month = f"{now:%Y%m}"
+        if self._folded.get(tenant_id) != month:
+            await self._ledger.fold_users(tenant_id, now.date())
+            self._folded[tenant_id] = month
+
     async def retire(self, tenant_id: str, now: datetime) -> None:
         """Archives all of a tenant's entries, and removes its ledger: the tenant is deleted.
 
@@ -100,6 +111,7 @@ class LedgerArchive:
                 for pending in days:
                     await self._archive_pending(tenant_id, pending)
             await self._ledger.remove(tenant_id, now)
+        self._folded.pop(tenant_id, None)
 
     def path(self, tenant_id: str, day: date) -> Path:
         return self._root / day.isoformat() / f"{tenant_id}.jsonl.gz"

@@ -50,8 +50,10 @@ class Group(msgspec.Struct, frozen=True, order=True):
         return f"{_prefix(self.user)}{self.key_id}\t{self.adapter}\t{self.version}\t{self.digest}"
 
 
-# Where what is counted goes when a tenant has used more groups on a day than are kept apart.
+# Where what is counted goes when a tenant has used more groups on a day than are kept apart. Users are counted
+# together before that, by adapter (without_user.lua): as a user and key of this name.
 OTHERS: Final = Group("(other)", "(other)", 0, "")
+OTHER_USERS: Final = "(other)"  # which is no user's name
 
 
 def parse_group(text: str) -> Group:

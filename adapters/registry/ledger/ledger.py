@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ DAY_S: Final = 86_400
 HOURS_KEPT_DAYS: Final = 40
 DAYS_KEPT_DAYS: Final = 800
 MAX_GROUPS: Final = 20_000  # of a tenant, on a day, that are kept apart
+USERS_PART: Final = 2  # one in so many of them may be of single users; the others are for adapters, which have prices
+MONTHS_OF_USERS: Final = 2  # this one and the last: an invoice can be made all of the next month
 _BATCH_SIZE: Final = 100  # entries of a script, a few milliseconds of Redis's time
 _SENT_AT_ONCE: Final = 200  # entries, which the event loop writes and reads in one piece
 _PAGE_SIZE: Final = 1000
@@ -40,6 +43,7 @@ _SUMS_PAGE_SIZE: Final = 200  # of what the event loop reads in one piece
 _TAKE, _RECORDS_PAGE, _REMOVE_DAY, _SUMS_PAGE = (
     LuaScript(Path(__file__).with_name(f"{name}.lua")) for name in ("take", "records_page", "remove_day", "sums_page")
 )
+_FOLD_USERS = LuaScript(Path(__file__).with_name("fold_users.lua"), allow_oom=True)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class Ledger:
     def __init__(self, client: Redis, kept_days: int, timeout_s: float = 3.0, max_groups: int = MAX_GROUPS) -> None:
         """`kept_days`: an id is known, and counted once, for so long after its day's last entry.
 
-        `max_groups`: of a tenant and a day; what is beyond them is counted for `OTHERS`.
+        `max_groups`: of a tenant and a day. Users beyond their part of them are counted together, by adapter; what is
+        beyond all of them is counted for `OTHERS`.
         """
         self._client: Any = client
         self.kept_days, self._timeout_s, self._max_groups = kept_days, timeout_s, max_groups
@@ -81,6 +86,7 @@ class Ledger:
         self._records_page = _RECORDS_PAGE.bind(client)
         self._remove_day = _REMOVE_DAY.bind(client)
         self._sums_page = _SUMS_PAGE.bind(client)
+        self._fold_users = _FOLD_USERS.bind(client)
         self._archivist = Lease(client, ARCHIVIST, timeout_s)
 
     async def take(self, entries: Sequence[Entry]) -> None:
@@ -99,6 +105,7 @@ class Ledger:
                             hour_seconds=HOURS_KEPT_DAYS * DAY_S,
                             day_seconds=DAYS_KEPT_DAYS * DAY_S,
                             max_groups=self._max_groups,
+                            max_user_groups=self._max_groups // USERS_PART,
                             others=str(OTHERS),
                             digest_digits=NUM_DIGEST_DIGITS,
                             entries=_arguments(found[first : first + _BATCH_SIZE]),
@@ -142,6 +149,23 @@ class Ledger:
         async with answered_within(self._timeout_s):
             day = _day(pending.day)
             return bool(await self._remove_day(prefix=prefix_of(tenant_id), day=day, changed=pending.changed_us))
+
+    async def fold_users(self, tenant_id: str, now: date) -> None:
+        """Adds up what single users used on each day of months that have passed: one row for each adapter stays."""
+        month = now.replace(day=1)
+        for number in range(DAYS_KEPT_DAYS // 28 + 1):
+            if number >= MONTHS_OF_USERS:
+                await self._fold_month(f"{prefix_of(tenant_id)}{DAYS}{_month(month)}")
+            month = (month - timedelta(days=1)).replace(day=1)
+
+    async def _fold_month(self, key: str) -> None:
+        cursor: str | None = "0"
+        while cursor is not None:
+            began = time.monotonic()
+            async with answered_within(self._timeout_s):
+                cursor = await self._fold_users(sums=key, cursor=cursor, count=_SUMS_PAGE_SIZE)
+            if cursor is not None:
+                await asyncio.sleep(time.monotonic() - began)  # at most half of Redis's time
 
     async def first_old_day(self, tenant_id: str) -> date | None:
         """The day of the oldest entry in the stream of versions before records; None: there is none."""

@@ -20,7 +20,8 @@ RECORDS: Final = "records:"  # + day: sorted map (packed_map.lua), field of an i
 GROUPS: Final = "groups:"  # + day: hash, number -> group and group -> number, of the day's records
 PENDING: Final = "pending"  # sorted set: days that have records, by when one changed last, Unix time in microseconds
 HOURS: Final = "hours:"  # + day: hash, "hour\tgroup" -> numbers
-DAYS: Final = "days:"  # + month: hash, "day\tgroup" -> numbers, and "day\t" -> how many groups the day has
+# + month: hash, "day\tgroup" -> numbers, "day\t" -> how many groups the day has; "folded": single users no more
+DAYS: Final = "days:"
 
 # Written by versions before records; take.lua and archive.py still read them.
 OLD_ENTRIES: Final = "entries"  # stream: each entry that changed something, as JSON in the field e
@@ -45,8 +46,8 @@ def entry_of(tenant_id: str, day: date, field: str, record: str, group: str) -> 
     """The entry that a record says.
 
     A record is `<stage> <group> <second of the day> <numbers>`, as decimal numbers. The numbers are those that
-    `NUMBERS` names, without zeros at the end. A group below 0 is summed with `OTHERS`. A tab and the error follow if
-    there is one.
+    `NUMBERS` names, without zeros at the end. A group below 0 is summed with `OTHERS`, one with a + with all other
+    users of its adapter. A tab and the error follow if there is one.
 
     >>> entry_of("acme", date(2026, 11, 22), "=x", "2 1 61 1 0 9", "key\\tsql\\t3\\tab12").prompt_tokens
     9

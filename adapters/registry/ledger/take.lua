@@ -2,9 +2,9 @@
 --
 -- An entry is merged with the record of its id, as `merged` in entry.py does, and the sums of its hour and day change by
 -- the difference. ledger_keys.py says what each key holds.
--- include: packed_map.lua
+-- include: packed_map.lua, without_user.lua
 -- KEYS: prefix
--- ARGV: hour_seconds, day_seconds, max_groups, others, digest_digits, entries[]
+-- ARGV: hour_seconds, day_seconds, max_groups, max_user_groups, others, digest_digits, entries[]
 local ENTRY_LENGTH = 10  -- arguments: field, id, month, day, hour, second, stage, group, numbers, error
 local REQUESTS, CUT_OFF, PROMPT, CACHED = 1, 2, 3, 4  -- places in the numbers of an entry
 
@@ -20,10 +20,12 @@ local function write_numbers(numbers, num_shown)
   return table.concat(shown, ' ')
 end
 
+-- An entry is summed with its group, with `+` with that of all users of its adapter, with `-` with `others`.
 local function summed_group(entry)
-  if entry.is_other then return others end
+  if entry.sign == '-' then return others end
   local names, digest = string.match(entry.group, '^(.*\t)([^\t]*)$')
-  return names .. string.sub(digest, 1, tonumber(digest_digits))
+  local group = names .. string.sub(digest, 1, tonumber(digest_digits))
+  return entry.sign == '+' and is_of_one_user(group) and without_user(group) or group
 end
 
 local function group_number(groups, group)
@@ -36,11 +38,11 @@ local function group_number(groups, group)
 end
 
 local function read_record(day, record)
-  local stage, number, numbers, error = string.match(record, '^(%d) (%-?%d+) %d+ ([^\t]*)\t?(.*)$')
+  local stage, sign, number, numbers, error = string.match(record, '^(%d) ([+-]?)(%d+) %d+ ([^\t]*)\t?(.*)$')
   return {
     stage = tonumber(stage),
-    group = redis.call('HGET', prefix .. 'groups:' .. day, math.abs(number)),
-    is_other = tonumber(number) < 0,
+    group = redis.call('HGET', prefix .. 'groups:' .. day, number),
+    sign = sign,
     numbers = parse_numbers(numbers),
     error = error,
   }
@@ -51,7 +53,7 @@ local function write_record(entry, day, second)
   local num_shown = #entry.numbers
   while num_shown > 1 and entry.numbers[num_shown] == 0 do num_shown = num_shown - 1 end
   local record = string.format(
-    '%d %s%d %s %s', entry.stage, entry.is_other and '-' or '', number, second, write_numbers(entry.numbers, num_shown)
+    '%d %s%d %s %s', entry.stage, entry.sign, number, second, write_numbers(entry.numbers, num_shown)
   )
   return entry.error == '' and record or record .. '\t' .. entry.error
 end
@@ -62,7 +64,8 @@ local function read_seen(day, id)
   if not seen then return nil end
   local stage, group, numbers = string.match(seen, '^(%d)\n([^\n]*)\n(.*)$')
   return {
-    stage = tonumber(stage), group = group, is_other = group == others, numbers = parse_numbers(numbers), error = ''
+    stage = tonumber(stage), group = group, sign = group == others and '-' or '', numbers = parse_numbers(numbers),
+    error = '',
   }
 end
 
@@ -82,7 +85,7 @@ local function merged(one, other)
   return {
     stage = math.max(one.stage, other.stage),
     group = is_before(one.group, other.group) and one.group or other.group,
-    is_other = one.is_other,
+    sign = one.sign,
     numbers = numbers,
     error = error,
   }
@@ -104,7 +107,8 @@ end
 
 local function has_room(sums, group)
   if redis.call('HEXISTS', sums.key, sums.place .. '\t' .. group) == 1 then return true end
-  return tonumber(redis.call('HGET', sums.key, sums.place .. '\t') or 0) < tonumber(max_groups)
+  local most = is_of_one_user(group) and max_user_groups or max_groups
+  return tonumber(redis.call('HGET', sums.key, sums.place .. '\t') or 0) < tonumber(most)
 end
 
 local num_changed, changed_days, seconds_kept = 0, {}, {}
@@ -112,7 +116,7 @@ for i = 1, #entries, ENTRY_LENGTH do
   local field, id, month, day, hour, second = unpack(entries, i, i + 5)
   local entry = {
     stage = tonumber(entries[i + 6]), group = entries[i + 7], numbers = parse_numbers(entries[i + 8]),
-    error = entries[i + 9],
+    error = entries[i + 9], sign = '',
   }
   local records = prefix .. 'records:' .. day
   local hours = {key = prefix .. 'hours:' .. day, place = hour}
@@ -121,8 +125,9 @@ for i = 1, #entries, ENTRY_LENGTH do
   local known = record and read_record(day, record) or read_seen(day, id)
   if known then entry = merged(known, entry) end
   local group = summed_group(entry)
-  if not (known and group == summed_group(known)) and not has_room(days, group) then
-    entry.is_other, group = true, others
+  while entry.sign ~= '-' and not (known and group == summed_group(known)) and not has_room(days, group) do
+    entry.sign = is_of_one_user(group) and '+' or '-'
+    group = summed_group(entry)
   end
   local new_record = write_record(entry, day, second)
   if new_record ~= record then

@@ -1,4 +1,4 @@
-"""Redis, a gang and a router are killed in the middle of streams: what is metered is what clients received, once."""
+"""While gangs, a router and Redis are killed: what is scraped, and what is metered, is what clients received, once."""
 
 from __future__ import annotations
 
@@ -6,23 +6,27 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import httpx
+import psutil
 import pytest
 
 from motet.cluster.launch.local_serve import free_ports
 from motet.examples.resuming_client import resume_stream
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, running_motet
-from motet.tests.rigs.token_streams import Heard, Job, Meter, stream_all
+from motet.tests.rigs.scraping import Prometheus, scraping
+from motet.tests.rigs.token_streams import Heard, Job, Meter, read_stream, stream_all
 
 pytestmark = pytest.mark.cluster
 
 NAME: Final = "desk"
 NUM_STREAMS: Final = 16
 NUM_TOKENS: Final = 350
-# Gangs are ahead of what clients read: with so small steps they are not through before the last kill.
+# Gangs are ahead of what clients read: with so small steps they are not through before the last kill, and most of what
+# is scraped is yet to come when the first token arrives.
 OPTIONS: Final = ("--gangs", "2", "--routers", "2", "--dtype", "float32", "--max-tokens-per-step", "4")
 # Of all tokens, when Redis, a gang and a router are killed.
 MOMENTS: Final = (0.02, 0.05, 0.1)
@@ -53,6 +57,12 @@ JOBS: Final = [
     )
     for number in range(NUM_STREAMS)
 ]
+# Of another tenant, whose use is not that of the one above.
+SCRAPED_JOBS: Final = [
+    Job("globex", {"model": BASE, "prompt": f"{number} capital", "max_tokens": NUM_TOKENS, "ignore_eos": True})
+    for number in range(NUM_STREAMS)
+]
+MADE_TOKENS: Final = "motet_engine_generated_tokens_total"
 
 
 class Kills:
@@ -91,10 +101,56 @@ class Kills:
                 self._kills.pop(at)()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMotet]:
     with running_motet(tmp_path_factory.mktemp("metering") / "data", free_ports(1)[0], *OPTIONS) as motet:
         yield motet
+
+
+def cpu_s(process: psutil.Process) -> float:
+    return sum(process.cpu_times()[:2])
+
+
+def test_sums_over_what_was_scraped_are_what_clients_received(motet: RunningMotet, tmp_path: Path) -> None:
+    """The first test: its routers and gangs have counted nothing yet."""
+    with scraping(motet, tmp_path) as prometheus:
+        check_sums(motet, prometheus)
+
+
+def check_sums(motet: RunningMotet, prometheus: Prometheus) -> None:
+    for process in ("router", "gang"):
+        prometheus.reaches(f'count(motet_process_up{{process="{process}"}} == 1)', lambda number: number == 2)
+    assert len(prometheus.query("up == 1")) == 1  # all four are on one page
+    # A scrape that comes too late on a busy machine takes all series of its process away until the next one.
+    eventually(lambda: len(prometheus.gangs(MADE_TOKENS)) == 2)
+    gangs = prometheus.gangs(f"max_over_time({MADE_TOKENS}[10m])")
+    assert len(gangs) == 2
+    used_s = {gang: cpu_s(gang) for gang in motet.gang_processes()}
+
+    def kill_the_busier() -> None:  # the other may have had few streams, and be through with them
+        max(used_s, key=lambda gang: cpu_s(gang) - used_s[gang]).kill()
+
+    heard = stream_all(motet, SCRAPED_JOBS, Meter(1, kill_the_busier), read_stream)
+    assert [len(one.token_ids) for one in heard] == [NUM_TOKENS] * NUM_STREAMS
+
+    # Each router has counted what it sent, and together they have sent what clients received: once.
+    num_received = NUM_STREAMS * NUM_TOKENS
+    prometheus.reaches("sum(motet_completion_tokens_total)", lambda number: number == num_received)
+    prometheus.reaches("count(motet_completion_tokens_total > 0)", lambda number: number == 2)  # each had some streams
+    answered = 'motet_requests_total{route="POST /v1/completions", status="200"}'
+    prometheus.reaches(f"sum({answered})", lambda number: number == NUM_STREAMS)
+    finished = 'motet_finished_sequences_total{reason="length"}'
+    prometheus.reaches(f"sum({finished})", lambda number: number == NUM_STREAMS)
+    prometheus.reaches("sum(motet_resumed_sequences_total)", lambda number: number > 0)
+
+    # The gang that died takes nothing away of what it had told, and another one is found by itself.
+    prometheus.reaches("count(motet_connected_gangs == 2)", lambda number: number == 2)
+    prometheus.reaches('count(motet_process_up{process="gang"} == 1)', lambda number: number == 2)
+    eventually(lambda: len(prometheus.gangs(MADE_TOKENS)) == 2 and len(prometheus.gangs(MADE_TOKENS) & gangs) == 1)
+    assert prometheus.gangs(f"max_over_time({MADE_TOKENS}[10m])") > gangs
+    for counter in (MADE_TOKENS, "motet_completion_tokens_total"):
+        assert prometheus.query(f"resets({counter}[10m])")
+        assert prometheus.number(f"resets({counter}[10m])") == 0
 
 
 def test_streams_under_kills_are_metered_once(motet: RunningMotet) -> None:

@@ -1,0 +1,186 @@
+"""What a served motet computes on this machine's CPUs: tokens per second and CPU seconds, with one thread and with two.
+
+`motet serve` of a random model of SmolLM2-135M's shape is started for each number of threads. With `--before FOLDER`, a
+checkout of other code with its own FOLDER/.venv, that code is started in turn with this one. Streaming completions are
+sent at once, first to warm up; the best of the rounds after that counts. CPU seconds are those of all processes under
+`motet serve` in that round, also by process. Nothing else should run beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from motet.benchmarks.rigs.random_model import write_model
+from motet.benchmarks.rigs.workload import Job, draw_jobs
+from motet.cluster.launch.local_serve import free_ports
+
+HERE = Path(__file__).parent.parent
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+KEY = "key-of-the-benchmark"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Round:
+    """One burst of requests, from the first to the last answer."""
+
+    num_tokens: int
+    wall_s: float
+    cpu_s: dict[str, float]  # by process
+    first_token_s: list[float]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.wall_s
+
+    @property
+    def cpu_per_token(self) -> float:
+        return sum(self.cpu_s.values()) / self.num_tokens
+
+    @property
+    def p99_over_p50(self) -> float:
+        times = sorted(self.first_token_s)
+        return times[min(len(times) - 1, len(times) * 99 // 100)] / statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--streams", type=int, default=32, help="sent at once (default 32)")
+    parser.add_argument("--dtype", default="bfloat16", help="of the base (default bfloat16)")
+    parser.add_argument("--before", type=Path, help="a checkout of other code, with its .venv")
+    parser.add_argument("--turns", type=int, default=2, help="starts of each kind (default 2)")
+    parser.add_argument("--rounds", type=int, default=2, help="bursts of a start, after one that warms up (default 2)")
+    arguments = parser.parse_args()
+    codes = {"now": HERE} | ({"before": arguments.before.resolve()} if arguments.before else {})
+    kinds = [(code, threads) for threads in (1, 2) for code in codes]
+    rounds: dict[tuple[str, int], list[Round]] = {kind: [] for kind in kinds}
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as name:
+        model_path, jobs = _prepare(Path(name), arguments.streams)
+        for turn in range(arguments.turns):
+            for code, threads in kinds:
+                data = Path(name) / f"data-{code}-{threads}-{turn}"
+                with _served(codes[code], model_path, data, threads, arguments.dtype) as (url, pid):
+                    done = [_round(url, pid, jobs) for _ in range(1 + arguments.rounds)]
+                rounds[code, threads] += done[1:]
+    best = {kind: max(found, key=lambda each: each.tokens_per_s) for kind, found in rounds.items()}
+    for (code, threads), found in best.items():
+        own = ", ".join(
+            f"{name} {seconds:.1f}" for name, seconds in sorted(found.cpu_s.items(), key=lambda item: -item[1])[:4]
+        )
+        print(
+            f"{code:6} {threads} threads: {found.tokens_per_s:7.1f} tokens/s, {1e3 * found.cpu_per_token:6.2f} CPU ms "
+            f"a token ({own} s); first token p50 {statistics.median(found.first_token_s):.2f} s, "
+            f"p99 {found.p99_over_p50:.2f} times"
+        )
+    one, two = best["now", 1], best["now", 2]
+    line: dict[str, str | float] = {
+        "benchmark": "served",
+        "threads_2_over_1": round(two.tokens_per_s / one.tokens_per_s, 2),
+        "cpu_per_token_2_over_1": round(two.cpu_per_token / one.cpu_per_token, 2),
+        "burst_ttft_p99_over_p50": round(max(one.p99_over_p50, two.p99_over_p50), 2),
+    }
+    if arguments.before:
+        ratios = [best["now", count].tokens_per_s / best["before", count].tokens_per_s for count in (1, 2)]
+        line["over_before"] = round(min(ratios), 2)
+    print(json.dumps(line))
+
+
+def _prepare(folder: Path, num_streams: int) -> tuple[Path, list[Job]]:
+    demo = HERE / "examples" / "demo" / "base"
+    model_path = write_model(folder / "model")
+    for file in TOKENIZER_FILES:
+        shutil.copy(demo / file, model_path)
+    vocab_size = len(json.loads((demo / "tokenizer.json").read_text())["model"]["vocab"])
+    return model_path, draw_jobs(num_streams, [None], vocab_size)
+
+
+@contextmanager
+def _served(code: Path, model_path: Path, data: Path, num_threads: int, dtype: str) -> Iterator[tuple[str, int]]:
+    """The URL and the process of a motet that serves."""
+    command = [str(code / ".venv" / "bin" / "motet"), "serve", str(model_path)]
+    command += ["--port", str(free_ports(1)[0]), "--data-dir", str(data), "--dtype", dtype]
+    command += ["--threads", str(num_threads), "--pool-bytes", "512MiB", "--no-prefix-cache"]
+    log_path = data.with_suffix(".log")
+    with log_path.open("w") as log:
+        server = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"MOTET_KEYS": f"benchmark={KEY}"},
+        )
+    try:
+        assert server.stdout is not None
+        ready = next((line for line in server.stdout if line.startswith("ready ")), None)
+        if ready is None:
+            raise RuntimeError(log_path.read_text())
+        yield ready.split()[1], server.pid
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+def _round(url: str, pid: int, jobs: list[Job]) -> Round:
+    def ask(job: Job) -> tuple[int, float]:
+        """Output tokens, and when the first one came."""
+        fields = {"model": "model", "prompt": job.prompt_token_ids, "max_tokens": job.num_output_tokens}
+        fields |= {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        last, first_at = "", 0.0
+        with http.stream("POST", f"{url}/v1/completions", json=fields) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    first_at, last = first_at or time.perf_counter(), line
+        return json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"], first_at - started
+
+    limits = httpx.Limits(max_connections=len(jobs))
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with (
+        httpx.Client(timeout=600, trust_env=False, limits=limits, headers=headers) as http,
+        ThreadPoolExecutor(len(jobs)) as pool,
+    ):
+        before, started = _cpu_seconds(pid), time.perf_counter()
+        answers = list(pool.map(ask, jobs))
+        wall_s, after = time.perf_counter() - started, _cpu_seconds(pid)
+    spent = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
+    return Round(sum(tokens for tokens, _ in answers), wall_s, spent, [first for _, first in answers])
+
+
+def _cpu_seconds(root: int) -> dict[str, float]:
+    """CPU seconds of a process and all under it, by name."""
+    stats: dict[int, tuple[int, str, float]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            head, _, tail = path.read_text().rpartition(")")
+            title = (path.parent / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+        except OSError:
+            continue  # it has ended
+        fields = tail.split()
+        name = title.split("/")[-1] or head.partition("(")[2]
+        stats[int(head.split()[0])] = (int(fields[1]), name[:40], (int(fields[11]) + int(fields[12])) / TICKS)
+    found: dict[str, float] = {}
+    known = {root}
+    while more := {pid for pid, (parent, _, _) in stats.items() if parent in known} - known:
+        known |= more
+    for pid in known & stats.keys():
+        name, seconds = stats[pid][1:]
+        found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What a plan is made for: traffic, adapters, objectives."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, isfinite, log, sqrt
+from statistics import NormalDist, fmean, pstdev
+
+import numpy as np
+
+from ...workers.costs.trace import TracedRequest
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Tokens of prompts or answers: lognormal with this mean and standard deviation."""
+
+    mean: float
+    deviation: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.mean < float("inf")) or not (0 <= self.deviation < float("inf")):
+            raise ValueError(f"{self.mean:g} tokens, deviation {self.deviation:g}: 1 and 0 are the least")
+
+    @property
+    def square_mean(self) -> float:
+        return self.mean**2 + self.deviation**2
+
+    def quantile(self, share: float) -> float:
+        """As many tokens or fewer have this share of the requests; at least the mean, so that it grows with it."""
+        variance = log(1 + (self.deviation / self.mean) ** 2)
+        found = exp(log(self.mean) - variance / 2 + sqrt(variance) * NormalDist().inv_cdf(share))
+        return max(self.mean, found)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """`shares`: each adapter's part of the requests; the rest is the base's. `ranks`: in turn, on all modules."""
+
+    shares: tuple[float, ...] = ()
+    ranks: tuple[int, ...] = (16,)
+
+    def __post_init__(self) -> None:
+        if not self.ranks or min(self.ranks) < 1:
+            raise ValueError(f"ranks {self.ranks}: each is 1 at least")
+        if any(share < 0 for share in self.shares) or sum(self.shares) > 1 + 1e-9:
+            raise ValueError("shares of adapters are 0 at least and 1 together at most")
+
+    @staticmethod
+    def by_power_law(number: int, exponent: float, ranks: tuple[int, ...] = (16,)) -> Adapters:
+        """The i-th is asked for in proportion to i ** -exponent; 0: all alike. The base is not asked for."""
+        if number < 0 or not isfinite(exponent) or exponent < 0:
+            raise ValueError(f"{number} adapters, popularity {exponent:g}: neither is below 0")
+        weights = [(place + 1.0) ** -exponent for place in range(number)]
+        return Adapters(tuple(weight / sum(weights) for weight in weights), ranks)
+
+    @property
+    def mean_rank(self) -> float:
+        return fmean(self.ranks)
+
+    def num_used(self, num_sequences: float) -> float:
+        """Different adapters that so many sequences are expected to have."""
+        return float(np.sum(1 - (1 - np.array(self.shares)) ** num_sequences)) if self.shares else 0.0
+
+    def missed(self, num_resident: float) -> float:
+        """The part of the requests whose adapter is not among the so many that are asked for most."""
+        shares = sorted(self.shares, reverse=True)
+        whole = int(min(num_resident, len(shares)))
+        part = shares[whole] * (num_resident - whole) if whole < len(shares) else 0.0
+        return max(0.0, sum(shares[whole:]) - part)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    requests_per_s: float
+    prompt: Spread
+    answer: Spread
+    adapters: Adapters = Adapters()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.requests_per_s < float("inf"):
+            raise ValueError(f"{self.requests_per_s:g} requests a second: a number above 0 is needed")
+
+    @staticmethod
+    def of_trace(
+        requests: Sequence[TracedRequest], ranks: tuple[int, ...] = (16,), requests_per_s: float | None = None
+    ) -> Traffic:
+        """Means over a trace. Raises ValueError where all requests arrive at once and no rate is given."""
+        span_s = max(request.arrival_s for request in requests) - min(request.arrival_s for request in requests)
+        if requests_per_s is None and span_s <= 0:
+            raise ValueError("all requests of the trace arrive at once: they have no rate, and one has to be given")
+        prompts, answers = ([getattr(each, name) for each in requests] for name in ("prompt_tokens", "output_tokens"))
+        counts = Counter(request.adapter for request in requests if request.adapter is not None)
+        shares = tuple(count / len(requests) for _, count in sorted(counts.items()))
+        return Traffic(
+            len(requests) / span_s if requests_per_s is None else requests_per_s,
+            Spread(fmean(prompts), pstdev(prompts)),
+            Spread(fmean(answers), pstdev(answers)),
+            Adapters(shares, ranks),
+        )
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """`first_token_s`: of prompts as long as 95 % are at most. `token_interval_s`: of steps with many sequences."""
+
+    first_token_s: float = 2.0
+    token_interval_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not (0 < self.first_token_s < float("inf") and 0 < self.token_interval_s < float("inf")):
+            raise ValueError(f"{self}: both are above 0")

@@ -1,0 +1,163 @@
+"""How many devices serve a load within its objectives, in gangs of which degree, and what would give more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil, sqrt
+from typing import Any
+
+from ...workers.costs.devices import Device
+from ...workers.models.config import ModelConfig
+from .demand import Objectives, Traffic
+from .gang_capacity import GangCapacity, GangState
+
+_MORE = 1.1  # what `gains` gives of each resource
+_HOST_SPARE = 1.05  # of host memory for adapters
+MAX_GANGS = 10_000
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a gang lies: devices of one node."""
+
+    node: int
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """Gangs of one kind that serve a load."""
+
+    gang: GangCapacity
+    num_gangs: int
+    most: GangState  # a gang with all it can serve
+    state: GangState  # a gang with its part of the load
+    devices_per_node: int
+    price_per_hour: float | None = None  # of a device
+
+    @property
+    def degree(self) -> int:
+        return self.gang.degree
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_gangs * self.degree
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Of each gang: no node has a part of one."""
+        per_node = self.devices_per_node // self.degree
+        return tuple(
+            Place(number // per_node, tuple(range(first, first + self.degree)))
+            for number in range(self.num_gangs)
+            for first in [number % per_node * self.degree]
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Of each worker, for all adapters."""
+        adapters = self.gang.traffic.adapters
+        return ceil(_HOST_SPARE * len(adapters.shares) * self.gang.adapter_bytes / self.degree)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of each worker: what its device has left."""
+        return int(self.gang.pool_bytes / self.degree)
+
+    @property
+    def max_num_sequences(self) -> int:
+        """As many as run at nearly all times."""
+        return max(1, ceil(self.most.num_sequences + 2 * sqrt(self.most.num_sequences)))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of motet. The pool is what a device has left, which a worker measures."""
+        found: dict[str, Any] = {
+            "gang-num-gpus": 1,
+            "tensor-parallel": self.degree,
+            "min-gangs": self.num_gangs,
+            "max-gangs": self.num_gangs,
+            "max-num-sequences": self.max_num_sequences,
+            "max-tokens-per-step": self.gang.max_tokens_per_step,
+        }
+        return found | ({"host-bytes": self.host_bytes} if self.gang.traffic.adapters.shares else {})
+
+    @property
+    def price_per_s(self) -> float | None:
+        return None if self.price_per_hour is None else self.price_per_hour * self.num_devices / 3600
+
+    def price_of_million(self, tokens_per_request: float) -> float | None:
+        """Of so many tokens of each request, with the load as it is."""
+        if self.price_per_s is None:
+            return None
+        return 1e6 * self.price_per_s / (self.gang.traffic.requests_per_s * tokens_per_request)
+
+    def gains(self) -> Iterator[tuple[str, float]]:
+        """By what part a gang serves more with 10 % more of each resource, or with looser objectives."""
+        gang, device, objectives = self.gang, self.gang.device, self.gang.objectives
+        network = device.network_bytes_per_s
+        changed = {
+            "compute": replace(gang, device=replace(device, flops_per_s=_MORE * device.flops_per_s)),
+            "memory bandwidth": replace(gang, device=replace(device, bytes_per_s=_MORE * device.bytes_per_s)),
+            "memory": replace(gang, device=replace(device, memory_bytes=_MORE * device.memory_bytes)),
+            "network": replace(gang, device=replace(device, network_bytes_per_s=network and _MORE * network)),
+            "host link": replace(gang, host_bytes_per_s=_MORE * gang.host_bytes_per_s),
+            "token interval": replace(
+                gang, objectives=replace(objectives, token_interval_s=_MORE * objectives.token_interval_s)
+            ),
+            "first token": replace(
+                gang, objectives=replace(objectives, first_token_s=_MORE * objectives.first_token_s)
+            ),
+        }
+        for name, other in changed.items():
+            found = other.most()
+            assert found is not None, "more of a resource never serves less"
+            yield name, found.requests_per_s / self.most.requests_per_s - 1
+
+    @property
+    def spare_requests_per_s(self) -> float:
+        """That these gangs could serve in addition."""
+        return self.num_gangs * self.most.requests_per_s - self.gang.traffic.requests_per_s
+
+
+def options(
+    model: ModelConfig,
+    device: Device,
+    traffic: Traffic,
+    objectives: Objectives,
+    devices_per_node: int = 8,
+    price_per_hour: float | None = None,
+    **of_gang: Any,
+) -> tuple[tuple[ServingPlan, ...], Mapping[int, str]]:
+    """A plan for each degree that can serve the load, the fewest devices first; and why the other degrees cannot."""
+    if devices_per_node < 1 or (price_per_hour is not None and price_per_hour < 0):
+        raise ValueError(
+            f"{devices_per_node} devices a node at {price_per_hour}: 1 device and a price of 0 are the least"
+        )
+    found, refused = [], dict[int, str]()
+    degree = 1
+    while degree <= devices_per_node:
+        try:
+            gang = GangCapacity(model, device, degree, traffic, objectives, **of_gang)
+            if (most := gang.most()) is None:
+                nothing = gang.at(1e-6)
+                what, over = nothing.limits.binding()
+                raise ValueError(f"the {what} objective is missed {over:.3g} times by a gang that is nearly idle")
+            num_gangs = ceil(traffic.requests_per_s / most.requests_per_s)
+            if num_gangs > MAX_GANGS:
+                raise ValueError(f"{num_gangs} gangs would be needed; {MAX_GANGS} are the most")
+            state = gang.serving(traffic.requests_per_s / num_gangs)
+            found.append(ServingPlan(gang, num_gangs, most, state, devices_per_node, price_per_hour))
+        except ValueError as error:
+            refused[degree] = str(error)
+        degree *= 2
+    return tuple(sorted(found, key=lambda plan: (plan.num_devices, plan.degree))), refused
+
+
+def best(plans: Sequence[ServingPlan]) -> ServingPlan:
+    """The cheapest if all have a price, else that of fewest devices."""
+    if all(plan.price_per_s is not None for plan in plans):
+        return min(plans, key=lambda plan: (plan.price_per_s or 0.0, plan.num_devices, plan.degree))
+    return min(plans, key=lambda plan: (plan.num_devices, plan.degree))

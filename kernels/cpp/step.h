@@ -1,0 +1,211 @@
+// A step as one program: a list of operations over registers, each carried out by the kernel that is also called alone.
+// The contract is ../step.py.
+//
+// A register is `[rows of the step, its width]`, contiguous. The caller passes operations and a step's arguments as
+// tables of int64, in the order of the fields here; a float is the bits of a double.
+#pragma once
+
+#include "attention.h"
+#include "linear.h"
+#include "lora.h"
+#include "rows.h"
+
+namespace motet {
+
+enum class StepKind : int64_t { kEmbed, kAddNorm, kNorm, kLinear, kLora, kWriteKV, kAttend, kGated };
+
+struct StepOperation {
+    StepKind kind;
+    int64_t x, to;  // registers
+    union {
+        struct {
+            const void* table;
+            int64_t width;
+            double scale;
+        } embed;
+        struct {  // the sum of `x` and the residual is written to the residual; a residual below 0: none
+            int64_t residual, width;
+            const void* weight;
+            int64_t weight_is_float;
+            double eps;
+        } add_norm;
+        struct {  // in place, of `count` neighbours of `dim` columns each, from `column` on
+            int64_t width, column, count, dim;
+            const void* weight;
+            int64_t weight_is_float;
+            double eps;
+        } norm;
+        struct {
+            const void *weight, *bias;
+            int64_t num_in, num_out;
+        } linear;
+        struct {
+            int64_t layer, group, num_in, num_out;
+        } lora;
+        struct {
+            void* kv;
+            const float* rotary;
+            int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride;
+        } write_kv;
+        struct {
+            const void* kv;
+            int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride, block_size, window;
+            double scale, softcap;
+        } attend;
+        struct {
+            int64_t width, is_silu;
+        } gated;
+    };
+};
+static_assert(sizeof(StepOperation) == 14 * 8, "as many numbers as ../native/step.py writes");
+
+// The parts of some modules that share an input, in a step's adapters.
+struct LoraGroup {
+    const LoraPart* parts;
+    int64_t num_parts, length;  // `length`: elements of the shrunk vectors
+};
+
+struct StepCall {
+    void** registers;
+    int64_t num_rows;
+    const int64_t *token_ids, *positions, *row_pages, *row_slots;
+    int64_t num_sequences;
+    const int64_t *query_starts, *context_lens;
+    const int32_t* pages;
+    const int64_t* page_starts;
+    const void* pool;
+    int64_t pool_page_stride, pool_layer_stride, slab;
+    const int64_t* lora_pages;
+    const LoraGroup* lora_groups;  // null: no row has an adapter
+    int64_t num_threads;
+};
+
+template <class T>
+class Step {
+  public:
+    explicit Step(const StepCall& call) : call(call), num_threads(int(call.num_threads)) {}
+
+    void run(const StepOperation& op) const {
+        switch (op.kind) {
+            case StepKind::kEmbed:
+                return embed(op);
+            case StepKind::kAddNorm:
+                return add_norm(op);
+            case StepKind::kNorm:
+                return norm(op);
+            case StepKind::kLinear:
+                return multiply(op);
+            case StepKind::kLora:
+                return add_adapters(op);
+            case StepKind::kWriteKV:
+                return write(op);
+            case StepKind::kAttend:
+                return attend_pages(op);
+            case StepKind::kGated:
+                return gate(op);
+        }
+    }
+
+  private:
+    const StepCall& call;
+    const int num_threads;
+
+    T* of(int64_t place) const { return (T*)call.registers[place]; }
+
+    void embed(const StepOperation& op) const {
+        const auto& [table, width, scale] = op.embed;
+        T* to = of(op.to);
+        for (int64_t row = 0; row < call.num_rows; row++) {
+            const T* from = (const T*)table + call.token_ids[row] * width;
+            if (scale == 1.0) {
+                std::memcpy(to + row * width, from, size_t(width) * sizeof(T));
+                continue;
+            }
+            for (int64_t i = 0; i < width; i += kLanes)
+                store(to + row * width + i, load(from + i, width - i) * float(scale), width - i);
+        }
+    }
+
+    void add_norm(const StepOperation& op) const {
+        const auto& own = op.add_norm;
+        T* residual = own.residual < 0 ? nullptr : of(own.residual);
+        const auto with = [&](auto* weight) {
+            add_rms_norm(of(op.x), own.width, (const T*)residual, weight, residual, of(op.to), call.num_rows, own.width,
+                         float(own.eps), num_threads);
+        };
+        own.weight_is_float ? with((const float*)own.weight) : with((const T*)own.weight);
+    }
+
+    void norm(const StepOperation& op) const {
+        const auto& own = op.norm;
+        share_rows(call.num_rows, own.count * own.dim, num_threads, [&](int64_t start, int64_t end) {
+            for (int64_t row = start; row < end; row++) {
+                T* x = of(op.x) + row * own.width + own.column;
+                const auto with = [&](auto* weight) {
+                    add_rms_norm((const T*)x, own.dim, (const T*)nullptr, weight, (T*)nullptr, x, own.count, own.dim,
+                                 float(own.eps), 1);
+                };
+                own.weight_is_float ? with((const float*)own.weight) : with((const T*)own.weight);
+            }
+        });
+    }
+
+    void multiply(const StepOperation& op) const {
+        const auto& own = op.linear;
+        const int64_t rows[] = {0, call.num_rows};
+        const LinearCall<T> product{nullptr, (const T*)own.weight, (const T*)own.bias, of(op.to),
+                                    0,       own.num_out,          own.num_in,         own.num_out};
+        linear(of(op.x), own.num_in, rows, 1, product, 0, num_threads);
+    }
+
+    void add_adapters(const StepOperation& op) const {
+        if (!call.lora_groups) return;
+        const auto& own = op.lora;
+        const LoraGroup& group = call.lora_groups[own.group];
+        const LoraPages<T> pages{(const T*)call.pool + own.layer * call.pool_layer_stride, call.pool_page_stride,
+                                 call.slab, call.lora_pages};
+        add(pages, group.parts, group.num_parts, of(op.x), own.num_in, of(op.to), own.num_out, group.length,
+            num_threads);
+    }
+
+    void write(const StepOperation& op) const {
+        const auto& own = op.write_kv;
+        const int64_t row = (own.num_heads + 2 * own.num_kv_heads) * own.dim;
+        const T *q = of(op.x), *k = q + own.num_heads * own.dim, *v = k + own.num_kv_heads * own.dim;
+        const int64_t sizes[] = {call.num_rows,   own.num_heads, own.num_kv_heads, own.dim, row,
+                                 own.dim,         row,           own.dim,          row,     own.dim,
+                                 own.page_stride, own.v_offset,  own.slot_stride};
+        motet::write_kv(q, k, v, own.rotary, (T*)own.kv, call.positions, call.row_pages, call.row_slots, of(op.to),
+                        sizes, num_threads);
+    }
+
+    void attend_pages(const StepOperation& op) const {
+        const auto& own = op.attend;
+        AttentionCall<T> attention;
+        attention.q = of(op.x), attention.out = of(op.to), attention.kv = (const T*)own.kv;
+        attention.query_starts = call.query_starts, attention.context_lens = call.context_lens;
+        attention.pages = call.pages, attention.page_starts = call.page_starts;
+        attention.num_sequences = call.num_sequences;
+        attention.num_heads = own.num_heads, attention.num_kv_heads = own.num_kv_heads, attention.dim = own.dim;
+        attention.block_size = own.block_size;
+        attention.q_row_stride = own.num_heads * own.dim, attention.q_head_stride = own.dim;
+        attention.page_stride = own.page_stride, attention.v_offset = own.v_offset;
+        attention.slot_stride = own.slot_stride;
+        attention.window = own.window, attention.scale = float(own.scale), attention.softcap = float(own.softcap);
+        attend_all(attention, num_threads);
+    }
+
+    void gate(const StepOperation& op) const {
+        const auto& own = op.gated;
+        const auto with = own.is_silu ? gated<T, silu> : gated<T, gelu_tanh>;
+        with(of(op.x), 2 * own.width, of(op.to), call.num_rows, own.width, num_threads);
+    }
+};
+
+template <class T>
+void run_step(const StepOperation* operations, int64_t count, const StepCall& call) {
+    const Step<T> step(call);
+    for (int64_t i = 0; i < count; i++) step.run(operations[i]);
+}
+
+}  // namespace motet

@@ -1,0 +1,178 @@
+"""A step as one native program against the same kernels called one by one, for this CPU and CPUs with fewer
+instructions.
+
+`tests/kernels/test_sanitizers.py` runs this file once more, with sanitizers compiled in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+
+from motet.adapters.adapter import MODULES, BaseShape
+from motet.adapters.packing.layout import AdapterLayout
+from motet.kernels.attention import AttentionBatch
+from motet.kernels.backend import Kernels
+from motet.kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from motet.kernels.step import (
+    AddLora,
+    AddNorm,
+    Attend,
+    Embed,
+    Gated,
+    Heads,
+    Linear,
+    Norm,
+    Operation,
+    Program,
+    WriteKV,
+)
+from motet.tests.rigs.native_builds import TOLERANCE
+from motet.workers.execution.inputs import make_inputs
+from motet.workers.models.rotary import rotary_table
+from motet.workers.models.rotary_config import RotaryConfig
+from motet.workers.plan import SequencePlan, StepPlan, packed
+
+CPU = torch.device("cpu")
+HIDDEN, INNER, VOCAB, BLOCK_SIZE, NUM_LAYERS = 48, 72, 40, 16, 2
+HEADS = Heads(num_heads=4, num_kv_heads=2, head_dim=24)
+SLAB = BLOCK_SIZE * 2 * HEADS.num_kv_heads * HEADS.head_dim
+QUERY, KV = HEADS.num_heads * HEADS.head_dim, HEADS.num_kv_heads * HEADS.head_dim
+WIDTHS = (HIDDEN, HIDDEN, HIDDEN, QUERY + 2 * KV, QUERY, QUERY, 2 * INNER, INNER)
+RESIDUAL, NORMED, OUTPUT, QKV, ROTATED, ATTENDED, GATE_UP, PRODUCT = range(8)
+SIDES = {
+    **{"q_proj": (HIDDEN, QUERY), "k_proj": (HIDDEN, KV), "v_proj": (HIDDEN, KV), "o_proj": (QUERY, HIDDEN)},
+    **{"gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER), "down_proj": (INNER, HIDDEN)},
+}
+LAYOUT = AdapterLayout(BaseShape(NUM_LAYERS, SIDES), SLAB, "float32")
+GEOMETRY = LoraGeometry(NUM_LAYERS, SLAB, LAYOUT.tile, tuple(SIDES[module] for module in MODULES))
+
+
+@dataclass(frozen=True)
+class Base:
+    """Two layers with all that families differ in: biases, norms of heads and of outputs, a window, a softcap."""
+
+    program: Program
+    pool: torch.Tensor
+
+
+def make_base(kernels: Kernels, dtype: torch.dtype, activation: str, wide_norms: bool) -> Base:
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator)
+    pool = (draw(60, NUM_LAYERS, SLAB) * 0.1).to(dtype)
+
+    def norm(width: int) -> torch.Tensor:
+        weight = 1 + 0.1 * draw(width)
+        return weight if wide_norms else weight.to(dtype)
+
+    def linear(x: int, to: int, layer: int, modules: tuple[int, ...], has_bias: bool) -> list[Operation]:
+        weight = (draw(WIDTHS[to], WIDTHS[x]) / WIDTHS[x] ** 0.5).to(dtype)
+        bias = draw(WIDTHS[to]).to(dtype) if has_bias else None
+        return [Linear(x, to, kernels.pack_linear(weight), bias), AddLora(x, to, layer, modules)]
+
+    operations: list[Operation] = [Embed(RESIDUAL, draw(VOCAB, HIDDEN).to(dtype), 1.5 if wide_norms else 1.0)]
+    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), HEADS.head_dim, 512)
+    for layer in range(NUM_LAYERS):
+        kv = pool[:, layer].unflatten(1, (2, BLOCK_SIZE, HEADS.num_kv_heads, HEADS.head_dim))
+        first = AddNorm(RESIDUAL, None, NORMED, norm(HIDDEN), 1e-5)
+        operations.append(first if layer == 0 else replace(first, x=OUTPUT, residual=RESIDUAL))
+        operations += linear(NORMED, QKV, layer, (0, 1, 2), has_bias=True)
+        operations.append(Norm(QKV, 0, HEADS.num_heads, norm(HEADS.head_dim), 1e-5))
+        operations.append(Norm(QKV, QUERY, HEADS.num_kv_heads, norm(HEADS.head_dim), 1e-5))
+        operations.append(WriteKV(QKV, ROTATED, HEADS, rotary, kv))
+        window, softcap = (None, 30.0) if layer == 0 else (20, None)
+        operations.append(Attend(ROTATED, ATTENDED, HEADS, kv, 0.2, window, softcap))
+        operations += linear(ATTENDED, OUTPUT, layer, (3,), has_bias=False)
+        operations.append(Norm(OUTPUT, 0, 1, norm(HIDDEN), 1e-5))
+        operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, norm(HIDDEN), 1e-5))
+        operations += linear(NORMED, GATE_UP, layer, (4, 5), has_bias=False)
+        operations.append(Gated(GATE_UP, PRODUCT, activation))
+        operations += linear(PRODUCT, OUTPUT, layer, (6,), has_bias=True)
+    operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, norm(HIDDEN), 1e-5))
+    return Base(Program(WIDTHS, tuple(operations), NORMED), pool)
+
+
+def one_by_one(
+    base: Base, kernels: Kernels, token_ids: torch.Tensor, batch: AttentionBatch, lora: LoraBatch | None
+) -> torch.Tensor:
+    """The oracle."""
+    registers: dict[int, torch.Tensor] = {}
+
+    def heads_of(x: torch.Tensor, start: int, count: int, dim: int) -> torch.Tensor:
+        part: torch.Tensor = x[:, start : start + count * dim].unflatten(1, (count, dim))
+        return part
+
+    for op in base.program.operations:
+        if isinstance(op, Embed):
+            registers[op.to] = op.table[token_ids] * op.scale
+        elif isinstance(op, AddNorm):
+            residual = None if op.residual is None else registers[op.residual]
+            registers[op.to], total = kernels.add_rms_norm(registers[op.x], residual, op.weight, op.eps)
+            if op.residual is not None:
+                registers[op.residual] = total
+        elif isinstance(op, Norm):
+            part = heads_of(registers[op.x], op.column, op.count, len(op.weight))
+            part.copy_(kernels.rms_norm(part, op.weight, op.eps))
+        elif isinstance(op, Linear):
+            registers[op.to] = kernels.linear(registers[op.x], op.weight, op.bias)
+        elif isinstance(op, AddLora):
+            if lora is not None:
+                kernels.lora.add(registers[op.to], registers[op.x], base.pool, op.layer, lora, op.modules)
+        elif isinstance(op, WriteKV):
+            q, k, v = (heads_of(registers[op.x], at, n, 24) for at, n in ((0, 4), (QUERY, 2), (QUERY + KV, 2)))
+            registers[op.to] = kernels.write_kv(q, k, v, op.rotary, op.kv, batch)
+        elif isinstance(op, Attend):
+            found = kernels.paged_attention(registers[op.x], op.kv, batch, op.scale, op.window, op.softcap)
+            registers[op.to] = found.flatten(1)
+        else:
+            gated = kernels.silu_mul if op.activation == "silu" else kernels.gelu_tanh_mul
+            registers[op.to] = gated(registers[op.x])
+    return registers[base.program.output]
+
+
+def adapter(ranks: dict[str, int], first_page: int) -> PagedAdapter:
+    at = LAYOUT.offsets(ranks)
+    places = (ModuleSlice(at[m].rank, at[m].rank, at[m].a, at[m].b) if m in at else ABSENT for m in MODULES)
+    return PagedAdapter(tuple(range(first_page, first_page + LAYOUT.num_pages(ranks))), tuple(places))
+
+
+@pytest.mark.parametrize(("activation", "wide_norms"), [("silu", False), ("gelu_pytorch_tanh", True)])
+def test_a_step_is_what_its_kernels_compute(
+    native: tuple[Kernels, torch.dtype], activation: str, wide_norms: bool
+) -> None:
+    """Prompts and decodes, with adapters and without, in steps of more and of fewer rows; KV is the same, too."""
+    kernels, dtype = native
+    if kernels.step is None:
+        pytest.skip("oneDNN's linears serve")
+    assert kernels.step.why_not([HEADS]) is None
+    base = make_base(kernels, dtype, activation, wide_norms)
+    step = kernels.step.prepare(base.program, base.pool)
+    before = base.pool.clone()
+    generator = torch.Generator().manual_seed(1)
+    for number, lengths in enumerate([[1], [3, 40, 1], [1] * 20, [90, 17]]):
+        plan, rows = [], 0
+        segments = []
+        for index, length in enumerate(lengths):
+            tokens = tuple(torch.randint(VOCAB, (length,), generator=generator).tolist())
+            start = 11 if length == 1 else 0
+            first_page = index * 6 % 30
+            pages = packed(range(first_page, first_page + 6))
+            plan.append(SequencePlan(index, tokens, start, pages, None, None))
+            if number != 2 or index % 2:
+                segments.append(LoraSegment(rows, rows + length, adapter({"q_proj": 4, "down_proj": 8}, 40)))
+            rows += length
+        inputs = make_inputs(StepPlan(0, tuple(plan), (), ()), {}, BLOCK_SIZE, CPU)
+        for lora in (None, kernels.lora.prepare(segments, GEOMETRY, CPU)):
+            base.pool.copy_(before)
+            expected = one_by_one(base, kernels, inputs.token_ids, inputs.attention, lora)
+            kv = base.pool.clone()
+            base.pool.copy_(before)
+            found = step.run(inputs.token_ids, inputs.attention, lora)
+            # The compiler may order sums of inlined kernels another way; steps of a program do not round otherwise.
+            tolerance = TOLERANCE[dtype]
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(base.pool, kv, atol=tolerance, rtol=tolerance)
+    assert kernels.step.why_not([HEADS, replace(HEADS, head_dim=1024)]) is not None

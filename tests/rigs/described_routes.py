@@ -1,0 +1,31 @@
+"""The OpenAPI document of a router's routes, made once in a process for all routers that have the same routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from types import MethodType
+from typing import Any
+
+from motet.router.openapi.document import openapi_document
+from motet.router.route import RouteSpec
+
+
+def described_routes(routes: Sequence[RouteSpec]) -> dict[str, Any]:
+    """What `openapi_document` makes of them. Nobody may change it."""
+    rows = [replace(route, handler=_function(route.handler)) for route in routes]
+    for known, made in _described():
+        if known == rows:
+            return made
+    _described().append((rows, openapi_document(routes)))
+    return _described()[-1][1]
+
+
+@cache
+def _described() -> list[tuple[list[RouteSpec], dict[str, Any]]]:
+    return []
+
+
+def _function(handler: Callable[..., Any]) -> Callable[..., Any]:
+    return handler.__func__ if isinstance(handler, MethodType) else handler

@@ -1,0 +1,46 @@
+"""A load as a trace: one JSON object a line, with a request's arrival, lengths, adapter and tenant.
+
+    {"arrival_s": 0.25, "prompt_tokens": 120, "output_tokens": 64, "adapter": "acme/support", "tenant": "acme"}
+
+`adapter` and `tenant` may be left out: the base, and one tenant for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+
+class TracedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    adapter: str | None = None
+    tenant: str = "trace"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.arrival_s < float("inf"):
+            raise ValueError(f"arrival_s = {self.arrival_s}: 0 or a later second is needed")
+        if self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise ValueError(f"{self.prompt_tokens} prompt and {self.output_tokens} output tokens: each is 1 at least")
+
+
+def read_trace(path: Path) -> tuple[TracedRequest, ...]:
+    """Requests in the order of their arrival. Raises ValueError for a line that is none, or if there are none."""
+    decoder = msgspec.json.Decoder(TracedRequest)
+    found = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if line.strip():
+            try:
+                found.append(decoder.decode(line))
+            except (msgspec.MsgspecError, ValueError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not found:
+        raise ValueError(f"{path} has no requests")
+    return tuple(sorted(found, key=lambda request: request.arrival_s))
+
+
+def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
+    path.write_bytes(b"".join(msgspec.json.encode(request) + b"\n" for request in requests))
