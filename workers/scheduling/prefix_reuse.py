@@ -619,7 +619,8 @@ class PrefixReuse:
         elif (tail := self._tails.get(link)) is not None and tail.num_gone <= num_found < len(tail.pages):
             page, own = tail.pages[num_found], tail.token_ids[start : min(tail.num_computed, start + self._block_size)]
             num_tokens = common_prefix_len(own, left)
-            if num_tokens < min_common_tokens(self._block_size):
+            is_coming = any(copy.target == page for copy in self._copies)  # a beam's own copy, made in the same step
+            if is_coming or num_tokens < min_common_tokens(self._block_size):
                 return 0
         else:
             return 0
