@@ -177,7 +177,7 @@ class Worker:
         """Checks that pages which the scheduler calls resident, in any tier, hold the content of their keys."""
         resident: list[tuple[PageKey, list[object]]] = []
         layers = self.limits.full_layers
-        filling = {copy.target for copy in s._prefixes._full_copies}
+        filling = {*s._prefixes._copied_from}  # dense pages among these: by a plan that has not ended
         for key, page in s.memory.prefixes._pages.items():
             if layers is None or s.memory.prefixes._entries[page].num_blocks == 1:
                 resident.append((key, self._read_page("device", page)))

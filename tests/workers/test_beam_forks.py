@@ -22,7 +22,7 @@ from motet.tests.rigs.scheduler_rig import (
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
 from motet.workers.scheduling.growing_sequence import GrowingSequence
-from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.scheduling.request_limits import GangLimits, pages_for
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.window_pages import FullLayers
@@ -207,6 +207,58 @@ def test_a_beam_without_finite_numbers_fails_its_search() -> None:
     bench.add(searching(1, [5] * 9, 3, 6))
     bench.finish()
     assert bench.ended == {1: "internal"}
+
+
+@pytest.mark.parametrize("num_before", [0, 8])
+@pytest.mark.parametrize("num_prompt", [6, 14])
+def test_searches_of_two_tenants_that_find_no_room_together_do_not_undo_each_other(
+    num_prompt: int, num_before: int
+) -> None:
+    """One that is preempted for another tenant loses what all of its beams have computed, and that tenant pays."""
+    requests = list[SequenceRequest]()
+    for number, tenant in enumerate("tu", 1):
+        request = searching(number, [5] * num_prompt, 5, 14, tenant=tenant)
+        requests.append(msgspec.structs.replace(request, beam_rounds=rounds_of(request)[:num_before]))
+    num_pages = pages_for(num_prompt + 13, 4)
+    num_pages += 4 * (num_pages - num_prompt // 4)  # as many as one search can need
+    bench = Bench(limits(num_pages, 4), prefix_cache=False)
+    for request in requests:
+        bench.add(request)
+    bench.finish()
+    assert bench.ended == {1: "length", 2: "length"}
+    assert bench.scheduler.load().counters.num_preemptions <= 6
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_more", [0, 1, 2])
+def test_a_prompt_copies_no_page_that_is_a_copy_of_the_same_step(way: str, num_more: int) -> None:
+    bench = Bench(limits(60), way)
+    bench.add(searching(1, [5] * 7, 3, 12))
+    for _ in range(1 if way == "one by one" else 2):  # until the beams have forked, and share their last page
+        bench.step()
+    bench.add(asking(2, [5] * (7 + num_more), 4))
+    bench.finish()
+    assert bench.ended == {1: "length", 2: "length"}
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_a_prompt_does_not_take_the_keys_of_a_beam_that_has_forked(width: int) -> None:
+    bench = Bench(limits(60))
+    whole = searching(1, [5], width, 12)
+    request = msgspec.structs.replace(whole, beam_rounds=rounds_of(whole)[:3])
+    bench.add(request)
+    root = bench.scheduler._waiting.get(1)
+    assert root is not None
+    first = root.token_ids[:4]
+    bench.step()
+    bench.step()
+    assert root.token_ids[:4] != first, "the root's place has another beam now"
+    bench.add(asking(2, [*first, 7], 4))
+    while bench.engine.has_work():
+        bench.step()
+        bench.worker.check_residence(bench.scheduler)
+    assert bench.ended == {1: "length", 2: "length"}
+    assert [*request.beam_rounds, *bench.rounds[1]] == rounds_of(whole)
 
 
 @settings(deadline=None, max_examples=50)

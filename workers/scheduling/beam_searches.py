@@ -149,6 +149,7 @@ class BeamSearches:
         if place.sequence_id not in running.by_id:
             prefixes.acquire(parent.held_pages)
             place.fork(parent)
+            place.num_at_start = parent.num_computed
             self.enter(place, self._num_adapter_pages(parent))
             return
         first = 0

@@ -127,14 +127,25 @@ class GrowingSequence:
 
     @property
     def num_to_lose(self) -> int:
-        """Tokens that this run has computed, and that would have to be computed again if it ended now."""
-        return self.num_computed + self.num_planned - self.num_at_start
+        """Tokens that this run has computed, and that would have to be computed again if it ended now.
+
+        A beam's run ends with those of all others of its search.
+        """
+        return self._num_lost if self.beams is None else sum([place._num_lost for place in self.beams.places])
 
     def prepay(self) -> int:
-        """Another tenant pays for what the sequence loses now; returns the number of tokens."""
-        end = self.num_computed + self.num_planned
-        self.prepaid = range(self.num_at_start, max(end, self.prepaid.stop))
-        return end - self.num_at_start
+        """Another tenant pays for what the sequence loses now, and its search; returns the number of tokens."""
+        num_tokens = 0
+        for each in (self,) if self.beams is None else self.beams.places:
+            if each._num_lost or each is self:
+                each.prepaid = range(each.num_at_start, max(each.next_position, each.prepaid.stop))
+                num_tokens += each._num_lost
+        return num_tokens
+
+    @property
+    def _num_lost(self) -> int:
+        """Tokens that this run has computed; 0: it does not run."""
+        return self.num_computed + self.num_planned - self.num_at_start
 
     def put_back_late(self, num_tokens: int) -> None:
         """A step that computed so many tokens chose none, for want of a mask: the last of them is to be computed again.
@@ -204,7 +215,7 @@ class GrowingSequence:
         self.page_keys = parent.page_keys[:]
         self.pages, self.num_gone, self.dense_pages = parent.pages, parent.num_gone, parent.dense_pages
         self.packed_pages, self.num_kept_pages = parent.packed_pages, parent.num_kept_pages
-        self.num_computed = self.num_at_start = parent.num_computed
+        self.num_computed = parent.num_computed
         self.num_counted = parent.num_counted
 
     def replace_last(self, page: int) -> None:

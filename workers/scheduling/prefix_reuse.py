@@ -84,7 +84,7 @@ class PrefixReuse:
             return
         self._make_keys(sequence, 1)
         first = sequence.page_keys[0]
-        if (alike := self._alike.get(first)) is not None:
+        if (alike := self._alike_from(first)) is not None:
             most = min(num_keys, len(alike.page_keys))
             num_common = _num_common_pages(sequence.token_ids, alike.token_ids, most, self._block_size)
             sequence.page_keys = alike.page_keys[:num_common]
@@ -116,9 +116,14 @@ class PrefixReuse:
                 self._alike[sequence.page_keys[0]] = sequence
         return len(sequence.page_keys) >= num_keys
 
+    def _alike_from(self, first: PageKey) -> GrowingSequence | None:
+        """The last sequence that begins with this page, if it still does: a beam may have forked since."""
+        alike = self._alike.get(first)
+        return alike if alike is not None and alike.page_keys and alike.page_keys[0] == first else None
+
     def _copy_keys(self, sequence: GrowingSequence, num_keys: int) -> None:
         """Takes the keys of a common prefix from a sequence that has all of its own, whose keys are made by now."""
-        alike = self._alike.get(sequence.page_keys[0]) if sequence.page_keys else None
+        alike = self._alike_from(sequence.page_keys[0]) if sequence.page_keys else None
         if alike is None or alike is sequence or len(alike.page_keys) <= len(sequence.page_keys):
             return
         if len(alike.page_keys) < len(alike.token_ids) // self._block_size:
