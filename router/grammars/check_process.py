@@ -62,6 +62,7 @@ _TOO_MUCH: Final = msgspec.msgpack.encode(
 
 
 _ALL_BYTES: Final = (1 << 256) - 1
+_TOKEN_MARKER: Final = b"\xff"  # before the number of a special token, where llguidance writes one as bytes
 _TRIED_ASCII: Final = range(ord("!"), ord("~") + 1)
 _QUOTE: Final = 1 << ord('"')
 _CLOSING: Final = 1 << ord("}") | 1 << ord("]")
@@ -106,7 +107,8 @@ def _error_on_the_way(matcher: LLMatcher, goes_on: bool) -> str:
     marks are empty and objects are not, so that the answer comes to what is behind and in them; else a text never ends.
     """
     for _ in range(NUM_TRIED_BYTES):
-        matcher.consume_tokens([*matcher.compute_ff_bytes()])  # what must come next is no place to go another way
+        forced, _, _ = matcher.compute_ff_bytes().partition(_TOKEN_MARKER)
+        matcher.consume_tokens([*forced])  # what must come next is no place to go another way
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         allowed = mask & _ALL_BYTES
         if matcher.is_error() or not mask & ~(1 << _Bytes.eos_token_id):
