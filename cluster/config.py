@@ -138,7 +138,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
         """Settings of one gang's engine."""
         return self._engine(self.num_worker_threads, self.step_limits, self._num_pool_sharers)
 
-    def _engine(self, num_threads: int, limits: StepLimits, pool_sharers: int) -> EngineConfig:
+    def _engine(self, num_threads: int, limits: StepLimits, pool_sharers: int | None) -> EngineConfig:
         return part_config(
             EngineConfig,
             self,
@@ -156,12 +156,11 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
         return step_limits(on_gpu, self.batching.max_tokens_per_step, self.batching.max_num_sequences)
 
     @property
-    def _num_pool_sharers(self) -> int:
-        """Workers that have pools in this machine's memory. On a cluster those of other gangs there are not known."""
-        num_gangs = 1
-        if self.placement.address is None:
-            num_gangs = self.gangs_beside or self.scaling_policy.max_gangs
-        return num_gangs * self.placement.tensor_parallel
+    def _num_pool_sharers(self) -> int | None:
+        """Workers that have pools in this machine's memory; None: on a cluster those of other gangs are not known."""
+        if self.placement.address is not None:
+            return None
+        return (self.gangs_beside or self.scaling_policy.max_gangs) * self.placement.tensor_parallel
 
     @property
     def leader(self) -> LeaderConfig:

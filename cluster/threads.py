@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..workers.machine_memory import CGROUPS, MEMBERSHIP, groups_of
+
 # A router costs under a millisecond a request and HAProxy less, so together they need a part of one core, but soon: a
 # step in which one of the threads must wait for its core makes all others wait.
 CORES_KEPT = 1
 # Not kept where it would leave a gang alone with fewer than these: on two cores, two threads serve 1.2 to 1.4 times
 # what one does, with router, HAProxy and clients on the same cores (benchmarks/threads.py).
 FEWEST_CORES = 2
-MEMBERSHIP = Path("/proc/self/cgroup")
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def threads_of_a_worker(num_cores: int, num_gangs: int, workers_per_gang: int, cores_kept: int = CORES_KEPT) -> int:
@@ -34,19 +34,7 @@ def cpu_quota(membership: Path, mount: Path) -> float | None:
 
     `membership`: the process's /proc/PID/cgroup; `mount`: where cgroups are mounted, of version 2 or 1. None: no limit.
     """
-    try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
-    except OSError:
-        lines = []
-    roots = {mount: Path("/"), mount / "cpu": Path("/")}  # a container may see its own cgroup there and no other
-    for _, controllers, path in lines:
-        if not controllers:
-            roots[mount] = Path(path)
-        elif "cpu" in controllers.split(","):
-            roots[mount / "cpu"] = Path(path)
-    quotas = [
-        _quota_of(root / above.relative_to("/")) for root, path in roots.items() for above in (path, *path.parents)
-    ]
+    quotas = [_quota_of(group) for group in groups_of("cpu", membership, mount)]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 

@@ -66,7 +66,7 @@ class EngineConfig:
     weights_dtype: WeightsDtype  # of the layers' linears; "dtype": that of all else
     kv_dtype: KVDtype  # "dtype": that of all else
     pool_bytes: int | None  # device pages, for KV and adapters alike; None: `cpu_pool_bytes`, or what a GPU has left
-    pool_sharers: int  # workers that have pools in the memory of one machine without a GPU, as far as is known
+    pool_sharers: int | None  # workers that have pools in the memory of this machine, without a GPU; None: not known
     device_memory_share: float  # of a GPU's memory that a worker may take, its pool included, where pool_bytes is None
     host_bytes: int  # packed adapters kept in host memory; 0: each is read from the store
     kv_host_bytes: int | None  # pages of KV kept in host memory; 0: none; None: by the pool's size

@@ -271,5 +271,7 @@ def _why_this_pool(config: EngineConfig, device: str) -> str:
     if config.pool_bytes is not None:
         return "as the settings say"
     if device == "cpu":
+        if config.pool_sharers is None:
+            return "an eighth of the memory of the machine or container, at most 1 GiB as other gangs may be there"
         return f"an eighth of the memory of the machine or container, for {config.pool_sharers} workers"
     return f"what weights and the largest step leave of {config.device_memory_share:.0%} of the GPU"

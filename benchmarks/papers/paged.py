@@ -71,7 +71,7 @@ def swapped_and_recomputed(block_size: int) -> tuple[float, float, float]:
 def beams(width: int, num_requests: int = 24, seed: int = 1) -> float:
     """The share of pages that forked beams save, if each step's beams choose their parents by chance.
 
-    Counted on block tables alone, as no engine of ours forks: a page that a beam writes to and others have is copied.
+    Counted on block tables alone: a page that a beam writes to and others have is copied.
     """
     rng, held, apart = random.Random(seed), 0, 0
     for job in jobs_of("ShareGPT", num_requests):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from ...workers.machine_memory import CGROUPS, memory_limit
+from ...workers.machine_memory import memory_limit
 from ..byte_size import format_byte_size, shortest_byte_size
 from ..edge.haproxy import connections_with_room
 from ..threads import usable_cores
@@ -40,7 +40,7 @@ def gather_limits() -> LimitFacts:
     return LimitFacts(
         max_files=None if soft == resource.RLIM_INFINITY else soft,
         memory_bytes=psutil.virtual_memory().total,
-        memory_limit_bytes=memory_limit(CGROUPS),
+        memory_limit_bytes=memory_limit(),
         num_cores=os.cpu_count() or 1,
         num_usable_cores=usable_cores(),
         shared_memory_bytes=shared_memory_bytes,

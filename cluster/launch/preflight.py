@@ -91,7 +91,8 @@ def _pool_bytes_here(config: MotetConfig) -> int | None:
     pool_bytes = config.memory.pool_bytes
     num_workers = config.scaling_policy.max_gangs * config.placement.tensor_parallel
     if device.kind == "cpu" and pool_bytes is None:
-        pool_bytes = cpu_pool_bytes(usable_memory_bytes(), num_workers)
+        sharers = None if config.placement.address else num_workers
+        pool_bytes = cpu_pool_bytes(usable_memory_bytes(), sharers)
     memory_bytes, num_pools = device.memory_bytes, 1
     if config.placement.gang_num_gpus:  # else there is a GPU for each worker
         num_pools = config.worker_device.num_pools_on_a_gpu(num_workers)

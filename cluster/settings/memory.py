@@ -16,8 +16,8 @@ class Memory(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         Setting(
             "Memory of each worker, on its device, for the pages of KV and adapters.",
             "live",
-            unset="on CPUs an eighth of the memory for all workers of a machine, and on a GPU what is left of "
-            "--device-memory-share",
+            unset="on CPUs an eighth of the memory for all workers of a machine, with --address at most 1 GiB each; "
+            "on a GPU what is left of --device-memory-share",
         ),
     ] = None
     device_memory_share: Annotated[

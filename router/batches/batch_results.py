@@ -101,13 +101,16 @@ class BatchResults:
     """Opened by one process at a time. All methods block: call them from a thread."""
 
     def __init__(self, store: FileStore, batch: BatchRecord) -> None:
-        """Reads what is there. Raises BlockingIOError while another process has it open."""
+        """Reads what is there. Raises BlockingIOError while another process has it open.
+
+        Raises FileNotFoundError while the tenant's folder is away, as its volume may be. It is not made here: then the
+        batch would seem to have lost its input, which lies there too.
+        """
         self.answered: set[bytes] = set()  # digests of custom_ids
         self.tokens = BatchTokens()  # of answers: each line's once, however often it was run
         self.has_expired = False  # a line was not run, as its batch's time was over
         self._store = store
         self._writing = threading.Lock()  # a write goes on when the task that waits for it is cancelled
-        store.make_folder_of(batch.tenant_id)
         self._output = _ResultFile(store.path(batch.tenant_id, batch.output_file_id))
         try:
             self._errors = _ResultFile(store.path(batch.tenant_id, batch.error_file_id))

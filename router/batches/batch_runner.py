@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import BinaryIO, Final, TypeVar
 
 from msgspec import structs
@@ -72,6 +72,7 @@ class BatchRunner:
         self._is_served = is_served
         self._is_leaving = False  # no further line is begun here
         self._is_over_quota = False
+        self._num_without_gang = 0  # lines that wait for one
         self._batch: BatchRecord  # as it was read last
         self._looked_at = 0.0
 
@@ -223,23 +224,26 @@ class BatchRunner:
     async def _until_served(self) -> None:
         """Or until no line is to be begun any more."""
         if not self._is_served():
-            with self._paused("gang"):
+            with self._without_gang():
                 while not self._is_served() and not self._is_ended_early():
                     await asyncio.sleep(self._pace.look_s)
                     await self._look()
 
     async def _rest(self, wait_s: float) -> None:
         """At least so long, and until a gang is there, unless no line is to be tried any more."""
-        until = time.monotonic() + wait_s * random.uniform(0.75, 1.25)
-        while (time.monotonic() < until or not self._is_served()) and not self._is_ended_early():  # noqa: ASYNC110
-            await asyncio.sleep(min(wait_s, self._pace.look_s))
+        until, step_s = time.monotonic() + wait_s * random.uniform(0.75, 1.25), min(wait_s, self._pace.look_s)
+        while time.monotonic() < until and not self._is_ended_early():  # noqa: ASYNC110
+            await asyncio.sleep(step_s)
+        if not self._is_served():
+            with self._without_gang():
+                while not self._is_served() and not self._is_ended_early():  # noqa: ASYNC110
+                    await asyncio.sleep(step_s)
 
     async def _end(self, results: BatchResults, error: BatchError | None = None) -> None:
         """Registers the files of results. Those that hold nothing are deleted. `error`: why it ends early."""
         await self._note(results, is_finalizing=True)
         sizes = results.sizes
-        kept_s = min(self._kept_s(), self._batch.output_kept_s or math.inf)
-        kept_until = int(self._batches.clock() + kept_s)
+        expires_at = int(self._batches.clock() + min(self._kept_s(), self._batch.output_kept_s or math.inf))
 
         def ended(batch: BatchRecord) -> BatchRecord:
             if batch.has_ended:
@@ -266,7 +270,7 @@ class BatchRunner:
                     num_bytes=num_bytes,
                     purpose="batch_output",
                     created_at=int(self._batches.clock()),
-                    expires_at=kept_until,
+                    expires_at=expires_at,
                 )
                 for file_id, what, num_bytes in (
                     (batch.output_file_id, "output", sizes[0]),
@@ -275,26 +279,27 @@ class BatchRunner:
                 if num_bytes
             ]
 
-        batch, _ = await self._change(ended, files=files, kept_until=kept_until)
+        batch, _ = await self._change(ended, files=files)
         for file_id, num_bytes in zip((batch.output_file_id, batch.error_file_id), sizes, strict=True):
             if not num_bytes:
                 await asyncio.to_thread(self._store.delete, self.tenant_id, file_id)
 
     async def _write(self, results: BatchResults, ready: Sequence[Result]) -> None:
         """Waits while the disk is full. A result that is written is not made again, whatever becomes of this router."""
-        before, left, is_logged = results.written, list(ready), False
-        while left:
-            try:
-                await asyncio.to_thread(results.append, left)
-                left = []
-            except OSError as error:
-                if error.errno not in DISK_FULL:
-                    raise
-                if not is_logged:
-                    _log.warning("batches pause: the disk has no room for results")
-                is_logged = True
-                left = [one for one in left if digest_of(one.custom_id) not in results.answered]
-                with self._paused("disk"):
+        before, left, is_paused = results.written, list(ready), False
+        with ExitStack() as pause:
+            while left:
+                try:
+                    await asyncio.to_thread(results.append, left)
+                    left = []
+                except OSError as error:
+                    if error.errno not in DISK_FULL:
+                        raise
+                    if not is_paused:
+                        _log.warning("batches pause: the disk has no room for results")
+                        pause.enter_context(self._paused("disk"))
+                    is_paused = True
+                    left = [one for one in left if digest_of(one.custom_id) not in results.answered]
                     await asyncio.sleep(self._pace.disk_s)
         results.has_expired |= any(one.error is not None and one.error.code == EXPIRED for one in ready)
         now = results.written
@@ -342,8 +347,8 @@ class BatchRunner:
         *,
         bounds: Sequence[StorageBound] = (),
         files: Callable[[BatchRecord], Sequence[FileRecord]] = lambda batch: (),
-        kept_until: float = 0.0,
     ) -> tuple[BatchRecord, bool]:
+        kept_until = self._batches.clock() + self._kept_s()  # if it ends with this
         changed, is_over = await self._patiently(
             lambda: self._batches.change(
                 self.tenant_id, self.batch_id, make, bounds=bounds, files=files, kept_until=kept_until
@@ -359,12 +364,27 @@ class BatchRunner:
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Waits while Redis is away: nothing is begun meanwhile."""
-        while True:
-            try:
-                return await ask()
-            except RegistryUnavailable:
-                with self._paused("registry"):
+        with ExitStack() as pause:
+            is_paused = False
+            while True:
+                try:
+                    return await ask()
+                except RegistryUnavailable:
+                    if not is_paused:
+                        pause.enter_context(self._paused("registry"))
+                    is_paused = True
                     await asyncio.sleep(self._pace.look_s)
+
+    @contextmanager
+    def _without_gang(self) -> Iterator[None]:
+        """The batch pauses while one of its lines, or all of it, waits for a gang."""
+        self._num_without_gang += 1
+        self._metrics.paused_batches["gang"] += self._num_without_gang == 1
+        try:
+            yield
+        finally:
+            self._num_without_gang -= 1
+            self._metrics.paused_batches["gang"] -= self._num_without_gang == 0
 
     @contextmanager
     def _paused(self, reason: PauseReason) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import msgspec
 
+from ...workers.wire.beams import BeamRound
 from ...workers.wire.messages import ErrorKind, SequenceError, SequenceRequest, SequenceUpdate
 from ...workers.wire.sequence_usage import SequenceUsage
 from ...workers.wire.unread_update import UnreadUpdate
@@ -61,6 +62,7 @@ class OpenSequence:
         self.num_failed_sends = 0  # gangs that died before it had arrived, since its last token
         self.num_store_failures: Counter[str] = Counter()  # by gang: how often it could not read the adapter
         self._token_ids: list[int] = []  # all that arrived, read or not
+        self._beam_rounds: list[BeamRound] = []  # of a beam search, all that arrived
         self._num_scored = request.num_scored  # tokens of the prompt whose scores arrived
         self._usage = SequenceUsage()  # as last reported
         self.usage_at: float | None = None  # when that was, by time.perf_counter(); None: it was not reported
@@ -86,8 +88,8 @@ class OpenSequence:
 
     @property
     def has_begun(self) -> bool:
-        """A token has arrived."""
-        return bool(self._token_ids)
+        """A token has arrived, or a round of a beam search."""
+        return bool(self._token_ids or self._beam_rounds)
 
     @property
     def usage(self) -> SequenceUsage:
@@ -128,7 +130,7 @@ class OpenSequence:
     @property
     def may_move(self) -> bool:
         """It may move to another gang: no client has had a token of it, nor of the answer that it continues."""
-        return not (self.stays or self._token_ids or self.is_resumed or self.limit.has_begun)
+        return not (self.stays or self.has_begun or self.is_resumed or self.limit.has_begun)
 
     @property
     def num_tokens(self) -> int:
@@ -157,6 +159,7 @@ class OpenSequence:
             was_admitted=self.num_moves > 0,
             wait_s=self._wait_s,
             timeout_s=left_s,
+            beam_rounds=[*self.request.beam_rounds, *self._beam_rounds],
         )
 
     def admit(self, wait_s: float | None) -> None:
@@ -204,8 +207,9 @@ class OpenSequence:
         """Adds an update. Ignored when the sequence has ended."""
         if self._closed:
             return
-        if update.token_ids:
+        if update.token_ids or update.beam_rounds:
             self._token_ids += update.token_ids
+            self._beam_rounds += update.beam_rounds or ()
             self.num_losses = self.num_failed_sends = 0
             self.num_store_failures.clear()
         if update.prompt_scores is not None:

@@ -1,6 +1,7 @@
-"""Beam search over gangs that know nothing of it: each round asks for one token after each live beam.
+"""Beam search at a gang: one request for a search, whose rounds come back as they are computed.
 
-The gang's prefix cache keeps the pages that the beams have in common, so a round computes less than a page for each.
+The gang knows no text. Where a stop string ends a beam the search goes on otherwise than the gang went on meanwhile, so
+the router asks again from there; the gang's prefix cache has most of the pages.
 """
 
 from __future__ import annotations
@@ -13,24 +14,18 @@ from typing import Final
 
 import msgspec
 
-from ...workers.wire.messages import (
-    FinishReason,
-    SamplingParams,
-    SequenceError,
-    SequenceRequest,
-    SequenceUpdate,
-    TokenLogprobs,
-)
+from ...workers.wire.beams import BeamRound, BeamRules
+from ...workers.wire.messages import FinishReason, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 from ...workers.wire.sequence_usage import SequenceUsage
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..loop_share import LoopShare
-from .beam_search import NEW_SEARCH, Beam, BeamRules, advanced
+from .beam_search import NEW_SEARCH, Beam, BeamSearch, advanced
 
 _TOO_FEW: Final = "the model gives too few continuations a chance to fill {width} beams: n must be smaller"
 
 
-class _BeamLostError(Exception):
+class _BeamsLostError(Exception):
     def __init__(self, error: SequenceError) -> None:
         super().__init__(error.message)
         self.error = error
@@ -49,16 +44,18 @@ class BeamRun:
     ) -> None:
         """`request`: for the prompt; its sampling and its key are not looked at.
 
-        `limit` returns how much time the search has left.
+        `is_stopped`: of a beam that grew by a token, if `rules.may_stop`. `limit` returns how much time the search has
+        left.
         """
         self._dispatcher, self._rules = dispatcher, rules
         self._is_stopped, self._limit = is_stopped, limit
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=rules.num_candidates)
-        self._request = msgspec.structs.replace(request, sampling=sampling, key="")
-        self._num_cached_tokens: int | None = None  # of the prompt, as reported in the first round
-        self._ended_usage = SequenceUsage()  # of the rounds before
+        sampling = SamplingParams(max_tokens=rules.max_tokens, temperature=0.0, ignore_eos=True)
+        self._request = msgspec.structs.replace(request, sampling=sampling, key="", beams=rules)
+        self._rounds: list[BeamRound] = []  # of the search so far
+        self._num_cached_tokens: int | None = None  # of the prompt, as reported with the first round
+        self._ended_usage = SequenceUsage()  # of the streams before
         self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
-        self._open: list[SequenceStream] = []  # of this round
+        self._stream: SequenceStream | None = None
         self._task = asyncio.create_task(self._found())
 
     def streams(self) -> list[BeamStream]:
@@ -67,52 +64,59 @@ class BeamRun:
 
     @property
     def usage(self) -> SequenceUsage:
-        """Of all sequences of all rounds."""
-        return sum([stream.usage for stream in self._open], self._ended_usage)
+        return self._ended_usage if self._stream is None else self._ended_usage + self._stream.usage
 
     @property
     def is_reported(self) -> bool:
-        return self._task.done() and all(stream.is_reported for stream in self._open)
+        return self._task.done() and (self._stream is None or self._stream.is_reported)
 
     async def reported(self) -> None:
         await asyncio.wait((self._task,))
-        for stream in self._open:
-            await stream.reported()
+        if self._stream is not None:
+            await self._stream.reported()
 
     async def _found(self) -> list[SequenceUpdate]:
         """The updates of all streams, by rank: each a whole beam, or the error for which the search failed."""
         try:
             search = NEW_SEARCH
             while search.live:
-                rows = await self._ask(search.live)
-                search = advanced(search, rows, self._rules, self._is_stopped)
-        except _BeamLostError as failure:
+                search = await self._follow(search)
+        except _BeamsLostError as failure:
             return [SequenceUpdate(0, error=failure.error)] * self._rules.width
         finally:
-            for stream in self._open:
-                stream.cancel()
+            if self._stream is not None:
+                self._stream.cancel()
         if len(search.finished) < self._rules.width:
             error = SequenceError("invalid_request", _TOO_FEW.format(width=self._rules.width))
             return [SequenceUpdate(0, error=error)] * self._rules.width
         return [self._update(beam) for beam in search.finished]
 
-    async def _ask(self, beams: tuple[Beam, ...]) -> list[TokenLogprobs]:
-        """The likeliest next tokens of each beam. Raises _BeamLostError if a beam's sequence fails."""
+    async def _follow(self, search: BeamSearch) -> BeamSearch:
+        """Has a gang go on with the search, to its end or until a beam is stopped. Raises _BeamsLostError."""
         limit = self._limit(self._request.sampling)
-        if beams != NEW_SEARCH.live:  # a search that was admitted is not refused half-way
+        if self._rounds:  # a search that was admitted is not refused half-way
             limit = replace(limit or TimeLimit(), has_begun=True)
-        prompt_token_ids = self._request.prompt_token_ids
-        self._ended_usage, self._open, share = self.usage, [], LoopShare()
-        for beam in beams:
-            request = msgspec.structs.replace(self._request, prompt_token_ids=[*prompt_token_ids, *beam.token_ids])
-            self._open.append(self._dispatcher.submit(request, limit=limit))
-            await share.pause()
-        updates = [await _only_update(stream) for stream in self._open]
-        if beams == NEW_SEARCH.live:
-            self._num_cached_tokens = updates[0].num_cached_tokens
-            if updates[0].computing_s is not None:
-                self._began_at = time.perf_counter() - updates[0].computing_s
-        return [_logprobs(update) for update in updates]
+            if self._stream is not None:
+                await self._stream.reported()
+        self._ended_usage, self._stream = self.usage, None
+        request = msgspec.structs.replace(self._request, beam_rounds=[*self._rounds])
+        self._stream = stream = self._dispatcher.submit(request, limit=limit)
+        share = LoopShare()
+        async for update in stream:
+            if update.error is not None:
+                raise _BeamsLostError(update.error)
+            if self._num_cached_tokens is None:
+                self._num_cached_tokens = update.num_cached_tokens
+            if self._began_at is None and update.computing_s is not None:
+                self._began_at = time.perf_counter() - update.computing_s
+            for one in update.beam_rounds or ():
+                search, followed = advanced(search, one, self._rules, self._is_stopped)
+                self._rounds.append(followed)
+                if followed.stopped or not search.live:
+                    stream.cancel()  # no-op if it has ended
+                    return search
+                await share.pause()
+        raise _BeamsLostError(SequenceError("internal", "a search ended before its beams"))
 
     def _update(self, beam: Beam) -> SequenceUpdate:
         # A beam that a stop string has ended says "length" here: its `Choice` finds the string, and says "stop".
@@ -127,7 +131,7 @@ class BeamRun:
 class BeamStream:
     """A `SequenceStream` of one update: the beam that came out at this rank. The first one has the search's usage."""
 
-    usage_at: float | None = None  # pages are held for a round only: its usage needs no estimate
+    usage_at: float | None = None  # no token comes before its end, up to which pages would be counted
 
     def __init__(self, run: BeamRun, task: asyncio.Task[list[SequenceUpdate]], rank: int) -> None:
         self._run, self._task, self._rank = run, task, rank
@@ -138,7 +142,7 @@ class BeamStream:
             yield msgspec.structs.replace(self._task.result()[self._rank], sequence_id=self._rank)
 
     def cancel(self) -> None:
-        """Ends the whole search; its sequences are forgotten at their leaders. No-op when it is over."""
+        """Ends the whole search, which is forgotten at its leader. No-op when it is over."""
         self._task.cancel()
 
     @property
@@ -151,17 +155,3 @@ class BeamStream:
 
     async def reported(self) -> None:
         await self._run.reported()
-
-
-async def _only_update(stream: SequenceStream) -> SequenceUpdate:
-    async for update in stream:
-        if update.error is not None:
-            raise _BeamLostError(update.error)
-        if update.logprobs:
-            return update
-    raise _BeamLostError(SequenceError("internal", "a beam's sequence ended without a token"))
-
-
-def _logprobs(update: SequenceUpdate) -> TokenLogprobs:
-    assert update.logprobs
-    return update.logprobs[0]

@@ -11,6 +11,7 @@ from functools import partial
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from ...workers.wire.beams import BeamRules
 from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 from ...workers.wire.sequence_usage import SequenceUsage
 from ..accounts.account import Progress
@@ -23,7 +24,6 @@ from ..openai_api.stream_position import wrong_position
 from ..text.response_reader import ResponseReader
 from ..text.stop_strings import StopStrings
 from ..text.text import TextService
-from .beam_search import BeamRules
 from .beam_stops import BeamStops
 from .beam_streams import BeamRun
 from .choice import Choice, Delta

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
+from ...workers.wire.beams import BeamRules
 from ...workers.wire.messages import GangInfo
-from ..generation.beam_search import BeamRules
 from ..generation.generation import Prompt
 from ..openai_api.errors import unsupported
 from ..openai_api.request_schema import GenerationFields
@@ -48,10 +48,17 @@ def beam_rules(request: GenerationFields, prompts: list[Prompt], gang: GangInfo)
     return [
         BeamRules(
             width=request.n or 1,
-            max_tokens=prompt.sampling.max_tokens or gang.max_model_len - len(prompt.token_ids),
+            max_tokens=prompt.sampling.max_tokens or _max_tokens(len(prompt.token_ids), request.n or 1, gang),
             end_token_ids=frozenset(ends),
             length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
             num_logprobs=prompt.sampling.num_logprobs or 0,
+            may_stop=bool(request.stop),
         )
         for prompt in prompts
     ]
+
+
+def _max_tokens(num_prompt_tokens: int, width: int, gang: GangInfo) -> int:
+    """Of beams whose request sets none: what the context leaves, and no more than half a pool if none share any."""
+    most = gang.num_pages // 2 * gang.block_size // width
+    return max(1, min(gang.max_model_len - num_prompt_tokens, most))

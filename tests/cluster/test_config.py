@@ -229,7 +229,7 @@ def test_a_step_has_the_size_of_its_device(paths: dict[str, Any]) -> None:
     assert (on_cpu.max_tokens_per_step, on_cpu.max_num_sequences, on_cpu.pool_sharers) == (512, 128, 6)
     joined = MotetConfig.of(**paths, device="cuda", address="auto", gang_num_gpus=1.0, max_gangs=3)
     assert (joined.engine.max_tokens_per_step, joined.leader.max_num_sequences) == (2048, 256)
-    assert joined.engine.pool_sharers == 1 and "weights" in joined.engine.reasons["max-tokens-per-step"]
+    assert joined.engine.pool_sharers is None and "weights" in joined.engine.reasons["max-tokens-per-step"]
     on_gpus_of_ray = MotetConfig.of(**paths, address="auto", gang_num_gpus=1.0)
     assert on_gpus_of_ray.step_limits.max_tokens_per_step == 2048
     assert on_gpus_of_ray.scaling_policy.queued_tokens_per_gang == 16 * 512  # as the autoscaler has it

@@ -129,8 +129,21 @@ def test_a_pool_on_a_gpu_takes_no_memory_of_the_container() -> None:
 def test_the_containers_limit_is_read(tmp_path: Path, file: str, text: str, limit: int | None) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(text)
-    assert memory_limit(tmp_path) == limit
-    assert memory_limit(tmp_path / "none") is None
+    assert memory_limit(tmp_path, tmp_path / "none") == limit
+    assert memory_limit(tmp_path / "none", tmp_path / "none") is None
+
+
+def test_the_limit_of_a_service_is_the_least_of_its_groups(tmp_path: Path) -> None:
+    """As systemd's MemoryMax of a slice, above a service without a limit."""
+    (tmp_path / "cgroup").write_text("0::/motet.slice/gang.service\n")
+    group = tmp_path / "motet.slice" / "gang.service"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert memory_limit(tmp_path, tmp_path / "cgroup") is None
+    (group.parent / "memory.max").write_text(f"{4 * GIB}\n")
+    assert memory_limit(tmp_path, tmp_path / "cgroup") == 4 * GIB
+    (group / "memory.max").write_text(f"{GIB}\n")
+    assert memory_limit(tmp_path, tmp_path / "cgroup") == GIB
 
 
 FOLDER = FolderFacts(path="/data", free_bytes=50 * GIB, total_bytes=100 * GIB, locks_hold=True, replaces=True)

@@ -40,7 +40,6 @@ from motet.router.answers.chunk_form import ChunkForm, StreamStyle
 from motet.router.answers.completion_answer import CompletionAnswer
 from motet.router.answers.generation_response import GenerationResponse
 from motet.router.fleet.dispatch import FleetDispatcher
-from motet.router.generation.beam_search import BeamRules
 from motet.router.generation.choice import Delta
 from motet.router.generation.generation import Generation, GenerationRequest, Prompt
 from motet.router.metrics import Metrics
@@ -61,6 +60,7 @@ from motet.tests.rigs.part_configs import admission_config
 from motet.tests.rigs.simulated_gang import TOKEN, SimulatedGang
 from motet.tests.rigs.simulated_network import SimulatedNetwork
 from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.wire.beams import BeamRules
 from motet.workers.wire.embedding import unpacked_vector
 from motet.workers.wire.messages import AdapterRef, SamplingParams
 
@@ -568,7 +568,7 @@ class World:
         works: dict[str, _Work] = defaultdict(_Work)
         for gang in self.all_gangs:
             failed: set[int] = set()
-            for request, part, is_broken in gang.engine.parts:
+            for request, part, is_broken, beam in gang.engine.parts:
                 if part.sequence_id in failed:
                     continue  # the step was planned before that was known, at the operator's cost
                 if is_broken and (part.scores is not None or part.pool is not None):
@@ -576,14 +576,16 @@ class World:
                 work, seed = works[request.request_id], request.sampling.seed or 0
                 num_prompt_tokens = len(request.prompt_token_ids)
                 for position in range(part.start, part.start + len(part.token_ids)):
-                    place = seed, position
+                    num_new_tokens = max(0, position + 1 - num_prompt_tokens)
+                    place = seed, beam[:num_new_tokens] or position
                     work.num_again += place in work.positions
                     work.positions.add(place)
                     if position < num_prompt_tokens:
                         work.prompt_positions.add(place)
                 if part.sample is not None and request.sampling.max_tokens != 0:  # whatever came of it
-                    work.num_again += (seed, part.sample.index) in work.tokens
-                    work.tokens.add((seed, part.sample.index))
+                    token = seed, beam or part.sample.index
+                    work.num_again += token in work.tokens
+                    work.tokens.add(token)
                     work.num_broken += is_broken
         return works
 
@@ -612,13 +614,16 @@ class _Report:
     num_generated: int
 
 
+_Place = tuple[int, int | tuple[int, ...]]
+
+
 @dataclass
 class _Work:
-    """What gangs computed for one answer. Places are of a sequence, by its seed."""
+    """What gangs computed for one answer. Places are of a sequence, by its seed; in a beam by its tokens."""
 
-    positions: set[tuple[int, int]] = field(default_factory=set)
-    prompt_positions: set[tuple[int, int]] = field(default_factory=set)
-    tokens: set[tuple[int, int]] = field(default_factory=set)
+    positions: set[_Place] = field(default_factory=set)
+    prompt_positions: set[_Place] = field(default_factory=set)
+    tokens: set[_Place] = field(default_factory=set)
     num_again: int = 0  # positions and tokens that had been computed before
     num_broken: int = 0  # tokens whose numbers overflowed
 

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -314,6 +314,36 @@ class Oracle:
                 return self._forward(token_ids)
         self._model.set_adapter(adapter)
         return self._forward(token_ids)
+
+    @torch.inference_mode()
+    def beams(
+        self, prompt: Sequence[int], adapter: str | None, width: int, max_tokens: int, ends: Sequence[int]
+    ) -> list[tuple[list[int], float]]:
+        """Tokens after the prompt, and scores, of the beams that transformers finds, the best first."""
+        with ExitStack() as stack:
+            if adapter is None:
+                stack.enter_context(self._model.disable_adapter())
+            else:
+                self._model.set_adapter(adapter)
+            found = self._model.generate(
+                input_ids=torch.tensor([[*prompt]]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+                num_beams=width,
+                num_return_sequences=width,
+                max_new_tokens=max_tokens,
+                early_stopping="never",
+                do_sample=False,
+                use_cache=False,
+                eos_token_id=[*ends],
+                pad_token_id=VOCAB_SIZE - 2,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        beams = list[tuple[list[int], float]]()
+        for row, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
+            length = next((place + 1 for place, token_id in enumerate(row) if token_id in ends), max_tokens)
+            beams.append((row[:length], score))
+        return beams
 
     @torch.inference_mode()
     def states(self, token_ids: Sequence[int], adapter: str | None) -> torch.Tensor:

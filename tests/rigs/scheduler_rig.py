@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +30,7 @@ from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.embedding import packed_vector
-from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate
+from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
 from motet.workers.wire.page_keys import PageKey, dense_key, first_link, next_keys
 from motet.workers.wire.prompt_scores import PromptScores, row_bytes
 
@@ -92,6 +92,7 @@ class Worker:
         self.broken: set[int] = set()  # sequences whose logits are not finite
         self._chosen: dict[int, SampledToken | None] = {}  # by the last plan
         self.num_fed = 0  # tokens
+        self.copies_early = False  # a page may be copied before the step that needs it
 
     def execute(self, plan: StepPlan, failing: Iterable[str] = ()) -> StepResult:
         assert sum(len(s.token_ids) for s in plan.sequences) <= self.limits.max_tokens_per_step
@@ -108,11 +109,14 @@ class Worker:
         targets = {copy.target for copy in plan.copies}
         assert len(targets) == len(plan.copies), "two copies into one page"
         # With full layers a sequence may begin with more kept pages than it needs later, and take one for its next
-        # token only in the next step.
-        assert targets <= own or self.limits.full_layers is not None, "a copy that no sequence needs"
+        # token only in the next step. A beam that joins its search may get its first tokens later.
+        may_be_early = self.limits.full_layers is not None or self.copies_early
+        assert targets <= own or may_be_early, "a copy that no sequence needs"
         assert not targets & {copy.source for copy in plan.copies}
         for copy in plan.copies:
-            self._write_page("device", copy.target, self._read_page("device", copy.source))
+            # A page of beams may be copied before it is full: what follows is written later.
+            content = [self._kv.get((copy.source, place)) for place in range(self.limits.block_size)]
+            self._write_page("device", copy.target, content)
         for dense in plan.full_copies:
             self._fill_dense(dense.sources, dense.target)
         written = [self._compute(s) for s in plan.sequences]
@@ -123,7 +127,7 @@ class Worker:
         for s in plan.sequences:
             assert s.adapter is None or known[s.adapter] == self.there[s.adapter]
             if s.sample is not None:
-                token = SampledToken(s.sample.index % 90, None)
+                token = SampledToken(s.sample.index % 90, self._logprobs(s))
                 tokens[s.sequence_id] = None if s.sequence_id in self.broken else token
         for a in plan.adapters:
             assert {self._kv[page, place] for page in a.pages for place in range(self.limits.block_size)} == {a.digest}
@@ -139,6 +143,17 @@ class Worker:
             tuple(AdapterFailure(d, "bad") for d in failed),
             tuple(self._move()),
         )
+
+    def _logprobs(self, s: SequencePlan) -> TokenLogprobs | None:
+        """Of a beam's next tokens; None: it is no beam."""
+        assert s.sample is not None
+        num_top = s.sample.params.num_logprobs
+        if num_top is None or self.sequence_of is None:
+            return None
+        sequence = self.sequence_of(s.sequence_id)
+        token_ids = sequence.token_ids[sequence.num_prompt_tokens : s.start + len(s.token_ids)]
+        top_ids, top_logprobs = next_of(token_ids)
+        return TokenLogprobs(0.0, top_ids[:num_top], top_logprobs[:num_top])
 
     def _received(self, plan: StepPlan) -> StepPlan:
         sent = msgspec.msgpack.encode(self._leader.encode(plan))
@@ -162,7 +177,7 @@ class Worker:
         """Checks that pages which the scheduler calls resident, in any tier, hold the content of their keys."""
         resident: list[tuple[PageKey, list[object]]] = []
         layers = self.limits.full_layers
-        filling = {copy.target for copy in s._prefixes._full_copies}
+        filling = {*s._prefixes._copied_from}  # dense pages among these: by a plan that has not ended
         for key, page in s.memory.prefixes._pages.items():
             if layers is None or s.memory.prefixes._entries[page].num_blocks == 1:
                 resident.append((key, self._read_page("device", page)))
@@ -321,6 +336,13 @@ class FeedingExecutor(WorkerExecutor):
 
     def finish(self) -> StepResult:
         return self._worker.execute(self._begun.pop(0))
+
+
+def next_of(token_ids: Sequence[int]) -> tuple[list[int], list[float]]:
+    """What follows the generated tokens of a beam: some likely ones, the likeliest first."""
+    generator = random.Random(str([*token_ids]))
+    ranked = sorted(((-3 * generator.random(), token) for token in range(1, 13)), reverse=True)
+    return [token for _, token in ranked], [logprob for logprob, _ in ranked]
 
 
 def quick_result(plan: StepPlan) -> StepResult:

@@ -20,6 +20,7 @@ from motet.workers.engine_messages import EngineMessage
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.served_engine import OnStep, StepReport
 from motet.workers.plan import INT32_BYTES, SampledToken, ScorePlan, SequencePlan, StepPlan, StepResult
+from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.step_times import StepTimes
@@ -103,7 +104,9 @@ class SimulatedEngine:
         self.computed: dict[int, set[int]] = {}  # positions, by the seed of their sequence
         self.generated: dict[int, set[int]] = {}  # tokens' indices, by the seed of their sequence
         self.num_computed = 0  # positions, each time that one is computed
-        self.parts: list[tuple[SequenceRequest, SequencePlan, bool]] = []  # all that was computed; True: it overflowed
+        # All that was computed; True: it overflowed. Last, the tokens of a beam up to those: it has no seed of its own.
+        self.parts: list[tuple[SequenceRequest, SequencePlan, bool, tuple[int, ...]]] = []
+        self._beams: dict[int, GrowingSequence] = {}  # all that ever ran
         self.reports: list[tuple[float, SequenceRequest, SequenceUsage]] = []  # and when each was made
         self._times = StepTimes(loop.time)
         self._inbox: list[EngineMessage] = []
@@ -126,7 +129,15 @@ class SimulatedEngine:
         self._wake()
 
     def _count(self, part: SequencePlan) -> None:
-        request = self._all_requests[part.sequence_id]
+        for group in self.scheduler._beams._groups.values():
+            self._beams |= {place.sequence_id: place for place in group.places}
+        beam = self._beams.get(part.sequence_id)
+        content: tuple[int, ...] = ()
+        if beam is not None and beam.beams is not None:
+            request = self._all_requests[beam.beams.root.sequence_id]
+            content = tuple(beam.token_ids[beam.num_prompt_tokens : part.start + len(part.token_ids)])
+        else:
+            request = self._all_requests[part.sequence_id]
         seed = request.sampling.seed or 0
         self.num_computed += len(part.token_ids)
         self.computed.setdefault(seed, set()).update(range(part.start, part.start + len(part.token_ids)))
@@ -134,7 +145,7 @@ class SimulatedEngine:
             self._executor.broken.add(part.sequence_id)
         elif part.sample is not None:
             self.generated.setdefault(seed, set()).add(part.sample.index)
-        self.parts.append((request, part, part.sequence_id in self._executor.broken))
+        self.parts.append((request, part, part.sequence_id in self._executor.broken, content))
 
     def stop(self) -> None:
         self.alive = False

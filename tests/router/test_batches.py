@@ -23,6 +23,7 @@ from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.batches import batch_registry
 from motet.adapters.registry.batches.records import BatchRecord
 from motet.adapters.registry.registry import hash_key
+from motet.adapters.registry.registry_keys import FILE_ENDS
 from motet.adapters.registry.tenants.records import KeyRecord
 from motet.router.accounts.account import AnswerRequest, Ending
 from motet.router.batches import batch_input, batch_runner
@@ -304,6 +305,9 @@ async def test_results_expire_when_the_batch_says(running: RealFront) -> None:
     batch = await owner.ended(await owner.create(file_id, output_expires_after=wanted))
     file = await owner.done("GET", f"/v1/files/{batch['output_file_id']}")
     assert file["expires_at"] - file["created_at"] == 7200
+    places = await running.redis.zrange(FILE_ENDS, 0, -1, withscores=True)
+    ends = {place.rpartition("/")[2]: at for place, at in places}
+    assert ends[batch["output_file_id"]] == file["expires_at"] < ends[batch["id"]] - 86_400  # the batch stays
     body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
     for wrong in ({**wanted, "seconds": 3599}, {**wanted, "anchor": "ended_at"}, {"seconds": 7200}, 7200):
         answer = await owner.ask("POST", "/v1/batches", json={**body, "output_expires_after": wrong})
@@ -333,6 +337,7 @@ async def test_a_wrong_input_fails_with_its_lines(running: RealFront, charges: C
         ("mismatched_model", 5),
     ]
     assert not charges.complete
+    assert await running.redis.zscore(FILE_ENDS, f"{OWNER}/{batch['id']}") > time.time() + 86_400  # and not forgotten
     await owner.done("DELETE", f"/v1/files/{batch['input_file_id']}")  # nothing reads it any more
 
 
@@ -562,6 +567,43 @@ async def test_results_leave_room_on_the_disk_to_others(running: RealFront) -> N
     assert (await owner.ended(batch_id))["request_counts"]["completed"] == 3
 
 
+async def test_gangs_that_go_while_lines_are_under_way_pause_a_batch(running: RealFront, charges: Charges) -> None:
+    charges.opening = asyncio.Event()
+    owner = BatchClient(running)
+    batch_id = await owner.create(await owner.upload(work(3)))
+    await until(condition(lambda: charges.num_open > 0))
+    running.dispatcher.is_connected = False
+    charges.refusals = {f"id-{number}": [unavailable("not now", "no_gang")] for number in range(3)}
+    charges.opening.set()
+    await until(condition(lambda: running.metrics.paused_batches["gang"] == 1))
+    running.dispatcher.is_connected = True
+    assert (await owner.ended(batch_id))["request_counts"]["completed"] == 3
+    assert running.metrics.paused_batches["gang"] == 0
+
+
+async def test_a_volume_that_is_away_fails_no_batch(front: RealFront, charges: Charges) -> None:
+    """Half of the lines have results; the folder of all files is gone for a while, as an unmounted volume's is."""
+    charges.refusals["id-1"] = [unavailable("not now", "ledger_full")] * 1000
+    front.config.now = replace(front.config.now, max_batch_lines=1)
+    owner = BatchClient(front)
+    one, other = another_router(front), another_router(front)
+    batch_id = await owner.create(await owner.upload(work(2)))
+    async with started(one):
+        await until(condition(lambda: charges.complete["id-0"] == 1 and len(charges.refusals["id-1"]) < 1000))
+    files, aside = front.folder / "files", front.folder / "aside"
+    files.rename(aside)
+    files.mkdir()
+    charges.refusals.clear()
+    async with started(other):
+        await until(condition(lambda: other._worker.num_running > 0))
+        await until(condition(lambda: other._worker.num_running == 0))
+        assert (await owner.batch(batch_id))["status"] == "in_progress" and not [*files.iterdir()]
+        files.rmdir()
+        aside.rename(files)
+        batch = await owner.ended(batch_id)
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+
+
 async def test_redis_away_pauses(running: RealFront, charges: Charges, monkeypatch: pytest.MonkeyPatch) -> None:
     read, is_away = batch_registry.BatchRegistry._read, False
 
@@ -643,6 +685,7 @@ def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
         created_at=1,
         expires_at=2,
     )
+    store.make_folder_of(record.tenant_id)
     results = BatchResults(store, record)
     results.append([Result(custom_id="x"), Result(custom_id="y")])
     written = results.written

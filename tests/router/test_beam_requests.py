@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from motet.router.text.text import TextService
+from motet.tests.rigs.beam_gang import beam_updates
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import BASE, EOS, RouterRig, text_service
 from motet.tests.rigs.router_rig import completed as post
-from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
+from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
 
 ANSWER = "the quick brown fox"
 BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, "max_tokens": 3}
@@ -31,18 +34,15 @@ class Rig(RouterRig):
         super().__init__(spool_path, text)
         self.dispatcher.script = self.script
         self.other = self.ids("z")[0]
-        self.num_prompt: int | None = None  # tokens of the first prompt
         self.said = [*self.ids(ANSWER), EOS]
 
     def script(self, request: SequenceRequest) -> list[SequenceUpdate]:
-        self.num_prompt = self.num_prompt or len(request.prompt_token_ids)
-        num_so_far = len(request.prompt_token_ids) - self.num_prompt
-        best = self.said[min(num_so_far, len(self.said) - 1)]
-        assert request.sampling.num_logprobs is not None
+        return beam_updates(request, self.model)
+
+    def model(self, token_ids: Sequence[int]) -> tuple[list[int], list[float]]:
+        best = self.said[min(len(token_ids), len(self.said) - 1)]
         rest = [token for token in range(320) if token not in (best, self.other)]
-        top = [best, self.other, *rest][: request.sampling.num_logprobs]
-        logprobs = [math.log(0.6), math.log(0.3), *[math.log(0.1 / 318)] * len(rest)][: len(top)]
-        return [SequenceUpdate(1, [best], [TokenLogprobs(logprobs[0], top, logprobs)], "length")]
+        return [best, self.other, *rest], [math.log(0.6), math.log(0.3), *[math.log(0.1 / 318)] * len(rest)]
 
 
 @pytest.fixture
@@ -61,14 +61,11 @@ async def test_beams_of_a_completion(rig: Rig) -> None:
     assert all(len(top) == 1 for top in first["logprobs"]["top_logprobs"])
     num_prompt = len(rig.ids("hello"))
     assert answer["usage"] == {"prompt_tokens": num_prompt, "completion_tokens": 6, "total_tokens": num_prompt + 6}
-    submitted = rig.dispatcher.submitted
-    assert len(submitted) == 1 + 2 + 2
-    assert all((one.sampling.max_tokens, one.sampling.ignore_eos) == (1, True) for one in submitted)
-    first, *later = rig.dispatcher.limits
-    assert first is None
-    assert all(limit is not None and limit.has_begun for limit in later)  # not refused half-way
-    assert submitted[0].prompt_token_ids == rig.ids("hello")
-    assert submitted[1].prompt_token_ids[:-1] == rig.ids("hello")
+    (submitted,) = rig.dispatcher.submitted
+    assert submitted.beams is not None and (submitted.beams.width, submitted.beams.max_tokens) == (2, 3)
+    assert submitted.sampling == SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+    assert rig.dispatcher.limits == [None]
+    assert submitted.prompt_token_ids == rig.ids("hello")
 
 
 async def test_a_search_for_each_prompt(rig: Rig) -> None:
@@ -97,7 +94,20 @@ async def test_a_stop_string_ends_a_beam(rig: Rig, stop: list[str]) -> None:
     assert choice["finish_reason"] == "stop"
     longest = rig.ids("the quick brown")
     assert len(choice["token_ids"]) <= len(longest)
-    assert len(rig.dispatcher.submitted) <= len(longest)  # nothing was asked for after it
+    assert len(rig.dispatcher.submitted) == 1
+
+
+async def test_beams_that_a_stop_string_has_not_ended_go_on(rig: Rig) -> None:
+    fields: dict[str, Any] = {**BEAMS, "max_tokens": 24, "length_penalty": 0, "stop": ["the"], "return_token_ids": True}
+    choices = (await post(rig, **fields)).json()["choices"]
+    assert {choice["finish_reason"] for choice in choices} <= {"stop", "length"}
+    first, *later = rig.dispatcher.submitted
+    assert not first.beam_rounds and later
+    for before, after in pairwise(rig.dispatcher.submitted):
+        rounds = after.beam_rounds
+        assert rounds[-1].stopped and rounds[: len(before.beam_rounds)] == before.beam_rounds
+    assert all(limit is not None and limit.has_begun for limit in rig.dispatcher.limits[1:])  # not refused half-way
+    assert all(stream.cancelled.is_set() for stream in rig.dispatcher.streams)
 
 
 async def test_an_end_token_ends_a_beam(rig: Rig) -> None:
@@ -115,22 +125,15 @@ async def test_an_end_token_ends_a_beam(rig: Rig) -> None:
 
 
 async def test_a_beam_that_is_refused_fails_the_request(rig: Rig) -> None:
-    def script(request: SequenceRequest) -> list[SequenceUpdate]:
-        if len(rig.dispatcher.submitted) < 2:
-            return rig.script(request)
-        return [SequenceUpdate(1, error=SequenceError("adapter_failed", "its file is gone"))]
-
-    rig.dispatcher.script = script
+    error = SequenceError("adapter_failed", "its file is gone")
+    rig.dispatcher.script = lambda request: [*rig.script(request)[:1], SequenceUpdate(1, error=error)]
     response = await post(rig, **BEAMS)
     assert response.status_code >= 400
     assert "its file is gone" in response.json()["error"]["message"]
-    assert all(stream.cancelled.is_set() for stream in rig.dispatcher.streams[1:])
 
 
 async def test_too_few_continuations_for_so_many_beams(rig: Rig) -> None:
-    rig.dispatcher.script = lambda request: [
-        SequenceUpdate(1, [5], [TokenLogprobs(0.0, [5, 6], [0.0, -math.inf])], "length")
-    ]
+    rig.dispatcher.script = lambda request: beam_updates(request, lambda _: ([5, 6], [0.0, -math.inf]))
     response = await post(rig, **BEAMS)
     assert response.status_code == 400
     assert "2 beams" in response.json()["error"]["message"]
@@ -138,14 +141,14 @@ async def test_too_few_continuations_for_so_many_beams(rig: Rig) -> None:
 
 async def test_a_client_that_goes_away_cancels_all_beams(rig: Rig) -> None:
     rig.dispatcher.hangs = True
-    rig.dispatcher.script = lambda request: rig.script(request) if len(rig.dispatcher.submitted) < 3 else []
+    rig.dispatcher.script = lambda request: rig.script(request)[:1]
     asking = asyncio.create_task(post(rig, prompt=["hello", "hello"], **BEAMS))
     async with asyncio.timeout(PATIENCE_S):
-        while len(rig.dispatcher.submitted) < 5:  # noqa: ASYNC110
+        while len(rig.dispatcher.submitted) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        for stream in rig.dispatcher.streams[3:]:
+        for stream in rig.dispatcher.streams:
             await stream.cancelled.wait()
 
 

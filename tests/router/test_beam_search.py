@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.router.generation.beam_search import NEW_SEARCH, Beam, BeamRules, BeamSearch, advanced
+from motet.router.generation.beam_search import NEW_SEARCH, Beam, BeamSearch
+from motet.router.generation.beam_search import advanced as followed
+from motet.workers.wire.beams import BeamRound, BeamRules, best_candidates, forks, replayed
 from motet.workers.wire.messages import TokenLogprobs
 
 Model = Callable[[tuple[int, ...]], list[float]]  # log-probabilities of the next token after these
@@ -31,6 +33,14 @@ def told(model: Model, beam: Beam, num_top: int) -> TokenLogprobs:
     logprobs = model(beam.token_ids)
     top = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])[:num_top]
     return TokenLogprobs(0.0, top, [logprobs[token] for token in top])
+
+
+def advanced(
+    state: BeamSearch, rows: list[TokenLogprobs], rules: BeamRules, is_stopped: Callable[[Beam], bool] = lambda _: False
+) -> BeamSearch:
+    """The search after a round, as the gang lists it and the router follows."""
+    one = best_candidates([beam.total for beam in state.live], rows, rules)
+    return followed(state, one, rules, is_stopped)[0]
 
 
 def search(
@@ -118,7 +128,7 @@ def test_it_ends_once_nothing_better_can_come() -> None:
 
 def test_a_stopped_beam_is_finished_and_the_others_go_on() -> None:
     model = random_model(3, 6)
-    rules = BeamRules(3, 5, frozenset(), length_penalty=0.0)
+    rules = BeamRules(3, 5, frozenset(), length_penalty=0.0, may_stop=True)
     stop = search(model, rules)[0].finished[0].token_ids[1]
     found, _ = search(model, rules, lambda beam: beam.token_ids[-1] == stop)
     assert any(beam.token_ids[-1] == stop for beam in found.finished)
@@ -138,3 +148,44 @@ def test_beams_remember_as_many_alternatives_as_asked_for() -> None:
     state = advanced(NEW_SEARCH, [TokenLogprobs(0.0, [4, 9], [-0.1, -2.5])], rules)
     assert state.finished == (Beam((4,), (TokenLogprobs(-0.1, [4], [-0.1]),), -0.1),)
     assert BeamRules(2, 1, frozenset({9}), num_logprobs=20).num_candidates == 20
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    width=st.integers(1, 5),
+    max_tokens=st.integers(2, 7),
+    num_ends=st.integers(0, 2),
+    stops=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_search_is_fixed_by_its_rounds(seed: int, width: int, max_tokens: int, num_ends: int, stops: bool) -> None:
+    model = random_model(seed, 9)
+    rules = BeamRules(width, max_tokens, frozenset(range(num_ends)), may_stop=stops)
+    is_stopped: Callable[[Beam], bool] = lambda beam: stops and sum(beam.token_ids) % 7 == 3  # noqa: E731
+    state, rounds = NEW_SEARCH, list[BeamRound]()
+    while state.live:
+        rows = [told(model, beam, rules.num_candidates) for beam in state.live]
+        one = best_candidates([beam.total for beam in state.live], rows, rules)
+        assert len(one.candidates) <= 2 * (1 + stops) * width
+        state, one = followed(state, one, rules, is_stopped)
+        rounds.append(one)
+        again, beams = replayed(rounds, rules)
+        assert [*again.totals] == [beam.total for beam in state.live]
+        assert [*again.finished] == [beam.score(rules) for beam in state.finished]
+        assert [tuple(beam) for beam in beams] == [beam.token_ids for beam in state.live]
+
+
+@given(st.integers(1, 8).flatmap(lambda width: st.tuples(st.just(width), st.data())))
+@settings(max_examples=200)
+def test_no_more_beams_are_forked_than_must_be(case: tuple[int, st.DataObject]) -> None:
+    width, data = case
+    places = data.draw(st.lists(st.sampled_from(range(width)), unique=True, min_size=1))
+    parents = data.draw(st.lists(st.sampled_from(places), min_size=1, max_size=width))
+    found = forks(parents, width)
+    assert len({*found}) == len(found) and {*found} <= {*range(width)}
+    assert 0 in found
+    num_forks = sum(place != parent for place, parent in zip(found, parents, strict=True))
+    least = len(parents) - len({*parents})
+    assert num_forks <= least + (0 not in parents and not least)
+    for place, parent in zip(found, parents, strict=True):  # none is written over before it was forked from
+        assert place == parent or place not in parents or place == 0

@@ -64,7 +64,7 @@ def test_samples_of_one_prompt_store_it_once_though_they_come_together() -> None
     plan = s.schedule()
     assert {planned.sequence_id: planned.start for planned in plan.sequences} == {
         0: 30,
-        **dict.fromkeys(range(1, 8), 28),
+        **dict.fromkeys(range(1, 8), 29),
     }
     assert len({planned.pages[: 7 * INT32_BYTES] for planned in plan.sequences}) == 1
     s.commit(plan, worker.execute(plan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,41 +12,53 @@ from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.tenant_places import TenantPlaces
+from motet.workers.wire.beams import BeamRules
 from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, Submit
 
 actions = st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(0, 40)), max_size=80)
 
 
-def asked(engine_id: int, tenant: str) -> SequenceRequest:
-    return SequenceRequest(sequence_id=engine_id, prompt_token_ids=[1, 2], sampling=SamplingParams(), tenant=tenant)
+def asked(engine_id: int, tenant: str, width: int = 1) -> SequenceRequest:
+    """A search with so many beams, if they are several."""
+    request = SequenceRequest(sequence_id=engine_id, prompt_token_ids=[1, 2], sampling=SamplingParams(), tenant=tenant)
+    return request if width == 1 else msgspec.structs.replace(request, beams=BeamRules(width, 3, frozenset()))
 
 
-@given(actions, st.integers(1, 4))
-def test_each_tenant_in_turn_and_never_more_than_its_places(todo: list[tuple[bool, str, int]], num_places: int) -> None:
+@given(actions, st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=5))
+def test_each_tenant_in_turn_and_never_more_than_its_places(
+    todo: list[tuple[bool, str, int]], num_places: int, widths: list[int]
+) -> None:
     places = TenantPlaces(num_places)
     inside: dict[int, str] = {}
     outside: dict[int, str] = {}  # the oldest first
+
+    def size(number: int) -> int:
+        return widths[number % len(widths)]
+
+    def num_used(tenant: str) -> int:
+        return sum(size(one) for one, owner in inside.items() if owner == tenant)
+
     for number, (comes, tenant, which) in enumerate(todo):
         if comes:
-            if places.enter(asked(number, tenant)):
+            if places.enter(asked(number, tenant, size(number))):
+                assert tenant not in outside.values(), "it overtook another one of its tenant"
                 inside[number] = tenant
             else:
                 outside[number] = tenant
-        elif outside.pop(which, None) is not None:
-            assert places.leave(which) is None
         else:
-            whose = inside.pop(which, None)
-            oldest = next((one for one, owner in outside.items() if owner == whose), None)
-            following = places.leave(which)
-            assert (None if following is None else following.sequence_id) == oldest
-            if oldest is not None:
+            inside.pop(which, None)
+            outside.pop(which, None)
+            for request in places.leave(which):
+                oldest = next(one for one, owner in outside.items() if owner == request.tenant)
+                assert request.sequence_id == oldest
                 inside[oldest] = outside.pop(oldest)
         places.check_integrity()
         assert places.num_held == len(outside)
         for owner in "ab":
-            used = sum(one == owner for one in inside.values())
-            assert used <= num_places
-            assert used == num_places or owner not in outside.values()
+            assert num_used(owner) <= num_places or [*inside.values()].count(owner) == 1
+            if owner in outside.values():
+                first = next(one for one, whose in outside.items() if whose == owner)
+                assert num_used(owner) and num_used(owner) + size(first) > num_places
 
 
 async def test_who_has_its_share_waits_though_there_are_places() -> None:
@@ -83,11 +96,10 @@ def test_a_share_that_changes_lets_in_who_has_a_place_and_sends_nobody_away(
             outside[number] = tenant
         elif outside.pop(which, None) is None:
             inside.pop(which, None)
-            following = places.leave(which)
-            if following is not None:
+            for following in places.leave(which):
                 inside[following.sequence_id] = outside.pop(following.sequence_id)
         else:
-            assert places.leave(which) is None
+            assert not places.leave(which)
         if number % 5 == 4:
             before = dict(inside)
             share = shares[number // 5 % len(shares)]

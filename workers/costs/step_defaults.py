@@ -11,6 +11,7 @@ CPU_TOKENS, GPU_TOKENS = 512, 2048
 CPU_SEQUENCES, GPU_SEQUENCES = 128, 256
 WEIGHTS_SHARE = 1 / 5  # of the time of a step's products, that reading weights may take: the device computes otherwise
 CPU_MEMORY_SHARE = 1 / 8  # for pools; the base, adapters and KV in host memory, and routers have the rest
+CPU_POOL_BYTES = 1 << 30  # at most, where it is not known how many share the memory
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ def step_limits(on_gpu: bool, max_tokens_per_step: int | None, max_num_sequences
     return StepLimits(max_tokens_per_step, max_num_sequences, reasons)
 
 
-def cpu_pool_bytes(memory_bytes: int, num_workers: int) -> int:
-    """Of each of the workers that share a machine's, or a container's, memory."""
-    return int(CPU_MEMORY_SHARE * memory_bytes) // num_workers
+def cpu_pool_bytes(memory_bytes: int, num_workers: int | None) -> int:
+    """Of each of the workers that share a machine's, or a container's, memory.
+
+    `num_workers`: None: it is not known, as on a cluster, where Ray may put any number of gangs on a node.
+    """
+    share = int(CPU_MEMORY_SHARE * memory_bytes)
+    return min(share, CPU_POOL_BYTES) if num_workers is None else share // num_workers

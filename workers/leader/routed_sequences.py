@@ -285,6 +285,7 @@ class RoutedSequences:
                 update.usage,
                 update.prompt_scores,
                 update.embedding,
+                update.beam_rounds,
             )
         )
         stream.wake.set()
@@ -317,8 +318,7 @@ class RoutedSequences:
     def _leave_place(self, engine_id: int) -> None:
         """The sequence has ended: another one of its tenant may take its place."""
         self.asked_adapters.end(engine_id)
-        following = self._places.leave(engine_id)
-        if following is not None:
+        for following in self._places.leave(engine_id):
             self._engine.receive(Submit(following))
 
     def _time_out(self, engine_id: int) -> None:

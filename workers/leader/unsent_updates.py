@@ -72,7 +72,14 @@ class UnsentUpdates:
         before = self._by_id.get(sequence_id)
         if before is None:
             self._by_id[sequence_id] = update
-            if update.logprobs or update.error or update.prompt_scores or update.embedding or len(update.token_ids) > 1:
+            if (
+                update.logprobs
+                or update.error
+                or update.prompt_scores
+                or update.embedding
+                or len(update.token_ids) > 1
+                or update.beam_rounds
+            ):
                 self._is_plain = False
         else:
             self._merge(before, update)

@@ -40,7 +40,7 @@ class PartialPageIndex:
     def find(self, link: PageKey, token_ids: Sequence[int], block_size: int) -> tuple[PageKey, int] | None:
         """The page after `link` with the longest common prefix, and its length; None: all are too short."""
         pages = self._pages.get((link, tuple(token_ids[: min_common_tokens(block_size)])), {})
-        counts = {key: _common_prefix_len(pages[key], token_ids) for key in islice(reversed(pages), _MAX_LOOKED_AT)}
+        counts = {key: common_prefix_len(pages[key], token_ids) for key in islice(reversed(pages), _MAX_LOOKED_AT)}
         best = max(counts, key=counts.__getitem__, default=None)
         return None if best is None else (best, counts[best])
 
@@ -50,5 +50,5 @@ class PartialPageIndex:
         return set(self._prefixes)
 
 
-def _common_prefix_len(first: Sequence[int], second: Sequence[int]) -> int:
+def common_prefix_len(first: Sequence[int], second: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

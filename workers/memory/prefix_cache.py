@@ -89,10 +89,12 @@ class PrefixCache:
         self._allocator.share(pages)
 
     def count_uses(self, pages: Iterable[int]) -> None:
-        """Counts a use of these pages, as a sequence starts with them as its prefix."""
+        """Counts a use of those of these pages that are here, as a sequence starts with them as its prefix."""
         entries, num_rounds = self._entries, self._idle.num_rounds
         for page in pages:
-            entry = entries[page]
+            entry = entries.get(page)
+            if entry is None:
+                continue
             entry.uses.add(num_rounds)
             if entry.is_outdated:
                 entry.is_outdated = False

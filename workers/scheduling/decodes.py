@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..fairness.page_times import PageTimes
 from ..fairness.prices import OUTPUT_TOKEN
 from ..fairness.tenant_counters import TenantCounters
 from ..grammar.constraints import Constraints
 from ..memory.paged_memory import PagedMemory
+from .beam_group import BeamGroup
+from .beam_searches import BeamSearches
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence
 from .prefix_reuse import PrefixReuse
@@ -36,8 +38,10 @@ class Decodes:
         times: PageTimes,
         prefixes: PrefixReuse,
         constraints: Constraints | None,
+        beams: BeamSearches,
     ) -> None:
         """`preempt` puts a running sequence back into the queue."""
+        self._beams = beams
         self._memory, self._waiting, self._running = memory, waiting, running
         self._limits, self._counters = limits, counters
         self._preempt, self._counts, self._times = preempt, counts, times
@@ -49,13 +53,20 @@ class Decodes:
         planned: list[GrowingSequence] = []
         sitting_out: list[GrowingSequence] = []
         budget, block_size = self._limits.max_tokens_per_step, self._limits.block_size
+        if self._running.num_beams:
+            budget = min(budget, self._limits.max_num_sequences)
+            budget -= min(budget // 2, self.num_waiting_beams)
         older: OlderSequences | None = None
         num_preemptions = self._counts.num_preemptions
         if self.to_condense:
             self._condense_all()
+        if self._beams.joining:
+            self._join_beams()
         if self._limits.window is not None:
             self._grow_prompts()
         for sequence in self._decoding():
+            if sequence.beams is not None and not sequence.num_unplanned:
+                continue  # it waits for the others of its search
             position = sequence.num_computed + sequence.num_planned  # of its newest token, which may not be known yet
             if position + 1 >= sequence.max_length:
                 continue  # that token is its last
@@ -68,8 +79,12 @@ class Decodes:
                 older = older or OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
                 if not self._grow(sequence, older):
                     continue
+            elif sequence.beams is not None and self._shares_last_page(sequence):
+                older = older or OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
+                if not self._copy_last_page(sequence, older):
+                    continue
             sequence.num_planned += 1
-            sequence.num_coming += 1
+            sequence.num_coming += sequence.beams is None
             planned.append(sequence)
             if len(planned) == budget:
                 break
@@ -77,6 +92,78 @@ class Decodes:
             planned = [sequence for sequence in planned if sequence.sequence_id in self._running.by_id]
         self._charge_tokens([*planned, *sitting_out] if sitting_out else planned)  # they hold places, too
         return planned
+
+    def continue_beams(self, groups: Iterable[BeamGroup], most: int) -> list[GrowingSequence]:
+        """Plans at most so many beams of searches that have just gone on, though the plan was made before that.
+
+        None is preempted for them: a search that finds no room is planned with the next step.
+        """
+        planned: list[GrowingSequence] = []
+        older = OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
+        for group in groups:
+            for beam in group.beams if len(planned) + len(group.live) <= most else ():
+                is_full = beam.num_computed == len(beam.pages) * self._limits.block_size
+                if is_full and not self._grow(beam, older, may_preempt=False):
+                    break
+                shares = not is_full and self._shares_last_page(beam)
+                if shares and not self._copy_last_page(beam, older, may_preempt=False):
+                    break
+                beam.num_planned += 1
+                planned.append(beam)
+        self._charge_tokens(planned)
+        return planned
+
+    @property
+    def num_waiting_beams(self) -> int:
+        """Beams that may go on in the step that is planned, once the one before it has ended."""
+        return sum(1 for each in self._running.decoding if each.beams is not None and not each.num_unplanned)
+
+    def _join_beams(self) -> None:
+        """Begins beams of searches that run without them.
+
+        Where there is no room for one, the next step tries again.
+        """
+        older = OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
+        for group in [*self._beams.joining]:
+            for beam in group.beams:
+                if group not in self._beams.joining or not self._join(group, beam, older):
+                    break
+            else:
+                del self._beams.joining[group]
+
+    def _join(self, group: BeamGroup, beam: GrowingSequence, older: OlderSequences) -> bool:
+        """Begins a beam, unless it runs, on the pages of its prefix that are in the pool and new ones for the rest."""
+        if beam.sequence_id in self._running.by_id:
+            return True
+        found, limits = self._prefixes.found_beside(beam, group.root), self._limits
+        num_pages = pages_for(beam.num_uncomputed, limits.block_size) - found.num_pages
+        most = limits.most_pages(beam.num_uncomputed) - len(found.held_pages)
+        num_pages = min(num_pages, max(1, most))
+        self._memory.prefixes.acquire(found.held_pages)  # first, so that they are not evicted for the new ones
+        older.reach_running(group.root, self._running.rank)
+        if not self._make_room(group.root, older, num_pages):
+            self._memory.prefixes.release(found.held_pages)
+            return False
+        self._prefixes.enter(beam, found, self._memory.allocator.allocate(num_pages) or ())
+        beam.num_at_start = beam.num_computed
+        self._beams.join(group, beam)
+        return True
+
+    def _shares_last_page(self, beam: GrowingSequence) -> bool:
+        page = beam.pages[-1]
+        return self._prefixes.is_shared(page, self._memory.allocator.num_holders(page))
+
+    def _copy_last_page(self, beam: GrowingSequence, older: OlderSequences, *, may_preempt: bool = True) -> bool:
+        """Gives the beam a copy of its last page, which it would write to and others have. False: there is no room."""
+        if self._memory.allocator.num_free < 1:
+            older.reach_running(beam, self._running.rank)
+        if not self._make_room(beam, older, 1, may_preempt=may_preempt):
+            return False
+        if self._shares_last_page(beam):  # otherwise those that had it were preempted
+            (page,) = self._memory.allocator.allocate(1) or ()
+            self._prefixes.copy_shared(beam.pages[-1], page)
+            beam.replace_last(page)
+        return True
 
     def _has_mask(self, sequence: GrowingSequence) -> bool:
         assert self._constraints is not None
@@ -143,25 +230,31 @@ class Decodes:
             elif num_pages > 0 and not sequence.num_that_fit(block_size):
                 self._grow(sequence, older)
 
-    def _grow(self, sequence: GrowingSequence, older: OlderSequences, num_pages: int = 1) -> bool:
+    def _grow(
+        self, sequence: GrowingSequence, older: OlderSequences, num_pages: int = 1, *, may_preempt: bool = True
+    ) -> bool:
         """Takes more pages for a running sequence, if need be by preempting others. False: there are none.
 
         `older`: waiting sequences; nothing that those before this one need is taken.
         """
         if self._memory.allocator.num_free < num_pages:
             older.reach_running(sequence, self._running.rank)
-        if not self._make_room(sequence, older, num_pages):
+        if not self._make_room(sequence, older, num_pages, may_preempt=may_preempt):
             return False
         sequence.grow(self._memory.allocator.allocate(num_pages) or ())
         self._running.reserve.grow(sequence, num_pages)
         self._times.grow(sequence.held, num_pages)
         return True
 
-    def _make_room(self, sequence: GrowingSequence, older: OlderSequences, num_pages: int) -> bool:
+    def _make_room(
+        self, sequence: GrowingSequence, older: OlderSequences, num_pages: int, *, may_preempt: bool = True
+    ) -> bool:
         """Makes room for a running sequence, if need be by preempting others. False: there is none."""
         while not self._memory.make_room(num_pages, older.wanted):
+            if not may_preempt:
+                return False
             victim = self._running.victim_for(sequence)
-            if victim is not None:
+            if victim is not None and (victim.beams is None or victim.beams is not sequence.beams):
                 self._preempt(victim)
             elif self._memory.make_room(num_pages, keep=frozenset()):
                 break  # evicted an older sequence's adapter: otherwise the two would wait for each other

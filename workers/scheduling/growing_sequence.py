@@ -6,6 +6,7 @@ import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -19,6 +20,9 @@ from ..wire.embedding import packed_vector, pooled_positions, unpacked_vector
 from ..wire.messages import SamplingParams, SequenceRequest
 from ..wire.page_keys import PageKey
 from ..wire.sequence_usage import SequenceUsage
+
+if TYPE_CHECKING:
+    from .beam_group import BeamGroup
 
 ARRIVAL_STEP = 1 << 24  # between the arrivals of two sequences; sequences that are promoted have values in between
 
@@ -48,6 +52,7 @@ class GrowingSequence:
     has_penalty: bool = field(init=False)
     is_constrained: bool = field(init=False)  # it has a grammar
     awaits_mask: bool = False  # its mask was late: no step is planned for it until the mask is made
+    beams: BeamGroup | None = None  # the search that it is a beam of: it gets its tokens from there
     is_pooled: bool = field(init=False)  # an embedding of its prompt is asked for, and no token
     counter: TenantCounter = field(default_factory=TenantCounter)  # its tenant's
     held: HeldPages = field(init=False)  # page-seconds
@@ -61,6 +66,7 @@ class GrowingSequence:
     counter_at_start: float = 0.0  # its tenant's counter when its run began
     full_layers: FullLayers | None = None  # of the base
     num_adapter_pages: int = 0
+    num_places: int = 1  # that it takes among the sequences that may run at once
     prepaid: range = range(0)  # positions that it computes again at the cost of the tenant that it was preempted for
     num_counted: int = 0  # its first tokens, which its usage has counted: they are recomputed if they come again
     num_computed_prompt_tokens: int = 0  # for its usage, like the next two; all gangs included
@@ -69,6 +75,7 @@ class GrowingSequence:
     num_generated_before: int = 0  # tokens, as counted by the gangs where it was before
     tokens_sent: bool = False  # the workers have the tokens of this run, if it has penalties
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as computed
+    tail_link: PageKey | None = None  # the key before its last page, if others may copy what that has
     num_kept_pages: int = 0  # its first pages that are in the prefix cache
     num_found: int = 0  # tokens that the last look-up of its prefix found in the pool
     num_cached_tokens: int | None = None  # of its prompt, that its first run found; None: it has not run yet
@@ -120,14 +127,25 @@ class GrowingSequence:
 
     @property
     def num_to_lose(self) -> int:
-        """Tokens that this run has computed, and that would have to be computed again if it ended now."""
-        return self.num_computed + self.num_planned - self.num_at_start
+        """Tokens that this run has computed, and that would have to be computed again if it ended now.
+
+        A beam's run ends with those of all others of its search.
+        """
+        return self._num_lost if self.beams is None else sum([place._num_lost for place in self.beams.places])
 
     def prepay(self) -> int:
-        """Another tenant pays for what the sequence loses now; returns the number of tokens."""
-        end = self.num_computed + self.num_planned
-        self.prepaid = range(self.num_at_start, max(end, self.prepaid.stop))
-        return end - self.num_at_start
+        """Another tenant pays for what the sequence loses now, and its search; returns the number of tokens."""
+        num_tokens = 0
+        for each in (self,) if self.beams is None else self.beams.places:
+            if each._num_lost or each is self:
+                each.prepaid = range(each.num_at_start, max(each.next_position, each.prepaid.stop))
+                num_tokens += each._num_lost
+        return num_tokens
+
+    @property
+    def _num_lost(self) -> int:
+        """Tokens that this run has computed; 0: it does not run."""
+        return self.num_computed + self.num_planned - self.num_at_start
 
     def put_back_late(self, num_tokens: int) -> None:
         """A step that computed so many tokens chose none, for want of a mask: the last of them is to be computed again.
@@ -189,6 +207,22 @@ class GrowingSequence:
         self.packed_pages = packed(
             pages if layers is None else [*layers.dense_entries(dense_pages), *layers.entries(pages[num_gone:])]
         )
+
+    def fork(self, parent: GrowingSequence) -> None:
+        """From now on it is where the other one is, on the same pages, which the caller shares."""
+        split = self.num_prompt_tokens  # all before is the same
+        self.token_ids[split:] = parent.token_ids[split:]
+        self.page_keys = parent.page_keys[:]
+        self.pages, self.num_gone, self.dense_pages = parent.pages, parent.num_gone, parent.dense_pages
+        self.packed_pages, self.num_kept_pages = parent.packed_pages, parent.num_kept_pages
+        self.num_computed = parent.num_computed
+        self.num_counted = parent.num_counted
+
+    def replace_last(self, page: int) -> None:
+        """Its last page is this one from now on."""
+        entries = packed((page,) if self.full_layers is None else self.full_layers.entries((page,)))
+        self.pages = (*self.pages[:-1], page)
+        self.packed_pages = self.packed_pages[: -len(entries)] + entries
 
     def grow(self, pages: tuple[int, ...]) -> None:
         """Appends pages."""

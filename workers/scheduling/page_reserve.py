@@ -112,7 +112,8 @@ class PageReserve:
         if not self._places:
             return 0
         least = self.least
-        num_tokens = _limit(sequence) + sum([limit * group.num_members for limit, group in self._groups.items()])
+        num_tokens = sum([limit * group.num_members for limit, group in self._groups.items()])
+        num_tokens += _limit(sequence) * sequence.num_places
         if num_tokens <= least * self._block_size:
             return least  # enough even if all answers reach their limits
         return max(least, self.growth_with(sequence, num_pages))
@@ -213,7 +214,8 @@ class PageReserve:
         self._alive[rows] = self._alive_at(np.array([*self._groups])[:, None, None])
 
     def _grows(self, sequence: GrowingSequence) -> float:
-        return 1.0 if self._window is None or len(sequence.token_ids) < self._window else self._late_growth
+        late = self._window is not None and len(sequence.token_ids) >= self._window
+        return sequence.num_places * (self._late_growth if late else 1.0)
 
     def _take_row(self) -> int:
         if not self._free_rows:

@@ -24,8 +24,11 @@ class PlannedStep:
     So its part of the plan is made once the token is known, and nothing before, since thousands may decode.
     """
 
-    def __init__(self, decodes: list[GrowingSequence], chunks: list[PlannedChunk]) -> None:
-        self.decodes, self.chunks = decodes, chunks
+    def __init__(
+        self, decodes: list[GrowingSequence], chunks: list[PlannedChunk], beams: list[GrowingSequence] | None = None
+    ) -> None:
+        """`beams`: beams of searches, whose newest tokens are known."""
+        self.decodes, self.chunks, self.beams = decodes, chunks, beams or []
         self.late: set[GrowingSequence] = set()  # sequences that were dropped from the step: their masks were late
         self.gone: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
 
@@ -71,8 +74,18 @@ class PlannedStep:
                 SequencePlan(sequence.sequence_id, (token_id,), start, pages, digest, sample, is_fed, pool=pool)
             )
         if gone:
+            self.beams = [sequence for sequence in self.beams if sequence not in gone]
+        parts += map(_beam_part, self.beams)
+        if gone:
             self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in gone]
         return (*parts, *[chunk.part for chunk in self.chunks])
+
+
+def _beam_part(sequence: GrowingSequence) -> SequencePlan:
+    start = sequence.num_computed + sequence.num_planned - 1
+    sample = SamplePlan(sequence.sampling, sequence.seed, start + 1 - sequence.num_prompt_tokens)
+    token_ids, pages = (sequence.token_ids[start],), sequence.packed_pages
+    return SequencePlan(sequence.sequence_id, token_ids, start, pages, sequence.adapter_digest, sample)
 
 
 def plan_chunk(sequence: GrowingSequence, num_tokens: int) -> PlannedChunk:
@@ -82,7 +95,7 @@ def plan_chunk(sequence: GrowingSequence, num_tokens: int) -> PlannedChunk:
     sample = None
     if end == len(sequence.token_ids):
         sample = None if sequence.is_pooled else sequence.sample_plan(sequence.token_ids)
-        sequence.num_coming += 1
+        sequence.num_coming += sequence.beams is None  # beams get their tokens when all have been computed
     token_ids = tuple(sequence.token_ids[start:end])
     assert len(token_ids) == num_tokens, "a prompt lacks no token"
     sequence.num_planned += num_tokens

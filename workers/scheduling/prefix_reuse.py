@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 
 from ..fairness.passing_over import PrefixHere
 from ..memory.idle_order import Item
+from ..memory.partial_page_index import common_prefix_len, min_common_tokens
 from ..memory.prefix_cache import PrefixCache
 from ..plan import FullLayersCopy, PageCopy
 from ..wire.page_keys import PageKey, dense_key, first_link, next_keys
@@ -67,6 +68,9 @@ class PrefixReuse:
         )  # the last one, by its first page's key
         # Full pages that running sequences are about to compute, or (None) that are being copied into the pool.
         self._coming: dict[PageKey, GrowingSequence | None] = {}
+        # Running sequences whose last page has some tokens of their prompts and is not full, by the key before it. Of
+        # several with the same key it is the last one.
+        self._tails: dict[PageKey, GrowingSequence] = {}
         self._copies: list[PageCopy] = []  # for the next plan
         self._full_copies: list[FullLayersCopy] = []  # for the next plan
         self._copied_from: list[int] = []  # pages that must not change until the plan has ended
@@ -80,7 +84,7 @@ class PrefixReuse:
             return
         self._make_keys(sequence, 1)
         first = sequence.page_keys[0]
-        if (alike := self._alike.get(first)) is not None:
+        if (alike := self._alike_from(first)) is not None:
             most = min(num_keys, len(alike.page_keys))
             num_common = _num_common_pages(sequence.token_ids, alike.token_ids, most, self._block_size)
             sequence.page_keys = alike.page_keys[:num_common]
@@ -112,9 +116,14 @@ class PrefixReuse:
                 self._alike[sequence.page_keys[0]] = sequence
         return len(sequence.page_keys) >= num_keys
 
+    def _alike_from(self, first: PageKey) -> GrowingSequence | None:
+        """The last sequence that begins with this page, if it still does: a beam may have forked since."""
+        alike = self._alike.get(first)
+        return alike if alike is not None and alike.page_keys and alike.page_keys[0] == first else None
+
     def _copy_keys(self, sequence: GrowingSequence, num_keys: int) -> None:
         """Takes the keys of a common prefix from a sequence that has all of its own, whose keys are made by now."""
-        alike = self._alike.get(sequence.page_keys[0]) if sequence.page_keys else None
+        alike = self._alike_from(sequence.page_keys[0]) if sequence.page_keys else None
         if alike is None or alike is sequence or len(alike.page_keys) <= len(sequence.page_keys):
             return
         if len(alike.page_keys) < len(alike.token_ids) // self._block_size:
@@ -152,6 +161,23 @@ class PrefixReuse:
         if begun is not found and sequence.awaited_key not in self._coming:
             self._await_next(sequence, found, keys)
         return None if sequence.awaited_key in self._coming else found
+
+    def found_beside(self, sequence: GrowingSequence, running: GrowingSequence) -> FoundPrefix:
+        """The sequence's prefix in the pool, or what it has in common with a running one if that is more.
+
+        Waits for nothing, and brings nothing there.
+        """
+        found = FoundPrefix()
+        if self._enabled:
+            keys = self._usable_keys(sequence)
+            found = self._cut(keys, self._in_pool(keys), self._most_found(sequence))
+        if self._limits.window is None:
+            most = min(len(sequence.token_ids) - 1, running.num_computed)
+            num_common = common_prefix_len(sequence.token_ids[:most], running.token_ids)
+            num_pages = num_common // self._block_size
+            if num_pages > found.num_pages:
+                found = FoundPrefix(num_pages, running.pages[:num_pages])
+        return found
 
     def prefix_here(self, sequence: GrowingSequence) -> PrefixHere:
         """What the pool has of a waiting sequence: a few look-ups, and nothing changes.
@@ -299,6 +325,15 @@ class PrefixReuse:
             if sequence.is_scored or self._cache.page_of(key) is None:  # those here are not waited for
                 self._coming.setdefault(key, sequence)
 
+    def is_shared(self, page: int, num_holders: int) -> bool:
+        """Others than one sequence hold a page that is not full. Copies from it do not count."""
+        return num_holders - self._copied_from.count(page) > 1
+
+    def copy_shared(self, source: int, target: int) -> None:
+        """The next plan copies a page that a sequence shares. Its hold is the copy's from now on."""
+        self._copied_from.append(source)
+        self._copies.append(PageCopy(source, target))
+
     def take_copies(self) -> tuple[PageCopy, ...]:
         """Copies within the pool for the next plan. `end_copies` must follow."""
         copies, self._copies = tuple(self._copies), []
@@ -352,6 +387,7 @@ class PrefixReuse:
             return
         num_full = sequence.num_computed // self._block_size
         if num_full == sequence.num_kept_pages:
+            self._note_tail(sequence)
             return
         self._make_keys(sequence, num_full)
         for depth in range(sequence.num_kept_pages, num_full):
@@ -363,6 +399,22 @@ class PrefixReuse:
                 self._cache.index_content(key, self._link(sequence, depth), token_ids)
             self._stop_coming(sequence, key)
         sequence.num_kept_pages = num_full
+        self._note_tail(sequence)
+
+    def _note_tail(self, sequence: GrowingSequence) -> None:
+        """Once the sequence has all of its prompt, others may copy what it has of its last page."""
+        self._forget_tail(sequence)
+        depth = sequence.num_kept_pages
+        num_tokens = sequence.num_prompt_tokens - depth * self._block_size
+        is_prompt = 0 < num_tokens <= sequence.num_computed - depth * self._block_size
+        if is_prompt and num_tokens > min_common_tokens(self._block_size):
+            sequence.tail_link = self._link(sequence, depth)
+            self._tails[sequence.tail_link] = sequence
+
+    def _forget_tail(self, sequence: GrowingSequence) -> None:
+        link, sequence.tail_link = sequence.tail_link, None
+        if link is not None and self._tails.get(link) is sequence:
+            del self._tails[link]
 
     def pass_pages(self, sequence: GrowingSequence, depths: range) -> None:
         """The window is past the pages at these depths. None goes on from there, so they are evicted first.
@@ -376,8 +428,14 @@ class PrefixReuse:
 
     def leave(self, sequence: GrowingSequence) -> None:
         """The sequence stops running: its pages are released, if they are many in later steps."""
+        self._forget_tail(sequence)
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
+        if self._copies:  # into its pages, which may be others' in the step that is planned
+            pages = frozenset(sequence.pages[sequence.num_gone :])
+            dropped = [copy for copy in self._copies if copy.target in pages]
+            self._copies = [copy for copy in self._copies if copy.target not in pages]
+            self.end_copies(dropped)
         self._cache.release_later(sequence.held_pages, sequence)
         sequence.hold(())
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
@@ -398,6 +456,10 @@ class PrefixReuse:
         computing = {id(sequence) for sequence in self._coming.values() if sequence is not None}
         assert computing <= {id(sequence) for sequence in running}
         assert self._tiers.num_moves or None not in self._coming.values()
+        assert all(s.tail_link == link for link, s in self._tails.items()), "a tail is not known as such"
+        assert {id(s) for s in self._tails.values()} <= {id(sequence) for sequence in running}, (
+            "a tail of none that runs"
+        )
         assert self._waiting.awaited_keys() <= self._coming.keys(), "a page is awaited that is not coming"
 
     def _pages_here(self, sequence: GrowingSequence) -> tuple[int, range]:
@@ -554,12 +616,20 @@ class PrefixReuse:
             left = left[: max(0, sequence.num_scored - start)]
         if not self._enabled or not left:
             return 0
-        begun = self._cache.find_partial(self._link(sequence, num_found), left, self._block_size)
-        if begun is None:
+        link = self._link(sequence, num_found)
+        begun = self._cache.find_partial(link, left, self._block_size)
+        if begun is not None:
+            page, num_tokens = begun
+            self._cache.count_uses((page,))
+        elif (tail := self._tails.get(link)) is not None and tail.num_gone <= num_found < len(tail.pages):
+            page, own = tail.pages[num_found], tail.token_ids[start : min(tail.num_computed, start + self._block_size)]
+            num_tokens = common_prefix_len(own, left)
+            is_coming = any(copy.target == page for copy in self._copies)  # a beam's own copy, made in the same step
+            if is_coming or num_tokens < min_common_tokens(self._block_size):
+                return 0
+        else:
             return 0
-        page, num_tokens = begun
         self._cache.acquire((page,))
-        self._cache.count_uses((page,))
         self._copied_from.append(page)
         self._copies.append(PageCopy(page, sequence.pages[num_found]))
         return num_tokens

@@ -64,8 +64,8 @@ class PromptPlanner:
         self._waiting, self._running, self._limits = waiting, running, limits
         self._pages_of_adapter, self._clock = pages_of_adapter, clock
 
-    def plan_prompts(self, budget: PromptBudget, may_admit: bool) -> list[PlannedChunk]:
-        """Plans chunks of running prompts, and of waiting sequences, which start now if `may_admit`.
+    def plan_prompts(self, budget: PromptBudget, may_admit: bool, most_sequences: int) -> list[PlannedChunk]:
+        """Plans chunks of at most so many running prompts, and of waiting sequences, which start now if `may_admit`.
 
         In latency mode throttled tenants together get at most `throttled_budget` tokens.
         """
@@ -109,7 +109,9 @@ class PromptPlanner:
             num_tokens[sequence] = num_granted + more
             budget.take(start, more)
             throttled_budget -= more if is_throttled else 0
-        chunks = [plan_chunk(sequence, number) for sequence, number in num_tokens.items() if number]
+        planned = [(sequence, number) for sequence, number in num_tokens.items() if number]
+        # Only beams can be more than a step has places for: the others' turn comes in later ones.
+        chunks = [plan_chunk(sequence, number) for sequence, number in planned[:most_sequences]]
         for chunk in chunks:
             self._charge(chunk)
         self._running.end_prompts()
@@ -126,12 +128,13 @@ class PromptPlanner:
         self._take_over(preempt)
         if waiting.is_of(counters) or not waiting.num_ready:
             return len(self._preempted)
-        if len(running) < self._limits.max_num_sequences and not self._lacked_room:
+        if running.num_places < self._limits.max_num_sequences and not self._lacked_room:
             return len(self._preempted)
         self._lacked_room = False
-        num_free_seats, num_pages = self._limits.max_num_sequences - len(running), 0
+        num_free_seats, num_pages = self._limits.max_num_sequences - running.num_places, 0
         for sequence in self._first_ready():
-            num_free_seats, num_pages = num_free_seats - 1, num_pages + self._prefetcher.num_kv_pages_to_take(sequence)
+            num_free_seats -= sequence.num_places
+            num_pages += self._prefetcher.num_kv_pages_to_take(sequence)
             keep = self._waiting.kept_from(sequence) | {sequence.adapter_digest or ""}
             counter, (is_background, turn, arrival) = sequence.counter, sequence.turn
             while True:
@@ -143,13 +146,15 @@ class PromptPlanner:
                 last = running.last_ahead_of((is_background, turn, arrival), slack)
                 if last is None or len(self._preempted) == _MAX_PREEMPTED:
                     return len(self._preempted)
+                last = last if last.beams is None else last.beams.root
                 if last.counter.is_background == is_background:
                     loss = prompt_price(last.prepay())
                     self._counters.charge(counter, loss)
                     turn += loss / counter.weight
                 self._preempted.add(last)
+                num_free_seats += running.num_places
                 preempt(last)
-                num_free_seats += 1
+                num_free_seats -= running.num_places
         return len(self._preempted)
 
     def _take_over(self, preempt: Callable[[GrowingSequence], None]) -> None:
@@ -160,7 +165,7 @@ class PromptPlanner:
         for sequence in self._taking_over:
             computing = self._prefixes.computing(sequence.awaits_page)
             if computing is not None and computing.num_unplanned > 1:
-                self._preempted.add(computing)
+                self._preempted.add(computing if computing.beams is None else computing.beams.root)
                 preempt(computing)
         self._taking_over.clear()
 
@@ -170,7 +175,8 @@ class PromptPlanner:
         Of sequences that would compute the same page only the oldest is a candidate. Prefixes of many thousand pages
         are looked up over several steps.
         """
-        most = min(self._limits.max_num_sequences - len(self._running), _MAX_CANDIDATES)
+        num_free_places = self._limits.max_num_sequences - self._running.num_places
+        most = min(num_free_places, _MAX_CANDIDATES)
         found: list[GrowingSequence] = []
         next_keys: set[PageKey] = set()  # first pages that the candidates would compute
         if most <= 0 or not self._waiting.num_ready:
@@ -191,6 +197,10 @@ class PromptPlanner:
                 if not self._look_up(sequence, older, held_by_others):
                     continue
             if sequence.awaited_key is None or sequence.awaited_key not in next_keys:
+                num_free_places -= sequence.num_places
+                if num_free_places < 0:  # newer sequences must not take the places that it lacks
+                    self._lacked_room = True
+                    break
                 next_keys |= {sequence.awaited_key} if sequence.awaited_key is not None else set()
                 found.append(sequence)
                 if len(found) == most:
@@ -210,7 +220,7 @@ class PromptPlanner:
 
     def _lack_room(self, candidates: list[GrowingSequence]) -> bool:
         """Ready sequences wait for places, or the first one for pages, that running sequences hold."""
-        if len(self._running) == self._limits.max_num_sequences:
+        if self._running.num_places >= self._limits.max_num_sequences:
             return self._waiting.num_ready > 0
         if not candidates:
             return False
@@ -228,7 +238,7 @@ class PromptPlanner:
         loaded_for = self._waiting.loaded_for()
         older.wanted.update([sequence.adapter_digest or "" for sequence in loaded_for])
         for sequence in loaded_for:
-            if len(self._running) == self._limits.max_num_sequences:
+            if self._running.num_places + sequence.num_places > self._limits.max_num_sequences:
                 return
             if sequence.awaits_page is not None or not self._has_adapter(sequence) or sequence in self._preempted:
                 continue

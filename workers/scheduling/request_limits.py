@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..window_pages import FullLayers, most_pages, num_unseen_pages
+from ..wire.beams import BeamRules
 from ..wire.messages import SequenceError, SequenceRequest
 
 
@@ -63,6 +64,8 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
         return _invalid(f"max_tokens = {max_tokens}, and {num_generated} were generated before: nothing is left to do")
     if request.sampling.pooling is not None and max_tokens != 0:
         return _invalid(f"max_tokens = {max_tokens}: no token is chosen after a prompt that is pooled, 0 is needed")
+    if request.beams is not None and (problem := _beam_problem(request)):
+        return _invalid(problem)
     if not limits.has_head and request.sampling.pooling is None:
         return _invalid("this model was saved without its head (lm_head): it makes embeddings alone, at /v1/embeddings")
     wanted = num_prompt + (num_generated + 1 if max_tokens is None else max_tokens)
@@ -74,12 +77,35 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
         )
     # The last token is never computed, so it takes no room.
     num_pages = limits.needed_pages(max(wanted - 1, num_prompt)) + num_adapter_pages
+    if request.beams is not None:
+        num_pages += _pages_of_beams(request.beams, num_prompt, limits)
     if num_pages > limits.num_pages:
         return _invalid(
             f"the request needs {num_pages} pages ({num_adapter_pages} of them for its adapter) and can never fit the "
             f"pool of {limits.num_pages}: a shorter prompt, fewer max_tokens or a larger pool is needed"
         )
     return None
+
+
+def _beam_problem(request: SequenceRequest) -> str | None:
+    """Why there can be no search with these rules, apart from its length; None: there can."""
+    rules, params = request.beams, request.sampling
+    assert rules is not None
+    if rules.width < 1 or rules.max_tokens < 1 or rules.max_tokens != params.max_tokens:
+        return f"width = {rules.width}, max_tokens = {rules.max_tokens}: at least 1 is needed, as many as of `sampling`"
+    asks_for_more = params.grammar or params.logit_bias or params.rules is not None or params.pooling is not None
+    if params.has_penalty or asks_for_more or params.num_prompt_logprobs is not None or request.generated_token_ids:
+        return "beams are ranked by the model's own probabilities, after a prompt that is not scored"
+    return None
+
+
+def _pages_of_beams(rules: BeamRules, num_prompt: int, limits: GangLimits) -> int:
+    """Pages that a search needs beside those of its first beam, if the beams share nothing after their prompt."""
+    num_tokens = num_prompt + rules.max_tokens - 1
+    own = limits.needed_pages(num_tokens)
+    if limits.window is None:
+        own -= num_prompt // limits.block_size
+    return (rules.width - 1) * own
 
 
 def _are_below(token_ids: list[int], vocab_size: int) -> bool:

@@ -24,6 +24,8 @@ class RunningSequences:
         self.by_tenant: dict[TenantCounter, list[GrowingSequence]] = {}  # oldest first
         self.penalised: dict[int, None] = {}  # ids of those with penalties
         self.num_background = 0  # sequences
+        self.num_beams = 0
+        self.num_places = 0  # that they take of those for sequences that run at once
         self.num_uncomputed = 0  # tokens of all; the scheduler updates it as it commits
         self.removed: list[int] = []  # ids of those that no plan has named as removed yet
 
@@ -69,6 +71,8 @@ class RunningSequences:
             self.penalised[sequence.sequence_id] = None
         self.num_uncomputed += sequence.num_uncomputed
         self.num_background += sequence.counter.is_background
+        self.num_places += sequence.num_places
+        self.num_beams += sequence.beams is not None
         insort(self.by_tenant.setdefault(sequence.counter, []), sequence, key=by_arrival)
         is_prompt = sequence.num_unplanned > 1
         insort(self.prompts if is_prompt else self.decoding, sequence, key=by_arrival)
@@ -82,6 +86,8 @@ class RunningSequences:
         self.penalised.pop(sequence.sequence_id, None)
         self.num_uncomputed -= sequence.num_uncomputed
         self.num_background -= sequence.counter.is_background
+        self.num_places -= sequence.num_places
+        self.num_beams -= sequence.beams is not None
         own = self.by_tenant[sequence.counter]
         remove_by_arrival(own, sequence)
         if not own:
@@ -89,6 +95,15 @@ class RunningSequences:
         is_prompt = sequence.num_unplanned > 1
         remove_by_arrival(self.prompts if is_prompt else self.decoding, sequence)
         self._bursts.change(sequence.counter, -is_prompt, is_prompt - 1)
+
+    def set_places(self, sequence: GrowingSequence, num_places: int) -> None:
+        """The running sequence takes so many places from now on."""
+        if num_places == sequence.num_places:
+            return
+        self.reserve.remove(sequence)
+        self.num_places += num_places - sequence.num_places
+        sequence.num_places = num_places
+        self.reserve.add(sequence)
 
     def take_removed(self) -> tuple[int, ...]:
         """Ids of the sequences that were removed since the last call."""
@@ -115,7 +130,11 @@ class RunningSequences:
         assert self.penalised.keys() == {i for i, s in self.by_id.items() if s.has_penalty}
         assert self.num_background == sum(s.counter.is_background for s in self.by_id.values())
         assert self.num_uncomputed == sum(s.num_uncomputed for s in self.by_id.values()), "tokens are miscounted"
-        assert all(s.num_unplanned == 1 for s in self.decoding), "a sequence decodes, and has other tokens to compute"
+        assert self.num_beams == sum(s.beams is not None for s in self.by_id.values())
+        assert self.num_places == sum(s.num_places for s in self.by_id.values())
+        for sequence in self.decoding:  # beams wait for each other
+            least = 1 if sequence.beams is None else 0
+            assert least <= sequence.num_unplanned <= 1, "a sequence decodes, and has other tokens to compute"
         assert all(s.num_unplanned > 1 for s in self.prompts), "a prompt has no tokens left"
 
 

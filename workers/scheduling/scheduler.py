@@ -29,6 +29,8 @@ from ..wire.fair_shares import TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
 from ..wire.page_keys import PageKey
 from ..wire.sequence_usage import SequenceUsage
+from .beam_group import BeamGroup
+from .beam_searches import BeamSearches
 from .decodes import Decodes
 from .gang_load import StepCounts, gang_load, tenant_share
 from .growing_sequence import ARRIVAL_STEP, GrowingSequence
@@ -114,6 +116,16 @@ class Scheduler:
             self._times,
             clock,
         )
+        self._beams = BeamSearches(
+            self.memory,
+            self._running,
+            self.counters,
+            self._times,
+            self._leave,
+            limits.block_size,
+            limits.max_num_sequences,
+        )
+        self._beam_updates: list[SequenceUpdate] = []  # of rounds that were chosen before their step's commit
         self._decodes = Decodes(
             self.memory,
             self._waiting,
@@ -125,6 +137,7 @@ class Scheduler:
             self._times,
             self._prefixes,
             constraints,
+            self._beams,
         )
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._host_adapter_stats = HostAdapterStats()
@@ -139,7 +152,7 @@ class Scheduler:
             error = SequenceError("invalid_request", "this gang serves no grammars")
         if error is None:
             self._arrivals += ARRIVAL_STEP
-            arrival = self._arrivals - (_HEAD_START if request.generated_token_ids else 0)
+            arrival = self._arrivals - (_HEAD_START if request.generated_token_ids or request.beam_rounds else 0)
             arrival -= _PRIORITY * request.priority if self.counters.is_fair else 0
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
             longest = max_length(request, num_adapter_pages, self._limits)
@@ -153,6 +166,11 @@ class Scheduler:
                 full_layers=self._limits.full_layers,
                 num_adapter_pages=num_adapter_pages,
             )
+            if request.beams is not None:
+                try:
+                    self._beams.add(sequence)
+                except ValueError as problem:
+                    return SequenceError("invalid_request", f"the rounds of this beam search cannot be: {problem}")
             sequence.counter = self.counters.join(request.tenant, request.weight, request.is_background)
             self.latency_mode.observe(sequence)
             self._prefixes.prepare(sequence)
@@ -172,11 +190,22 @@ class Scheduler:
         """
         if (sequence := self._running.by_id.get(sequence_id)) is None:
             return self.cancel_waiting(sequence_id)
+        if sequence.beams is not None:
+            return self._cancel_beams(sequence.beams)
         num_generated = 0 if sequence.sampling.max_tokens == 0 else sequence.num_coming
         sequence.count_computed(sequence.num_planned)
         self._end(sequence)
         usage = self._usage(sequence)
         return usage.with_generated(len(sequence.token_ids) - sequence.num_prompt_tokens + num_generated)
+
+    def _cancel_beams(self, group: BeamGroup) -> SequenceUsage:
+        running = [place for place in group.places if place.sequence_id in self._running.by_id]
+        num_computed = len(group.rows) + sum(each.num_planned > 0 and not each.num_unplanned for each in running)
+        group.num_generated += num_computed
+        for each in running:
+            each.count_computed(each.num_planned)
+        self._end_beams(group)
+        return self._beams.usage(group)
 
     def cancel_waiting(self, sequence_id: int) -> SequenceUsage | None:
         """Forgets a sequence that waits. Returns its usage; None, and nothing changed, if it runs or is unknown."""
@@ -241,22 +270,30 @@ class Scheduler:
         self._counts.num_fair_preemptions += self._admission.preempt_for_waiting(self._preempt)
         num_preemptions = self._counts.num_preemptions
         decodes = self._decodes.plan()
+        beams = list[GrowingSequence]()
+        if self._running.num_beams:
+            beams = [sequence for sequence in decodes if sequence.beams is not None]
+            decodes = [sequence for sequence in decodes if sequence.beams is None]
         # A preempted sequence must not get back the pages that it freed.
         may_admit = self._counts.num_preemptions == num_preemptions
         loads = tuple(self._begin_loads()) if may_admit else ()
-        chunks = self._admission.plan_prompts(self._prompt_budget(len(decodes)), may_admit)
-        planned = PlannedStep(decodes, chunks)
+        num_decodes = len(decodes) + len(beams)
+        if self._running.num_beams and self._uncommitted:
+            num_decodes += min(self._decodes.num_waiting_beams, (self._limits.max_tokens_per_step - num_decodes) // 2)
+        most_chunks = max(0, self._limits.max_num_sequences - num_decodes)
+        chunks = self._admission.plan_prompts(self._prompt_budget(num_decodes), may_admit, most_chunks)
+        planned = PlannedStep(decodes, chunks, beams)
         parts = (
             () if self._uncommitted else planned.parts({})
         )  # otherwise when it is settled, as tokens are not known yet
         self._uncommitted[step] = planned
-        used = dict.fromkeys([sequence.adapter_digest for sequence in decodes])
+        used = dict.fromkeys([sequence.adapter_digest for sequence in (*decodes, *beams)])
         used |= dict.fromkeys([chunk.part.adapter for chunk in chunks])
         residences = tuple([self._adapters.residence(digest) for digest in used if digest is not None])
         self._prefixes.bound_keys(True)
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
         full_copies = self._prefixes.take_full_copies()
-        outdated, pins = self.host_updates.take(computes=bool(decodes or chunks))
+        outdated, pins = self.host_updates.take(computes=bool(decodes or beams or chunks))
         penalised, ended_runs = tuple(self._running.penalised), self._running.take_removed()
         return StepPlan(
             step, parts, residences, loads, moves, copies, outdated, penalised, pins, ended_runs, full_copies
@@ -270,11 +307,33 @@ class Scheduler:
         """
         if result is not None:
             self._put_back_late(result)
+            plan = self._continue_beams(plan, result)
         parts = self._uncommitted[plan.step].parts(None if result is None else result.tokens)
         return msgspec.structs.replace(plan, sequences=parts)
 
+    def _continue_beams(self, plan: StepPlan, result: StepResult) -> StepPlan:
+        """Chooses the rounds of searches, and adds what follows to a plan that was made before they could be."""
+        groups = self._commit_beams(self._uncommitted[result.step], result)
+        if not groups:
+            return plan
+        planned, limits = self._uncommitted[plan.step], self._limits
+        num_decodes, lengths = len(planned.decodes) + len(planned.beams), [number for _, number in planned.prompts()]
+        most = min(
+            limits.max_tokens_per_step - num_decodes - sum(lengths),
+            limits.max_num_sequences - num_decodes - len(lengths),
+        )
+        beams = self._decodes.continue_beams(groups, most)
+        planned.beams += beams
+        known = {residence.digest for residence in plan.adapters}
+        digests = dict.fromkeys([beam.adapter_digest for beam in beams])
+        more = [self._adapters.residence(digest) for digest in digests if digest is not None and digest not in known]
+        return msgspec.structs.replace(
+            plan, copies=(*plan.copies, *self._prefixes.take_copies()), adapters=(*plan.adapters, *more)
+        )
+
     def drop(self, plan: StepPlan) -> None:
         """Forgets a plan that is not executed, because it is empty."""
+        self._counts.num_steps -= 1
         assert not (plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies)
         self.host_updates.put_back(plan)
         self._running.removed.extend(plan.ended_runs)
@@ -298,26 +357,30 @@ class Scheduler:
         self._put_back_late(result)
         planned = self._uncommitted.pop(plan.step)
         self._counts.num_computed_tokens += sum([len(part.token_ids) for part in plan.sequences])
+        self._commit_beams(planned, result)
         self._commit_decodes(planned, result, updates)
         for chunk in planned.chunks:
             if chunk.sequence not in planned.gone:
                 self._commit_chunk(chunk, result, updates)
             elif chunk.sequence in planned.late and not self._take_scores(chunk, result, updates):
                 updates.append(self._fail(chunk.sequence))
+        updates += self._beam_updates
+        self._beam_updates.clear()
         return updates
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Measures costs by how long a plan took to execute. Must be called before the plan's commit."""
         if (planned := self._uncommitted.get(plan.step)) is not None:
             chunks = planned.prompts()
-            num_decodes, num_chunk_tokens = len(planned.decodes), sum([number for _, number in chunks])
+            num_decodes = len(planned.decodes) + len(planned.beams)
+            num_chunk_tokens = sum([number for _, number in chunks])
             self._costs.observe_step(num_decodes + len(chunks), num_decodes + num_chunk_tokens, seconds)
             self._step_costs.observe(num_decodes, chunks, seconds)
 
     def expected_s(self, plan: StepPlan) -> float:
         """Expected time of a plan, by measured costs; 0: it computes nothing."""
         planned = self._uncommitted[plan.step]
-        return self._step_costs.step_s(len(planned.decodes), planned.prompts())
+        return self._step_costs.step_s(len(planned.decodes) + len(planned.beams), planned.prompts())
 
     def load(self) -> EngineLoad:
         """Gauges of now and counters since the start."""
@@ -345,6 +408,7 @@ class Scheduler:
         self._tiers.check_integrity()
         self._waiting.check_integrity(lambda digest: self._adapters.state(digest) is AdapterState.RESIDENT)
         self._running.check_integrity()
+        self._beams.check_integrity()
         self._prefixes.check_integrity(running)
         prompts = Counter([each.counter for each in (*self._running.prompts, *self._waiting)])
         decodes = Counter([each.counter for each in self._running.decoding])
@@ -377,7 +441,13 @@ class Scheduler:
         return PromptBudget(most, seconds, self._step_costs.prompt_token_s, self._limits.block_size)
 
     def _preempt(self, victim: GrowingSequence) -> None:
-        """Puts a running sequence back into the queue. It is recomputed later as far as its pages are gone."""
+        """Puts a running sequence back into the queue. It is recomputed later as far as its pages are gone.
+
+        A beam takes all of its search with it.
+        """
+        if victim.beams is not None:
+            self._beams.dissolve(victim.beams)
+            victim = victim.beams.root
         self._leave(victim)
         self._counts.num_preemptions += 1
         self._wait(victim)
@@ -400,6 +470,12 @@ class Scheduler:
         self._leave(sequence)
         self._forget(sequence)
 
+    def _end_beams(self, group: BeamGroup) -> None:
+        """Ends a running search."""
+        group.rows.clear()  # none of them is computed again
+        self._beams.dissolve(group)
+        self._end(group.root)
+
     def _end_waiting(self, sequence: GrowingSequence) -> None:
         """Ends a waiting sequence."""
         if self._waiting.remove(sequence):
@@ -408,6 +484,8 @@ class Scheduler:
 
     def _forget(self, sequence: GrowingSequence) -> None:
         self.counters.leave(sequence.counter)
+        if sequence.beams is not None:
+            self._beams.forget(sequence.beams)
         if self._constraints is not None and sequence.is_constrained:
             self._constraints.remove(sequence.sequence_id)
 
@@ -473,6 +551,51 @@ class Scheduler:
             logprobs = None if token.logprobs is None else [token.logprobs]
             updates.append(SequenceUpdate(sequence.sequence_id, [token.token_id], logprobs))
 
+    def _commit_beams(self, planned: PlannedStep, result: StepResult) -> list[BeamGroup]:
+        """Takes in what was computed of beams. Returns searches whose rounds were chosen, and that go on.
+
+        Their updates come with the step's. The plan's beams are done with afterwards.
+        """
+        groups = dict[BeamGroup, None]()
+        for beam in planned.beams:
+            if beam not in planned.gone:
+                beam.num_computed += 1
+                beam.num_planned -= 1
+                self._running.num_uncomputed -= 1
+                if beam.num_computed % self._limits.block_size == 0:
+                    self._prefixes.keep_filled(beam)
+                    self._give_back(beam)
+                groups[self._beams.take_row(beam, result.tokens[beam.sequence_id])] = None
+        planned.beams = []
+        return [group for group in groups if group.is_complete and self._choose_round(group)]
+
+    def _choose_round(self, group: BeamGroup) -> bool:
+        """Lets the beams of a search fork and die. False: it has ended."""
+        root = group.root
+        if any(row is None for row in group.rows.values()):
+            self._beam_updates.append(self._fail(root))
+            return False
+        self._counts.num_generated_tokens += len(group.live)
+        one = self._beams.advance(group)
+        num_cached = computing_s = None
+        if not group.is_reported:
+            assert root.began_at is not None
+            num_cached, computing_s, group.is_reported = root.num_cached_tokens, self._clock() - root.began_at, True
+        is_over = not group.live
+        if is_over:
+            self._end_beams(group)
+        self._beam_updates.append(
+            SequenceUpdate(
+                root.sequence_id,
+                finish_reason="length" if is_over else None,
+                num_cached_tokens=num_cached,
+                computing_s=computing_s,
+                usage=self._beams.usage(group),
+                beam_rounds=[one],
+            )
+        )
+        return not is_over
+
     def _give_back(self, sequence: GrowingSequence) -> None:
         """Releases the pages of a sequence that no layer sees any more; with full layers in the next steps."""
         num_unseen = self._limits.num_unseen_pages(sequence.num_computed)
@@ -499,12 +622,17 @@ class Scheduler:
         if sequence.is_pooled and not sequence.num_uncomputed:
             self._running.num_uncomputed += 1
             updates.append(self._end_pooled(sequence, is_finite=are_finite))
+        elif chunk.part.sample is not None and sequence.beams is not None:
+            group = self._beams.take_row(sequence, result.tokens[sequence.sequence_id])
+            if group.is_complete:
+                self._choose_round(group)
         elif chunk.part.sample is not None:
             self._running.num_uncomputed += 1
             updates.append(self._append(sequence, result.tokens[sequence.sequence_id] if are_finite else None))
         elif not are_finite:
             updates.append(self._fail(sequence))
         elif sequence.num_computed % (USAGE_REPORT_PAGES * self._limits.block_size) < num_tokens:
+            sequence = sequence if sequence.beams is None else sequence.beams.root
             updates.append(SequenceUpdate(sequence.sequence_id, usage=self._usage(sequence)))
 
     def _take_scores(self, chunk: PlannedChunk, result: StepResult, updates: list[SequenceUpdate]) -> bool:
@@ -566,12 +694,20 @@ class Scheduler:
         return SequenceUpdate(sequence.sequence_id, token_ids, logprobs, reason, None, num_cached, computing_s, usage)
 
     def _fail(self, sequence: GrowingSequence) -> SequenceUpdate:
-        """Ends a running sequence whose numbers are not finite."""
-        self._prefixes.disown(sequence)
-        self._end(sequence)
+        """Ends a running sequence whose numbers are not finite, or all of its search."""
+        if sequence.beams is None:
+            self._prefixes.disown(sequence)
+            self._end(sequence)
+        else:
+            for beam in sequence.beams.beams:
+                self._prefixes.disown(beam)
+            self._end_beams(sequence.beams)
+            sequence = sequence.beams.root
         return SequenceUpdate(sequence.sequence_id, error=not_finite(sequence), usage=self._usage(sequence))
 
     def _usage(self, sequence: GrowingSequence) -> SequenceUsage:
+        if sequence.beams is not None:
+            return self._beams.usage(sequence.beams)
         return sequence.usage(self._times.usage(sequence.held))
 
     def _fail_waiting(self, failure: AdapterFailure) -> Iterator[SequenceUpdate]:

@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from .beams import BeamRound, BeamRules
 from .embedding import Pooling
 from .engine_load import EngineLoad
 from .fair_shares import ServedElsewhere, TenantShare
@@ -122,6 +123,9 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0  # its tenant's share of what the gang computes, beside those of others
     priority: int = 0  # among its tenant's sequences, the higher one goes first
     is_background: bool = False  # it yields to everybody else's
+    # A beam search after the prompt: updates bring its rounds. `sampling` says nothing of how beams are chosen.
+    beams: BeamRules | None = None
+    beam_rounds: list[BeamRound] = []  # of the search at other gangs: it goes on after them
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -228,6 +232,7 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     # Of the prompt's next tokens, if asked for: all of them come before the first of `token_ids`, or with it.
     prompt_scores: PromptScores | None = None
     embedding: bytes | None = None  # of the prompt, if asked for: a packed vector, with the last update
+    beam_rounds: list[BeamRound] | None = None  # of a beam search, whose updates have no tokens
 
 
 class ResidencyChange(msgspec.Struct, frozen=True, omit_defaults=True):

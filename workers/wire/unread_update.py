@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from .beams import BeamRound
 from .kept_logprobs import KeptLogprobs
 from .messages import SequenceUpdate
 from .prompt_scores import PromptScores, row_bytes
@@ -21,6 +22,7 @@ _TOKEN_BYTES: Final = 5
 _LOGPROB_BYTES: Final = 20
 _TOP_BYTES: Final = 14
 _MAX_CHAR_BYTES: Final = 4
+_CANDIDATE_BYTES: Final = 24  # the most of a beam's candidate, without likely tokens
 
 
 def update_bytes(update: SequenceUpdate) -> int:
@@ -33,9 +35,17 @@ def update_bytes(update: SequenceUpdate) -> int:
         num_bytes += len(update.prompt_scores.data)
     if update.embedding is not None:
         num_bytes += len(update.embedding)
+    if update.beam_rounds is not None:
+        num_bytes += sum(map(round_bytes, update.beam_rounds))
     if update.error is not None:
         num_bytes += _UPDATE_BYTES + _MAX_CHAR_BYTES * len(update.error.message)
     return num_bytes
+
+
+def round_bytes(one: BeamRound) -> int:
+    """At least as many bytes as a round of a beam search takes in a frame."""
+    num_tops = sum([len(candidate.top_ids) for candidate in one.candidates])
+    return _TOKEN_BYTES * (1 + len(one.stopped)) + _CANDIDATE_BYTES * len(one.candidates) + _TOP_BYTES * num_tops
 
 
 class UnreadUpdate:
@@ -48,6 +58,7 @@ class UnreadUpdate:
         "_num_scores_taken",
         "_num_taken",
         "_num_top",
+        "_rounds",
         "_scores",
         "_started",
         "_token_ids",
@@ -64,6 +75,7 @@ class UnreadUpdate:
         self._scores = bytearray()  # rows of `PromptScores`
         self._num_top = 0  # of them
         self._num_scores_taken = 0  # rows that were read
+        self._rounds = list[BeamRound]()  # of a beam search, not read yet
         self._last = SequenceUpdate(first.sequence_id)  # its end, if that has come
         self._started = SequenceUpdate(first.sequence_id)  # what comes with the first token
         self.usage: SequenceUsage | None = None  # the latest that was not read yet
@@ -74,7 +86,7 @@ class UnreadUpdate:
     def __bool__(self) -> bool:
         """There is something to send."""
         has_ended = self._last.finish_reason is not None or self._last.error is not None
-        return has_ended or self._num_taken < len(self._token_ids) or self._num_scores_left > 0
+        return has_ended or self._num_taken < len(self._token_ids) or self._num_scores_left > 0 or bool(self._rounds)
 
     @property
     def num_added_values(self) -> int:
@@ -98,7 +110,7 @@ class UnreadUpdate:
         num_bytes = update_bytes(self._last) + num_left * _TOKEN_BYTES
         if self._logprobs is not None:
             num_bytes += self._logprobs.num_bytes(self._num_taken)
-        return num_bytes + self._num_scores_left * row_bytes(self._num_top)
+        return num_bytes + self._num_scores_left * row_bytes(self._num_top) + sum(map(round_bytes, self._rounds))
 
     def add(self, update: SequenceUpdate) -> None:
         self._token_ids.extend(update.token_ids)
@@ -109,6 +121,8 @@ class UnreadUpdate:
         if update.prompt_scores is not None:
             self._num_top = update.prompt_scores.num_top
             self._scores += update.prompt_scores.data
+        if update.beam_rounds is not None:
+            self._rounds += update.beam_rounds
         if update.finish_reason is not None or update.error is not None:
             self._last = SequenceUpdate(
                 update.sequence_id,
@@ -140,13 +154,14 @@ class UnreadUpdate:
             self.usage = None
             return piece, False
         room -= 0 if scores is None else len(scores.data)
+        rounds = self._take_rounds(room)
         start, num_left = self._num_taken, len(self._token_ids) - self._num_taken
         if self._logprobs is None:
             count = room // _TOKEN_BYTES
         else:
             count = self._logprobs.num_fitting(start, room, _TOKEN_BYTES)
         end = start + min(max(1, count), num_left)
-        is_all = end == len(self._token_ids)
+        is_all = end == len(self._token_ids) and not self._rounds
         last, started = self._last, self._started
         piece = SequenceUpdate(
             last.sequence_id,
@@ -159,6 +174,7 @@ class UnreadUpdate:
             self.usage,
             scores,
             last.embedding if is_all else None,
+            rounds or None,
         )
         self._num_taken, self._started, self.usage = end, SequenceUpdate(last.sequence_id), None
         return piece, is_all
@@ -168,3 +184,14 @@ class UnreadUpdate:
         size, start = row_bytes(self._num_top), self._num_scores_taken
         self._num_scores_taken += min(self._num_scores_left, max(1, num_bytes // size))
         return PromptScores(self._num_top, bytes(self._scores[start * size : self._num_scores_taken * size]))
+
+    def _take_rounds(self, num_bytes: int) -> list[BeamRound]:
+        """The next rounds of a beam search that fit into this many bytes, at least one if there is any."""
+        num, rounds = 0, self._rounds
+        for one in rounds:
+            num_bytes -= round_bytes(one)
+            if num and num_bytes < 0:
+                break
+            num += 1
+        self._rounds = rounds[num:]
+        return rounds[:num]

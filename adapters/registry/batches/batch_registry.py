@@ -105,7 +105,7 @@ class BatchRegistry:
         """The batch as it is now (None: it is gone), and whether one of `bounds` of bytes is exceeded.
 
         `make`: pure; what it returns replaces the record, and counts more bytes if it has more. With a record that has
-        ended `files` are registered, and it is kept until then.
+        ended `files` are registered, until they expire, and it is kept until `kept_until`.
         """
         while True:
             before = await self._read(tenant_id, batch_id)
@@ -116,7 +116,8 @@ class BatchRegistry:
             if new == old and not bounds:
                 return new, False
             ends = new.has_ended and not old.has_ended
-            made = {file.id: _encode(file) for file in (files(new) if ends else ())}
+            made = {file.id: file for file in (files(new) if ends else ())}
+            records = {file_id: _encode(file) for file_id, file in made.items()}
             async with answered_within(self._timeout_s):
                 reply = await self._change(
                     tenant=new.tenant,
@@ -129,10 +130,11 @@ class BatchRegistry:
                     user=new.user,
                     input_file=new.input_file_id if ends else "",
                     ends_at=kept_until,
+                    files_end_at=max((file.expires_at or kept_until for file in made.values()), default=0),
                     output_id=new.output_file_id,
-                    output=made.get(new.output_file_id, ""),
+                    output=records.get(new.output_file_id, ""),
                     error_id=new.error_file_id,
-                    errors=made.get(new.error_file_id, ""),
+                    errors=records.get(new.error_file_id, ""),
                     bounds=bound_args(bounds),
                     batches=BATCHES + tenant_id,
                     files=FILES + tenant_id,

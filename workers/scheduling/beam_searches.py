@@ -1,0 +1,181 @@
+"""Beams fork and die in the scheduler: how their sequences share pages, begin and leave.
+
+Beams that fork share all pages, the last one too, which is not full. A beam that writes to a page that others have
+copies it first (`Decodes`). A preempted search leaves with all beams, and waits as one sequence: it begins again with
+its root alone, and the other beams join it (`Decodes.join_beams`) once the pages that they have in common are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import count
+
+from ..fairness.page_times import PageTimes
+from ..fairness.tenant_counters import TenantCounters
+from ..memory.paged_memory import PagedMemory
+from ..plan import SampledToken
+from ..wire.beams import BeamRound
+from ..wire.sequence_usage import SequenceUsage
+from .beam_group import BeamGroup
+from .growing_sequence import GrowingSequence
+from .running_sequences import RunningSequences
+
+
+class BeamSearches:
+    """All searches of a gang, waiting ones included."""
+
+    def __init__(
+        self,
+        memory: PagedMemory,
+        running: RunningSequences,
+        counters: TenantCounters,
+        times: PageTimes,
+        leave: Callable[[GrowingSequence], None],
+        block_size: int,
+        most_places: int,
+    ) -> None:
+        """`leave` ends the run of a sequence. `most_places`: for sequences that run at once."""
+        self._memory, self._running, self._counters, self._times = memory, running, counters, times
+        self._leave, self._block_size, self._most_places = leave, block_size, most_places
+        self._groups: dict[int, BeamGroup] = {}  # by the root's id
+        self._ids = count(-1, -1)  # of places: no request has such ids
+        self.joining: dict[BeamGroup, None] = {}  # that run, and lack some of their beams
+
+    def add(self, root: GrowingSequence) -> None:
+        """A search arrives. Raises ValueError for rounds that no search can have had."""
+        request = root.request
+        assert request.beams is not None
+        group = BeamGroup(root, request.beams, request.beam_rounds)
+        root.num_places = self._num_places(group)
+        self._groups[root.sequence_id] = group
+
+    def forget(self, group: BeamGroup) -> None:
+        """The search has ended; none of its beams runs."""
+        del self._groups[group.root.sequence_id]
+
+    def take_row(self, beam: GrowingSequence, row: SampledToken | None) -> BeamGroup:
+        """What may follow one of the beams was computed. Returns the search."""
+        group = beam.beams
+        assert group is not None
+        group.rows[beam] = row
+        root = group.root
+        if beam is root and root.num_counted < root.num_prompt_tokens:  # its last token was computed like a decode
+            root.num_computed_prompt_tokens += 1
+            root.num_counted = root.num_prompt_tokens
+        if len(group.rows) < len(group.live) and beam is root:
+            group.add_places(len(group.live), self._ids)
+            if any(place.sequence_id not in self._running.by_id for place in group.beams):
+                self.joining[group] = None
+        return group
+
+    def advance(self, group: BeamGroup) -> BeamRound:
+        """Chooses a round that is complete: beams fork and die. None is left at the end of the search."""
+        one, chosen = group.advance()
+        group.add_places(len(chosen), self._ids)
+        places = group.places
+        for place, parent, _ in chosen:
+            if place != parent:
+                self._fork(places[place], places[parent])
+        for number, each in enumerate(places):
+            if chosen and number not in group.live and each.sequence_id in self._running.by_id:
+                self.leave(each)
+        for place, _, token_id in chosen:
+            places[place].token_ids.append(token_id)
+        self._running.num_uncomputed += len(chosen)
+        if chosen:
+            self._set_places(group)
+        return one
+
+    def enter(self, beam: GrowingSequence, num_adapter_pages: int) -> None:
+        """The beam begins to run on the pages that it has."""
+        root = beam.beams.root if beam.beams is not None else beam
+        beam.counter = self._counters.join(root.request.tenant, root.request.weight, root.request.is_background)
+        beam.counter_at_start = root.counter_at_start
+        self._running.add(beam)
+        if beam.adapter_digest is not None:
+            self._memory.adapters.acquire(beam.adapter_digest)
+        self._times.start(beam.held, beam.num_held_pages, beam.adapter_digest, num_adapter_pages)
+
+    def leave(self, place: GrowingSequence) -> None:
+        """A beam that is not the root stops running."""
+        self._leave(place)
+        self._counters.leave(place.counter)
+
+    def dissolve(self, group: BeamGroup) -> None:
+        """All beams of a running search but the root stop running, and what has come of the round is dropped."""
+        for place in group.places[1:]:
+            if place.sequence_id in self._running.by_id:
+                self.leave(place)
+        group.num_dropped += len(group.rows)
+        group.rows.clear()
+        self.joining.pop(group, None)
+        self._running.set_places(group.root, self._num_places(group))
+
+    def join(self, group: BeamGroup, beam: GrowingSequence) -> None:
+        """A beam of the running search begins to run too."""
+        self.enter(beam, self._num_adapter_pages(group.root))
+        self._set_places(group)
+
+    def usage(self, group: BeamGroup) -> SequenceUsage:
+        """What the search has cost: of a round, each beam generates a token."""
+        root = group.root
+        pages = sum([self._times.usage(place.held) for place in group.places], SequenceUsage())
+        return SequenceUsage(
+            pages.kv_page_s,
+            pages.adapter_page_s,
+            pages.num_kv_pages,
+            pages.num_adapter_pages,
+            root.num_computed_prompt_tokens,
+            root.num_cached_prompt_tokens,
+            group.num_generated,
+            sum([place.num_recomputed_tokens for place in group.places]) + group.num_dropped,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a beam runs without its search, or a search without its root."""
+        for group in self._groups.values():
+            running = [place for place in group.places if place.sequence_id in self._running.by_id]
+            assert not running or group.root in running, "a search runs without its root"
+            assert {*running} <= {*group.beams}, "a place without a beam runs"
+            assert group in self.joining or len(running) <= 1 or len(running) == len(group.live)
+            num_places = sum(place.num_places for place in running)
+            assert not running or num_places == max(len(running), self._num_places(group)), "places are miscounted"
+        for sequence in self._running.by_id.values():
+            assert sequence.beams is None or sequence.beams.root.sequence_id in self._groups
+
+    def _fork(self, place: GrowingSequence, parent: GrowingSequence) -> None:
+        """The place gets a beam that goes on where the parent's is, on the same pages."""
+        prefixes, running = self._memory.prefixes, self._running
+        if place.sequence_id not in running.by_id:
+            prefixes.acquire(parent.held_pages)
+            place.fork(parent)
+            place.num_at_start = parent.num_computed
+            self.enter(place, self._num_adapter_pages(parent))
+            return
+        first = 0
+        if not (place.num_gone or parent.num_gone):
+            first = min(place.num_prompt_tokens // self._block_size, len(place.pages), len(parent.pages))
+            if place.pages[:first] != parent.pages[:first]:  # they have computed the prompt apart
+                first = 0
+        old, new = place.held_pages[first:], parent.held_pages[first:]
+        prefixes.acquire(new)
+        prefixes.release(old)
+        running.reserve.remove(place)
+        place.fork(parent)
+        running.reserve.add(place)
+        if len(new) > len(old):
+            self._times.grow(place.held, len(new) - len(old))
+        elif len(old) > len(new):
+            self._times.shrink(place.held, len(old) - len(new))
+
+    def _num_adapter_pages(self, sequence: GrowingSequence) -> int:
+        digest = sequence.adapter_digest
+        return 0 if digest is None else len(self._memory.adapters.residence(digest).pages)
+
+    def _num_places(self, group: BeamGroup) -> int:
+        """That the search takes: more than there are would never be free."""
+        return min(group.rules.width, self._most_places)
+
+    def _set_places(self, group: BeamGroup) -> None:
+        num_others = sum(place.sequence_id in self._running.by_id for place in group.places[1:])
+        self._running.set_places(group.root, max(1, self._num_places(group) - num_others))

@@ -1,0 +1,191 @@
+"""Beam search as a policy: which continuations of a prompt are pursued, and which are the best in the end.
+
+Pure functions of plain values, for the gang that computes a search and for the router that follows it. A round is one
+token for each live beam. The gang lists its candidates (`best_candidates`), and both sides `choose` from these, so a
+search is fixed by its rounds alone: it goes on from them at any gang. The rules are those of transformers'
+`generate(num_beams=width, early_stopping="never")`, and so are the scores and sequences.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+if TYPE_CHECKING:
+    from .messages import TokenLogprobs
+
+
+class BeamRules(msgspec.Struct, frozen=True):
+    width: int  # beams that are pursued side by side, and that are found
+    max_tokens: int
+    end_token_ids: frozenset[int]  # a beam is finished with the first of them
+    length_penalty: float = 1.0
+    num_logprobs: int = 0  # of the likeliest tokens at each place; beams remember them
+    may_stop: bool = False  # the router may finish beams by rules of its own: it needs more candidates
+
+    @property
+    def num_candidates(self) -> int:
+        """Next tokens of each beam that are computed: they hold the best `width`, and the best `width` that go on."""
+        return max(self.width + len(self.end_token_ids), self.num_logprobs)
+
+
+class BeamCandidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One token after one of the live beams."""
+
+    parent: int  # the beam's place among the live ones
+    token_id: int
+    logprob: float  # natural
+    top_ids: list[int] = []  # the likeliest tokens at its place, as many as asked for
+    top_logprobs: list[float] = []
+
+
+class BeamRound(msgspec.Struct, frozen=True, array_like=True):
+    """What was to be chosen from in a round, the best first, and what the router has stopped of it."""
+
+    candidates: list[BeamCandidate]
+    stopped: list[int] = []  # indices of candidates that finish their beams, though with no end token
+
+
+class SearchState(NamedTuple):
+    """What the choice of a round depends on."""
+
+    totals: Sequence[float]  # of live beams, the best first: natural logs of their probabilities
+    num_tokens: int  # of each live beam
+    finished: Sequence[float]  # scores of the best finished beams, the best first
+
+
+class Choice(NamedTuple):
+    """Indices of candidates, the best first."""
+
+    live: list[int]
+    finished: list[int]
+    state: SearchState  # after the round. The search is over when no beam is live
+
+
+NEW_STATE = SearchState((0.0,), 0, ())
+
+
+def score(total: float, num_tokens: int, rules: BeamRules) -> float:
+    """What finished beams are compared by: more is better. A penalty above 0 favours long beams."""
+    return total / math.pow(num_tokens, rules.length_penalty)
+
+
+def best_candidates(totals: Sequence[float], rows: Sequence[TokenLogprobs], rules: BeamRules) -> BeamRound:
+    """The candidates that `choose` looks at. `rows`: for each live beam its likeliest next tokens, the likeliest
+    first; `chosen` is not looked at.
+
+    Ties stay as they are. A token without a finite log-probability is no candidate.
+    """
+    merged = heapq.merge(
+        *[_continuations(parent, total, row) for parent, (total, row) in enumerate(zip(totals, rows, strict=True))],
+        key=lambda candidate: candidate[0],
+        reverse=True,
+    )
+    found, num_going_on = list[BeamCandidate](), 0
+    most = 2 * rules.width if rules.may_stop else rules.width
+    for _, parent, token_id, logprob in merged:
+        is_end = token_id in rules.end_token_ids
+        if len(found) >= rules.width:
+            if num_going_on == most:
+                break
+            if is_end:
+                continue
+        num_going_on += not is_end
+        shown, num = rows[parent], rules.num_logprobs
+        found.append(BeamCandidate(parent, token_id, logprob, shown.top_ids[:num], shown.top_logprobs[:num]))
+    return BeamRound(found)
+
+
+def _continuations(parent: int, total: float, row: TokenLogprobs) -> Iterator[tuple[float, int, int, float]]:
+    """A beam's candidates, the best first."""
+    for token_id, logprob in zip(row.top_ids, row.top_logprobs, strict=True):
+        if math.isfinite(logprob):
+            yield total + logprob, parent, token_id, logprob
+
+
+def choose(
+    state: SearchState, candidates: Sequence[BeamCandidate], rules: BeamRules, is_stopped: Callable[[int], bool]
+) -> Choice:
+    """The next beams.
+
+    Among the best `width` candidates, those with an end token are finished. Of those without one the best `width` go
+    on, unless they are stopped, which finishes them too. The search is over at `max_tokens`, and as soon as no live
+    beam can become one of the best `width` finished ones. `is_stopped` is called with the indices of candidates that
+    would go on, in their order.
+    """
+    num_tokens, totals = state.num_tokens + 1, list[float]()
+    live, finished = list[int](), list[int]()
+    scores = [*state.finished]
+    for index, candidate in enumerate(candidates):
+        is_end = candidate.token_id in rules.end_token_ids
+        if index >= rules.width:
+            if len(live) == rules.width:
+                break
+            if is_end:
+                continue
+        total = state.totals[candidate.parent] + candidate.logprob
+        if is_end or num_tokens >= rules.max_tokens or is_stopped(index):
+            finished.append(index)
+            scores.append(score(total, num_tokens, rules))
+        else:
+            live.append(index)
+            totals.append(total)
+    scores.sort(reverse=True)
+    del scores[rules.width :]
+    if len(scores) == rules.width and live and _bound(totals[0], num_tokens, rules) <= scores[-1]:
+        live.clear()
+        totals.clear()
+    return Choice(live, finished, SearchState(totals, num_tokens, scores))
+
+
+def _bound(total: float, num_tokens: int, rules: BeamRules) -> float:
+    """The most that a continuation of a beam can score: its probability cannot grow, and its length is limited."""
+    return score(total, rules.max_tokens if rules.length_penalty > 0 else num_tokens, rules)
+
+
+def replayed(rounds: Iterable[BeamRound], rules: BeamRules) -> tuple[SearchState, list[list[int]]]:
+    """The state after these rounds, and the tokens of each live beam.
+
+    Raises ValueError if no search can have had them.
+    """
+    state, links = NEW_STATE, list[list[tuple[int, int]]]()  # of each round: parent and token of each live beam
+    for one in rounds:
+        candidates, num_live = one.candidates, len(state.totals)
+        if not all(0 <= candidate.parent < num_live for candidate in candidates):
+            raise ValueError("a candidate follows a beam that is not live")
+        choice = choose(state, candidates, rules, frozenset(one.stopped).__contains__)
+        links.append([(candidates[index].parent, candidates[index].token_id) for index in choice.live])
+        state = choice.state
+    beams = list[list[int]]()
+    for beam in range(len(state.totals)):
+        token_ids = list[int]()
+        for link in reversed(links):
+            beam, token_id = link[beam]
+            token_ids.append(token_id)
+        beams.append(token_ids[::-1])
+    return state, beams
+
+
+def forks(parents: Sequence[int], num_places: int, kept: int = 0) -> list[int]:
+    """For each child, the place that it is computed at: a search's beams are at places, each on pages of its own.
+
+    `parents`: the place of each child's parent. `num_places`: at least as many as there are children. The first child
+    of a parent stays where the parent is, so only the others are forked: no fewer forks are possible, but that one is
+    added if no child were at the place `kept`.
+    """
+    places, used = [-1] * len(parents), set[int]()
+    for child, parent in enumerate(parents):
+        if parent not in used:
+            places[child] = parent
+            used.add(parent)
+    free = iter([kept] * (kept not in used) + [each for each in range(num_places) if each not in {*used, kept}])
+    for child in range(len(parents)):
+        if places[child] < 0:
+            places[child] = next(free)
+    if parents and kept not in places:
+        places[-1] = kept
+    return places
