@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import cache
 from typing import Annotated, Final, TypeVar
 
 from msgspec import Meta
 from starlette.requests import Request
 
 from ..adapters.registry.registry_view import RegistryView
-from ..workers.wire.embedding import Pooling
-from ..workers.wire.messages import GangInfo
+from ..workers.wire.messages import GangInfo, SamplingParams
 from ..workers.wire.token_rules import TokenRules
 from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .accounts.account import Accounts, AnswerRequest
@@ -342,9 +342,25 @@ def _generation(
     request_id: str,
 ) -> GenerationRequest:
     """What to generate, by the base. Raises a 400 for what is too long."""
-    prompts = [
-        _prompt(request, kind, token_ids, rules, grammar, tokens.pooling, gang) for token_ids in tokens.token_lists
-    ]
+    num_logprobs = kind.num_logprobs(request)
+
+    @cache  # prompts of a request differ in nothing else, and may be thousands
+    def sampling(max_tokens: int | None) -> SamplingParams:
+        return sampling_params(
+            request,
+            max_tokens=max_tokens,
+            num_logprobs=num_logprobs,
+            vocab_size=gang.vocab_size,
+            rules=rules,
+            grammar=grammar,
+            pooling=tokens.pooling,
+        )
+
+    prompts = []
+    for token_ids in tokens.token_lists:
+        max_tokens = kind.max_tokens(request, gang.max_model_len - len(token_ids))
+        check_length(len(token_ids), max_tokens, gang, prompt_param=kind.prompt_param)
+        prompts.append(Prompt(token_ids, sampling(max_tokens)))
     check_num_scores(request, tokens.token_lists)
     generation = GenerationRequest(
         prompts=prompts,
@@ -376,30 +392,6 @@ def _generation(
     if request.best_of is not None and request.best_of > generation.n:
         return with_best_of(generation, request.best_of)
     return generation
-
-
-def _prompt(
-    request: R,
-    kind: AnswerKind[R],
-    token_ids: list[int],
-    rules: TokenRules | None,
-    grammar: str,
-    pooling: Pooling | None,
-    gang: GangInfo,
-) -> Prompt:
-    max_tokens = kind.max_tokens(request, gang.max_model_len - len(token_ids))
-    check_length(len(token_ids), max_tokens, gang, prompt_param=kind.prompt_param)
-    num_logprobs = kind.num_logprobs(request)
-    sampling = sampling_params(
-        request,
-        max_tokens=max_tokens,
-        num_logprobs=num_logprobs,
-        vocab_size=gang.vocab_size,
-        rules=rules,
-        grammar=grammar,
-        pooling=pooling,
-    )
-    return Prompt(token_ids, sampling)
 
 
 def _num_new_tokens(generation: GenerationRequest, context: int) -> int:
