@@ -12,6 +12,7 @@ import threading
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import unquote
 
 import httpx
 import hypothesis
