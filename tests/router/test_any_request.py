@@ -276,6 +276,8 @@ def statuses_of(
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode), data=st.data())
     def ask(case: Any, data: st.DataObject) -> None:
         furnish(case, data, work)
+        # A user's part of a path takes the next part as the adapter's name: another route, or none.
+        hypothesis.assume(not unquote(str((case.path_parameters or {}).get("name", ""))).startswith("~"))
         seen.add(runner.run(check(front, case, key)))
 
     ask()
