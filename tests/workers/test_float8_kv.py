@@ -161,24 +161,25 @@ def test_dense_pages_hold_kv_of_eight_bits(mixed: Stock, device: str) -> None:
     """
     rng = random.Random(3)
     long = [rng.choices(range(VOCAB_SIZE), k=rng.randint(100, 160)) for _ in prompts()]
-    with on_a_cpu(), mock.patch.object(ModelConfig, "window", None):
-        with mixed.engine(240, max_tokens_per_step=24, prefix_cache=False, **FLOAT8) as rig:
-            whole = tokens(asked(rig, long))
+    of = {"max_tokens_per_step": 24, **FLOAT8}
+    no_window = mock.patch.object(ModelConfig, "window", None)
+    with on_a_cpu(), no_window, mixed.engine(240, prefix_cache=False, **of) as rig:
+        whole = tokens(asked(rig, long))
     num_dense = 0
     place = on_a_cpu() if device == "cpu" else gpu_of_twins()
-    with place, mock.patch.object(window_pages, "_TILE_KEYS", 6):
-        with mixed.engine(240, device=device, max_tokens_per_step=24, **FLOAT8) as rig:
-            scheduler, executor = rig.engine._scheduler, rig.engine.executor
+    few_keys = mock.patch.object(window_pages, "_TILE_KEYS", 6)  # twins read no tiles
+    with place, few_keys, mixed.engine(240, device=device, **of) as rig:
+        scheduler, executor = rig.engine._scheduler, rig.engine.executor
 
-            def look() -> None:
-                nonlocal num_dense
-                num_dense += sum(len(each.dense_pages) for each in scheduler._running.by_id.values())
-                if device == "cpu":
-                    assert isinstance(executor, LocalExecutor)
-                    executor.runner.pool[torch.tensor(scheduler.memory.allocator._free)] = torch.nan
+        def look() -> None:
+            nonlocal num_dense
+            num_dense += sum(len(each.dense_pages) for each in scheduler._running.by_id.values())
+            if device == "cpu":
+                assert isinstance(executor, LocalExecutor)
+                executor.runner.pool[torch.tensor(scheduler.memory.allocator._free)] = torch.nan
 
-            first, again = (tokens(asked(rig, long, look)) for _ in range(2))
-            num_cached = rig.engine.load().counters.num_cached_tokens
+        first, again = (tokens(asked(rig, long, look)) for _ in range(2))
+        num_cached = rig.engine.load().counters.num_cached_tokens
     assert num_dense > 0 and num_cached > 0
     assert (first, again) == (whole, whole)
 

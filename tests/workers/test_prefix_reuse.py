@@ -378,4 +378,3 @@ def test_what_is_left_of_prefixes_that_are_released_little_by_little_is_their_be
             for chain in chains:
                 num_here = sum(prefixes.page_of(key) is not None for key in chain)
                 assert len(prefixes.find(chain)) == num_here, "a page is kept that cannot be found"
-
