@@ -93,7 +93,9 @@ def _added_tokens(begin: bytes) -> bytes:
     try:
         tokens, _ = json.JSONDecoder().raw_decode(rest.decode("utf-8", "ignore").lstrip())
     except (ValueError, RecursionError) as error:
-        message = f"{FAST_FILE} has no added_tokens in its first {_TOKENIZER_BYTES >> 20} MiB: save it again, or remove it"
+        message = (
+            f"{FAST_FILE} has no added_tokens in its first {_TOKENIZER_BYTES >> 20} MiB: save it again, or remove it"
+        )
         raise AdapterInvalid(message) from error
     return json.dumps({"added_tokens": tokens}).encode()
 

@@ -184,10 +184,10 @@ def test_a_search_is_fixed_by_its_rounds(seed: int, width: int, max_tokens: int,
 
 def test_a_search_that_goes_on_is_as_short_as_its_beams() -> None:
     """What all beams have in common is sent once, and nothing of beams that have died."""
-    beams = [[*range(1000), 2000 + number] for number in range(64)]
+    beams = [(*range(1000), 2000 + number) for number in range(64)]
     state = SearchState([-1.0] * 64, 1001, [-2.0] * 64)
     so_far = BeamsSoFar.of(state, beams)
-    assert so_far.beams == beams
+    assert [tuple(beam) for beam in so_far.beams] == beams
     assert len(msgspec.msgpack.encode(so_far)) < 3 * 1000 + 64 * (4 + 9 + 9) + 20
 
 

@@ -89,7 +89,11 @@ TOKENS = {"<|im_end|>": 4096}
 FILES_THAT_ADD: dict[str, Any] = {
     "added_tokens.json": TOKENS,
     "tokenizer_config.json": {"added_tokens_decoder": {"4096": {"content": "<|im_end|>"}}},
-    "tokenizer.json": {"version": "1.0", "added_tokens": [{"id": 4096, "content": "<|im_end|>"}], "model": {"vocab": {}}},
+    "tokenizer.json": {
+        "version": "1.0",
+        "added_tokens": [{"id": 4096, "content": "<|im_end|>"}],
+        "model": {"vocab": {}},
+    },
 }
 
 
@@ -109,7 +113,7 @@ async def test_what_an_adapter_was_trained_with_is_compared_and_told(
 ) -> None:
     rig = rig_of(tmp_path, text, str(shared))
     (shared / "mine" / "chat_template.jinja").write_text("{{ messages }} in another form")
-    (shared / "mine" / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": ' + '[1, ' * 1_000_000)
+    (shared / "mine" / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": ' + "[1, " * 1_000_000)
     loaded = await load(rig, shared / "mine")
     assert loaded.status_code == 200 and "Warning: the adapter's chat template is not the base's" in loaded.text
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-
 MOST_TOKENS = 1 << 31  # of a prompt or an answer
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import heapq
 import math
-import os.path
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -157,9 +157,10 @@ class BeamsSoFar(msgspec.Struct, frozen=True, array_like=True):
     ends: list[list[int]]  # of each live beam, the best first: the tokens after them
 
     @staticmethod
-    def of(state: SearchState, beams: Sequence[Sequence[int]]) -> BeamsSoFar:
+    def of(state: SearchState, beams: Sequence[tuple[int, ...]]) -> BeamsSoFar:
         """`beams`: the tokens of each live one, of which there are some."""
-        num_common = len(os.path.commonprefix(beams))  # of lists, too
+        low, high = min(beams), max(beams)  # what these have in common all others have, which lie between them
+        num_common = bisect_left(range(1, len(low) + 1), True, key=lambda number: low[:number] != high[:number])
         ends = [[*beam[num_common:]] for beam in beams]
         return BeamsSoFar([*state.totals], [*state.finished], [*beams[0][:num_common]], ends)
 
@@ -194,18 +195,20 @@ class SearchPath:
         choice = choose(self.state, one.candidates, self._rules, lambda _: False)
         chosen = [one.candidates[index] for index in choice.live]
         self.state = choice.state
-        self._rounds.append((array("I", [each.parent for each in chosen]), array("I", [each.token_id for each in chosen])))
+        self._rounds.append(
+            (array("I", [each.parent for each in chosen]), array("I", [each.token_id for each in chosen]))
+        )
 
     @property
     def so_far(self) -> BeamsSoFar | None:
         """None: no round has been chosen, or the search is over."""
-        beams = list[list[int]]()
+        beams = list[tuple[int, ...]]()
         for beam in range(len(self.state.totals)):
             token_ids = list[int]()
             for parents, tokens in reversed(self._rounds):
                 token_ids.append(tokens[beam])
                 beam = parents[beam]
-            beams.append([*self._begun[beam], *reversed(token_ids)])
+            beams.append((*self._begun[beam], *reversed(token_ids)))
         return BeamsSoFar.of(self.state, beams) if beams and beams[0] else None
 
 
