@@ -140,6 +140,7 @@ class BatchRunner:
                 return structs.replace(batch, status="cancelled", cancelled_at=now)
             if batch.status != "validating":
                 return batch
+            batch = structs.replace(batch, model=check.model)
             if check.errors:
                 return structs.replace(batch, status="failed", failed_at=now, errors=tuple(check.errors))
             return structs.replace(batch, status="in_progress", in_progress_at=now, num_lines=check.num_lines)

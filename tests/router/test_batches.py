@@ -178,7 +178,7 @@ async def test_lines_are_answered_as_requests_are(running: RealFront, charges: C
     file_id = await owner.upload(lines)
     batch_id = await owner.create(file_id, metadata={"night": "first"})
     batch = await owner.ended(batch_id)
-    assert (batch["status"], batch["errors"]) == ("completed", None)
+    assert (batch["status"], batch["errors"], batch["model"]) == ("completed", None, OWNERS_ADAPTER)
     assert charges.has_background == {True}
     assert batch["request_counts"] == {"total": 22, "completed": 21, "failed": 1}
     assert (batch["metadata"], batch["input_file_id"]) == ({"night": "first"}, file_id)
@@ -242,6 +242,8 @@ WRONG = [
     ("invalid_body", "body", [GOOD | {"body": 3}], 1),
     ("invalid_body", "body", [GOOD | {"body": {}}], 1),
     ("invalid_body", "body.stream", [GOOD | {"body": GOOD["body"] | {"stream": True}}], 1),
+    ("invalid_body", "body.model", [line("x", model="")], 1),
+    ("invalid_body", "body.model", [line("x", model="m" * 513)], 1),
     ("mismatched_model", "body.model", [GOOD, line("y", model="other")], 2),
 ]
 
