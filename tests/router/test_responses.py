@@ -452,7 +452,7 @@ async def test_unknown_fields_within_a_response_are_named(rig: RouterRig) -> Non
     answer = await post(rig, "/v1/responses", input="hi", tools=[tool], tool_choice="none", **own)
     expected = "ignored fields: reasoning.context, text.tone, tools[].defer_loading, tools"  # no template shows them
     assert (answer.status_code, answer.headers["x-motet-warning"]) == (200, expected)
-    known = {"reasoning": None, "text": {}, "tools": None}
+    known: dict[str, Any] = {"reasoning": None, "text": {}, "tools": None}
     answer = await post(rig, "/v1/responses", input="hi", **known)
     assert (answer.status_code, answer.headers.get("x-motet-warning")) == (200, None)
 
