@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, run, scheduler
+from motet.workers.memory import prefix_cache
+from motet.workers.memory.paged_memory import PagedMemory
 from motet.workers.plan import INT32_BYTES, StepPlan
 from motet.workers.scheduling.measured_costs import MeasuredCosts, PageCosts, is_worth_bringing
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import SequenceRequest
-from motet.workers.wire.page_keys import first_link, next_keys, short_key
+from motet.workers.wire.page_keys import PageKey, first_link, next_keys, short_key
 
 PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four
 
@@ -351,3 +354,27 @@ def test_one_slow_copy_does_not_switch_copies_off() -> None:
         costs.observe_copy("disk", 8, seconds=15.0)
     assert is_worth_bringing(8, costs.costs("host"))
     assert not is_worth_bringing(8, costs.costs("disk"))
+
+
+@given(seed=st.integers(0, 2**32), most_given_back=st.integers(1, 4))
+def test_what_is_left_of_prefixes_that_are_released_little_by_little_is_their_beginnings(
+    seed: int, most_given_back: int
+) -> None:
+    """Though pages are evicted meanwhile."""
+    rng = random.Random(seed)
+    memory = PagedMemory(60, lambda: 1.0, lambda key: 1.0)
+    prefixes, chains = memory.prefixes, list[list[PageKey]]()
+    with patch.object(prefix_cache, "MOST_GIVEN_BACK", most_given_back):
+        for number in range(40):
+            prefixes.begin_step()
+            if rng.random() < 0.5:
+                pages = memory.allocator.allocate(rng.randint(1, 20)) or ()
+                chains.append([bytes([number, depth]) for depth in range(len(pages))])
+                for depth, page in enumerate(pages):
+                    assert prefixes.insert(page, chains[-1][depth], depth)
+                prefixes.release_later(pages, None)
+            memory.make_room(memory.allocator.num_free + rng.randint(0, 3), frozenset())
+            memory.check_integrity([])
+            for chain in chains:
+                num_here = sum(prefixes.page_of(key) is not None for key in chain)
+                assert len(prefixes.find(chain)) == num_here, "a page is kept that cannot be found"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -267,6 +267,16 @@ def test_many_that_share_a_long_document_start_little_by_little(monkeypatch: pyt
     assert 100 * 512 // 1024 - 5 < num_steps < 60
 
 
+def test_long_prompts_take_few_look_ups_where_layers_have_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of their pages is in the pool, and any of them could begin the window that is."""
+    monkeypatch.setattr(prefix_reuse, "MOST_KEYS", 100_000)  # all are made when they arrive
+    s = Scheduler(GangLimits(131_072, 1000, 16, 20_000, 512, 64, window=4096), frozenset({1}), lambda ref: 2)
+    s.memory.prefixes._pages = PagesWithCalls()
+    for i in range(16):
+        s.add(asking(i, long_prompt(i, 2000), max_tokens=4), 0)
+    assert num_calls(s.schedule) < 16 * 2000  # and ten times as many if each page were looked up
+
+
 @pytest.mark.parametrize("has_bursts", [False, True])
 def test_tenants_whose_prompts_burst_in_cost_a_step_nothing(has_bursts: bool) -> None:
     """Each of so many decodes, and has others waiting."""
@@ -299,6 +309,34 @@ def test_pages_of_ended_sequences_are_released_as_fast_as_they_come(monkeypatch:
     assert num_added > 2000
     assert s.memory.prefixes.num_leaving < 64 * 8 * 64
     s.check_integrity()
+
+
+def test_pages_that_others_hold_are_not_all_released_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that is behind preempts sequences that share a document of 512 pages, of which none becomes room."""
+    monkeypatch.setattr(prefix_cache, "MOST_GIVEN_BACK", 32)
+    monkeypatch.setattr(prefix_cache, "_MOST_FOR_ROOM", 64)
+    s, num_released = gang(64, num_pages=1000, budget=2048), 0
+    for i in range(60):
+        s.add(asking(i, [*_DOCUMENT, *[i] * 20], max_tokens=1000), 0)
+    while s.load().gauges.num_waiting or s.load().gauges.num_queued_tokens > 60:
+        s.commit(plan := s.schedule(), quick_result(plan))
+    release, most_released = s.memory.allocator.release, 0
+
+    def counting(pages: Sequence[int]) -> None:
+        nonlocal num_released
+        num_released += len(pages)
+        release(pages)
+
+    monkeypatch.setattr(s.memory.allocator, "release", counting)
+    for i in range(4):
+        s.add(asking(100 + i, long_prompt(i, 120), max_tokens=4, tenant="quiet"), 0)
+    while s.load().gauges.num_waiting > s.load().counters.num_preemptions:
+        num_released = 0
+        s.commit(plan := s.schedule(), quick_result(plan))
+        s.check_integrity()
+        most_released = max(most_released, num_released)
+    assert s.load().counters.num_fair_preemptions >= 8
+    assert most_released < 1500  # with all that eight sequences hold more than 4,096
 
 
 def test_an_engine_does_not_sleep_while_pages_are_to_be_released() -> None:
