@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from motet.benchmarks.papers.knees import COSTS, MODEL, NUM_ROWS
+from motet.benchmarks.papers.knees import COSTS, MODEL
 from motet.benchmarks.papers.nanoflow import DEGREE
+from motet.benchmarks.papers.pipeline import NUM_ROWS
 from motet.benchmarks.rigs.published_bases import BASES
 from motet.benchmarks.scarce.page_reserve import LENGTHS
 from motet.cluster.config import MotetConfig
@@ -46,7 +47,11 @@ class Talked:
 
 def conversations(number: int, num_rounds: int = NUM_ROUNDS) -> list[list[tuple[int, int]]]:
     """Tokens of each round's question and answer."""
-    drawn = LENGTHS["LMSYS"].draw(number * num_rounds, seed=4)
+    longest = 8192 // (2 * num_rounds)  # all rounds fit the context
+    drawn = [
+        (min(question, longest), min(answer, longest))
+        for question, answer in LENGTHS["LMSYS"].draw(number * num_rounds, seed=4)
+    ]
     return [drawn[first : first + num_rounds] for first in range(0, len(drawn), num_rounds)]
 
 

@@ -95,7 +95,7 @@ def tokens_per_s(schedule: Schedule) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--limit-s", type=float, default=40.0, help="of each search of shares (default 40)")
+    parser.add_argument("--limit-s", type=float, default=60.0, help="of each search of shares (default 60)")
     parser.add_argument("--svg", type=Path, help="writes a picture of the best schedule")
     arguments = parser.parse_args()
     layer = measured_layer()

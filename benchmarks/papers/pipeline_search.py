@@ -313,18 +313,20 @@ class _Program:
                 self._add(self._share[one] + self._share[other] <= 2 - overlap)
         for three in itertools.combinations(self._operations, 3):
             if len({one.work.resource for one in three}) == 3:
-                pairs = [overlaps.get(frozenset(pair)) for pair in itertools.combinations(three, 2)]
-                if all(pair is not None for pair in pairs):
-                    self._add(sum(self._share[one] for one in three) <= 4 - sum(pairs))
+                pairs = [frozenset(pair) for pair in itertools.combinations(three, 2)]
+                if overlaps.keys() >= set(pairs):
+                    shares = sum(self._share[one] for one in three)
+                    self._add(shares <= 4 - sum(overlaps[pair] for pair in pairs))
 
     def solve(self, begin: _Program | None = None) -> None:
         """`begin`: a program of the same variables, whose solution is one of this program too.
 
         Raises RuntimeError if no schedule was found in time.
         """
-        if begin is not None:
+        self._solver.setObjective(self._rate, highspy.ObjSense.kMaximize)
+        if begin is not None:  # set last: other changes of the program would drop it
             self._solver.setSolution(begin._solver.getSolution())
-        self._solver.maximize(self._rate)
+        self._solver.solve()
         if self._solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             raise RuntimeError("no schedule was found within the time limit")
 

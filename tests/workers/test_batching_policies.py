@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from motet.benchmarks.papers import conversations, knees, orca, paged, slora
 from motet.benchmarks.papers.policies import Continuous, Dynamic, Reserved, first_fit, known, largest, power_of_two
-from motet.benchmarks.papers.virtual_load import Job, run
+from motet.benchmarks.papers.virtual_load import BLOCK_SIZE, Job, run
 
 jobs = st.lists(st.builds(Job, st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=30)
 
@@ -139,7 +139,7 @@ def test_the_first_fit_is_the_first_gap(sizes: list[int], chance: Random, wanted
 
 
 def test_one_piece_holds_what_runs_and_nothing_twice() -> None:
-    adapter, kv = slora.bytes_of(slora.rank_of("3")), 8 * slora.PAGE_BYTES // slora.BLOCK_SIZE
+    adapter, kv = slora.bytes_of(slora.rank_of("3")), 8 * slora.PAGE_BYTES // BLOCK_SIZE
     policy = slora.OnePiece(adapter + 2 * kv)
     first, second, third = (Job(4, 4, adapter="3") for _ in range(3))
     assert policy.admit([first, second, third], 0, 0.0, True) == 2
@@ -153,16 +153,18 @@ def test_one_piece_holds_what_runs_and_nothing_twice() -> None:
 
 
 def test_one_pool_loses_least_of_the_memory() -> None:
-    found = slora.fragmentation(50, 150)
+    found = slora.fragmentation(50, 300)
     assert all(one.lost + one.free > -1e-9 and one.tokens > 0 and one.adapters > 0 for one in found.values())
     assert found["one pool"].tokens > max(found["own pool"].tokens, found["one piece"].tokens)
 
 
-def test_a_knee_lies_below_what_a_gang_can_serve() -> None:
-    load = "LMSYS"
-    capacity = knees.full_tokens_per_s(load) / (102 + 222)
-    assert knees.token_s(load, 0.3 * capacity, 4.0) < knees.token_s(load, 3 * capacity, 4.0)
-    assert 0.4 * capacity < knees.knee(load, 20.0, 1) < 1.2 * capacity
+def test_a_knee_lies_where_latency_meets_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests a second wait longer; so short a trace fills no gang."""
+    assert 0 < knees.token_s("LMSYS", 8.0, 4.0) < knees.token_s("LMSYS", 80.0, 4.0) < knees.TOKEN_S
+    with pytest.raises(ValueError, match="do not enclose"):
+        knees.knee("LMSYS", 2.0, 1)
+    monkeypatch.setattr(knees, "token_s", lambda load, rate, arrivals_s: rate / 100)
+    assert knees.knee("LMSYS", 4.0, 2) == pytest.approx(100 * knees.TOKEN_S)
 
 
 def test_rounds_compute_less_where_their_kv_is_kept(
