@@ -5,7 +5,7 @@ adapters in 3 batches of 2 lengths are run on motet's engine, in turns, so that 
 load is replayed on the same scheduler in virtual time. Both are driven by one function (`workers/costs/replay.py`).
 
 The machine's speed drifts by a tenth within a minute: all steps are fitted together, and the costs of a turn are scaled
-by the median of the steps measured before and after its loads, none of which is of a load that is compared.
+by the median of its own measured steps, none of which is of a load that is compared.
 
 Times of the engine are CPU seconds of the thread that computes its steps: on a machine that does nothing else they are
 what a clock shows, and other programs disturb them less. Published (arXiv 2602.24044): a digital twin within 5 %.
@@ -19,8 +19,11 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
+
+import msgspec
 
 from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.rigs import random_model
@@ -41,11 +44,11 @@ from motet.workers.costs.trace import TracedRequest
 from motet.workers.engine_builder import build_engine, build_virtual_engine
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding
-from motet.workers.plan import StepPlan
 from motet.workers.wire.messages import AdapterRef
 
 ADAPTERS, BATCHES, LENGTHS = (0, 8, 64), (4, 14, 32), ((26, 22), (110, 14))  # lengths: of prompts and answers
 POOL_BYTES = 3 << 30  # all adapters and all sequences
+VIRTUAL_ID = 10**7
 
 
 @dataclass(frozen=True)
@@ -81,14 +84,16 @@ def main() -> None:
         stored = random_adapters(AdapterStore(config.store_path), layout, max(ADAPTERS))
         refs = {str(number): ref for number, ref in enumerate(stored)}
         costs, scales, real, real_s = _run(config, model_path, refs, loads, arguments.turns)
-        virtual, virtual_s = _replayed(config, costs, scales, refs, loads)
+        began_s = time.process_time()
+        virtual = {load: _replayed(config, _scaled(costs, scales[load]), refs, load) for load in loads}
+        virtual_s = time.process_time() - began_s
     _report(costs, real, virtual, real_s / virtual_s)
 
 
 def _run(
     config: EngineConfig, model_path: Path, refs: Mapping[str, AdapterRef], loads: list[Load], turns: int
-) -> tuple[StepCosts, list[float], dict[Load, Replayed], float]:
-    """A fit of all measured steps, the factor on it of each turn, what the engine did, and its seconds."""
+) -> tuple[StepCosts, dict[Load, float], dict[Load, Replayed], float]:
+    """A fit of all measured steps, by load the factor on it, what the engine did, and its seconds."""
     engine = build_engine(config, clock=computing_s)
     engine.executor = recording = RecordingExecutor(engine.executor, computing_s)
     adapters, measured = list(refs.values()), recording.steps
@@ -108,56 +113,26 @@ def _run(
                 real_s += computing_s() - began_s
                 free_id += load.batch
         recording.steps = measured
-        first_steps.append(len(measured))
-        record_loads(engine, recording, adapters[:NUM_ADAPTERS], free_id)
-        costs = costs_of(recording, engine.info, model_path)
-        ratios = [seconds / costs.shape_s(shape) for shape, seconds in measured]
-        ends = [*first_steps[2:], len(ratios)]  # of the steps that were measured after a turn's loads
-        return costs, [median(ratios[first:last]) for first, last in zip(first_steps, ends, strict=False)], real, real_s
+        costs, scales = costs_of(recording, engine.info, model_path), dict[Load, float]()
+        for turn, (first, last) in enumerate(pairwise([*first_steps, len(measured)])):
+            ratios = [seconds / costs.shape_s(shape) for shape, seconds in measured[first:last]]
+            scales |= dict.fromkeys(loads[turn::turns], median(ratios))
+        return costs, scales, real, real_s
     finally:
         engine.close()
 
 
-@dataclass
-class _TurnCosts:
-    """`PlanCosts` of the machine's speed in one turn."""
-
-    costs: StepCosts
-    scale: float = 1.0
-
-    def step_s(self, plan: StepPlan) -> float:
-        return self.scale * self.costs.step_s(plan)
-
-    def load_s(self, num_pages: int, *, from_store: bool) -> float:
-        return self.costs.load_s(num_pages, from_store=from_store)
-
-    def move_s(self, num_pages: int) -> float:
-        return self.costs.move_s(num_pages)
+def _scaled(costs: StepCosts, factor: float) -> StepCosts:
+    return msgspec.structs.replace(costs, coefficients=tuple([factor * each for each in costs.coefficients]))
 
 
-def _replayed(
-    config: EngineConfig, costs: StepCosts, scales: list[float], refs: Mapping[str, AdapterRef], loads: list[Load]
-) -> tuple[dict[Load, Replayed], float]:
-    """What each load gives in virtual time, and the CPU seconds of these loads.
-
-    One engine runs all that the real one ran, in the same order: how many prompt tokens a step gets depends on what
-    steps before it took.
-    """
-    turn_costs, adapters = _TurnCosts(costs), list(refs.values())
-    executor = VirtualExecutor(turn_costs)
-    recording = RecordingExecutor(executor, executor.clock)
-    engine = build_virtual_engine(config, recording, executor.clock)
-    warm = [TracedRequest(0.0, 2, 1, name) for name in refs]
-    replay(engine, warm, refs, executor.clock, executor.wait)
-    found, virtual_s, free_id, turns = dict[Load, Replayed](), 0.0, len(warm), len(scales)
-    for turn, turn_costs.scale in enumerate(scales):
-        free_id = record_loads(engine, recording, adapters[:NUM_ADAPTERS], free_id)
-        for load in loads[turn::turns]:
-            began_s = time.process_time()
-            found[load] = replay(engine, load.requests, refs, executor.clock, executor.wait, free_id)
-            virtual_s += time.process_time() - began_s
-            free_id += load.batch
-    return found, virtual_s
+def _replayed(config: EngineConfig, costs: StepCosts, refs: Mapping[str, AdapterRef], load: Load) -> Replayed:
+    """With the adapters of the load in the pool, as they are there in the engine's."""
+    executor = VirtualExecutor(costs)
+    engine = build_virtual_engine(config, executor, executor.clock)
+    warm = [TracedRequest(0.0, 2, 1, str(number)) for number in range(load.num_adapters)]
+    replay(engine, warm, refs, executor.clock, executor.wait, VIRTUAL_ID)
+    return replay(engine, load.requests, refs, executor.clock, executor.wait)
 
 
 def _report(costs: StepCosts, real: Mapping[Load, Replayed], virtual: Mapping[Load, Replayed], speed: float) -> None:
