@@ -90,16 +90,18 @@ class OwnPool(Continuous):
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
         self._users = Counter[str]()
-        self.used: list[int] = []  # pages, when a request must wait
+        self.used: list[int] = []  # pages, in each step
 
     def admit(self, waiting: MutableSequence[Job], num_running: int, now_s: float, is_last: bool) -> int:
-        for number, job in enumerate(waiting):
+        number = 0
+        for number, job in enumerate(waiting, start=1):
             assert job.adapter is not None
             if self._taken(job.adapter) > self._num_pages:
-                self.used.append(self._taken())
-                return number
+                number -= 1
+                break
             self._users[job.adapter] += 1
-        return len(waiting)
+        self.used.append(self._taken())
+        return number
 
     def _taken(self, *more: str) -> int:
         return sum(pages_of(rank_of(adapter)) for adapter in {*self._users, *more})
@@ -202,7 +204,7 @@ def fragmentation(num_adapters: int, number: int = NUM_JOBS) -> dict[str, Filled
     held = fmean(paged.held_tokens) / num_tokens
     found["one pool"] = _filled(paged, tokens, pages / padded, held - tokens + pages * (1 - 1 / padded))
     apart, policy = own_pool(jobs)
-    tokens, pages = apart.filled(num_tokens), fmean(policy.used or [0]) / NUM_PAGES
+    tokens, pages = apart.filled(num_tokens), fmean(policy.used) / NUM_PAGES
     held = fmean(apart.held_tokens) / num_tokens
     found["own pool"] = _filled(apart, tokens, pages / padded, held - tokens + pages * (1 - 1 / padded))
     pieces = OnePiece(NUM_PAGES * PAGE_BYTES)
