@@ -71,6 +71,7 @@ async def use_everything(front: RealFront) -> None:
             await asked(front, "POST", "/v1/completions", json={**body, "user": f"u{i}"})
             for i in range(NUM_ANSWERS // 2)
         ]
+        await front.canaries.flush()
         said = {"thumb": "up", "comment": COMMENT}
         told = await asyncio.gather(
             *(asked(front, "POST", "/v1/feedback", json={"id": answer["id"], **said}) for answer in answers)
