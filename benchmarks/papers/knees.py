@@ -65,7 +65,7 @@ def full_tokens_per_s(load: str) -> float:
 def knee(load: str, arrivals_s: float = ARRIVALS_S, num_halvings: int = 4) -> float:
     """Requests a second, between two rates whose latencies lie on both sides of the objective."""
     capacity = full_tokens_per_s(load) / (LOADS[load].prompt[0] + LOADS[load].answer[0])
-    below, above = 0.4 * capacity, 1.2 * capacity
+    below, above = 0.4 * capacity, 1.6 * capacity
     times = [token_s(load, rate, arrivals_s) for rate in (below, above)]
     if not times[0] < TOKEN_S < times[1]:
         raise ValueError(f"{load}: {times[0]:.3f} s and {times[1]:.3f} s do not enclose {TOKEN_S} s")

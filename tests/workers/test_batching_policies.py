@@ -153,7 +153,7 @@ def test_one_piece_holds_what_runs_and_nothing_twice() -> None:
 
 
 def test_one_pool_loses_least_of_the_memory() -> None:
-    found = slora.fragmentation(50, 300)
+    found = slora.fragmentation(slora.FRAGMENTED_ADAPTERS)
     assert all(one.lost + one.free > -1e-9 and one.tokens > 0 and one.adapters > 0 for one in found.values())
     assert found["one pool"].tokens > max(found["own pool"].tokens, found["one piece"].tokens)
 
