@@ -10,8 +10,9 @@ likely first, and always at least one. A row's draw depends on nothing but its o
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import torch
@@ -44,11 +45,16 @@ class Penalty:
 
 
 NOT_FINITE: Final = -1  # what `highest` returns in place of a token
+NO_MASKS: Final[Mapping[int, bytes]] = MappingProxyType({})
 
 
 class SamplingKernels(Protocol):
     """For a CPU; of a GPU's rows `joint_sampling.ChoicesUnderWay` has all tokens. Logits are `[num_rows, vocab]`
-    float32, tokens int64."""
+    float32, tokens int64.
+
+    `masks`: by row, of those that may have only some tokens: a bit for each token, the lowest first, in whole int32
+    words; what is 0 counts as if it were no token.
+    """
 
     def penalise(self, logits: torch.Tensor, rows: Sequence[int], penalties: Sequence[Penalty]) -> None:
         """Changes each of `rows` as the `Penalty` of the same index says, in place: first repetition, then the others.
@@ -56,13 +62,15 @@ class SamplingKernels(Protocol):
         No row is named twice.
         """
 
-    def highest(self, logits: torch.Tensor) -> torch.Tensor:
+    def highest(self, logits: torch.Tensor, masks: Mapping[int, bytes] = NO_MASKS) -> torch.Tensor:
         """The token with the highest logit of each row, `[num_rows]`; of equal logits the first token.
 
         NOT_FINITE for a row whose highest logit is infinite, or that has a NaN.
         """
 
-    def draw(self, logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> torch.Tensor:
+    def draw(
+        self, logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw], masks: Mapping[int, bytes] = NO_MASKS
+    ) -> torch.Tensor:
         """A token for each of `rows`, drawn by the `Draw` of the same index: `[len(rows)]`.
 
         The highest logit of each of these rows must be finite.

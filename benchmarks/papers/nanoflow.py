@@ -29,8 +29,8 @@ LENGTHS = {  # means of the paper's three loads, table 4
     "LMSYS": Lengths(102, 222),
     "ShareGPT": Lengths(246, 322),
 }
-CONTEXT = LENGTHS["Splitwise"].prompt + LENGTHS["Splitwise"].answer
-BATCH = Batch((CONTEXT,) * 1024, (Chunk(0, 1024),))  # B = 2,048
+# B = 2,048 of prompts of 512 tokens and answers of 1,024, halfway through: two of three rows decode.
+BATCH = Batch((512 + 1024 // 2,) * 1365, (Chunk(0, 512), Chunk(0, 171)))
 
 
 @dataclass(frozen=True)

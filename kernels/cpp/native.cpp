@@ -119,9 +119,9 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
             add_rms_norm(x, x_stride, residual, (const T*)weight, total, normed, num_rows, width, eps, num_threads);   \
     }
 
-MOTET_CALL void highest_tokens(const float* logits, int64_t stride, int64_t vocab, int64_t num_rows, int64_t* tokens,
-                               int num_threads) {
-    highest(logits, stride, vocab, num_rows, tokens, num_threads);
+MOTET_CALL void highest_tokens(const float* logits, int64_t stride, int64_t vocab, const void* masks, int64_t num_rows,
+                               int64_t* tokens, int num_threads) {
+    highest(logits, stride, vocab, (const Mask*)masks, num_rows, tokens, num_threads);
 }
 
 MOTET_CALL void penalise_tokens(float* logits, int64_t stride, const void* rows, int64_t num_rows, const void* factors,
@@ -129,9 +129,9 @@ MOTET_CALL void penalise_tokens(float* logits, int64_t stride, const void* rows,
     penalise(logits, stride, (const PenalisedRow*)rows, num_rows, (const PenaltyFactors*)factors, num_threads);
 }
 
-MOTET_CALL void draw_tokens(const float* logits, int64_t stride, int64_t vocab, const int64_t* rows, int64_t num_rows,
-                            const void* draws, int64_t* tokens, int num_threads) {
-    draw(logits, stride, vocab, rows, num_rows, (const Draw*)draws, tokens, num_threads);
+MOTET_CALL void draw_tokens(const float* logits, int64_t stride, int64_t vocab, const void* masks, const int64_t* rows,
+                            int64_t num_rows, const void* draws, int64_t* tokens, int num_threads) {
+    draw(logits, stride, vocab, (const Mask*)masks, rows, num_rows, (const Draw*)draws, tokens, num_threads);
 }
 
 MOTET_KERNELS(float32, float)

@@ -35,29 +35,70 @@ inline DoublePart exponential(DoublePart x) {
     return x < -700.0 ? DoublePart{} : series * (DoublePart)exponent;
 }
 
-// The index of the highest of `vocab` logits, of equal ones the first; -1 if it is infinite or any logit is NaN.
-inline int64_t highest(const float* logits, int64_t vocab) {
+// Which tokens may be chosen: a bit for each, the lowest first; null: all.
+typedef const uint32_t* Mask;
+
+inline bool is_allowed(Mask mask, int64_t token) { return !mask || mask[token / 32] >> token % 32 & 1; }
+
+// The highest of some logits, and their sum, which is NaN if one of them is (or if infinities cancel out).
+struct Peak {
+    float most, sum;
+};
+
+inline Peak peak(const float* logits, int64_t num) {
+    int64_t i = 0;
+    Floats high = broadcast(-INFINITY), total = broadcast(0);
+    for (; i + kLanes <= num; i += kLanes) {
+        const Floats own = load(logits + i);
+        high = larger(own, high);
+        total += own;
+    }
+    Peak found = {largest(high), sum(total)};
+    for (; i < num; i++) found.most = std::max(found.most, logits[i]), found.sum += logits[i];
+    return found;
+}
+
+// The same of those that a mask allows. Logits of which it allows none are not read.
+inline Peak peak(const float* logits, int64_t num, Mask mask) {
+    IntPart lane_bits;
+    for (int lane = 0; lane < kRegister; lane++) lane_bits[lane] = 1 << lane;
+    FloatPart high = FloatPart{} - INFINITY, total = {};
+    Peak last = {-INFINITY, 0};  // of a word that the vocabulary ends in
+    for (int64_t at = 0; at < num; at += 32) {
+        const uint32_t bits = mask[at / 32];
+        if (!bits) continue;
+        if (at + 32 > num) {
+            for (int64_t i = at; i < num; i++)
+                if (is_allowed(mask, i)) last.most = std::max(last.most, logits[i]), last.sum += logits[i];
+            break;
+        }
+        for (int lane = 0; lane < 32; lane += kRegister) {
+            FloatPart own;
+            std::memcpy(&own, logits + at + lane, sizeof own);
+            const IntPart on = (IntPart{} + int32_t(bits >> lane)) & lane_bits;
+            high = larger(on != 0 ? own : FloatPart{} - INFINITY, high);
+            total += on != 0 ? own : FloatPart{};
+        }
+    }
+    return {std::max(last.most, largest(high)), last.sum + sum(total)};
+}
+
+// The index of the highest of `vocab` logits that `mask` allows, of equal ones the first; -1 if it is infinite or any of
+// them is NaN.
+inline int64_t highest(const float* logits, int64_t vocab, Mask mask) {
     constexpr int64_t kBlock = 2048;  // the index is searched only in the block that has the highest logit
     float most = -INFINITY;
     int64_t start = 0;
     for (int64_t at = 0; at < vocab; at += kBlock) {
-        const int64_t end = std::min(vocab, at + kBlock);
-        int64_t i = at;
-        Floats high = broadcast(-INFINITY), nothing = broadcast(0);
-        for (; i + kLanes <= end; i += kLanes) {
-            const Floats own = load(logits + i);
-            high = larger(own, high);
-            nothing += own * 0.0f;  // NaN if a logit is NaN or infinite; the scan below finds out which
-        }
-        float own = largest(high), rest = sum(nothing);
-        for (; i < end; i++) own = std::max(own, logits[i]), rest += logits[i] * 0.0f;
-        if (rest != 0)
-            for (i = at; i < end; i++)
-                if (logits[i] != logits[i]) return -1;
-        if (own > most) most = own, start = at;
+        const int64_t num = std::min(vocab - at, kBlock);
+        const Peak own = mask ? peak(logits + at, num, mask + at / 32) : peak(logits + at, num);
+        if (own.sum != own.sum)
+            for (int64_t i = at; i < at + num; i++)
+                if (logits[i] != logits[i] && is_allowed(mask, i)) return -1;
+        if (own.most > most) most = own.most, start = at;
     }
     if (most == INFINITY || most == -INFINITY) return -1;
-    while (logits[start] != most) start++;
+    while (logits[start] != most || !is_allowed(mask, start)) start++;
     return start;
 }
 
@@ -70,13 +111,13 @@ struct Draw {
 // Draws tokens, one after the other; keeps its buffers between them.
 class Drawing {
   public:
-    // A token for one row. The highest of its `num_tokens` logits must be finite.
-    int64_t token(const float* logits, int64_t num_tokens, const Draw& how) {
+    // A token for one row, of those that `mask` allows. The highest of their logits must be finite.
+    int64_t token(const float* logits, int64_t num_tokens, Mask mask, const Draw& how) {
         vocab = num_tokens;
         const bool is_filtered = how.top_k > 0 || how.top_p < 1 || how.min_p > 0;
         // The smallest temperatures have an infinite inverse, so they are raised to 1e-300. Tokens below the highest
         // logit have a probability of zero either way.
-        weigh(logits, 1 / std::max(how.temperature, 1e-300), is_filtered);
+        weigh(logits, mask, 1 / std::max(how.temperature, 1e-300), is_filtered);
         if (!is_filtered) return draw_of_all(how.uniform);
         count();
         int64_t kept = how.top_k > 0 ? std::min(vocab, int64_t(how.top_k)) : vocab;
@@ -95,7 +136,6 @@ class Drawing {
     static constexpr int64_t kBlock = 512;  // tokens whose sum is kept, so that a draw need not add all weights again
 
     int64_t vocab;
-    float highest;
     double total;
     std::vector<double> weights;   // by token, proportional to its probability; the likeliest token's is 1
     std::vector<double> blocks;    // by block of tokens, the sum of their weights
@@ -105,13 +145,10 @@ class Drawing {
     std::vector<int32_t> ordered;  // the tokens of one bucket, the likeliest first, of equal ones the first
 
     // Sets weights, blocks and total; with a filter the buckets, too.
-    void weigh(const float* logits, double inverse, bool is_filtered) {
-        highest = logits[0];
-        int64_t i = 0;
-        Floats most = broadcast(logits[0]);
-        for (; i + kLanes <= vocab; i += kLanes) most = larger(load(logits + i), most);
-        highest = largest(most);
-        for (; i < vocab; i++) highest = std::max(highest, logits[i]);
+    void weigh(const float* logits, Mask mask, double inverse, bool is_filtered) {
+        const float highest = (mask ? peak(logits, vocab, mask) : peak(logits, vocab)).most;
+        BucketPart lane_bits;
+        for (int lane = 0; lane < kDoubles; lane++) lane_bits[lane] = 1 << lane;
         const int64_t padded = (vocab + kDoubles - 1) / kDoubles * kDoubles;
         if (int64_t(weights.size()) < padded) weights.resize(size_t(padded)), bucket.resize(size_t(padded));
         blocks.clear();
@@ -119,9 +156,13 @@ class Drawing {
         for (int64_t start = 0; start < vocab; start += kBlock) {
             const int64_t end = std::min(vocab, start + kBlock);
             DoublePart sums = {};
-            for (i = start; i < end; i += kDoubles) {
+            for (int64_t i = start; i < end; i += kDoubles) {
                 NarrowPart narrow = NarrowPart{} - INFINITY;
                 std::memcpy(&narrow, logits + i, size_t(std::min<int64_t>(kDoubles, end - i)) * sizeof(float));
+                if (mask) {
+                    const BucketPart on = (BucketPart{} + int32_t(mask[i / 32] >> i % 32)) & lane_bits;
+                    narrow = on != 0 ? narrow : NarrowPart{} - INFINITY;
+                }
                 const DoublePart below = (__builtin_convertvector(narrow, DoublePart) - double(highest)) * inverse;
                 const DoublePart weight = exponential(below);
                 std::memcpy(weights.data() + i, &weight, sizeof weight);
@@ -263,21 +304,23 @@ inline void penalise(float* logits, int64_t stride, const PenalisedRow* rows, in
     });
 }
 
-// A token for each of `num_rows` of the rows of logits.
-inline void draw(const float* logits, int64_t stride, int64_t vocab, const int64_t* rows, int64_t num_rows,
-                 const Draw* draws, int64_t* tokens, int num_threads) {
+// A token for each of `num_rows` of the rows of logits. `masks`: by row; null: there are none.
+inline void draw(const float* logits, int64_t stride, int64_t vocab, const Mask* masks, const int64_t* rows,
+                 int64_t num_rows, const Draw* draws, int64_t* tokens, int num_threads) {
     Team::of_process().share(num_threads, num_rows, [&](int64_t i) {
         static thread_local std::unique_ptr<Drawing> kept;
         if (!kept) kept.reset(new Drawing);
-        tokens[i] = kept->token(logits + rows[i] * stride, vocab, draws[i]);
+        const int64_t row = rows[i];
+        tokens[i] = kept->token(logits + row * stride, vocab, masks ? masks[row] : nullptr, draws[i]);
     });
 }
 
-// The highest token of each of `num_rows` rows of logits.
-inline void highest(const float* logits, int64_t stride, int64_t vocab, int64_t num_rows, int64_t* tokens,
-                    int num_threads) {
-    Team::of_process().share(num_threads, num_rows,
-                             [&](int64_t row) { tokens[row] = highest(logits + row * stride, vocab); });
+// The highest token of each of `num_rows` rows of logits. `masks`: by row; null: there are none.
+inline void highest(const float* logits, int64_t stride, int64_t vocab, const Mask* masks, int64_t num_rows,
+                    int64_t* tokens, int num_threads) {
+    Team::of_process().share(num_threads, num_rows, [&](int64_t row) {
+        tokens[row] = highest(logits + row * stride, vocab, masks ? masks[row] : nullptr);
+    });
 }
 
 }  // namespace motet

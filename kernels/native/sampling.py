@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..sampling import Draw, Penalty
+from ..sampling import NO_MASKS, Draw, Penalty
 
 
 class NativeSampling:
@@ -18,9 +18,9 @@ class NativeSampling:
         self._num_threads = num_threads
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._draw = library["draw_tokens"]
-        self._draw.argtypes = [pointer, number, number, pointer, number, pointer, pointer, ctypes.c_int]
+        self._draw.argtypes = [pointer, number, number, pointer, pointer, number, pointer, pointer, ctypes.c_int]
         self._highest = library["highest_tokens"]
-        self._highest.argtypes = [pointer, number, number, number, pointer, ctypes.c_int]
+        self._highest.argtypes = [pointer, number, number, pointer, number, pointer, ctypes.c_int]
         self._penalise = library["penalise_tokens"]
         self._penalise.argtypes = [pointer, number, pointer, number, pointer, ctypes.c_int]
         self._draw.restype = self._highest.restype = self._penalise.restype = None
@@ -43,15 +43,25 @@ class NativeSampling:
             self._num_threads,
         )
 
-    def highest(self, logits: torch.Tensor) -> torch.Tensor:
+    def highest(self, logits: torch.Tensor, masks: Mapping[int, bytes] = NO_MASKS) -> torch.Tensor:
         """See `sampling.SamplingKernels`."""
         logits = _readable(logits)
         num_rows, vocab = logits.shape
         tokens = torch.empty(num_rows, dtype=torch.int64)
-        self._highest(logits.data_ptr(), logits.stride(0), vocab, num_rows, tokens.data_ptr(), self._num_threads)
+        self._highest(
+            logits.data_ptr(),
+            logits.stride(0),
+            vocab,
+            _table(masks, logits),
+            num_rows,
+            tokens.data_ptr(),
+            self._num_threads,
+        )
         return tokens
 
-    def draw(self, logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> torch.Tensor:
+    def draw(
+        self, logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw], masks: Mapping[int, bytes] = NO_MASKS
+    ) -> torch.Tensor:
         """See `sampling.SamplingKernels`. Of equally likely tokens the first in the vocabulary counts as likelier."""
         assert len(rows) == len(draws), "a draw for each row"
         logits = _readable(logits)
@@ -62,6 +72,7 @@ class NativeSampling:
             logits.data_ptr(),
             logits.stride(0),
             logits.shape[1],
+            _table(masks, logits),
             places.data_ptr(),
             len(rows),
             table.data_ptr(),
@@ -69,6 +80,15 @@ class NativeSampling:
             self._num_threads,
         )
         return tokens
+
+
+def _table(masks: Mapping[int, bytes], logits: torch.Tensor) -> ctypes.Array[ctypes.c_char_p] | None:
+    """Pointers to the masks, by row; None: there are none."""
+    if not masks:
+        return None
+    num_rows, vocab = logits.shape
+    assert all(len(mask) == 4 * -(-vocab // 32) for mask in masks.values()), "a mask has a bit for each token"
+    return (ctypes.c_char_p * num_rows)(*(masks.get(row) for row in range(num_rows)))
 
 
 def _readable(logits: torch.Tensor) -> torch.Tensor:

@@ -6,11 +6,12 @@ costs a wait, `joint_sampling.py` draws all together; a row's token is the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
-from ..sampling import NOT_FINITE, Draw, Penalty
+from ..sampling import NO_MASKS, NOT_FINITE, Draw, Penalty
 
 FIRST_LOOK = 1024  # likeliest tokens that are tried as candidates before the whole vocabulary is sorted
 
@@ -29,15 +30,29 @@ class PlainSampling:
             values = logits[row, at]
             logits[row, at] = torch.where(values > 0, values / repetition, values * repetition) - taken
 
-    def highest(self, logits: torch.Tensor) -> torch.Tensor:
+    def highest(self, logits: torch.Tensor, masks: Mapping[int, bytes] = NO_MASKS) -> torch.Tensor:
         """See `sampling.SamplingKernels`."""
-        values, tokens = logits.max(dim=-1)
+        values, tokens = _masked(logits, masks).max(dim=-1)
         return torch.where(values.isfinite(), tokens, NOT_FINITE)
 
-    def draw(self, logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> torch.Tensor:
+    def draw(
+        self, logits: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw], masks: Mapping[int, bytes] = NO_MASKS
+    ) -> torch.Tensor:
         """See `sampling.SamplingKernels`."""
+        logits = _masked(logits, masks)
         tokens = [draw_alone(logits[row], draw) for row, draw in zip(rows, draws, strict=True)]
         return torch.tensor(tokens, dtype=torch.int64)
+
+
+def _masked(logits: torch.Tensor, masks: Mapping[int, bytes]) -> torch.Tensor:
+    """Minus infinity for what masks do not allow."""
+    if not masks:
+        return logits
+    masked = logits.clone()
+    for row, mask in masks.items():
+        forbidden = np.unpackbits(~np.frombuffer(mask, np.uint8), count=logits.shape[1], bitorder="little")
+        masked[row].masked_fill_(torch.from_numpy(forbidden.view(np.bool_)), -torch.inf)
+    return masked
 
 
 def draw_alone(row: torch.Tensor, draw: Draw) -> int:

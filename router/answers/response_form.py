@@ -5,6 +5,7 @@ A whole answer is the last event's response of the same stream, so both have the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import count
 from typing import Any, Final
@@ -133,7 +134,7 @@ class ResponseForm:
 
     def _ended(self, usage: Usage) -> schema.Response:
         if not self._is_cut:
-            return self._response("completed", usage)
+            return self._response("completed", usage, completed_at=int(time.time()))
         return self._response("incomplete", usage, incomplete_details=schema.IncompleteDetails("max_output_tokens"))
 
     def _response(self, status: Any, usage: Usage | None = None, **more: Any) -> schema.Response:

@@ -16,6 +16,7 @@ MAX_READ: Final = 2 * MAX_LINES  # blank lines included: each costs a look
 MAX_LINE_BYTES: Final = 1 << 20
 MAX_ERRORS: Final = 20  # that a batch says
 _MAX_ID_CHARS: Final = 512
+_MAX_MODEL_CHARS: Final = 512  # more than any name has
 _PIECE_LINES, _PIECE_BYTES = 64, 1 << 20
 
 
@@ -82,7 +83,8 @@ class InputCheck:
     def __init__(self, endpoint: str) -> None:
         self.errors: list[BatchError] = []
         self.num_lines = 0
-        self._endpoint, self._model = endpoint, ""
+        self.model = ""  # of all lines
+        self._endpoint = endpoint
         self._numbers: dict[bytes, int] = {}  # by digest of a custom_id: its line
 
     @property
@@ -135,9 +137,11 @@ class InputCheck:
             return "invalid_body", f"The body does not fit: {shown(str(error), 200)}.", "body"
         if body.stream not in (None, False):
             return "invalid_body", "Lines are not streamed: leave out stream.", "body.stream"
-        self._model = self._model or body.model
-        if body.model != self._model:
-            message = f"The model {shown(body.model)} is not that of the lines before, {shown(self._model)}."
+        if not 0 < len(body.model) <= _MAX_MODEL_CHARS:
+            return "invalid_body", f"model has 1 to {_MAX_MODEL_CHARS} characters.", "body.model"
+        self.model = self.model or body.model
+        if body.model != self.model:
+            message = f"The model {shown(body.model)} is not that of the lines before, {shown(self.model)}."
             return "mismatched_model", message, "body.model"
         return None
 

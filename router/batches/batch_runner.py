@@ -7,9 +7,9 @@ import logging
 import math
 import random
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
-from typing import BinaryIO, Final, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from typing import Any, BinaryIO, Final, TypeVar
 
 from msgspec import structs
 
@@ -140,6 +140,7 @@ class BatchRunner:
                 return structs.replace(batch, status="cancelled", cancelled_at=now)
             if batch.status != "validating":
                 return batch
+            batch = structs.replace(batch, model=check.model)
             if check.errors:
                 return structs.replace(batch, status="failed", failed_at=now, errors=tuple(check.errors))
             return structs.replace(batch, status="in_progress", in_progress_at=now, num_lines=check.num_lines)
@@ -159,10 +160,9 @@ class BatchRunner:
         Lines under way, and results that are not written yet, are as many as there may be lines under way: so many at
         most are run again after this router's death.
         """
-        lines = self._lines(results)
-        under_way: set[asyncio.Task[Result | None]] = set()
+        lines, under_way = self._lines(results), _LinesUnderWay()
         ready: list[Result] = []
-        waits_since = time.monotonic()
+        num_ready_bytes, waits_since = 0, time.monotonic()
         has_more, is_whole = True, True
         await self._note(results)
         try:
@@ -178,24 +178,23 @@ class BatchRunner:
                     if (line := await anext(lines, None)) is None:
                         has_more = False
                     else:
-                        under_way.add(asyncio.create_task(self._answer(line)))
+                        under_way.begin(self._answer(line))
                 if not under_way and not ready:
                     if has_more and not self._is_ended_early():
                         continue  # no gang is there any more
                     break
                 if under_way:
-                    done, under_way = await asyncio.wait(
-                        under_way, timeout=self._pace.flush_s, return_when=asyncio.FIRST_COMPLETED
-                    )
-                    if done and not ready:
+                    ended = await under_way.ended(self._pace.flush_s)
+                    if ended and not ready:
                         waits_since = time.monotonic()
-                    answers = [task.result() for task in done]
-                    ready += [answer for answer in answers if answer is not None]
-                    is_whole &= None not in answers
+                    answers = [answer for answer in ended if answer is not None]
+                    is_whole &= len(answers) == len(ended)
+                    ready += answers
+                    num_ready_bytes += _num_bytes(answers)
                 is_due = time.monotonic() - waits_since >= self._pace.flush_s or 2 * len(ready) >= self._most_lines()
-                if ready and (is_due or not under_way or _num_bytes(ready) >= _FLUSH_BYTES):
+                if ready and (is_due or not under_way or num_ready_bytes >= _FLUSH_BYTES):
                     await self._write(results, ready)
-                    ready = []
+                    ready, num_ready_bytes = [], 0
                 await self._look()
             if self._is_leaving and (has_more or not is_whole):
                 return False
@@ -204,7 +203,7 @@ class BatchRunner:
                     await self._write(results, [Result(custom_id=line.custom_id, error=error) for line in piece])
             return True
         finally:
-            await end_tasks(*under_way)
+            await under_way.close()
             await lines.aclose()
 
     async def _answer(self, line: Line) -> Result | None:
@@ -423,6 +422,41 @@ class BatchRunner:
         file = await asyncio.to_thread(self._store.open, self.tenant_id, self._batch.input_file_id)
         with file:
             yield file
+
+
+class _LinesUnderWay:
+    """Lines that are being answered. What has ended is found without a look at all that has not."""
+
+    def __init__(self) -> None:
+        self._tasks = set[asyncio.Task[Result | None]]()
+        self._ended = list[asyncio.Task[Result | None]]()
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        """With those that have ended and were not taken."""
+        return len(self._tasks)
+
+    def begin(self, answer: Coroutine[Any, Any, Result | None]) -> None:
+        task = asyncio.create_task(answer)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[Result | None]) -> None:
+        self._ended.append(task)
+        self._news.set()
+
+    async def ended(self, wait_s: float) -> list[Result | None]:
+        """Takes those that have ended. Waits for one, but not for longer than this."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._news.wait()
+        self._news.clear()
+        ended, self._ended = self._ended, []
+        self._tasks.difference_update(ended)
+        return [task.result() for task in ended]
+
+    async def close(self) -> None:
+        await end_tasks(*self._tasks)
 
 
 def _close(opening: asyncio.Task[BatchResults]) -> None:

@@ -98,6 +98,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["batch"] = "batch"
     endpoint: Endpoint
+    model: str | None  # that the lines name; null: they have not been looked at
     errors: InputErrors | None
     input_file_id: str
     completion_window: str
@@ -134,6 +135,7 @@ def shown_batch(batch: BatchRecord) -> Batch:
     return Batch(
         id=batch.id,
         endpoint=batch.endpoint,  # type: ignore[arg-type]  # a record says only what a body has said
+        model=batch.model or None,
         errors=InputErrors(data=errors) if errors else None,
         input_file_id=batch.input_file_id,
         completion_window=batch.completion_window,

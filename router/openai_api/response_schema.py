@@ -134,6 +134,7 @@ class ResponseTerms(msgspec.Struct, frozen=True, kw_only=True):
 class Response(ResponseTerms, frozen=True, kw_only=True):
     id: str
     created_at: int
+    completed_at: int | None = None  # where the status is completed
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     model: str
     instructions: str | None

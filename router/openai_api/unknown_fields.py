@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -12,16 +13,29 @@ from msgspec import Raw
 
 from .chat_messages import ChatMessage, FunctionDefinition, Tool
 from .request_schema import ChatRequest
+from .response_request import AskedTool, ReasoningConfig, ResponsesRequest, TextConfig
 
 WARNING_HEADER: Final = b"x-motet-warning"
 MOST_NAMES: Final = 8  # in a header
 _MOST_CHARS: Final = 64  # of a name
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+_LISTS: Final = frozenset({"messages", "tools"})
+# The fields whose objects are looked into, and what these may have.
+_NESTED: Final[Mapping[type, Mapping[str, type[msgspec.Struct]]]] = MappingProxyType(
+    {
+        ChatRequest: {"messages": ChatMessage, "tools": Tool},
+        ResponsesRequest: {"reasoning": ReasoningConfig, "text": TextConfig, "tools": AskedTool},
+    }
+)
 
 
-def _strict(kind: type[msgspec.Struct], **nested: Any) -> Any:
-    """A struct that skims what fits the kind, and takes no other names. `nested`: types of fields."""
-    fields = msgspec.structs.fields(kind)
+def _strict(kind: type[msgspec.Struct]) -> Any:
+    """A struct that skims what fits the kind, and takes no other names."""
+    fields, nested = msgspec.structs.fields(kind), dict[str, Any]()
+    for name, part in _NESTED.get(kind, {}).items():
+        nested[name] = (list[_strict(part)] if name in _LISTS else _strict(part)) | None  # type: ignore[misc]
+    if kind is Tool:
+        nested["function"] = _strict(FunctionDefinition)
     return msgspec.defstruct(
         f"Skimmed{kind.__name__}",
         [(field.name, nested.get(field.name, Raw), None) for field in fields],
@@ -34,8 +48,6 @@ class _ToolNames(msgspec.Struct, frozen=True):
     function: dict[str, Raw]
 
 
-_MESSAGES: Final = list[_strict(ChatMessage)]  # type: ignore[misc]
-_TOOLS: Final = list[_strict(Tool, function=_strict(FunctionDefinition))] | None  # type: ignore[misc]
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Raw])
 _OBJECTS: Final = msgspec.json.Decoder(list[dict[str, Raw]])
 _FUNCTIONS: Final = msgspec.json.Decoder(list[_ToolNames])
@@ -44,8 +56,7 @@ _FUNCTIONS: Final = msgspec.json.Decoder(list[_ToolNames])
 @functools.cache
 def _known(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
     """Decodes bodies that have no other names. That is quick: names are looked for only where it fails."""
-    nested = {"messages": _MESSAGES, "tools": _TOOLS} if kind is ChatRequest else {}
-    return msgspec.json.Decoder(_strict(kind, **nested))
+    return msgspec.json.Decoder(_strict(kind))
 
 
 def unknown_fields(body: bytes | bytearray, kind: type[msgspec.Struct]) -> list[str]:
@@ -59,14 +70,15 @@ def unknown_fields(body: bytes | bytearray, kind: type[msgspec.Struct]) -> list[
 
 def _unknown(fields: dict[str, Raw], kind: type[msgspec.Struct]) -> Iterator[str]:
     yield from _others([fields], kind)
-    if kind is not ChatRequest:
-        return
-    yield from (f"messages[].{name}" for name in _others(_OBJECTS.decode(fields["messages"]), ChatMessage))
-    tools = fields.get("tools")
-    if tools is not None and bytes(tools) != b"null":
-        yield from (f"tools[].{name}" for name in _others(_OBJECTS.decode(tools), Tool))
-        functions = [tool.function for tool in _FUNCTIONS.decode(tools)]
-        yield from (f"tools[].function.{name}" for name in _others(functions, FunctionDefinition))
+    for field, part in _NESTED.get(kind, {}).items():
+        value = fields.get(field)
+        if value is None or bytes(value) == b"null":
+            continue
+        where, objects = (f"{field}[]", _OBJECTS.decode(value)) if field in _LISTS else (field, [_OBJECT.decode(value)])
+        yield from (f"{where}.{name}" for name in _others(objects, part))
+        if part is Tool:
+            functions = [tool.function for tool in _FUNCTIONS.decode(value)]
+            yield from (f"{where}.function.{name}" for name in _others(functions, FunctionDefinition))
 
 
 def _others(objects: Iterable[dict[str, Raw]], kind: type[msgspec.Struct]) -> Iterator[str]:

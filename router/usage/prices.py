@@ -12,6 +12,10 @@ kv_device_page_seconds = 0.5    # for 1,000,000 pages of KV for a second each
 adapter_device_page_seconds = 1  # the same, of adapters
 
 [[price]]
+adapter = "~*"                  # all private adapters of users
+output_tokens = 1.00
+
+[[price]]
 adapter = "*"                   # the base too
 prompt_tokens = 0.20
 ```
@@ -36,6 +40,7 @@ _PRICED: Final = {  # what a price is called, what is counted, and how many of t
     "kv_device_page_seconds": ("kv_device_page_ms", 1000),
     "adapter_device_page_seconds": ("adapter_device_page_ms", 1000),
 }
+_PRIVATE: Final = "~(other)"  # what private adapters are added up as
 _EXACT: Final = Context(prec=60)
 
 
@@ -67,8 +72,12 @@ class Prices:
     prices: Sequence[Price]
 
     def price_of(self, adapter: str) -> Price | None:
-        """Of an adapter's use, or of the base's. None: it costs nothing."""
-        return next((price for price in self.prices if fnmatchcase(adapter, price.pattern)), None)
+        """Of an adapter's use, or of the base's. None: it costs nothing.
+
+        Private adapters have one price: after two months their rows are added up, and amounts must stay as they are.
+        """
+        name = _PRIVATE if adapter.startswith("~") else adapter
+        return next((price for price in self.prices if fnmatchcase(name, price.pattern)), None)
 
 
 def read_prices(path: Path) -> Prices:
@@ -93,6 +102,9 @@ def _price(path: Path, entry: Mapping[str, Any]) -> Price:
     pattern = entry.get("adapter")
     if not (isinstance(pattern, str) and pattern):
         raise PricesInvalidError(f"{path}: a price has adapter = {pattern!r}: a name, or a pattern like * is needed")
+    if pattern.startswith("~") and not fnmatchcase(_PRIVATE, pattern):
+        message = "the private adapters of all users have one price: ~* is needed"
+        raise PricesInvalidError(f"{path}: a price has adapter = {pattern!r}: {message}")
     found = {}
     for name, value in rates.items():
         if name not in _PRICED:

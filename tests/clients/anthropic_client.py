@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from anthropic import Anthropic
-from demo import AGENT, ANSWER, ARGUMENTS, BASE, KEY, MESSAGES, RESULT, TOOL_ANSWER, TOOL_QUESTION, URL, WEATHER, same
+from demo import (
+    AGENT,
+    ANSWER,
+    ARGUMENTS,
+    BASE,
+    FACT,
+    JSON,
+    KEY,
+    MESSAGES,
+    RESULT,
+    SCHEMA,
+    TOOL_ANSWER,
+    TOOL_QUESTION,
+    URL,
+    WEATHER,
+    same,
+)
 
 client = Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 GREEDY = {"temperature": 0}  # an argument of older clients
@@ -35,4 +52,19 @@ def tools() -> None:
     same(last.content[0].text, TOOL_ANSWER)
 
 
-CHECKS = (text, stream, tools)
+def tools_streamed() -> None:
+    asked: Any = {"model": AGENT, "messages": [{"role": "user", "content": TOOL_QUESTION}], "tools": [TOOL]}
+    with client.messages.stream(**asked, max_tokens=100, extra_body=GREEDY) as events:
+        (call,) = (block for block in events.get_final_message().content if block.type == "tool_use")
+    same((call.name, call.input), ("weather", ARGUMENTS))
+
+
+def schema() -> None:
+    config: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    found: Any = client.messages.create(
+        model=JSON, messages=MESSAGES, max_tokens=80, output_config=config, extra_body=GREEDY
+    )
+    same(json.loads(found.content[0].text), FACT)
+
+
+CHECKS = (text, stream, tools, tools_streamed, schema)

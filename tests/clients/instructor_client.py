@@ -33,9 +33,17 @@ def schema() -> None:
     same(ask(instructor.Mode.JSON_SCHEMA, JSON, QUESTION, Fact).model_dump(), FACT)
 
 
+def schema_streamed() -> None:
+    client: Any = instructor.from_openai(OpenAI(base_url=V1, api_key=KEY), mode=instructor.Mode.JSON_SCHEMA)
+    *_, last = client.chat.completions.create_partial(
+        model=JSON, messages=[{"role": "user", "content": QUESTION}], response_model=Fact, max_retries=0, temperature=0
+    )
+    same(last.model_dump(), FACT)
+
+
 def tools() -> None:
     """The mode names its tool, and requires it."""
     ask(instructor.Mode.TOOLS, AGENT, TOOL_QUESTION, Weather)
 
 
-CHECKS = (schema, tools)
+CHECKS = (schema, schema_streamed, tools)

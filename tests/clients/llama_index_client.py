@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from demo import AGENT, ANSWER, ARGUMENTS, BASE, KEY, QUESTION, RESULT, TOOL_QUESTION, V1, same
+from demo import AGENT, ANSWER, ARGUMENTS, BASE, FACT, JSON, KEY, QUESTION, RESULT, TOOL_QUESTION, V1, same
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
+from pydantic import BaseModel
 
 
-def chat(model: str) -> Any:
+class Fact(BaseModel):
+    type: str
+    query: str
+    answer: str
+
+
+def chat(model: str, **options: Any) -> Any:
     return OpenAILike(
         model=model,
         api_base=V1,
@@ -20,6 +27,7 @@ def chat(model: str) -> Any:
         is_function_calling_model=True,
         temperature=0,
         max_retries=0,
+        **options,
     )
 
 
@@ -44,9 +52,14 @@ def tools() -> None:
     same((call.tool_name, call.tool_kwargs), ("weather", ARGUMENTS))
 
 
+def schema() -> None:
+    model = chat(JSON, should_use_structured_outputs=True).as_structured_llm(Fact)
+    same(model.chat([ChatMessage(role="user", content=QUESTION)]).raw, Fact(**FACT))
+
+
 def embeddings() -> None:
     found = OpenAILikeEmbedding(model_name=BASE, api_base=V1, api_key=KEY)
     same(len(found.get_text_embedding_batch([QUESTION, "hello"])), 2)
 
 
-CHECKS = (text, stream, tools, embeddings)
+CHECKS = (text, stream, tools, schema, embeddings)

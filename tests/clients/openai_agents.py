@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
-from demo import AGENT, ANSWER, BASE, KEY, QUESTION, RESULT, TOOL_ANSWER, TOOL_QUESTION, V1, same
+from agents import Agent, Model, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
+from demo import AGENT, ANSWER, BASE, FACT, JSON, KEY, QUESTION, RESULT, TOOL_ANSWER, TOOL_QUESTION, V1, same
 from openai import AsyncOpenAI
+from pydantic import BaseModel
 
 GREEDY = ModelSettings(temperature=0)
+
+
+class Fact(BaseModel):
+    type: str
+    query: str
+    answer: str
 
 
 def client() -> AsyncOpenAI:
@@ -31,16 +38,34 @@ def responses() -> None:
     same(Runner.run_sync(agent, QUESTION).final_output, ANSWER)
 
 
-def responses_streamed() -> None:
-    agent = Agent(name="a", model=OpenAIResponsesModel(BASE, client()), model_settings=GREEDY)
-
+def streamed(model: Model) -> str:
     async def run() -> str:
-        running = Runner.run_streamed(agent, QUESTION)
+        running = Runner.run_streamed(Agent(name="a", model=model, model_settings=GREEDY), QUESTION)
         async for _ in running.stream_events():
             pass
         return str(running.final_output)
 
-    same(asyncio.run(run()), ANSWER)
+    return asyncio.run(run())
+
+
+def stream() -> None:
+    same(streamed(OpenAIChatCompletionsModel(BASE, client())), ANSWER)
+
+
+def responses_streamed() -> None:
+    same(streamed(OpenAIResponsesModel(BASE, client())), ANSWER)
+
+
+def fact(model: Model) -> object:
+    return Runner.run_sync(Agent(name="a", model=model, model_settings=GREEDY, output_type=Fact), QUESTION).final_output
+
+
+def schema() -> None:
+    same(fact(OpenAIChatCompletionsModel(JSON, client())), Fact(**FACT))
+
+
+def responses_schema() -> None:
+    same(fact(OpenAIResponsesModel(JSON, client())), Fact(**FACT))
 
 
 def tools() -> None:
@@ -53,4 +78,4 @@ def responses_tools() -> None:
     same(Runner.run_sync(agent, TOOL_QUESTION).final_output, TOOL_ANSWER)
 
 
-CHECKS = (text, tools, responses, responses_streamed, responses_tools)
+CHECKS = (text, stream, tools, schema, responses, responses_streamed, responses_tools, responses_schema)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 from demo import AGENT, ANSWER, BASE, FACT, JSON, KEY, QUESTION, RESULT, TOOL_ANSWER, TOOL_QUESTION, V1, same
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.models import Model
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -17,36 +21,54 @@ class Fact(BaseModel):
     answer: str
 
 
+def agent(kind: type[Model], name: str, **options: Any) -> Agent[None, Any]:
+    model: Any = kind
+    return Agent(model(name, provider=provider), model_settings={"temperature": 0}, **options)
+
+
+def weather(country: str) -> str:
+    """The weather in a country now."""
+    return RESULT if country == "Peru" else "unknown"
+
+
 def text() -> None:
-    same(
-        Agent(OpenAIChatModel(BASE, provider=provider)).run_sync(QUESTION, model_settings={"temperature": 0}).output,
-        ANSWER,
-    )
+    same(agent(OpenAIChatModel, BASE).run_sync(QUESTION).output, ANSWER)
+
+
+def stream() -> None:
+    same(streamed(agent(OpenAIChatModel, BASE)), ANSWER)
+
+
+def streamed(asked: Agent[None, Any]) -> str:
+    async def run() -> str:
+        async with asked.run_stream(QUESTION) as running:
+            return "".join([piece async for piece in running.stream_text(delta=True)])
+
+    return asyncio.run(run())
 
 
 def tools() -> None:
-    agent = Agent(OpenAIChatModel(AGENT, provider=provider))
-
-    @agent.tool_plain
-    def weather(country: str) -> str:
-        """The weather in a country now."""
-        return RESULT if country == "Peru" else "unknown"
-
-    same(agent.run_sync(TOOL_QUESTION, model_settings={"temperature": 0}).output, TOOL_ANSWER)
+    same(agent(OpenAIChatModel, AGENT, tools=[weather]).run_sync(TOOL_QUESTION).output, TOOL_ANSWER)
 
 
 def schema() -> None:
-    agent = Agent(OpenAIChatModel(JSON, provider=provider), output_type=NativeOutput(Fact))
-    same(agent.run_sync(QUESTION, model_settings={"temperature": 0}).output, Fact(**FACT))
+    same(agent(OpenAIChatModel, JSON, output_type=NativeOutput(Fact)).run_sync(QUESTION).output, Fact(**FACT))
 
 
 def responses() -> None:
-    same(
-        Agent(OpenAIResponsesModel(BASE, provider=provider))
-        .run_sync(QUESTION, model_settings={"temperature": 0})
-        .output,
-        ANSWER,
-    )
+    same(agent(OpenAIResponsesModel, BASE).run_sync(QUESTION).output, ANSWER)
 
 
-CHECKS = (text, tools, schema, responses)
+def responses_streamed() -> None:
+    same(streamed(agent(OpenAIResponsesModel, BASE)), ANSWER)
+
+
+def responses_tools() -> None:
+    same(agent(OpenAIResponsesModel, AGENT, tools=[weather]).run_sync(TOOL_QUESTION).output, TOOL_ANSWER)
+
+
+def responses_schema() -> None:
+    same(agent(OpenAIResponsesModel, JSON, output_type=NativeOutput(Fact)).run_sync(QUESTION).output, Fact(**FACT))
+
+
+CHECKS = (text, stream, tools, schema, responses, responses_streamed, responses_tools, responses_schema)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -134,6 +135,46 @@ def test_the_highest_is_the_twins(
         expected.append(int((row == row.max()).nonzero()[0]) if is_good else NOT_FINITE)
     assert native.highest(logits).tolist() == expected
     assert TWIN.highest(logits).tolist() == expected
+
+
+@settings(deadline=None, max_examples=4 * EXAMPLES)
+@given(
+    vocab=st.one_of(st.integers(1, 100), st.sampled_from([2047, 2048, 2080, 4096, VOCAB])),
+    spread=st.sampled_from([0.0, 1.0, 200.0]),
+    shares=st.lists(st.sampled_from([None, 0.0, 0.002, 0.5, 0.998, 1.0]), min_size=4, max_size=4),
+    odd=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(0, VOCAB), st.sampled_from([torch.nan, torch.inf, -torch.inf])),
+        max_size=3,
+    ),
+    how=st.sampled_from([Draw(1.0, 0, 1.0, 0.0, 0.7), Draw(0.3, 5, 1.0, 0.01, 0.4), Draw(2.0, 0, 0.9, 0.0, 0.99)]),
+    seed=st.integers(0, 2**20),
+)
+def test_what_masks_leave_is_as_if_there_were_no_other_tokens(
+    native: SamplingKernels,
+    vocab: int,
+    spread: float,
+    shares: list[float | None],
+    odd: list[tuple[int, int, float]],
+    how: Draw,
+    seed: int,
+) -> None:
+    """`shares`: of the tokens that each row may have; None: it has no mask. Bits behind the vocabulary say nothing."""
+    logits = random_logits(4, vocab, spread, seed)
+    for row, place, value in odd:
+        logits[row, place % vocab] = value
+    bits, left = np.random.default_rng(seed), logits.clone()
+    masks = dict[int, bytes]()
+    for row, share in enumerate(shares):
+        if share is not None:
+            allowed = bits.random(-(-vocab // 32) * 32) < share
+            masks[row] = np.packbits(allowed, bitorder="little").tobytes()
+            left[row, torch.from_numpy(~allowed[:vocab])] = -torch.inf
+    before, expected = logits.clone(), TWIN.highest(left).tolist()
+    assert native.highest(logits, masks).tolist() == TWIN.highest(logits, masks).tolist() == expected
+    rows = [row for row in (3, 0, 2, 1) if expected[row] != NOT_FINITE]
+    drawn, of_left = native.draw(logits, rows, [how] * len(rows), masks), TWIN.draw(left, rows, [how] * len(rows))
+    assert left[rows, drawn].tolist() == left[rows, of_left].tolist()
+    assert torch.equal(logits, before) or before.isnan().any()
 
 
 def test_a_row_without_any_weight_has_no_highest(native: SamplingKernels) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import cProfile
 import errno
 import json
 import os
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from pstats import Stats
 from typing import Any
 
 import msgspec
@@ -180,7 +182,7 @@ async def test_lines_are_answered_as_requests_are(running: RealFront, charges: C
     file_id = await owner.upload(lines)
     batch_id = await owner.create(file_id, metadata={"night": "first"})
     batch = await owner.ended(batch_id)
-    assert (batch["status"], batch["errors"]) == ("completed", None)
+    assert (batch["status"], batch["errors"], batch["model"]) == ("completed", None, OWNERS_ADAPTER)
     assert charges.has_background == {True}
     assert batch["request_counts"] == {"total": 22, "completed": 21, "failed": 1}
     assert (batch["metadata"], batch["input_file_id"]) == ({"night": "first"}, file_id)
@@ -244,6 +246,8 @@ WRONG = [
     ("invalid_body", "body", [GOOD | {"body": 3}], 1),
     ("invalid_body", "body", [GOOD | {"body": {}}], 1),
     ("invalid_body", "body.stream", [GOOD | {"body": GOOD["body"] | {"stream": True}}], 1),
+    ("invalid_body", "body.model", [line("x", model="")], 1),
+    ("invalid_body", "body.model", [line("x", model="m" * 513)], 1),
     ("mismatched_model", "body.model", [GOOD, line("y", model="other")], 2),
 ]
 
@@ -409,6 +413,23 @@ async def test_a_line_that_loses_gangs_is_given_up(running: RealFront) -> None:
     (failed,) = await owner.lines(batch["error_file_id"])
     assert failed["response"]["body"]["error"]["code"] == "gang_lost"
     assert len(running.dispatcher.submitted) == batch_runner._MOST_LOST
+
+
+async def test_a_line_costs_the_same_however_many_are_under_way(running: RealFront, charges: Charges) -> None:
+    """They end one by one, which is noticed without a look at all that have not ended."""
+    num_lines = 300
+    running.config.now = replace(running.config.now, max_batch_lines=num_lines)
+    charges.opening, charges.wait_s = asyncio.Event(), 0.5
+    owner = BatchClient(running)
+    batch_id = await owner.create(await owner.upload(work(num_lines)))
+    await until(condition(lambda: charges.num_open == num_lines))
+    with cProfile.Profile() as profile:
+        charges.opening.set()
+        batch = await owner.ended(batch_id)
+    assert batch["request_counts"]["completed"] == num_lines
+    calls = {name: numbers[0] for (_, _, name), numbers in Stats(profile).stats.items()}  # type: ignore[attr-defined]
+    num_waited = sum(calls[name] for name in calls if "add_done_callback" in name)
+    assert num_lines <= num_waited < 30 * num_lines
 
 
 async def test_no_gang_pauses_a_batch(running: RealFront) -> None:

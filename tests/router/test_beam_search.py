@@ -7,13 +7,14 @@ import random
 from collections.abc import Callable
 from itertools import product
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.router.generation.beam_search import NEW_SEARCH, Beam, BeamSearch
 from motet.router.generation.beam_search import advanced as followed
-from motet.workers.wire.beams import BeamRound, BeamRules, best_candidates, forks, replayed
+from motet.workers.wire.beams import BeamRules, BeamsSoFar, SearchPath, SearchState, best_candidates, forks
 from motet.workers.wire.messages import TokenLogprobs
 
 Model = Callable[[tuple[int, ...]], list[float]]  # log-probabilities of the next token after these
@@ -159,20 +160,35 @@ def test_beams_remember_as_many_alternatives_as_asked_for() -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_a_search_is_fixed_by_its_rounds(seed: int, width: int, max_tokens: int, num_ends: int, stops: bool) -> None:
+    """And by where it was so far: it goes on from there once a beam was stopped, which the gang does not know of."""
     model = random_model(seed, 9)
     rules = BeamRules(width, max_tokens, frozenset(range(num_ends)), may_stop=stops)
     is_stopped: Callable[[Beam], bool] = lambda beam: stops and sum(beam.token_ids) % 7 == 3  # noqa: E731
-    state, rounds = NEW_SEARCH, list[BeamRound]()
+    state, path = NEW_SEARCH, SearchPath(rules)
     while state.live:
         rows = [told(model, beam, rules.num_candidates) for beam in state.live]
         one = best_candidates([beam.total for beam in state.live], rows, rules)
         assert len(one.candidates) <= 2 * (1 + stops) * width
-        state, one = followed(state, one, rules, is_stopped)
-        rounds.append(one)
-        again, beams = replayed(rounds, rules)
-        assert [*again.totals] == [beam.total for beam in state.live]
-        assert [*again.finished] == [beam.score(rules) for beam in state.finished]
-        assert [tuple(beam) for beam in beams] == [beam.token_ids for beam in state.live]
+        state, has_stopped = followed(state, one, rules, is_stopped)
+        path.add(one)
+        if has_stopped and state.live:
+            path = SearchPath(rules, state.so_far(rules))
+        if state.live:
+            so_far = state.so_far(rules)
+            assert so_far is not None and so_far == path.so_far
+            assert so_far.state(rules) == state.state(rules)
+            assert [tuple(beam) for beam in so_far.beams] == [beam.token_ids for beam in state.live]
+        elif not has_stopped:
+            assert path.so_far is None
+
+
+def test_a_search_that_goes_on_is_as_short_as_its_beams() -> None:
+    """What all beams have in common is sent once, and nothing of beams that have died."""
+    beams = [(*range(1000), 2000 + number) for number in range(64)]
+    state = SearchState([-1.0] * 64, 1001, [-2.0] * 64)
+    so_far = BeamsSoFar.of(state, beams)
+    assert [tuple(beam) for beam in so_far.beams] == beams
+    assert len(msgspec.msgpack.encode(so_far)) < 3 * 1000 + 64 * (4 + 9 + 9) + 20
 
 
 @given(st.integers(1, 8).flatmap(lambda width: st.tuples(st.just(width), st.data())))

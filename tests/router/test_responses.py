@@ -73,7 +73,7 @@ def prompt_text(rig: RouterRig) -> str:
 
 def shown(response: Any) -> dict[str, Any]:
     """What two answers to one request have in common."""
-    fields: dict[str, Any] = response.model_dump(exclude={"id", "created_at"})
+    fields: dict[str, Any] = response.model_dump(exclude={"id", "created_at", "completed_at"})
     for item in fields["output"]:
         del item["id"]
     return fields
@@ -444,6 +444,17 @@ async def test_unknown_fields_are_named_in_a_header(rig: RouterRig, route: str) 
     own = {"input": "hi"} if route == "/v1/responses" else {"messages": [{"role": "user", "content": "hi"}]}
     answer = await post(rig, route, **{"max_tokens": 9} if route == "/v1/messages" else {}, **own, colour="red")
     assert (answer.status_code, answer.headers["x-motet-warning"]) == (200, "ignored fields: colour")
+
+
+async def test_unknown_fields_within_a_response_are_named(rig: RouterRig) -> None:
+    tool = {"type": "function", "name": "f", "parameters": {}, "defer_loading": True}
+    own = {"reasoning": {"context": "auto"}, "text": {"format": None, "tone": "dry"}, "truncation": None}
+    answer = await post(rig, "/v1/responses", input="hi", tools=[tool], tool_choice="none", **own)
+    expected = "ignored fields: reasoning.context, text.tone, tools[].defer_loading, tools"  # no template shows them
+    assert (answer.status_code, answer.headers["x-motet-warning"]) == (200, expected)
+    known: dict[str, Any] = {"reasoning": None, "text": {}, "tools": None}
+    answer = await post(rig, "/v1/responses", input="hi", **known)
+    assert (answer.status_code, answer.headers.get("x-motet-warning")) == (200, None)
 
 
 async def test_its_streams_cannot_be_resumed(rig: RouterRig) -> None:

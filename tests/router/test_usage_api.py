@@ -25,6 +25,9 @@ HOUR = datetime(2026, 11, 20, 9, tzinfo=UTC)
 PRICES = """
 currency = "EUR"
 [[price]]
+adapter = "*/poet"  # fits a private adapter's name, and none that has a price
+requests = 1000
+[[price]]
 adapter = "po*"
 prompt_tokens = 0.3
 cached_tokens = 0.1
@@ -107,6 +110,23 @@ async def test_amounts_are_exact(client: httpx.AsyncClient) -> None:
     assert answer["total"]["amount"] == "0.000042442"
 
 
+async def test_amounts_stay_when_users_are_added_up(client: httpx.AsyncClient, usage: Usage) -> None:
+    """Of private adapters that patterns of the list would tell apart, as of their tenant's own."""
+    names = ("poet", "tiny", "~ann/poet", "~ann/tale", "~bob/po", "~bob/x")
+    entries = [entry(10 + n, adapter=name, user="ann" if n % 2 else "bob", version=1) for n, name in enumerate(names)]
+    await usage.ledger.take(entries)
+    span = "from=2026-11-01&to=2026-12-01"
+
+    async def amounts() -> tuple[list[Any], Any]:
+        answer = (await client.get(f"/v1/usage?by=day&{span}")).json()
+        return [row["amount"] for row in answer["data"]], answer["total"]["amount"]
+
+    users, before = {row["user"] for row in await rows(client, f"by=user&{span}")}, await amounts()
+    await usage.ledger.fold_users("acme", datetime(2027, 1, 1, tzinfo=UTC).date())
+    assert {row["user"] for row in await rows(client, f"by=user&{span}")} == {"", "(other)"} != users
+    assert await amounts() == before
+
+
 async def test_csv_has_the_same_and_no_cell_is_a_formula(client: httpx.AsyncClient, usage: Usage) -> None:
     await usage.ledger.take([entry(9, key_id="=1+1")])
     answer = await client.get(f"/v1/usage?by=key&format=csv&{SPAN}")
@@ -169,6 +189,7 @@ async def test_what_cannot_be_answered_is_a_400(client: httpx.AsyncClient, query
         ('currency = "EUR"\n[[price]]\nadapter = "*"\nrequests = nan', "from 0 on"),
         ('currency = "EUR"\n[[price]]\nadapter = "*"\nrequests = "1"', "from 0 on"),
         ('currency = "EUR"\nprices = 1', "prices"),
+        ('currency = "EUR"\n[[price]]\nadapter = "~ann/*"', "private adapters of all users"),
         ("currency = ", "TOML"),
     ],
 )

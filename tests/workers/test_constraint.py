@@ -139,6 +139,16 @@ def test_a_job_that_does_not_end_is_left_alone() -> None:
     threads.close()
 
 
+def test_a_job_that_waits_is_not_costly() -> None:
+    """As jobs do on a machine that is busy."""
+    threads, has_run = FairThreads("test", 0.01), threading.Event()
+    for job in (*[lambda: time.sleep(0.03)] * 4, has_run.set):
+        threads.submit("t", job)
+    assert_set(has_run)
+    assert not threads._is_costly(threads._tenants["t"])
+    threads.close()
+
+
 def assert_set(event: threading.Event) -> None:
     assert event.wait(PATIENCE_S)
 

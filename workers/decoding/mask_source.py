@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
-import torch
 
 from ..plan import SampledToken, StepPlan
 
@@ -45,12 +44,3 @@ def mask_of(token_ids: tuple[int, ...], vocab_size: int) -> TokenMask:
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[[*token_ids]] = 1
     return np.packbits(bits, bitorder="little").tobytes()
-
-
-def forbid(logits: torch.Tensor, masks: Mapping[int, TokenMask]) -> None:
-    """Sets logits `[num_rows, vocab]` of tokens that their row's mask does not allow to minus infinity, on a CPU."""
-    vocab_size = logits.shape[1]
-    for row, mask in masks.items():
-        bits = ~np.frombuffer(mask, np.uint8)
-        forbidden = np.unpackbits(bits, count=vocab_size, bitorder="little").view(np.bool_)
-        logits[row].masked_fill_(torch.from_numpy(forbidden), -torch.inf)

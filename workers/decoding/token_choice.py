@@ -7,23 +7,21 @@ another batch or on another gang, gets the same text.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from ...kernels.joint_sampling import ChoicesUnderWay, Chosen, RowChoice
-from ...kernels.sampling import NOT_FINITE, Draw, Penalty, SamplingKernels
+from ...kernels.sampling import NO_MASKS, NOT_FINITE, Draw, Penalty, SamplingKernels
 from ..plan import SampledToken, SamplePlan
 from ..wire.messages import TokenLogprobs
 from ..wire.token_rules import TokenRules
-from .mask_source import TokenMask, forbid, mask_of
+from .mask_source import TokenMask, mask_of
 from .token_counts import TokenCounts
 
 _MASK = (1 << 64) - 1
 _BANNED = float("-inf")
 _HIGHEST = RowChoice(None, None, {}, None)  # of most rows; made once
-_FREE: Mapping[int, TokenMask] = MappingProxyType({})
 
 
 def sample(
@@ -31,7 +29,7 @@ def sample(
     plans: Sequence[SamplePlan],
     kernels: SamplingKernels,
     counts: Sequence[TokenCounts | None] = (),
-    masks: Mapping[int, TokenMask] = _FREE,
+    masks: Mapping[int, TokenMask] = NO_MASKS,
 ) -> list[SampledToken | None]:
     """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where asked for.
 
@@ -47,19 +45,16 @@ def sample(
     penalised = [row for row, each in enumerate(counts) if each is not None]
     biased = [row for row, plan in enumerate(plans) if plan.params.logit_bias or plan.params.rules is not None]
     # Log-probabilities are those before any shaping, and which token's are wanted is known only afterwards.
-    kept = {
-        row: logits[row].clone() for row in {*penalised, *biased, *masks} if plans[row].params.num_logprobs is not None
-    }
+    kept = {row: logits[row].clone() for row in {*penalised, *biased} if plans[row].params.num_logprobs is not None}
     if penalised:
         kernels.penalise(logits, penalised, [_penalty_of(plans[row], counts[row]) for row in penalised])
     for row in biased:
         if bias := _bias_of(plans[row], counts[row] if counts else None, masks.get(row)):
             logits[row].index_add_(0, torch.tensor([*bias]), torch.tensor([*bias.values()], dtype=logits.dtype))
-    forbid(logits, masks)
-    listed = kernels.highest(logits).tolist()
+    listed = kernels.highest(logits, masks).tolist()
     drawn = [i for i, plan in enumerate(plans) if plan.params.temperature > 0 and listed[i] != NOT_FINITE]
     if drawn:
-        tokens = kernels.draw(logits, drawn, [_draw_of(plans[i]) for i in drawn])
+        tokens = kernels.draw(logits, drawn, [_draw_of(plans[i]) for i in drawn], masks)
         for row, token in zip(drawn, tokens.tolist(), strict=True):
             listed[row] = token
     for row, raw in kept.items():
@@ -72,7 +67,7 @@ def begin_sample(
     logits: torch.Tensor,
     plans: Sequence[SamplePlan],
     counts: Sequence[TokenCounts | None] = (),
-    masks: Mapping[int, TokenMask] = _FREE,
+    masks: Mapping[int, TokenMask] = NO_MASKS,
 ) -> ChoicesUnderWay:
     """As `sample` on a GPU, without a wait."""
     seen = counts or [None] * len(plans)

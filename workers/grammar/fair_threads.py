@@ -35,8 +35,9 @@ class _Worker:
 
     yields: bool  # at the lowest priority, for costly jobs alone
     thread_id: int = 0
+    cpu_clock: int = time.CLOCK_MONOTONIC  # its thread's CPU time, where the system has such a clock
     tenant: _Tenant | None = None
-    began_at: float = 0.0
+    began_at: float = 0.0  # by the clock that jobs are charged by
     is_replaced: bool = False
 
 
@@ -45,13 +46,19 @@ class FairThreads:
 
     So what a tenant's jobs cost delays its own ones, and takes no processor from steps or from other tenants. A job
     that turns out to be costly while it runs is left alone at that priority, and another thread does those of others.
+    What a job takes is its CPU time: those that wait for a busy processor would wait longer still at that priority.
     """
 
     def __init__(
-        self, name: str, costly_s: float, stack_bytes: int = 0, clock: Callable[[], float] = time.perf_counter
+        self, name: str, costly_s: float, stack_bytes: int = 0, clock: Callable[[], float] | None = None
     ) -> None:
-        """`costly_s`: a tenant's jobs are costly if they take more in the mean. `stack_bytes`: 0: as usual."""
-        self._name, self._costly_s, self._stack_bytes, self._clock = name, costly_s, stack_bytes, clock
+        """`costly_s`: a tenant's jobs are costly if they take more in the mean. `stack_bytes`: 0: as usual.
+
+        `clock`: for all times; None: the system's.
+        """
+        self._name, self._costly_s, self._stack_bytes = name, costly_s, stack_bytes
+        self._clock = clock or time.perf_counter
+        self._taken_s: Callable[[_Worker], float] = _cpu_s if clock is None else lambda worker: clock()
         self._tenants: dict[str, _Tenant] = {}
         self._wake = threading.Condition()
         self._is_closing = False
@@ -78,11 +85,12 @@ class FairThreads:
     def _replace_stuck(self) -> None:
         """Has another thread take the prompt jobs if one of them has turned out to be costly, or none does yet."""
         stuck = self._prompt
-        if stuck is not None and (stuck.tenant is None or self._clock() - stuck.began_at <= _STUCK * self._costly_s):
+        taken_s = 0.0 if stuck is None or stuck.tenant is None else self._taken_s(stuck) - stuck.began_at
+        if stuck is not None and taken_s <= _STUCK * self._costly_s:
             return
         if stuck is not None and stuck.tenant is not None:
             stuck.is_replaced = True
-            stuck.tenant.charge(self._clock() - stuck.began_at, 0, self._clock())
+            stuck.tenant.charge(taken_s, 0, self._clock())
             _yield_to_others(stuck.thread_id)
         self._prompt = _Worker(yields=False)
         self._start(self._prompt)
@@ -101,6 +109,8 @@ class FairThreads:
 
     def _run(self, worker: _Worker) -> None:
         worker.thread_id = threading.get_native_id()
+        if hasattr(time, "pthread_getcpuclockid"):
+            worker.cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
         if worker.yields:
             _yield_to_others(worker.thread_id)
         while (job := self._next(worker)) is not None:
@@ -109,9 +119,8 @@ class FairThreads:
 
     def _end_job(self, worker: _Worker) -> None:
         with self._wake:
-            now = self._clock()
             assert worker.tenant is not None
-            worker.tenant.charge(now - worker.began_at, 1, now)
+            worker.tenant.charge(self._taken_s(worker) - worker.began_at, 1, self._clock())
             worker.tenant = None
             self._wake.notify_all()  # the tenant's other jobs may be the other thread's now
 
@@ -122,7 +131,7 @@ class FairThreads:
                 here = [each for each in self._tenants.values() if each.jobs and self._is_costly(each) == worker.yields]
                 if here:
                     worker.tenant = min(here, key=lambda each: each.used_s)
-                    worker.began_at = self._clock()
+                    worker.began_at = self._taken_s(worker)
                     return worker.tenant.jobs.popleft()
                 if len(self._tenants) > _MOST_TENANTS:
                     self._forget_some()
@@ -140,6 +149,10 @@ class FairThreads:
 
     def _updated_at(self, name: str) -> float:
         return self._tenants[name].updated_at
+
+
+def _cpu_s(worker: _Worker) -> float:
+    return time.clock_gettime(worker.cpu_clock)
 
 
 def _yield_to_others(thread_id: int) -> None:

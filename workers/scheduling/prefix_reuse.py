@@ -172,9 +172,12 @@ class PrefixReuse:
             keys = self._usable_keys(sequence)
             found = self._cut(keys, self._in_pool(keys), self._most_found(sequence))
         if self._limits.window is None:
-            most = min(len(sequence.token_ids) - 1, running.num_computed)
-            num_common = common_prefix_len(sequence.token_ids[:most], running.token_ids)
-            num_pages = num_common // self._block_size
+            most = min(len(sequence.token_ids) - 1, running.num_computed) // self._block_size
+            first = slice(self._block_size)
+            if most > found.num_pages and sequence.token_ids[first] == running.token_ids[first]:
+                num_pages = _num_common_pages(sequence.token_ids, running.token_ids, most, self._block_size)
+            else:
+                num_pages = 0
             if num_pages > found.num_pages:
                 found = FoundPrefix(num_pages, running.pages[:num_pages])
         return found

@@ -56,7 +56,10 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
         return _invalid("the prompt is empty: at least one token is needed")
     if not 0 < request.weight < float("inf"):
         return _invalid(f"weight = {request.weight:g}: a positive number is needed")
-    if not all(_are_below(ids, limits.vocab_size) for ids in (request.prompt_token_ids, request.generated_token_ids)):
+    so_far = request.beams_so_far
+    beams = () if so_far is None else (so_far.common, *so_far.ends)
+    known = (request.prompt_token_ids, request.generated_token_ids, *beams)
+    if not all(_are_below(ids, limits.vocab_size) for ids in known):
         return _invalid(f"the prompt has a token id outside 0..{limits.vocab_size - 1}")
     if max_tokens is not None and max_tokens < 0:
         return _invalid(f"max_tokens = {max_tokens}: at least 0 is needed")

@@ -152,7 +152,8 @@ class Scheduler:
             error = SequenceError("invalid_request", "this gang serves no grammars")
         if error is None:
             self._arrivals += ARRIVAL_STEP
-            arrival = self._arrivals - (_HEAD_START if request.generated_token_ids or request.beam_rounds else 0)
+            has_begun = bool(request.generated_token_ids) or request.beams_so_far is not None
+            arrival = self._arrivals - (_HEAD_START if has_begun else 0)
             arrival -= _PRIORITY * request.priority if self.counters.is_fair else 0
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
             longest = max_length(request, num_adapter_pages, self._limits)
@@ -170,7 +171,7 @@ class Scheduler:
                 try:
                     self._beams.add(sequence)
                 except ValueError as problem:
-                    return SequenceError("invalid_request", f"the rounds of this beam search cannot be: {problem}")
+                    return SequenceError("invalid_request", f"this beam search cannot go on: {problem}")
             sequence.counter = self.counters.join(request.tenant, request.weight, request.is_background)
             self.latency_mode.observe(sequence)
             self._prefixes.prepare(sequence)

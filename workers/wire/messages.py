@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from .beams import BeamRound, BeamRules
+from .beams import BeamRound, BeamRules, BeamsSoFar
 from .embedding import Pooling
 from .engine_load import EngineLoad
 from .fair_shares import ServedElsewhere, TenantShare
@@ -125,7 +125,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_background: bool = False  # it yields to everybody else's
     # A beam search after the prompt: updates bring its rounds. `sampling` says nothing of how beams are chosen.
     beams: BeamRules | None = None
-    beam_rounds: list[BeamRound] = []  # of the search at other gangs: it goes on after them
+    beams_so_far: BeamsSoFar | None = None  # of the search at other gangs: it goes on from there; None: it is new
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -70,6 +70,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     subject: str = ""  # of the token that it was made with; empty: it was a key
     token: KeyRecord | None = None  # what that token allows
     endpoint: str
+    model: str = ""  # that its lines name; empty: they have not been looked at
     input_file_id: str
     completion_window: str
     metadata: dict[str, str] | None = None

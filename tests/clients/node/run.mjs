@@ -6,6 +6,7 @@ import { embedMany, generateObject, generateText, stepCountIs, streamText, tool 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import OpenAI from "openai";
+import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
 
 const [url, key] = process.argv.slice(2);
@@ -16,6 +17,7 @@ const RESULT = { sky: "sunny" };
 const FACT = { type: "capital", query: "Peru", answer: "Lima" };
 const messages = [{ role: "user", content: QUESTION }];
 
+const fact = z.object({ type: z.string(), query: z.string(), answer: z.string() });
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: key, maxRetries: 0 });
 const parameters = { type: "object", properties: { country: { type: "string" } }, required: ["country"] };
 const weather = { type: "function", function: { name: "weather", description: "The weather in a country now.", parameters } };
@@ -37,12 +39,31 @@ const openai = {
     const [call] = (await runner.finalChatCompletion()).choices[0].message.tool_calls;
     assert.deepEqual([call.function.name, JSON.parse(call.function.arguments)], ["weather", { country: "Peru" }]);
   },
+  async schema() {
+    const response_format = zodResponseFormat(fact, "fact");
+    const answer = await client.chat.completions.parse({ model: JSON_ADAPTER, messages, response_format, temperature: 0 });
+    assert.deepEqual(answer.choices[0].message.parsed, FACT);
+  },
   async responses() {
     assert.equal((await client.responses.create({ model: BASE, input: QUESTION, temperature: 0 })).output_text, ANSWER);
   },
   async responses_streamed() {
     const events = client.responses.stream({ model: BASE, input: QUESTION, temperature: 0 });
     assert.equal((await events.finalResponse()).output_text, ANSWER);
+  },
+  async responses_tools() {
+    const tools = [{ type: "function", name: "weather", description: weather.function.description, parameters, strict: false }];
+    const asked = { model: AGENT, tools, temperature: 0 };
+    const first = await client.responses.create({ ...asked, input: TOOL_QUESTION });
+    const call = first.output.find((item) => item.type === "function_call");
+    const output = { type: "function_call_output", call_id: call.call_id, output: JSON.stringify(RESULT) };
+    const input = [{ role: "user", content: TOOL_QUESTION }, ...first.output, output];
+    assert.equal((await client.responses.create({ ...asked, input })).output_text, TOOL_ANSWER);
+  },
+  async responses_schema() {
+    const text = { format: zodTextFormat(fact, "fact") };
+    const answer = await client.responses.parse({ model: JSON_ADAPTER, input: QUESTION, text, temperature: 0 });
+    assert.deepEqual(answer.output_parsed, FACT);
   },
   async embeddings() {
     const found = await client.embeddings.create({ model: BASE, input: [QUESTION, "hello"] });
@@ -52,7 +73,6 @@ const openai = {
 
 const compatible = createOpenAICompatible({ name: "motet", baseURL: `${url}/v1`, apiKey: key, supportsStructuredOutputs: true });
 const responses = createOpenAI({ baseURL: `${url}/v1`, apiKey: key });
-const fact = z.object({ type: z.string(), query: z.string(), answer: z.string() });
 const weatherTool = tool({
   description: "The weather in a country now.",
   inputSchema: z.object({ country: z.string() }),
@@ -90,6 +110,17 @@ const ai = {
     let text = "";
     for await (const part of textStream) text += part;
     assert.equal(text, ANSWER);
+  },
+  async responses_tools() {
+    const found = await generateText({
+      model: responses(AGENT), prompt: TOOL_QUESTION, temperature: 0, maxRetries: 0,
+      tools: { weather: weatherTool }, stopWhen: stepCountIs(2), providerOptions: { openai: { store: false } },
+    });
+    assert.equal(found.text, TOOL_ANSWER);
+  },
+  async responses_schema() {
+    const asked = { model: responses(JSON_ADAPTER), schema: fact, prompt: QUESTION, temperature: 0, maxRetries: 0 };
+    assert.deepEqual((await generateObject(asked)).object, FACT);
   },
   async embeddings() {
     const { embeddings } = await embedMany({ model: compatible.textEmbeddingModel(BASE), values: [QUESTION, "hello"], maxRetries: 0 });
