@@ -227,5 +227,5 @@ class SimulatedGang:
         assert all(entry.is_finished for entry in sequences._journal._entries.values())
         sequences._journal.check_integrity()
         sequences._queue_limit.check_integrity()
-        sequences._places.check_integrity()
+        sequences._running_limit.check_integrity()
         assert not sequences.num_held

@@ -15,8 +15,8 @@ from motet.router.openai_api.request_schema import (
     UnsupportedFields,
 )
 from motet.router.openai_api.unsupported_fields import refused_fields
-from motet.router.openapi.api_page import with_tables
 from motet.router.openapi.error_codes import ERRORS
+from motet.tests.rigs.api_tables import with_tables
 from motet.tests.rigs.made_api_page import made_page
 
 ROOT = Path(__file__).resolve().parents[2]

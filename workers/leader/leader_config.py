@@ -21,7 +21,7 @@ class LeaderConfig:
     max_finished_values: int  # tokens and log-probabilities of those, together
 
     @property
-    def num_tenant_places(self) -> int | None:
+    def max_tenant_running(self) -> int | None:
         """Sequences of one tenant that the engine may have at once; None: as many as there are."""
         if self.tenant_running_share == 1:
             return None

@@ -20,11 +20,11 @@ from .asked_adapters import AskedAdapters
 from .leader_config import LeaderConfig
 from .queue_limit import QueueLimit
 from .router_stream import RouterStream
+from .running_limit import RunningLimit
 from .sequence_journal import SequenceJournal
 from .sequence_log import log_arrival, log_end
 from .sequence_timers import SequenceTimers
 from .served_engine import ServedEngine
-from .tenant_places import TenantPlaces
 from .unsent_updates import whose_to_give_back
 
 _MAX_ID = (1 << 63) - 1
@@ -65,7 +65,7 @@ class RoutedSequences:
         self._last_engine_id = 0
         self._journal = SequenceJournal(config)
         self._queue_limit = QueueLimit(config)
-        self._places = TenantPlaces(config.num_tenant_places)
+        self._running_limit = RunningLimit(config.max_tenant_running)
         self.asked_adapters = AskedAdapters()
         self.num_ended: Counter[str] = Counter()  # by finish reason or kind of error; not of those that were cancelled
         self._timers = SequenceTimers(self._queue_limit, self._give_up_waiting, self._time_out)
@@ -78,7 +78,7 @@ class RoutedSequences:
         """Goes by another config from now on."""
         self._journal.change(config)
         self._queue_limit.change(config)
-        for request in self._places.change(config.num_tenant_places):
+        for request in self._running_limit.change(config.max_tenant_running):
             self._engine.receive(Submit(request))
 
     @property
@@ -89,12 +89,12 @@ class RoutedSequences:
     @property
     def num_held(self) -> int:
         """Sequences that the engine does not know yet, because their tenants have their shares of it."""
-        return self._places.num_held
+        return self._running_limit.num_held
 
     @property
     def num_held_tokens(self) -> int:
         """Of their prompts."""
-        return self._places.num_held_tokens
+        return self._running_limit.num_held_tokens
 
     @property
     def oldest_waiting_s(self) -> float:
@@ -130,7 +130,7 @@ class RoutedSequences:
         self._timers.start(engine_id, request)
         self.asked_adapters.begin(engine_id, request)
         numbered = msgspec.structs.replace(request, sequence_id=engine_id)
-        if self._places.enter(numbered):
+        if self._running_limit.enter(numbered):
             self._engine.receive(Submit(numbered))
 
     def cancel(self, stream: RouterStream, sequence_id: int) -> None:
@@ -143,7 +143,7 @@ class RoutedSequences:
             return
         listener = self._listeners.pop(engine_id)
         self._journal.forget(engine_id)
-        if self._places.is_held(engine_id):
+        if self._running_limit.is_held(engine_id):
             stream.send(SequenceUpdate(sequence_id, error=CANCELLED))
         else:
             self._cancelled[engine_id] = listener
@@ -162,7 +162,8 @@ class RoutedSequences:
             self._timers.follow(update)
             self._forward(update, now)
             if update.finish_reason is not None or update.error is not None:
-                if self._places.is_placed(update.sequence_id):  # else it was cancelled, or counted when it timed out
+                # Else it was cancelled, or was counted when it timed out.
+                if self._running_limit.is_placed(update.sequence_id):
                     self._count_end(update)
                 self._leave_place(update.sequence_id)
         self._announce_orphans()
@@ -305,7 +306,7 @@ class RoutedSequences:
 
     def _give_up(self, engine_id: int, error: SequenceError) -> None:
         """Ends a sequence with this error if it waits, in the engine or for a place of its tenant."""
-        if not self._places.is_held(engine_id):
+        if not self._running_limit.is_held(engine_id):
             self._engine.receive(GiveUpWaiting(engine_id, error))
             return
         self._timers.end(engine_id)
@@ -318,12 +319,12 @@ class RoutedSequences:
     def _leave_place(self, engine_id: int) -> None:
         """The sequence has ended: another one of its tenant may take its place."""
         self.asked_adapters.end(engine_id)
-        for following in self._places.leave(engine_id):
+        for following in self._running_limit.leave(engine_id):
             self._engine.receive(Submit(following))
 
     def _time_out(self, engine_id: int) -> None:
         """A sequence's time is over, whether it waits or runs, and whether or not it is an orphan."""
-        if self._places.is_held(engine_id):
+        if self._running_limit.is_held(engine_id):
             self._give_up(engine_id, _TIMEOUT)
         else:
             self._engine.receive(End(engine_id, _TIMEOUT))
@@ -333,7 +334,7 @@ class RoutedSequences:
 
     def _cancel_in_engine(self, engine_id: int) -> None:
         self._timers.end(engine_id)
-        if not self._places.is_held(engine_id):
+        if not self._running_limit.is_held(engine_id):
             self._engine.receive(Cancel(engine_id))
         self._leave_place(engine_id)
 

@@ -15,7 +15,6 @@ BATCH_PREFIX: Final = "batch_"
 Purpose = Literal["batch", "batch_output"]
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 ENDED: Final[frozenset[Status]] = frozenset({"completed", "failed", "expired", "cancelled"})
-RunningStatus = Literal["validating", "in_progress", "cancelling"]
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

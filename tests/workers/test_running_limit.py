@@ -11,7 +11,7 @@ from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.tenant_places import TenantPlaces
+from motet.workers.leader.running_limit import RunningLimit
 from motet.workers.wire.beams import BeamRules
 from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, Submit
 
@@ -28,7 +28,7 @@ def asked(engine_id: int, tenant: str, width: int = 1) -> SequenceRequest:
 def test_each_tenant_in_turn_and_never_more_than_its_places(
     todo: list[tuple[bool, str, int]], num_places: int, widths: list[int]
 ) -> None:
-    places = TenantPlaces(num_places)
+    places = RunningLimit(num_places)
     inside: dict[int, str] = {}
     outside: dict[int, str] = {}  # the oldest first
 
@@ -86,7 +86,7 @@ async def test_who_has_its_share_waits_though_there_are_places() -> None:
 def test_a_share_that_changes_lets_in_who_has_a_place_and_sends_nobody_away(
     todo: list[tuple[bool, str, int]], shares: list[int | None]
 ) -> None:
-    places = TenantPlaces(shares[0])
+    places = RunningLimit(shares[0])
     inside: dict[int, str] = {}
     outside: dict[int, str] = {}  # the oldest first
     for number, (comes, tenant, which) in enumerate(todo):
