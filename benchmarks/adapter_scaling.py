@@ -118,8 +118,8 @@ def make_load(
     arrivals_s = [0.0] * BATCH_SIZE  # begins with a full batch
     while arrivals_s[-1] < seconds:
         arrivals_s.append(arrivals_s[-1] + generator.expovariate(rate))
-    asked = draw_adapters(len(arrivals_s), num_adapters, exponent, seed)
-    return draw_jobs(len(arrivals_s), asked, random_model.VOCAB_SIZE, seed), arrivals_s
+    requested = draw_adapters(len(arrivals_s), num_adapters, exponent, seed)
+    return draw_jobs(len(arrivals_s), requested, random_model.VOCAB_SIZE, seed), arrivals_s
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ class Host:
     def __init__(self, way: Way, device: SleepingDevice, num_adapters: int) -> None:
         kernels = replace(triton_kernels(torch.device("cpu"), torch.float32), linear=zeros)
         self.bench = bench = Bench(Machine(torch.device("cpu"), torch.float32, is_dry=True), SIZE, kernels)
-        self.way, self.device, self._num_adapters, self._num_asked = way, device, num_adapters, 0
+        self.way, self.device, self._num_adapters, self._num_requested = way, device, num_adapters, 0
         bench.runner.keep_tables(SIZE.num_sequences, 512)
         bench.runner.record_decodes(SIZE.max_tokens, Replayed.record)
         if way == "recorded":
@@ -88,19 +88,19 @@ class Host:
 
     def ask(self, num_prompt_tokens: int, num_tokens: int) -> None:
         modules = dict.fromkeys(self.bench._layout.shape.modules, RANK)
-        adapter = AdapterRef(str(self._num_asked % self._num_adapters), modules) if self._num_adapters else None
+        adapter = AdapterRef(str(self._num_requested % self._num_adapters), modules) if self._num_adapters else None
         self.bench.engine.receive(
             Submit(
                 SequenceRequest(
-                    sequence_id=self._num_asked,
-                    prompt_token_ids=random.Random(self._num_asked).choices(range(VOCAB_SIZE), k=num_prompt_tokens),
+                    sequence_id=self._num_requested,
+                    prompt_token_ids=random.Random(self._num_requested).choices(range(VOCAB_SIZE), k=num_prompt_tokens),
                     sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
                     tenant="one",
                     adapter=adapter,
                 )
             )
         )
-        self._num_asked += 1
+        self._num_requested += 1
 
     def steps(self, num_prompt_tokens: int) -> list[tuple[float, float]]:
         """Of each step with a prompt of so many tokens: for how long the device idled, and the host's CPU time."""

@@ -101,10 +101,10 @@ def main() -> None:
                 started = time.perf_counter()
                 uploader.upload(range(num_uploaded, until))
                 uploaded_at = time.perf_counter()
-                uploader.ask(rng.randrange(until) for _ in range(arguments.asked))
-                asked_s = time.perf_counter() - uploaded_at
+                uploader.ask(rng.randrange(until) for _ in range(arguments.requested))
+                requested_s = time.perf_counter() - uploaded_at
                 speed = (until - num_uploaded) / (uploaded_at - started)
-                rows.append(Row(until, speed, arguments.asked / asked_s, _memory(server.pid)))
+                rows.append(Row(until, speed, arguments.requested / requested_s, _memory(server.pid)))
                 num_uploaded = until
                 _print(rows[-1], first=number == 1)
         finally:

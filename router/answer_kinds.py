@@ -88,11 +88,11 @@ class AnswerKind(Protocol[R]):
     def num_logprobs(self, request: R) -> int | None:
         """Alternatives to show for each token; None: no log probabilities."""
 
-    def form(self, asked: Asked[R]) -> AnswerForm: ...
+    def form(self, requested: Requested[R]) -> AnswerForm: ...
 
 
 @dataclass(frozen=True)
-class Asked(Generic[R]):
+class Requested(Generic[R]):
     """What the form of an answer is made of."""
 
     head: AnswerHead
@@ -146,16 +146,16 @@ class OfChat(Generic[C]):
     def num_logprobs(self, request: C) -> int | None:
         return (request.top_logprobs or 0) if request.logprobs else None
 
-    def shape(self, asked: Asked[C]) -> ChatAnswer:
-        request = asked.request
+    def shape(self, requested: Requested[C]) -> ChatAnswer:
+        request = requested.request
         return ChatAnswer(
-            asked.head,
-            named_by_id if request.return_tokens_as_token_ids else asked.text.token_bytes,
+            requested.head,
+            named_by_id if request.return_tokens_as_token_ids else requested.text.token_bytes,
             num_choices=request.n or 1,
-            prompt=asked.prompts.token_lists[0],
+            prompt=requested.prompts.token_lists[0],
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
-            message=MessageShape(asked.head.id, asked.prompts.num_id_chars, is_old(request)),
+            message=MessageShape(requested.head.id, requested.prompts.num_id_chars, is_old(request)),
             num_prompt_logprobs=request.prompt_logprobs,
         )
 
@@ -166,8 +166,8 @@ class Chat(OfChat[ChatRequest]):
     is_resumable = True
     names: Mapping[str, str] = MappingProxyType({})
 
-    def form(self, asked: Asked[ChatRequest]) -> ChunkForm:
-        return ChunkForm(self.shape(asked), asked.style, asked.generation)
+    def form(self, requested: Requested[ChatRequest]) -> ChunkForm:
+        return ChunkForm(self.shape(requested), requested.style, requested.generation)
 
 
 class ResponseItems(OfChat[ResponseChat]):
@@ -178,8 +178,8 @@ class ResponseItems(OfChat[ResponseChat]):
     prompt_param = "input"
     names: Mapping[str, str] = response_chat.NAMES
 
-    def form(self, asked: Asked[ResponseChat]) -> ResponseForm:
-        return ResponseForm(asked.head, self.shape(asked), asked.request, is_stream=asked.is_stream)
+    def form(self, requested: Requested[ResponseChat]) -> ResponseForm:
+        return ResponseForm(requested.head, self.shape(requested), requested.request, is_stream=requested.is_stream)
 
 
 class MessageBlocks(OfChat[C]):
@@ -191,8 +191,8 @@ class MessageBlocks(OfChat[C]):
     def __init__(self, schema: type[C]) -> None:
         self.schema = schema
 
-    def form(self, asked: Asked[C]) -> MessageForm:
-        return MessageForm(asked.head, self.shape(asked), is_stream=asked.is_stream)
+    def form(self, requested: Requested[C]) -> MessageForm:
+        return MessageForm(requested.head, self.shape(requested), is_stream=requested.is_stream)
 
 
 class TextCompletion:
@@ -228,22 +228,22 @@ class TextCompletion:
     def num_logprobs(self, request: CompletionRequest) -> int | None:
         return request.logprobs
 
-    def form(self, asked: Asked[CompletionRequest]) -> ChunkForm:
-        request, prompts = asked.request, asked.prompts
+    def form(self, requested: Requested[CompletionRequest]) -> ChunkForm:
+        request, prompts = requested.request, requested.prompts
         n = request.n or 1
         echoes = prompts.echoes or [""] * len(prompts.token_lists)
         shape = CompletionAnswer(
-            asked.head,
-            named_by_id if request.return_tokens_as_token_ids else asked.text.token_bytes,
+            requested.head,
+            named_by_id if request.return_tokens_as_token_ids else requested.text.token_bytes,
             echoes=[echo for echo in echoes for _ in range(n)],
             prompts=[token_ids for token_ids in prompts.token_lists for _ in range(n)],
             with_logprobs=request.logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
             num_prompt_logprobs=request.prompt_logprobs,
             num_echoed_logprobs=num_echoed_logprobs(request),
-            detokenizer=asked.text.detokenizer,
+            detokenizer=requested.text.detokenizer,
         )
-        return ChunkForm(shape, asked.style, asked.generation)
+        return ChunkForm(shape, requested.style, requested.generation)
 
 
 class Embeddings:
@@ -278,10 +278,10 @@ class Embeddings:
     def num_logprobs(self, request: EmbeddingPrompts) -> int | None:
         return None
 
-    def form(self, asked: Asked[EmbeddingPrompts]) -> EmbeddingForm:
-        request = asked.request
-        is_normalised = request.pooling is not None or asked.text.pooling.is_normalised
-        num_inputs = len(asked.prompts.token_lists)
+    def form(self, requested: Requested[EmbeddingPrompts]) -> EmbeddingForm:
+        request = requested.request
+        is_normalised = request.pooling is not None or requested.text.pooling.is_normalised
+        num_inputs = len(requested.prompts.token_lists)
         return EmbeddingForm(
-            asked.head.model, num_inputs, request.encoding_format, request.dimensions, is_normalised=is_normalised
+            requested.head.model, num_inputs, request.encoding_format, request.dimensions, is_normalised=is_normalised
         )

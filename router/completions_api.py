@@ -18,11 +18,11 @@ from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .accounts.account import Accounts, AnswerRequest
 from .answer_kinds import (
     AnswerKind,
-    Asked,
     Chat,
     Embeddings,
     MessageBlocks,
     PromptTokens,
+    Requested,
     ResponseItems,
     TextCompletion,
 )
@@ -284,7 +284,7 @@ class CompletionsApi:
         )
         if self._shadows is not None:
             self._shadows.send(choice, generation, head.id, identity)
-        form = kind.form(Asked(head, request, prompts, self._text, style, running))
+        form = kind.form(Requested(head, request, prompts, self._text, style, running))
         response = GenerationResponse(running, form, self._metrics, account)
         if choice.version is not None:
             response.raw_headers.append(version_header(choice.version))

@@ -15,7 +15,7 @@ from .finding import Finding, error, ok, warning
 CHECK = "gpus"
 TIMEOUT_S = 120.0  # torch comes from a cold disk
 QUERY = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current", "compute_mode")
-ASK_TORCH = """
+PROBE_TORCH = """
 import json, torch
 nccl = torch.cuda.nccl.version() if torch.distributed.is_available() and torch.distributed.is_nccl_available() else None
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -54,20 +54,20 @@ def gather_gpus(wanted_by_ray: int = 0) -> GpuFacts:
         return GpuFacts(has_driver=False, wanted_by_ray=wanted_by_ray)
     listed, problem = _run("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
     devices, _ = _run("nvidia-smi", "-L")
-    answer, torch_problem = _run(sys.executable, "-P", "-c", ASK_TORCH)
+    answer, torch_problem = _run(sys.executable, "-P", "-c", PROBE_TORCH)
     try:
-        asked = json.loads(answer.splitlines()[-1]) if answer else {}
+        requested = json.loads(answer.splitlines()[-1]) if answer else {}
     except ValueError:
-        asked, torch_problem = {}, answer
+        requested, torch_problem = {}, answer
     return GpuFacts(
         has_driver=True,
         gpus=parse_gpus(listed),
         smi_problem=problem,
         num_mig_devices=sum(line.strip().startswith("MIG ") for line in devices.splitlines()),
-        torch_cuda=asked.get("cuda"),
-        torch_names=tuple(asked.get("names", ())),
+        torch_cuda=requested.get("cuda"),
+        torch_names=tuple(requested.get("names", ())),
         torch_problem=torch_problem,
-        nccl=asked.get("nccl"),
+        nccl=requested.get("nccl"),
         wanted_by_ray=wanted_by_ray,
     )
 

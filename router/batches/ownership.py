@@ -32,7 +32,7 @@ async def page_of(
     return shown[:limit], len(shown) > limit
 
 
-def asked_order(request: Request) -> bool:
+def requested_order(request: Request) -> bool:
     """Whether the oldest are to come first. Raises 400."""
     order = request.query_params.get(ORDER_QUERY, "desc")
     if order not in ("asc", "desc"):

@@ -197,9 +197,9 @@ def _uploads(metrics: Metrics, make: Families) -> Iterator[Metric]:
     if metrics.store_free_bytes is not None:
         help_text = "Free on the disk of the data folder, as of the last few minutes."
         yield make.gauge("motet_store_free_bytes", help_text, metrics.store_free_bytes)
-    if metrics.sweep_asked_at is not None:
+    if metrics.sweep_tried_at is not None:
         help_text = (
             "When this router last swept the store of unused adapters, or found that another one had: every "
             "five minutes, while registry and store can be reached."
         )
-        yield make.gauge("motet_sweep_timestamp_seconds", help_text, metrics.sweep_asked_at)
+        yield make.gauge("motet_sweep_timestamp_seconds", help_text, metrics.sweep_tried_at)

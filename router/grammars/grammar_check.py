@@ -85,12 +85,12 @@ class GrammarCheck:
 
     async def _verdict(self, tenant: str, digest: bytes, data: bytes, vocab_size: int) -> Verdict:
         async with self._places.of(tenant) as place:
-            verdict, cpu_s = await self._asked(data, vocab_size)
+            verdict, cpu_s = await self._run(data, vocab_size)
             place.rest_s = self._shares.rest_s(tenant, cpu_s)
         self.known.put(tenant, digest, verdict)
         return verdict
 
-    async def _asked(self, data: bytes, vocab_size: int) -> tuple[Verdict, float]:
+    async def _run(self, data: bytes, vocab_size: int) -> tuple[Verdict, float]:
         """The verdict, and the seconds of CPU that it took."""
 
         def read(frames: list[bytes]) -> tuple[Verdict, float]:

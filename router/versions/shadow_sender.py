@@ -101,7 +101,7 @@ class ShadowSender:
         started_at = time.perf_counter()
         generation = Generation(request, self._dispatcher, self._text, Metrics(), started_at)
         (prompt,) = request.prompts
-        asked = AnswerRequest(
+        answer = AnswerRequest(
             identity=identity,
             response_id=str(new_response_id(ID_PREFIX, int(time.time()), fingerprint_of(shadow.id))),
             model=f"{version.name}@{version.version}",
@@ -114,7 +114,7 @@ class ShadowSender:
             progress=generation.progress,
         )
         try:
-            account = await self._accounts.open(asked)
+            account = await self._accounts.open(answer)
         except ApiError:
             return
         error, is_cancelled = "internal_error", False
@@ -147,4 +147,4 @@ class ShadowSender:
                 )
                 account.settle(ending)
         tenant_id, of = identity.tenant.tenant_id, f"{version.tenant}/{version.name}"
-        self._book.count(Outcome(tenant_id, of, asked.response_id, shadow.id, "shadow", counted_of(ending)))
+        self._book.count(Outcome(tenant_id, of, answer.response_id, shadow.id, "shadow", counted_of(ending)))

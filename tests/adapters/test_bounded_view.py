@@ -99,13 +99,13 @@ async def test_lookups_of_one_moment_share_a_command_and_those_of_one_name_an_an
     registry: CountingRegistry, view: RegistryView
 ) -> None:
     registry.gate.clear()
-    asked = [asyncio.create_task(view.resolve("acme", "n0")) for _ in range(5)]
+    requested = [asyncio.create_task(view.resolve("acme", "n0")) for _ in range(5)]
     await eventually(lambda: len(registry.looked_up) == 1)
-    asked += [asyncio.create_task(view.resolve("acme", f"n{i % 20}")) for i in range(60)]
-    asked[3].cancel()  # whoever else waits is not affected
+    requested += [asyncio.create_task(view.resolve("acme", f"n{i % 20}")) for i in range(60)]
+    requested[3].cancel()  # whoever else waits is not affected
     await asyncio.sleep(0)
     registry.gate.set()
-    found = await asyncio.gather(*asked, return_exceptions=True)
+    found = await asyncio.gather(*requested, return_exceptions=True)
     assert isinstance(found[3], asyncio.CancelledError)
     names = [adapter.name for adapter in found if isinstance(adapter, AdapterVersion)]
     assert names == ["n0"] * 4 + [f"n{i % 20}" for i in range(60)]
@@ -133,7 +133,7 @@ async def test_a_change_is_not_lost_to_a_lookup_that_read_before_it(
     registry: CountingRegistry, view: RegistryView, by_stream: bool
 ) -> None:
     registry.gate.clear()
-    asked = [asyncio.create_task(view.resolve("acme", name)) for name in ("n1", "n2", "new")]
+    requested = [asyncio.create_task(view.resolve("acme", name)) for name in ("n1", "n2", "new")]
     await eventually(lambda: registry.looked_up)
     await asyncio.sleep(0.05)  # the command has read
     newer, new = await register(registry, "n1", "b"), await register(registry, "new")
@@ -146,7 +146,7 @@ async def test_a_change_is_not_lost_to_a_lookup_that_read_before_it(
         view.apply(AdapterSet(new))
         view.apply(deleted)
     registry.gate.set()
-    found = await asyncio.gather(*asked)
+    found = await asyncio.gather(*requested)
     assert found == [newer, None, new]
     assert [await view.resolve("acme", name) for name in ("n1", "n2", "new")] == [newer, None, new]
 

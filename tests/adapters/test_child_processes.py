@@ -11,7 +11,7 @@ import pytest
 from motet.adapters.processes.child_processes import ChildEnded, ChildProcesses
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 
-CHILD = "motet.tests.rigs.asked_child"
+CHILD = "motet.tests.rigs.scripted_child"
 
 
 async def ask(processes: ChildProcesses, *frames: bytes) -> list[bytes]:

@@ -32,8 +32,10 @@ DAY = date(2026, 11, 22)
 PREFIX = "motet:{tenant:acme}:ledger:"
 
 
-def entry(number: int = 1, **told: Any) -> Entry:
-    return Entry(**{"id": f"cmpl-{number}", "tenant": "acme", "began_at": NOON, "key_id": "k", "adapter": "a", **told})
+def entry(number: int = 1, **reported: Any) -> Entry:
+    return Entry(
+        **{"id": f"cmpl-{number}", "tenant": "acme", "began_at": NOON, "key_id": "k", "adapter": "a", **reported}
+    )
 
 
 @st.composite

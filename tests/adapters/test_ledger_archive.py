@@ -55,7 +55,7 @@ async def test_two_who_retire_one_life_lose_nothing(
     refused = asyncio.Event()
     loop, flock = asyncio.get_running_loop(), fcntl.flock
 
-    def told(file: Any, how: int) -> None:
+    def reported(file: Any, how: int) -> None:
         if not has_locks:
             raise OSError(95, "Operation not supported")
         try:
@@ -64,7 +64,7 @@ async def test_two_who_retire_one_life_lose_nothing(
             loop.call_soon_threadsafe(refused.set)
             raise
 
-    monkeypatch.setattr(fcntl, "flock", told)
+    monkeypatch.setattr(fcntl, "flock", reported)
     client = connect(redis_url, PATIENCE_S)
     slow, fast, now = SlowLedger(client), Ledger(redis_client, 0, PATIENCE_S), datetime.now(UTC)
     taken = entries(1500)

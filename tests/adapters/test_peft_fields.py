@@ -71,10 +71,10 @@ def test_an_empty_object_turns_a_feature_on_in_peft(field: str) -> None:
 
 @pytest.mark.parametrize("value", [0, "", [], {}, 1])
 def test_an_unknown_field_may_only_be_unset(value: Any) -> None:
-    parse_config(config_bytes(unheard_of=None))
-    parse_config(config_bytes(unheard_of=False))
-    with pytest.raises(AdapterInvalid, match="unheard_of"):
-        parse_config(config_bytes(unheard_of=value))
+    parse_config(config_bytes(unknown_field=None))
+    parse_config(config_bytes(unknown_field=False))
+    with pytest.raises(AdapterInvalid, match="unknown_field"):
+        parse_config(config_bytes(unknown_field=value))
 
 
 @pytest.mark.parametrize("name", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "lora_ga"])

@@ -104,8 +104,8 @@ def test_packs_for_a_new_layout_once(
         assert identical(store.load_packed(content.digest, BF16), pack(content, BF16))
     (timer,) = timers
     timer.call()
-    (told,) = warnings_in(caplog)
-    assert told.endswith(f"another way: 1, the first one for {BF16.key}.packed of {content.digest}")
+    (reported,) = warnings_in(caplog)
+    assert reported.endswith(f"another way: 1, the first one for {BF16.key}.packed of {content.digest}")
 
 
 def test_all_that_an_upgrade_packs_again_is_one_line(
@@ -187,8 +187,8 @@ def test_a_damaged_packed_file_is_made_again(
     assert len(timers) == (how == "missing"), "what is damaged is told at once"
     for timer in timers:
         timer.call()
-    (told,) = warnings_in(caplog)
-    assert content.digest in told
+    (reported,) = warnings_in(caplog)
+    assert content.digest in reported
 
 
 def test_every_single_damaged_byte_of_a_packed_file_is_noticed(

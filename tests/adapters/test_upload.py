@@ -523,10 +523,10 @@ async def test_one_that_dies_of_an_upload_is_told_from_one_that_takes_too_long(
 
 
 async def test_a_refusal_is_told_though_the_process_has_died(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, answered = list[bytes](), ChildProcess.ask
+    requested, answered = list[bytes](), ChildProcess.ask
 
     async def ask(process: ChildProcess, frames: Sequence[bytes], read: Any) -> Any:
-        asked.append(frames[0])
+        requested.append(frames[0])
         if frames[0] == FORGET:
             raise ChildEnded(-signal.SIGKILL)
         return await answered(process, frames, read)
@@ -535,4 +535,4 @@ async def test_a_refusal_is_told_though_the_process_has_died(parts: Parts, monke
     files, bounds = lora_files(), (StorageBound("", None, 10),)
     with pytest.raises(QuotaExceeded):
         await parts.uploads.upload("acme", "x", files.config_bytes, files.write(parts.folder), bounds=bounds)
-    assert asked == [CHECK, FORGET]
+    assert requested == [CHECK, FORGET]

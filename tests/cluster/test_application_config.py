@@ -16,7 +16,7 @@ from motet.cluster.settings.config_error import ConfigError
 from motet.cluster.settings.setting import Part
 from motet.cluster.settings.setting_field import fields_of
 from motet.cluster.settings.settings import Settings
-from motet.cluster.settings.update_rule import SERVES_OPTIONS, door_of
+from motet.cluster.settings.update_rule import SERVES_OPTIONS, way_to_change
 
 MODEL = {"model": "/models/base"}
 SECRETS = {"key": "acme=s3cret", "operator-key": "s3cret", "redis-url": "redis://:s3cret@host"}
@@ -101,7 +101,7 @@ def test_building_twice_gives_the_same() -> None:
 
 def test_every_setting_has_one_door() -> None:
     for field in fields_of(Settings):
-        assert door_of(field)
+        assert way_to_change(field)
         assert not (field.mark.not_in_args and field.mark.live_in)
         assert field.mark.live_in is None or field.mark.change == "live"
         if field.mark.secret:
@@ -124,12 +124,12 @@ def live_in(part: Part) -> list[Any]:
 
 
 def test_a_key_at_the_wrong_door_is_told_the_right_one() -> None:
-    for part, key, door in (
+    for part, key, way in (
         ("router", "max-waiting-sequences", "user_config of gang"),
         ("gang", "max-queue-wait", "user_config of router"),
         ("gang", "pool-bytes", "belongs into args"),
         ("gang", "max-gangs", "max_replicas"),
         ("router", "redis-url", "folder of secrets"),
     ):
-        with pytest.raises(ConfigError, match=f"user_config of {part}: {key} = .*{door}"):
+        with pytest.raises(ConfigError, match=f"user_config of {part}: {key} = .*{way}"):
             live_values(part, {key: 1})  # type: ignore[arg-type]

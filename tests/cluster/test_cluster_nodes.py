@@ -26,7 +26,7 @@ def config(tmp_path: Path, **given: Any) -> MotetConfig:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, NodeExpectations]:
+def requested(monkeypatch: pytest.MonkeyPatch) -> dict[str, NodeExpectations]:
     """What each node was asked. All of them are this machine."""
     found: dict[str, NodeExpectations] = {}
 
@@ -39,14 +39,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, NodeExpectations]:
 
 
 def test_nodes_for_gangs_are_asked_for_their_device_and_others_are_not(
-    asked: dict[str, NodeExpectations], tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    requested: dict[str, NodeExpectations], tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float8 on a CPU is told before any gang is started, and of the nodes that gangs may come to."""
     monkeypatch.setattr(cluster_nodes, "alive_nodes", lambda: [node("head", CPU=0), node("a", CPU=2), node("b", CPU=9)])
     wanted = config(tmp_path, address="auto", redis_url=redis_url, max_gangs=4)
     check_nodes(wanted)
-    assert {name: each.num_workers for name, each in asked.items()} == {"head": 0, "a": 2, "b": 4}
-    assert [each.worker is None for each in asked.values()] == [True, False, False]
+    assert {name: each.num_workers for name, each in requested.items()} == {"head": 0, "a": 2, "b": 4}
+    assert [each.worker is None for each in requested.values()] == [True, False, False]
     with pytest.raises(CannotJoin) as caught:
         check_nodes(config(tmp_path, address="auto", redis_url=redis_url, weights_dtype="float8"))
     assert str(caught.value).splitlines()[1:] == [

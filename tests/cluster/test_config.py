@@ -48,9 +48,13 @@ def test_what_is_told_of_settings_has_no_secret(paths: dict[str, Any]) -> None:
         "operator_key": "hush-2",
         "redis_url": "redis://:hush-3@localhost",
     }
-    told = MotetConfig.of(**paths, **secrets, latency_objectives_s=(("acme", 2.0),), max_queue_wait_s=3.0).written
-    assert "hush" not in str(told) and told["max-queue-wait"] == 3.0 and told["latency-objective"] == ["acme=2.0"]
-    assert msgspec.json.decode(msgspec.json.encode(told)) == told
+    reported = MotetConfig.of(**paths, **secrets, latency_objectives_s=(("acme", 2.0),), max_queue_wait_s=3.0).written
+    assert (
+        "hush" not in str(reported)
+        and reported["max-queue-wait"] == 3.0
+        and reported["latency-objective"] == ["acme=2.0"]
+    )
+    assert msgspec.json.decode(msgspec.json.encode(reported)) == reported
 
 
 def test_tokens_need_an_audience(paths: dict[str, Any]) -> None:

@@ -68,8 +68,8 @@ def test_what_has_failed_is_not_still_being_done() -> None:
             while not any(line.startswith("still ") for line in lines_of(output)[num_before:]):
                 assert time.monotonic() < deadline, lines_of(output)
                 time.sleep(0.01)
-            told = next(line for line in lines_of(output)[num_before:] if line.startswith("still "))
-    assert told.startswith("still starting Ray, after ")
+            reported = next(line for line in lines_of(output)[num_before:] if line.startswith("still "))
+    assert reported.startswith("still starting Ray, after ")
 
 
 def test_a_terminal_shows_bars() -> None:

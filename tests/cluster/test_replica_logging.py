@@ -46,22 +46,22 @@ def record(message: str, *args: Any, logger: str = "motet.router.x", **fields: A
 def test_whatever_is_logged_is_one_line_of_json(message: str, argument: str, value: str) -> None:
     line = JsonLines(ORIGIN).format(record("%s %s", message, argument, tenant=value))
     assert line.isascii() and line.isprintable()
-    told = json.loads(line)
-    assert told["message"] == f"{message} {argument}" and told["tenant"] == value
-    assert told.items() >= ORIGIN.items() and told["level"] == "warning"
+    reported = json.loads(line)
+    assert reported["message"] == f"{message} {argument}" and reported["tenant"] == value
+    assert reported.items() >= ORIGIN.items() and reported["level"] == "warning"
 
 
 @given(ANYTHING, ANYTHING, ANYTHING)
 def test_whatever_is_logged_is_one_line_of_text(message: str, argument: str, value: str) -> None:
     line = TextLines().format(record("%s %s", message, argument, tenant=value))
     assert len(line.splitlines()) == 1 and line.isprintable()
-    name, _, told = line.rpartition(" tenant=")[2].partition("\n")
-    assert told == "" and (name == value or json.loads(name) == value)
+    name, _, reported = line.rpartition(" tenant=")[2].partition("\n")
+    assert reported == "" and (name == value or json.loads(name) == value)
 
 
 def test_a_field_does_not_take_the_place_of_what_the_process_is() -> None:
-    told = json.loads(JsonLines(ORIGIN).format(record("a", process="gang", level="error", request_id="i")))
-    assert (told["process"], told["level"], told["request_id"]) == ("router", "warning", "i")
+    reported = json.loads(JsonLines(ORIGIN).format(record("a", process="gang", level="error", request_id="i")))
+    assert (reported["process"], reported["level"], reported["request_id"]) == ("router", "warning", "i")
 
 
 def test_time_is_utc_with_milliseconds() -> None:
@@ -94,8 +94,8 @@ def test_errors_that_meet_requests_are_told_without_what_they_say(logger: str) -
 
 
 def test_errors_of_gangs_are_told_with_what_they_say() -> None:
-    told = json.loads(JsonLines({}).format(raised("motet.workers.loop")))
-    assert told["exception"] == "ValueError: what a client\nsent"
+    reported = json.loads(JsonLines({}).format(raised("motet.workers.loop")))
+    assert reported["exception"] == "ValueError: what a client\nsent"
     lines = TextLines().format(raised("motet.workers.loop")).splitlines()
     assert all(line.startswith("    | ") for line in lines[1:])
     assert lines[-1] == r"    | ValueError: what a client\nsent"
@@ -107,8 +107,8 @@ def test_of_a_librarys_message_only_the_first_line_is_told() -> None:
 
 
 def test_long_texts_are_cut() -> None:
-    told = json.loads(JsonLines({}).format(record("a" * 100_000, tenant="b" * 100_000)))
-    assert len(told["message"]) == len(told["tenant"]) == MAX_CHARS + 1
+    reported = json.loads(JsonLines({}).format(record("a" * 100_000, tenant="b" * 100_000)))
+    assert len(reported["message"]) == len(reported["tenant"]) == MAX_CHARS + 1
 
 
 def test_nobody_waits_for_a_pipe_that_nobody_reads() -> None:

@@ -74,10 +74,10 @@ class StandInServe:
         )
         return found
 
-    def apply(self, told: Mapping[str, Any], now: float) -> None:
-        ServeDeploySchema.model_validate(told)
-        self.applied.append(told)
-        self.configure(told["applications"][0]["args"]["threads"], now)
+    def apply(self, reported: Mapping[str, Any], now: float) -> None:
+        ServeDeploySchema.model_validate(reported)
+        self.applied.append(reported)
+        self.configure(reported["applications"][0]["args"]["threads"], now)
 
 
 class Rig:
@@ -104,7 +104,7 @@ class Rig:
     async def tell(self, replica: str, began_at: float, kind: Kind = "gang", *, has_failed: bool = True) -> None:
         """As a replica does that cannot start."""
         report = StartReport(
-            kind=kind, replica=replica, reason=REASON, has_failed=has_failed, began_at=began_at, told_at=time.time()
+            kind=kind, replica=replica, reason=REASON, has_failed=has_failed, began_at=began_at, reported_at=time.time()
         )
         await self.starts.report(report)
 
@@ -127,8 +127,8 @@ async def test_the_configuration_before_comes_back_after_three_failed_starts(rig
         assert rig.serve.applied == []
     rig.serve.set_state("DEPLOYING", "UPDATING", failing(3))
     await rig.look()
-    (told,) = rig.serve.applied
-    assert told == {"target_capacity": 60, "applications": [config(1), OTHER]}  # others stay as they are
+    (reported,) = rig.serve.applied
+    assert reported == {"target_capacity": 60, "applications": [config(1), OTHER]}  # others stay as they are
     assert await rig.look() == f"gang: {REASON}"
     rig.serve.set_state("RUNNING", "HEALTHY", "")
     assert await rig.look() == f"gang: {REASON}"  # until somebody says what they want instead

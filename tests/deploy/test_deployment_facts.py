@@ -192,13 +192,13 @@ def test_the_trial_leaves_room_for_what_else_runs_on_its_node() -> None:
         "deploy/helm/motet/presets/cpu-trial.yaml",
     )
     said = [int(gib) for page in pages for gib in re.findall(r"4 CPUs and (\d+) GiB", (ROOT / page).read_text())]
-    asked = [
+    requested = [
         gib(container["resources"]["requests"]["memory"])
         for _, pod in pods(kustomized(OVERLAYS / "cpu-trial"))
         for container in containers(pod)
     ]
     assert len(said) == len(pages)
-    assert all(1.5 <= one - sum(asked) < 2.5 for one in said), (said, sum(asked))
+    assert all(1.5 <= one - sum(requested) < 2.5 for one in said), (said, sum(requested))
 
 
 def gib(quantity: str) -> float:

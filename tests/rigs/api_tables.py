@@ -26,9 +26,9 @@ _GENERATION: Final[Mapping[str, type[GenerationFields]]] = MappingProxyType(
 
 def with_tables(page: str, document: Schema) -> str:
     """The page with its tables made anew. Raises ValueError for a missing or an unknown table."""
-    asked = [name for _, name, _ in _BLOCK.findall(page)]
-    if sorted(asked) != sorted(_TABLES):
-        raise ValueError(f"the page has the tables {sorted(asked)}: each of {sorted(_TABLES)} must be there once")
+    requested = [name for _, name, _ in _BLOCK.findall(page)]
+    if sorted(requested) != sorted(_TABLES):
+        raise ValueError(f"the page has the tables {sorted(requested)}: each of {sorted(_TABLES)} must be there once")
     return _BLOCK.sub(lambda block: f"{block[1]}\n{_TABLES[block[2]](document)}\n{block[3]}", page)
 
 

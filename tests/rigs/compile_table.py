@@ -184,11 +184,11 @@ def main() -> None:
             stdout=subprocess.PIPE,
             check=True,
         )
-        told = json.loads(said.stdout)
-        results[told["triton"]] = {
-            key: [cell and Cell(**cell) for cell in cells] for key, cells in told["cells"].items()
+        reported = json.loads(said.stdout)
+        results[reported["triton"]] = {
+            key: [cell and Cell(**cell) for cell in cells] for key, cells in reported["cells"].items()
         }
-        broken += told["broken"]
+        broken += reported["broken"]
     own: Cells = {}
     for case in CASES:
         cells, wrong = compiled_case(case)

@@ -61,10 +61,10 @@ def missing(requirements: Iterable[Requirement], lock: dict[str, str]) -> list[s
             continue
         seen.add((name, *sorted(one.extras)))
         try:
-            asked = importlib.metadata.requires(name) or []
+            requested = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
-        for text in asked:
+        for text in requested:
             needed = Requirement(text)
             if any(_applies(needed, extra) for extra in ("", *one.extras)):
                 waiting.append((needed, name))

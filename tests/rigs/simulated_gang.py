@@ -69,8 +69,8 @@ class _Executor:
                     logprobs = TokenLogprobs(-float(sample.index), top_ids, top_logprobs)
                 tokens[sequence.sequence_id] = SampledToken(token, logprobs)
             is_broken = sequence.sequence_id in self.broken
-            if (asked := sequence.scores) is not None:
-                scores[sequence.sequence_id] = None if is_broken else _scores(asked, sequence.start)
+            if (requested := sequence.scores) is not None:
+                scores[sequence.sequence_id] = None if is_broken else _scores(requested, sequence.start)
             if (pool := sequence.pool) is not None:
                 positions = range(sequence.start + pool.first_row, sequence.start + pool.first_row + pool.num_rows)
                 total = packed_vector(np.array([sum(positions), len(positions)]))

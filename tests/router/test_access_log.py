@@ -55,8 +55,8 @@ async def test_a_line_tells_of_an_answer(rig: RouterRig, caplog: pytest.LogCaptu
         "finish": "stop:1",
     }
     usage = answer.json()["usage"]
-    told = line["prompt_tokens"], line["completion_tokens"], line["sent_bytes"]
-    assert told == (usage["prompt_tokens"], usage["completion_tokens"], len(answer.content))
+    reported = line["prompt_tokens"], line["completion_tokens"], line["sent_bytes"]
+    assert reported == (usage["prompt_tokens"], usage["completion_tokens"], len(answer.content))
     assert 0 < line["first_token_s"] <= line["duration_s"]
     assert "stream" not in line and "cancelled" not in line and "error" not in line
     assert [request.request_id for request in rig.dispatcher.submitted] == ["mine-17"]
@@ -67,8 +67,8 @@ async def test_the_answers_id_is_told_by_what_is_random_in_it(rig: RouterRig, ca
     async with rig.client() as client:
         ids = [(await client.post("/v1/chat/completions", json=CHAT)).json()["id"] for _ in range(2)]
     heads = {one.removesuffix(line["answer"]) for one, line in zip(ids, lines(caplog), strict=True)}
-    told = [line["answer"] for line in lines(caplog)]
-    assert len(heads) <= 2 and told[0] != told[1] and all(len(one) == 21 for one in told)
+    reported = [line["answer"] for line in lines(caplog)]
+    assert len(heads) <= 2 and reported[0] != reported[1] and all(len(one) == 21 for one in reported)
     assert [line["answer"] in answer for line, answer in zip(lines(caplog), ids, strict=True)] == [True, True]
 
 

@@ -28,7 +28,7 @@ def random_model(seed: int, vocab_size: int) -> Model:
     return model
 
 
-def told(model: Model, beam: Beam, num_top: int) -> TokenLogprobs:
+def reported(model: Model, beam: Beam, num_top: int) -> TokenLogprobs:
     """The update of an engine."""
     logprobs = model(beam.token_ids)
     top = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])[:num_top]
@@ -49,7 +49,7 @@ def search(
     """The search at its end, and the number of its rounds."""
     state, num_rounds = NEW_SEARCH, 0
     while state.live:
-        state = advanced(state, [told(model, beam, rules.num_candidates) for beam in state.live], rules, is_stopped)
+        state = advanced(state, [reported(model, beam, rules.num_candidates) for beam in state.live], rules, is_stopped)
         num_rounds += 1
     return state, num_rounds
 
@@ -164,7 +164,7 @@ def test_a_search_is_fixed_by_its_rounds(seed: int, width: int, max_tokens: int,
     is_stopped: Callable[[Beam], bool] = lambda beam: stops and sum(beam.token_ids) % 7 == 3  # noqa: E731
     state, rounds = NEW_SEARCH, list[BeamRound]()
     while state.live:
-        rows = [told(model, beam, rules.num_candidates) for beam in state.live]
+        rows = [reported(model, beam, rules.num_candidates) for beam in state.live]
         one = best_candidates([beam.total for beam in state.live], rows, rules)
         assert len(one.candidates) <= 2 * (1 + stops) * width
         state, one = followed(state, one, rules, is_stopped)

@@ -170,16 +170,16 @@ async def test_no_gang_within_the_wait() -> None:
 
 async def test_who_waits_is_told() -> None:
     """So that a gang can be asked for where there is none until somebody asks."""
-    told: list[int] = []
+    reported: list[int] = []
     router = FleetDispatcher(
         TOKEN,
         PATIENCE_S,
-        on_wait=lambda: told.append(router.num_waiting),
+        on_wait=lambda: reported.append(router.num_waiting),
         adapter_pages=adapter_pages,
         admission=admission_config(),
     )
     streams = [submit(router, 0, 1) for _ in range(2)]
-    assert told == [1, 2]
+    assert reported == [1, 2]
     streams[0].cancel()
     assert router.num_waiting == 1
     await router.close()

@@ -64,9 +64,9 @@ def test_a_tenant_that_is_alone_waits_for_all_that_is_queued(
 
 
 @given(share_lists(least=1), weights, st.integers(0, 10**6))
-def test_who_has_nothing_there_waits_for_nobody(others: list[TenantShare], weight: float, num_untold: int) -> None:
+def test_who_has_nothing_there_waits_for_nobody(others: list[TenantShare], weight: float, num_unreported: int) -> None:
     """However long the queue is, and whatever of it the gang has not told of yet."""
-    assert queue_of(others).num_tokens_before("a", whole(others) + num_untold, weight) == 0
+    assert queue_of(others).num_tokens_before("a", whole(others) + num_unreported, weight) == 0
 
 
 @given(share_lists(least=1), tokens, counters, weights, st.integers(0, 10**6))
@@ -110,14 +110,14 @@ def test_it_grows_with_what_is_there_and_never_exceeds_it(
 
 @given(share_lists(), share_lists())
 def test_news_replace_what_was_told(before: list[TenantShare], after: list[TenantShare]) -> None:
-    told = {one.tenant: one for one in (*before, *after)}
+    reported = {one.tenant: one for one in (*before, *after)}
     queue = queue_of(before)
     queue.num_tokens_before("a", 1000)
     queue.receive(after)
-    fresh = queue_of([*told.values()])
+    fresh = queue_of([*reported.values()])
     for tenant in "abcdefg":
         assert queue.num_tokens_before(tenant, 10**6) == fresh.num_tokens_before(tenant, 10**6)
-        assert queue.share(tenant) == told.get(tenant)
+        assert queue.share(tenant) == reported.get(tenant)
 
 
 def test_who_comes_back_is_not_before_those_that_are_there() -> None:

@@ -307,7 +307,7 @@ async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_told(
     def tiers(tenant: str, router: FleetDispatcher, *known: str) -> list[str]:
         return [*router.residency(tenant, ref.digest, known).values()]
 
-    async def told(tiers: Callable[[], list[str]], expected: list[str]) -> None:
+    async def reported(tiers: Callable[[], list[str]], expected: list[str]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while tiers() != expected:
                 for stream in routers[0].bring(msgspec.structs.replace(request, adapter=None), 3, 1.0).values():
@@ -315,15 +315,15 @@ async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_told(
 
     assert tiers("acme", routers[0]) == ["device"] * 3
     assert tiers("zenith", routers[0]) == tiers("acme", routers[1]) == []
-    await told(lambda: tiers("acme", routers[1], "gang a"), ["device"])
+    await reported(lambda: tiers("acme", routers[1], "gang a"), ["device"])
     for engine in gangs.engines.values():
         engine.host(ref.digest)
         engine.evict(ref.digest)
-    await told(lambda: tiers("acme", routers[0]), ["host"] * 3)
-    await told(lambda: tiers("acme", routers[1], "gang a", "gang b"), ["host"] * 2)
+    await reported(lambda: tiers("acme", routers[0]), ["host"] * 3)
+    await reported(lambda: tiers("acme", routers[1], "gang a", "gang b"), ["host"] * 2)
     assert tiers("zenith", routers[0]) == []
     assert tiers("acme", await gangs.add_router(), "gang a") == ["host"]  # the greeting tells
     for engine in gangs.engines.values():
         engine.host(ref.digest, is_here=False)
-    await told(lambda: tiers("acme", routers[0]), [])
+    await reported(lambda: tiers("acme", routers[0]), [])
     assert [len(connection.known._uses) for connection in routers[0]._fleet.connected] == [0] * 3

@@ -31,9 +31,9 @@ def test_totals_are_what_others_served_whatever_gangs_do(steps: list[tuple[str, 
     shares = FleetShares()
     ids = {gang: f"{gang}0" for gang in GANGS}  # the process at each gang's place
     counters: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by process, as it counts
-    heard: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by process: service that the router knows of
+    received: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by process: service that the router knows of
     last: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    told: dict[tuple[str, str], float] = {}
+    reported: dict[tuple[str, str], float] = {}
     number = 0
     for what, gang, tenant, amount in steps:
         one = ids[gang]
@@ -41,7 +41,7 @@ def test_totals_are_what_others_served_whatever_gangs_do(steps: list[tuple[str, 
             counters[one][tenant] += amount
         elif what == "tell":
             now = counters[one][tenant]
-            heard[one][tenant] += now - last[one][tenant] if now >= last[one][tenant] else now
+            received[one][tenant] += now - last[one][tenant] if now >= last[one][tenant] else now
             last[one][tenant] = now
             shares.receive(one, [served(tenant, now)])
         elif what == "restart":  # of its counters: it is short of memory for tenants
@@ -54,13 +54,13 @@ def test_totals_are_what_others_served_whatever_gangs_do(steps: list[tuple[str, 
             due = shares.take_due(one, TENANTS, most=amount)
             assert len(due) <= amount
             for name, total in due:
-                others = sum(known[name] for process, known in heard.items() if process != one)
+                others = sum(known[name] for process, known in received.items() if process != one)
                 assert total == others
-                assert total > told.get((one, name), 0.0)
-                told[one, name] = total
+                assert total > reported.get((one, name), 0.0)
+                reported[one, name] = total
     for gang in GANGS:
         for tenant in TENANTS:
-            others = sum(known[tenant] for process, known in heard.items() if process != ids[gang])
+            others = sum(known[tenant] for process, known in received.items() if process != ids[gang])
             assert shares.elsewhere(ids[gang], tenant) == others
 
 

@@ -27,8 +27,8 @@ Send = Callable[[str, dict[str, Any]], Any]
 
 
 def usage_of(client: Redis, folder: Path, **given: Any) -> Usage:
-    told = {"kept_days": 3, "spool_bytes": 1 << 30, "min_free_bytes": 0, "prices": None, **given}
-    return Usage(client, folder / "ledger", folder / "store" / "ledger", **told)
+    reported = {"kept_days": 3, "spool_bytes": 1 << 30, "min_free_bytes": 0, "prices": None, **given}
+    return Usage(client, folder / "ledger", folder / "store" / "ledger", **reported)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ class Provider:
     def __init__(self) -> None:
         self.keys: list[dict[str, Any]] = [jwk(RSA_KEY, "one", alg="RS256", use="sig"), jwk(EC_KEY, "two")]
         self.mode = "well"
-        self.num_asked = 0
+        self.num_requested = 0
         self.issuer = ""
 
     async def start(self) -> None:
@@ -64,7 +64,7 @@ class Provider:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
-            self.num_asked += 1
+            self.num_requested += 1
             if self.mode == "slow":
                 await asyncio.sleep(3600)
             document: Any = {"keys": self.keys}
@@ -91,9 +91,9 @@ class Provider:
         self, key: PrivateKeyTypes = RSA_KEY, key_id: str = "one", algorithm: str = "RS256", **claims: Any
     ) -> str:
         now = int(time.time())
-        told = {"iss": self.issuer, "aud": AUDIENCE, "sub": "ann", "tenant": "acme", "scope": "infer openid"}
-        told |= {"iat": now, "exp": now + 600} | claims
-        return jwt.encode({k: v for k, v in told.items() if v is not None}, key, algorithm, {"kid": key_id})  # type: ignore[arg-type]
+        reported = {"iss": self.issuer, "aud": AUDIENCE, "sub": "ann", "tenant": "acme", "scope": "infer openid"}
+        reported |= {"iat": now, "exp": now + 600} | claims
+        return jwt.encode({k: v for k, v in reported.items() if v is not None}, key, algorithm, {"kid": key_id})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -289,7 +289,7 @@ async def test_no_request_waits_for_the_provider_and_no_token_is_told(
     await tokens.start()
     async with TenantsRig(redis_client, tmp_path, tokens) as rig:
         await rig.done("POST", "/v1/admin/tenants", json={"name": "acme"})
-        provider.mode, num_asked = "slow", provider.num_asked
+        provider.mode, num_requested = "slow", provider.num_requested
         good = [provider.token(sub=f"s{number}", scope="infer upload metrics admin") for number in range(2)]
         bad = [provider.token(key_id="three"), provider.token(OTHER_RSA_KEY), provider.token(more="x" * 9000)]
         bad += [provider.token(tenant="unknown"), provider.token(exp=1)]
@@ -300,10 +300,12 @@ async def test_no_request_waits_for_the_provider_and_no_token_is_told(
                     answers.append(await rig.ask("GET", path, token))
                     is_good = token in good and "admin" not in path
                     assert (answers[-1].status_code == 401) == (not is_good), (path, answers[-1].text)
-            await eventually_in_loop(lambda: provider.num_asked == num_asked + 1)  # one key was unknown
-        told = "".join(f"{one.text} {one.headers}" for one in answers)
-        told += "".join(f"{one.getMessage()} {one.__dict__}" for one in caplog.records if one.name.startswith("motet"))
-        assert all(part not in told for token in good + bad for part in token.split(".")[1:])
+            await eventually_in_loop(lambda: provider.num_requested == num_requested + 1)  # one key was unknown
+        reported = "".join(f"{one.text} {one.headers}" for one in answers)
+        reported += "".join(
+            f"{one.getMessage()} {one.__dict__}" for one in caplog.records if one.name.startswith("motet")
+        )
+        assert all(part not in reported for token in good + bad for part in token.split(".")[1:])
     provider.mode = "well"
     await tokens.stop()
 

@@ -178,13 +178,13 @@ async def test_errors_before_the_first_token(rig: RouterRig, stream: bool, kind:
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
-@pytest.mark.parametrize(("expected_s", "told"), [(None, "1"), (0.0, "1"), (7.1, "8"), (1e9, "3600")])
-async def test_who_is_refused_hears_when_to_come_back(rig: RouterRig, expected_s: float | None, told: str) -> None:
+@pytest.mark.parametrize(("expected_s", "reported"), [(None, "1"), (0.0, "1"), (7.1, "8"), (1e9, "3600")])
+async def test_who_is_refused_hears_when_to_come_back(rig: RouterRig, expected_s: float | None, reported: str) -> None:
     error = SequenceError("overloaded", "too many wait", expected_s, "wait")
     rig.dispatcher.script = lambda request: [SequenceUpdate(1, error=error)]
     response = await post(rig, stream=True)
     assert response.status_code == 429
-    assert response.headers["retry-after"] == told
+    assert response.headers["retry-after"] == reported
     assert response.json()["error"] == {
         "message": "too many wait",
         "type": "rate_limit_error",

@@ -158,13 +158,13 @@ async def test_a_stream_goes_on_elsewhere(cluster: Cluster, end: str, num_spares
         await cluster.add()
     await reader.task
     assert (reader.num_tokens, reader.finish_reason, reader.error) == (300, "length", None)
-    (asked,), (resumed,) = (gang.engine.submitted for gang in cluster.ever)
-    assert asked.generated_token_ids == []
+    (requested,), (resumed,) = (gang.engine.submitted for gang in cluster.ever)
+    assert requested.generated_token_ids == []
     assert resumed.generated_token_ids == counted(7, len(resumed.generated_token_ids)) != []
-    assert resumed.sampling == asked.sampling
+    assert resumed.sampling == requested.sampling
     assert resumed.sampling.seed is not None  # drawn by the router, so that both gangs draw alike
-    assert resumed.adapter == asked.adapter == ref
-    assert resumed.prompt_token_ids == asked.prompt_token_ids == [1, 7]
+    assert resumed.adapter == requested.adapter == ref
+    assert resumed.prompt_token_ids == requested.prompt_token_ids == [1, 7]
     faults = {"kill": {"connection"}, "drain": set(), "fail": {"engine"}}
     assert set(cluster.dispatcher.num_gang_faults) == faults[end]
 
@@ -361,11 +361,11 @@ async def test_any_ends_at_any_time(cluster: Cluster, seed: int, monkeypatch: py
     rng = random.Random(seed)
     for _ in range(rng.randint(1, 3)):
         await cluster.add()
-    asked = [(rng.randrange(INFO.vocab_size), rng.randint(1, 400)) for _ in range(12)]
+    requested = [(rng.randrange(INFO.vocab_size), rng.randint(1, 400)) for _ in range(12)]
     readers: list[Reader] = []
     cancelled: list[Reader] = []
     ending: list[asyncio.Task[None]] = []
-    for last_token, max_tokens in asked:
+    for last_token, max_tokens in requested:
         key = rng.choice(["", f"answer/{len(readers)}"])
         sequence = cluster.submit(last_token, max_tokens, key=key)
         readers.append(Reader(sequence, last_token, rng.choice([0.0, 0.01])))
@@ -383,7 +383,7 @@ async def test_any_ends_at_any_time(cluster: Cluster, seed: int, monkeypatch: py
             cancelled.append(reader)
     await asyncio.gather(*ending)
     await asyncio.gather(*(reader.task for reader in readers))
-    for reader, (last_token, max_tokens) in zip(readers, asked, strict=True):
+    for reader, (last_token, max_tokens) in zip(readers, requested, strict=True):
         if reader not in cancelled:
             assert (reader.num_tokens, reader.finish_reason, reader.error) == (max_tokens, "length", None), last_token
     for gang in cluster.ever:

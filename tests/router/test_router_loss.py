@@ -194,7 +194,7 @@ async def cluster(text: TextService, tmp_path: Path) -> AsyncIterator[Cluster]:
     await cluster.close()
 
 
-def heard(events: list[Event]) -> dict[Any, Any]:
+def received(events: list[Event]) -> dict[Any, Any]:
     """Text, token ids, log-probabilities and finish reasons of each choice, and the usage."""
     found: dict[Any, Any] = {}
     for event in events:
@@ -252,7 +252,7 @@ async def test_every_token_once_whenever_routers_die(cluster: Cluster, number: i
     for _ in range(4):
         ends = [rng.randrange(1, num_bytes // 2) for _ in range(3)]
         events = await stream_through_deaths(cluster, path, body, rng, ends)
-        assert heard(events) == heard(undisturbed)
+        assert received(events) == received(undisturbed)
         assert len({event.chunk["id"] for event in events[:-1]}) == 1
         assert [event.data for event in events].count("[DONE]") == 1
     await eventually(lambda: cluster.num_running == 0)  # what stop strings or nobody wanted is cancelled in time
@@ -268,7 +268,7 @@ async def test_what_was_computed_is_not_computed_again(cluster: Cluster, monkeyp
     events += events_of(await second.stream("/v1/completions", body, events[-1].id, None))
     assert len(cluster.submitted) == 1
     undisturbed = events_of(await second.stream("/v1/completions", body, "", None))
-    assert heard(events) == heard(undisturbed)
+    assert received(events) == received(undisturbed)
 
 
 async def test_without_a_seed_any_router_draws_alike(cluster: Cluster) -> None:
@@ -284,7 +284,7 @@ async def test_without_a_seed_any_router_draws_alike(cluster: Cluster) -> None:
     assert len(set(seeds)) == 1
     seed = seeds[0]
     undisturbed = events_of(await router.stream("/v1/completions", {**body, "seed": seed}, "", None))
-    assert heard(events) == heard(undisturbed)
+    assert received(events) == received(undisturbed)
     other = events_of(await router.stream("/v1/completions", body, "", None))
     assert other[-1].data == "[DONE]"
     assert len({request.sampling.seed for request in cluster.submitted}) == 2
@@ -333,5 +333,5 @@ async def test_a_second_connection_takes_the_stream_over(cluster: Cluster, monke
     *_, last = events_of(await first)
     assert last.chunk["error"]["code"] == "taken_over"
     engine.most_tokens = math.inf
-    assert heard([*had, *events_of(await second)]) == heard(whole)
+    assert received([*had, *events_of(await second)]) == received(whole)
     assert len(engine.submitted) == 2

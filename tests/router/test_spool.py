@@ -35,8 +35,8 @@ def entry(number: int, *, stage: Stage = Stage.COMPLETE, output_tokens: int = 1)
     return Entry(id=f"cmpl-{number}", tenant="acme", began_at=1, stage=stage, output_tokens=output_tokens)
 
 
-def payload(number: int, **told: object) -> bytes:
-    return msgspec.json.encode(entry(number, **told))  # type: ignore[arg-type]
+def payload(number: int, **reported: object) -> bytes:
+    return msgspec.json.encode(entry(number, **reported))  # type: ignore[arg-type]
 
 
 def spool_in(folder: Path, max_bytes: int = 8 * SEGMENT) -> Spool:

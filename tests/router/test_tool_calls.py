@@ -158,11 +158,11 @@ async def test_a_cut_answer_ends_with_length_however_it_is_asked_for(rig: Router
     assert streamed == [{"name": name, "arguments": arguments} for name, arguments in calls]
     tools: list[Any] = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("f", "g")]
     async with rig.client() as client:
-        asked: dict[str, Any] = {"model": BASE, "input": "hello", "tools": tools, "max_output_tokens": num_tokens}
-        response = (await client.post("/v1/responses", json=asked)).json()
-        asked = {"model": BASE, "messages": ASK, "max_tokens": num_tokens}
+        requested: dict[str, Any] = {"model": BASE, "input": "hello", "tools": tools, "max_output_tokens": num_tokens}
+        response = (await client.post("/v1/responses", json=requested)).json()
+        requested = {"model": BASE, "messages": ASK, "max_tokens": num_tokens}
         tools = [{"name": one["name"], "input_schema": SCHEMA} for one in tools]
-        answer = (await client.post("/v1/messages", json={**asked, "tools": tools})).json()
+        answer = (await client.post("/v1/messages", json={**requested, "tools": tools})).json()
     assert response["status"] == "incomplete"
     assert [(one["name"], one["arguments"]) for one in response["output"] if one["type"] == "function_call"] == calls
     assert answer["stop_reason"] == "max_tokens"

@@ -79,10 +79,10 @@ class Client:
         return text
 
     def feedback(self, answer_id: str, thumb: str) -> bool:
-        told = self.openai.post(
+        reported = self.openai.post(
             "/feedback", body={"id": answer_id, "thumb": thumb, "comment": f"{thumb}!"}, cast_to=httpx.Response
         )
-        return bool(told.json()["counted"])
+        return bool(reported.json()["counted"])
 
     def models(self) -> set[str]:
         return {model.id for model in self.openai.models.list()}
@@ -223,8 +223,14 @@ def test_a_day(motet: RunningMotet) -> None:
         with pytest.raises(openai.NotFoundError):
             neighbour.ask(model)
     assert not neighbour.feedback(tried.id, "down")
-    for asked in (("adapters", "show"), ("versions", "list"), ("canary", "show"), ("aliases", "list"), ("residency",)):
-        assert same_as_nobodys(neighbours_line, *asked)
+    for requested in (
+        ("adapters", "show"),
+        ("versions", "list"),
+        ("canary", "show"),
+        ("aliases", "list"),
+        ("residency",),
+    ):
+        assert same_as_nobodys(neighbours_line, *requested)
     assert used(neighbours_line) == Counter()
     assert TENANT not in str(neighbours_line.json("limits"))
 
@@ -246,8 +252,8 @@ def test_a_day(motet: RunningMotet) -> None:
 
     # The audit log tells the day, and no key.
     entries = operator.json("audit", "--tenant", TENANT)
-    told = Counter(entry["action"] for entry in entries)
-    assert told == Counter(
+    reported = Counter(entry["action"] for entry in entries)
+    assert reported == Counter(
         {
             "tenant.create": 1,
             "key.create": 3,
@@ -315,6 +321,6 @@ def used(line: CommandLine) -> Counter[str]:
     return +Counter({name: total[name] for name in ("requests", "prompt_tokens", "output_tokens")})
 
 
-def same_as_nobodys(line: CommandLine, *asked: str) -> bool:
+def same_as_nobodys(line: CommandLine, *requested: str) -> bool:
     """Whether what another tenant has is refused as what nobody has."""
-    return line.refused(*asked, NAME) == line.refused(*asked, "kesd").replace("kesd", NAME)
+    return line.refused(*requested, NAME) == line.refused(*requested, "kesd").replace("kesd", NAME)

@@ -231,10 +231,10 @@ def test_this_machine_is_measured() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASES["Llama-2-70B"]))
-    asked = ["costs", str(tmp_path), "--device", "A100 SXM 80GB", "--degree", "8", "--decodes", "1024"]
-    shown = CliRunner().invoke(main, [*asked, "--context", "1366", "--prompt-tokens", "1024"])
+    requested = ["costs", str(tmp_path), "--device", "A100 SXM 80GB", "--degree", "8", "--decodes", "1024"]
+    shown = CliRunner().invoke(main, [*requested, "--context", "1366", "--prompt-tokens", "1024"])
     assert shown.exit_code == 0 and "UG                     153931.6    96.637       0.000    61.671" in shown.output
-    document = json.loads(CliRunner().invoke(main, [*asked, "--adapters", "4", "--json"]).output)
+    document = json.loads(CliRunner().invoke(main, [*requested, "--adapters", "4", "--json"]).output)
     assert document["parameters"] == 68_976_648_192
     assert document["seconds"] == pytest.approx(sum(one["seconds"] for one in document["operations"]))
     assert document["operations"][-2]["name"] == "LoRA"

@@ -59,7 +59,7 @@ def test_each_worker_takes_a_gpu_of_its_own(degree: int, tmp_path: Path, monkeyp
     monkeypatch.setattr(device_probe, "has_driver", lambda: False)
     assert "GPU" not in str(_place_of_a_gang(served)).upper().replace("NUM_CPUS", "")
     monkeypatch.setattr(device_probe, "has_driver", lambda: True)
-    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 30))
+    monkeypatch.setattr(device_probe, "probe_torch", lambda name: DeviceFacts("cuda", 1 << 30))
     place = _place_of_a_gang(served)
     if degree == 1:
         assert place["ray_actor_options"]["num_gpus"] == 1

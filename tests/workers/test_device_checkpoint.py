@@ -262,8 +262,8 @@ def test_tensors_that_do_not_fit_the_model(tmp_path: Path, gpu: StandInGpu) -> N
 
 
 def test_progress_is_told_by_percent_and_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    now, told = [0.0], []
-    progress = LoadProgress(4000 << 20, lambda *each: told.append(each), lambda: now[0])
+    now, reported = [0.0], []
+    progress = LoadProgress(4000 << 20, lambda *each: reported.append(each), lambda: now[0])
     with caplog.at_level(logging.INFO, "motet.workers.checkpoint.load_progress"):
         for _ in range(4000):  # of which this worker reads a half, at 512 MiB a second
             now[0] += 1 / 1024
@@ -274,9 +274,9 @@ def test_progress_is_told_by_percent_and_logged_every_few_seconds(caplog: pytest
         now[0] += 4
         progress.read(1 << 30)
         progress.end()
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
-    assert 100 <= len(told) <= 102
-    assert told[-1] == ("loading weights", 4000 << 20, 4000 << 20)
+    assert [done for _, done, _ in reported] == sorted(done for _, done, _ in reported)
+    assert 100 <= len(reported) <= 102
+    assert reported[-1] == ("loading weights", 4000 << 20, 4000 << 20)
     first, last = caplog.messages
     assert first == "loading weights: 2.95 GiB read, 100 % of a base of 3.91 GiB are done, 0.37 GiB/s"
     assert last == "weights are loaded: 2.95 GiB read of a base of 3.91 GiB in 7.9 s, 0.37 GiB/s"

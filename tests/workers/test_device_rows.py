@@ -75,8 +75,8 @@ def test_tables_hold_the_pages_of_random_plans() -> None:
             free = len(pages) * BLOCK - num_tokens  # the newest token is in the last page
             start = free - generator.randrange(min(BLOCK, free + 1))
             parts.append(part(sequence_id, num_tokens, start, pages, samples=generator.random() < 0.8))
-        asked = plan(*parts)
-        assert_same(kept.inputs(asked, {}, BegunStep()), make_inputs(asked, {}, BLOCK, CPU))
+        requested = plan(*parts)
+        assert_same(kept.inputs(requested, {}, BegunStep()), make_inputs(requested, {}, BLOCK, CPU))
         kept.tables.check_integrity()
 
 

@@ -71,9 +71,9 @@ class Gang:
         self, tenant: str, prompt: list[int], max_tokens: int, adapter: str | None = None, **more: object
     ) -> int:
         number = len(self.requests)
-        asked = msgspec.structs.replace(asking(number, prompt, max_tokens, adapter, tenant), **more)
-        assert self.scheduler.add(asked, 1) is None
-        self.requests[number] = asked
+        requested = msgspec.structs.replace(asking(number, prompt, max_tokens, adapter, tenant), **more)
+        assert self.scheduler.add(requested, 1) is None
+        self.requests[number] = requested
         self._open[tenant].append(number)
         return number
 
@@ -93,9 +93,9 @@ class Gang:
         """Prompts whose first token came, and tokens, by weight."""
         worth, weight = 0.0, 1.0
         for number in self.first_token_at:
-            if (asked := self.requests[number]).tenant == tenant:
-                worth += len(asked.prompt_token_ids) + OUTPUT_TOKEN * self.num_tokens[number]
-                weight = asked.weight
+            if (requested := self.requests[number]).tenant == tenant:
+                worth += len(requested.prompt_token_ids) + OUTPUT_TOKEN * self.num_tokens[number]
+                weight = requested.weight
         return worth / weight
 
 

@@ -107,8 +107,8 @@ async def test_many_resumed_streams_with_log_probabilities(leader: Leader, monke
         assert isinstance(frame, Frame)
         assert router.num_bytes < MAX_MESSAGE_BYTES
         num_bytes += router.num_bytes
-        heard = {update.sequence_id for update in frame.updates}
-        num_frames_without = 0 if 900 in heard or not heard else num_frames_without + 1
+        received = {update.sequence_id for update in frame.updates}
+        num_frames_without = 0 if 900 in received or not received else num_frames_without + 1
         most_without = max(most_without, num_frames_without)
         for update in frame.updates:
             assert update.error is None

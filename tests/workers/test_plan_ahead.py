@@ -162,10 +162,10 @@ def test_a_step_that_was_begun_behind_another_takes_only_its_own_time() -> None:
     engine = Engine(s, executor, INFO, clock=lambda: executor.now)
     s.observe = lambda plan, seconds: seen.append(seconds)  # type: ignore[method-assign]
     s.add(request(1, num_prompt=3, max_tokens=6), 0)
-    told: list[int] = []
+    reported: list[int] = []
     while engine.has_work():
-        told += [token for update in engine.step() for token in update.token_ids]
-        assert len(executor._begun) == (0 < len(told) < 6)
-    assert told == [*range(6)]
+        reported += [token for update in engine.step() for token in update.token_ids]
+        assert len(executor._begun) == (0 < len(reported) < 6)
+    assert reported == [*range(6)]
     assert seen == [1.0] * 6
     assert worker.num_fed == 5

@@ -184,9 +184,9 @@ def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> Non
     resident: set[int] = set()
     for i in range(40):
         prompt = [rng.choice([1, 1, 1, 2]) for _ in range(rng.randint(1, 30))]
-        asked = asking(i, prompt, rng.randint(1, 8), rng.choice([None, "a1", "b2"]), rng.choice("tu"))
-        own = [*map(short_key, next_keys(first_link(asked), prompt, 0, 4, (len(prompt) - 1) // 4))]
-        assert s.add(asked, 0) is None
+        requested = asking(i, prompt, rng.randint(1, 8), rng.choice([None, "a1", "b2"]), rng.choice("tu"))
+        own = [*map(short_key, next_keys(first_link(requested), prompt, 0, 4, (len(prompt) - 1) // 4))]
+        assert s.add(requested, 0) is None
         start = None
         while s.has_work():
             found = next((depth for depth, key in enumerate(own) if key not in resident), len(own))
@@ -200,7 +200,7 @@ def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> Non
             resident = (resident - set(change.pages_went)) | set(change.pages_came)
             worker.check_residence(s)
         assert start is not None
-        full = next_keys(first_link(asked), prompt, 0, 4, len(prompt) // 4)
+        full = next_keys(first_link(requested), prompt, 0, 4, len(prompt) // 4)
         assert {short_key(key) for key in full} <= resident, "what was computed is not kept"
 
 

@@ -18,7 +18,7 @@ from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest,
 actions = st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(0, 40)), max_size=80)
 
 
-def asked(engine_id: int, tenant: str, width: int = 1) -> SequenceRequest:
+def requested(engine_id: int, tenant: str, width: int = 1) -> SequenceRequest:
     """A search with so many beams, if they are several."""
     request = SequenceRequest(sequence_id=engine_id, prompt_token_ids=[1, 2], sampling=SamplingParams(), tenant=tenant)
     return request if width == 1 else msgspec.structs.replace(request, beams=BeamRules(width, 3, frozenset()))
@@ -40,7 +40,7 @@ def test_each_tenant_in_turn_and_never_more_than_its_places(
 
     for number, (comes, tenant, which) in enumerate(todo):
         if comes:
-            if places.enter(asked(number, tenant, size(number))):
+            if places.enter(requested(number, tenant, size(number))):
                 assert tenant not in outside.values(), "it overtook another one of its tenant"
                 inside[number] = tenant
             else:
@@ -90,7 +90,7 @@ def test_a_share_that_changes_lets_in_who_has_a_place_and_sends_nobody_away(
     inside: dict[int, str] = {}
     outside: dict[int, str] = {}  # the oldest first
     for number, (comes, tenant, which) in enumerate(todo):
-        if comes and places.enter(asked(number, tenant)):
+        if comes and places.enter(requested(number, tenant)):
             inside[number] = tenant
         elif comes:
             outside[number] = tenant

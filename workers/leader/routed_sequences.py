@@ -16,9 +16,9 @@ import msgspec
 
 from ..engine_messages import End, GiveUpWaiting
 from ..wire.messages import CANCELLED, Cancel, SequenceError, SequenceRequest, SequenceUpdate, Submit
-from .asked_adapters import AskedAdapters
 from .leader_config import LeaderConfig
 from .queue_limit import QueueLimit
+from .requested_adapters import RequestedAdapters
 from .router_stream import RouterStream
 from .running_limit import RunningLimit
 from .sequence_journal import SequenceJournal
@@ -66,7 +66,7 @@ class RoutedSequences:
         self._journal = SequenceJournal(config)
         self._queue_limit = QueueLimit(config)
         self._running_limit = RunningLimit(config.max_tenant_running)
-        self.asked_adapters = AskedAdapters()
+        self.requested_adapters = RequestedAdapters()
         self.num_ended: Counter[str] = Counter()  # by finish reason or kind of error; not of those that were cancelled
         self._timers = SequenceTimers(self._queue_limit, self._give_up_waiting, self._time_out)
 
@@ -128,7 +128,7 @@ class RoutedSequences:
         self._listen(engine_id, stream, request)
         log_arrival(request)
         self._timers.start(engine_id, request)
-        self.asked_adapters.begin(engine_id, request)
+        self.requested_adapters.begin(engine_id, request)
         numbered = msgspec.structs.replace(request, sequence_id=engine_id)
         if self._running_limit.enter(numbered):
             self._engine.receive(Submit(numbered))
@@ -318,7 +318,7 @@ class RoutedSequences:
 
     def _leave_place(self, engine_id: int) -> None:
         """The sequence has ended: another one of its tenant may take its place."""
-        self.asked_adapters.end(engine_id)
+        self.requested_adapters.end(engine_id)
         for following in self._running_limit.leave(engine_id):
             self._engine.receive(Submit(following))
 

@@ -10,7 +10,7 @@ from ..wire.messages import SequenceRequest
 _MAX_NAMES: Final = 4096  # of adapters that were asked for last
 
 
-class AskedAdapters:
+class RequestedAdapters:
     """A request costs a few dictionary steps here, and a token nothing. Belongs to one event loop."""
 
     def __init__(self) -> None:
@@ -19,9 +19,9 @@ class AskedAdapters:
         self.num_open: Counter[str] = Counter()  # unfinished sequences, by digest
         self._digests: dict[int, str] = {}  # of unfinished sequences
 
-    def copy(self) -> AskedAdapters:
+    def copy(self) -> RequestedAdapters:
         """Names and numbers of this moment, for another thread to read."""
-        copied = AskedAdapters()
+        copied = RequestedAdapters()
         copied.names, copied.ranks = dict(self.names), dict(self.ranks)
         copied.num_open = Counter(self.num_open)
         return copied
