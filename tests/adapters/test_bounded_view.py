@@ -80,7 +80,7 @@ async def caught_up(view: RegistryView, registry: Registry) -> None:
     await eventually(lambda: view._event_number >= number)
 
 
-async def test_it_starts_without_reading_adapters_and_looks_up_what_is_asked_for(
+async def test_it_starts_without_reading_adapters_and_looks_up_what_is_requested(
     registry: CountingRegistry, view: RegistryView
 ) -> None:
     await caught_up(view, registry)
@@ -258,7 +258,7 @@ def version(number: int, name: str = "x") -> AdapterVersion:
     return AdapterVersion("acme", name, number, "a" * 64, {"q_proj": 8}, 1, 1.0)
 
 
-def test_what_is_used_most_stays_while_others_are_asked_for_once() -> None:
+def test_what_is_used_most_stays_while_others_are_requested_once() -> None:
     kept = KeptAdapters(100)
     used = [f"used{i}" for i in range(50)]
     for name in used:
@@ -337,7 +337,7 @@ def test_a_deletion_that_comes_late_does_not_hide_a_newer_version() -> None:
     assert kept.find(("acme", "x")) == (False, None)
 
 
-def test_names_that_nobody_has_do_not_end_the_filling() -> None:
+def test_unknown_names_do_not_end_the_filling() -> None:
     """Whoever asks for many of them while it fills would have each name looked up from then on."""
     kept = KeptAdapters(10, filling=True)
     kept.delete(("acme", "gone"), (0, 3))

@@ -22,7 +22,7 @@ async def test_a_cancellation_that_wait_for_hides() -> None:
     assert task.cancelled()
 
 
-async def test_all_end_whoever_goes_on_for_longest() -> None:
+async def test_all_end_whichever_takes_longest() -> None:
     hidden = []
 
     async def goes_on(times: int) -> None:

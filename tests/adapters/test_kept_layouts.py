@@ -19,7 +19,7 @@ from motet.tests.rigs.tensor_twins import identical
 BF16 = replace(LAYOUT, dtype="bfloat16")
 
 
-def test_packed_files_of_layouts_that_nobody_uses_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_files_of_unused_layouts_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old application, which may be of a version that keeps nothing, beside a new one that packs otherwise."""
     monkeypatch.setattr(Repacked, "add", lambda *_: None)
     files, store = lora_files(), AdapterStore(tmp_path / "store")

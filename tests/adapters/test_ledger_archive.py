@@ -49,7 +49,7 @@ class SlowLedger(Ledger):
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-async def test_two_who_retire_one_life_lose_nothing(
+async def test_an_incarnation_that_is_retired_twice_loses_nothing(
     redis_url: str, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
 ) -> None:
     refused = asyncio.Event()
@@ -83,7 +83,7 @@ async def test_two_who_retire_one_life_lose_nothing(
 
 
 @pytest.mark.parametrize("damage", ["cut off", "no gzip", "no JSON"])
-async def test_a_damaged_file_is_kept_aside_and_stops_nobody(
+async def test_a_damaged_file_is_kept_aside_and_the_rest_goes_on(
     redis_client: Redis, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ledger = Ledger(redis_client, kept_days=0)

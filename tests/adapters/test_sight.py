@@ -61,7 +61,7 @@ def test_names_that_no_user_may_have(name: str) -> None:
         check_name(private_name(name, "x"))
 
 
-def test_a_version_is_told_from_a_users_name() -> None:
+def test_a_version_is_distinguished_from_a_users_name() -> None:
     assert split_selector("x@2") == ("x", "2")
     assert split_selector("~eve@id.example/x") == ("~eve@id.example/x", None)
     assert split_selector("~eve@id.example/x@prod") == ("~eve@id.example/x", "prod")

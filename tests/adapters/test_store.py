@@ -144,7 +144,7 @@ def test_an_empty_store_may_change_hands(tmp_path: Path) -> None:
     assert (tmp_path / "base").read_text() == "b" * 64 + " a base\n"
 
 
-def test_a_damaged_mark_is_told(store: AdapterStore, tmp_path: Path) -> None:
+def test_a_damaged_mark_is_reported(store: AdapterStore, tmp_path: Path) -> None:
     (tmp_path / "deep" / "store" / "base").write_text("")
     with pytest.raises(ValueError, match="names no base"):
         store.check_base(BaseIdentity("a" * 64, "mine"), "go away")

@@ -99,7 +99,7 @@ def test_building_twice_gives_the_same() -> None:
     assert routers.init_args[1] is None  # each node has its secrets
 
 
-def test_every_setting_has_one_door() -> None:
+def test_every_setting_has_one_way_to_change_it() -> None:
     for field in fields_of(Settings):
         assert way_to_change(field)
         assert not (field.mark.not_in_args and field.mark.live_in)
@@ -123,7 +123,7 @@ def live_in(part: Part) -> list[Any]:
     return [field for field in fields_of(Settings) if field.mark.live_in == part]
 
 
-def test_a_key_at_the_wrong_door_is_told_the_right_one() -> None:
+def test_a_key_in_the_wrong_place_is_refused_with_the_right_one() -> None:
     for part, key, way in (
         ("router", "max-waiting-sequences", "user_config of gang"),
         ("gang", "max-queue-wait", "user_config of router"),

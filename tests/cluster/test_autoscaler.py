@@ -109,7 +109,7 @@ def test_serve_adds_no_delay_on_the_way_up(policy: Any) -> None:
     assert policy(context(1, [swamped]))[0] == 3
 
 
-def test_a_starting_gang_survives_until_it_has_told_its_load(policy: Any) -> None:
+def test_a_starting_gang_survives_until_it_has_reported_its_load(policy: Any) -> None:
     state: dict[str, Any] = {}
     for reported in ([], [], [None], [None]):
         target, state = policy(context(1, reported, state=state))

@@ -38,7 +38,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> dict[str, NodeExpectations]:
     return found
 
 
-def test_nodes_for_gangs_are_asked_for_their_device_and_others_are_not(
+def test_nodes_for_gangs_are_checked_for_their_device_and_others_are_not(
     requested: dict[str, NodeExpectations], tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float8 on a CPU is told before any gang is started, and of the nodes that gangs may come to."""
@@ -56,7 +56,9 @@ def test_nodes_for_gangs_are_asked_for_their_device_and_others_are_not(
     ]
 
 
-def test_a_machine_with_fewer_gpus_than_its_gangs_need_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_with_fewer_gpus_than_its_gangs_need_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray would wait for the others without end."""
     monkeypatch.setattr(cluster_nodes, "alive_nodes", lambda: [node("127.0.0.1", CPU=4, GPU=1)])
     check_room(config(tmp_path, gang_num_gpus=1.0))

@@ -246,7 +246,7 @@ def test_a_long_folder_of_temporary_files_is_not_used(tmp_path: Path, monkeypatc
     assert node_folder(30).parent == Path("/tmp")
 
 
-async def test_a_page_tells_where_it_is() -> None:
+async def test_a_page_shows_where_it_is() -> None:
     async with page_of(port := free_port()) as page, page_of(port, "g1", "gang") as other:
         assert page.metadata == other.metadata == {METRICS_ADDRESS: f"{LOOPBACK}:{port}"}
         config = part_config(ExpositionConfig, DEFAULTS, name="llama")
@@ -366,7 +366,7 @@ def test_ten_thousand_adapters_make_a_short_label() -> None:
     assert labels["running_lora_adapters"].startswith("adapter-of-somebody-9999,")  # asked for last
 
 
-async def test_a_gang_tells_which_adapters_it_has_at_hand() -> None:
+async def test_a_gang_reports_which_adapters_it_has_at_hand() -> None:
     metrics, engine = GangMetrics(INFO, "llama"), StandInEngine()
     frames = FrameServer(engine, INFO, TOKEN, leader_config(), metrics.observe)
     router = Router(await frames.start(LOOPBACK))
@@ -408,7 +408,7 @@ NAMED = st.dictionaries(st.integers(0, 400), st.integers(0, 3), max_size=30)  # 
 
 
 @given(NAMED, st.sets(st.integers(0, 400)), st.sets(st.integers(0, 400)), st.sets(st.integers(0, 400)))
-def test_each_name_is_told_once_at_its_nearest_level(
+def test_each_name_is_reported_once_at_its_nearest_level(
     named: dict[int, int], resident: set[int], hosted: set[int], pinned: set[int]
 ) -> None:
     """Two samples of the same labels would make the whole page unreadable."""
@@ -424,7 +424,7 @@ def test_each_name_is_told_once_at_its_nearest_level(
     assert levels == dict.fromkeys(in_host, "cpu") | dict.fromkeys(in_pool, "gpu")
 
 
-def test_those_asked_for_last_are_told_of_too_many() -> None:
+def test_of_too_many_those_requested_last_are_reported() -> None:
     requested = RequestedAdapters()
     requested.names = {str(number): f"name-{number}" for number in range(4 * MOST_LISTED)}
     requested.ranks = dict.fromkeys(requested.names, 8)

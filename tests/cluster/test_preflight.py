@@ -163,7 +163,7 @@ def test_kv_of_eight_bits_is_for_gpus_and_heads_that_fit(tmp_path: Path, monkeyp
         check_settings(config(tmp_path, write_model("gemma2", tmp_path / "model"), kv_dtype="float8"))
 
 
-def test_what_is_served_otherwise_than_asked_is_said(tmp_path: Path) -> None:
+def test_what_is_served_otherwise_than_requested_is_reported(tmp_path: Path) -> None:
     (short,) = check_settings(config(tmp_path, pool_bytes=64 << 10))
     assert "--pool-bytes" in short
     (long,) = check_settings(config(tmp_path, max_model_len=1 << 30))

@@ -23,7 +23,7 @@ def display(output: io.StringIO, silence_s: float = LONG_S) -> ProgressDisplay:
     return ProgressDisplay(Console(file=output), silence_s)
 
 
-def test_a_step_is_told_when_it_begins_and_the_rest_at_each_tenth() -> None:
+def test_a_step_is_reported_when_it_begins_and_the_rest_at_each_tenth() -> None:
     output = io.StringIO()
     with display(output) as progress:
         with step(progress, "starting Ray"):
@@ -50,7 +50,7 @@ def test_nobody_waits_in_silence_or_without_a_reason() -> None:
     assert not any(line.startswith("still") and "Ray" in line for line in lines_of(output)[num_before:])
 
 
-def test_a_step_that_fails_is_told_to_have_ended() -> None:
+def test_a_step_that_fails_is_reported_to_have_ended() -> None:
     events: list[tuple[str, int, int]] = []
     with pytest.raises(RuntimeError), step(lambda *event: events.append(event), "starting Ray"):
         raise RuntimeError("Ray is ill")

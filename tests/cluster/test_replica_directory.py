@@ -46,7 +46,7 @@ def start(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> ReplicaDirectory
     return directory
 
 
-async def test_the_loop_turns_while_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_turns_while_no_answer_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     is_requested, has_turned = threading.Event(), threading.Event()
 
     def away() -> str:

@@ -84,7 +84,7 @@ def raised(logger: str) -> logging.LogRecord:
 
 
 @pytest.mark.parametrize("logger", ["motet.router.endpoint", "asyncio", "uvicorn.error", "motet.workersx"])
-def test_errors_that_meet_requests_are_told_without_what_they_say(logger: str) -> None:
+def test_errors_that_meet_requests_are_reported_without_what_they_say(logger: str) -> None:
     for form in (JsonLines({}), TextLines()):
         line = form.format(raised(logger))
         assert "sent" not in line
@@ -93,7 +93,7 @@ def test_errors_that_meet_requests_are_told_without_what_they_say(logger: str) -
         )
 
 
-def test_errors_of_gangs_are_told_with_what_they_say() -> None:
+def test_errors_of_gangs_are_reported_with_what_they_say() -> None:
     reported = json.loads(JsonLines({}).format(raised("motet.workers.loop")))
     assert reported["exception"] == "ValueError: what a client\nsent"
     lines = TextLines().format(raised("motet.workers.loop")).splitlines()
@@ -101,7 +101,7 @@ def test_errors_of_gangs_are_told_with_what_they_say() -> None:
     assert lines[-1] == r"    | ValueError: what a client\nsent"
 
 
-def test_of_a_librarys_message_only_the_first_line_is_told() -> None:
+def test_of_a_librarys_message_only_the_first_line_is_reported() -> None:
     line = JsonLines({}).format(record("never retrieved\nfuture: <ValueError('sent')>", logger="asyncio"))
     assert json.loads(line)["message"] == "never retrieved"
 
@@ -111,7 +111,7 @@ def test_long_texts_are_cut() -> None:
     assert len(reported["message"]) == len(reported["tenant"]) == MAX_CHARS + 1
 
 
-def test_nobody_waits_for_a_pipe_that_nobody_reads() -> None:
+def test_a_pipe_that_is_not_read_makes_no_thread_wait() -> None:
     reader, pipe = os.pipe()
     writer = LogWriter(to_descriptor(pipe), "a full pipe", max_waiting_bytes=1 << 20)
     line = b"x" * 999 + b"\n"

@@ -117,7 +117,9 @@ async def reported_in(url: str, clock: Callable[[], float] = time.time) -> Seque
         await client.aclose()
 
 
-async def test_what_is_away_is_waited_for_with_growing_pauses_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_away_is_waited_for_with_growing_pauses_and_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sleep, requested, events = Sleeps(), Requested(num_failures=600), list[tuple[str, int]]()
     with caplog.at_level(logging.WARNING):
         start = a_start(sleep, on_event=lambda what, done, total: events.append((what, done)))
@@ -148,7 +150,7 @@ async def test_what_is_not_away_is_raised_at_once() -> None:
     assert sleep.seconds == []
 
 
-async def test_who_waits_tells_others_for_what(server: str, tmp_path: Path) -> None:
+async def test_a_waiting_start_reports_what_it_waits_for(server: str, tmp_path: Path) -> None:
     seen = list[Sequence[StartReport]]()
     folder = tmp_path / "model"
 
@@ -195,20 +197,20 @@ async def test_failed_starts_pause_longer_and_longer_until_one_succeeds(server: 
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "127.0.0.1:6379", ""])  # two are no URLs
-async def test_a_failure_is_raised_after_a_pause_where_nobody_can_be_told(url: str) -> None:
+async def test_a_failure_is_raised_after_a_pause_where_it_cannot_be_reported(url: str) -> None:
     sleep = Sleeps()
     with pytest.raises(MemoryError):
         await build(a_start(sleep), url)
     assert sleep.seconds == [1]
 
 
-async def test_a_success_is_one_where_nobody_can_be_told() -> None:
+async def test_a_success_is_one_where_it_cannot_be_reported() -> None:
     start = a_start(Sleeps())
     start.redis_url = "redis://127.0.0.1:1"
     await start.succeeded()
 
 
-def test_serve_is_told_to_begin_failed_starts_again_as_often_as_the_application_asks() -> None:
+def test_serve_repeats_failed_starts_as_often_as_the_application_says() -> None:
     assert int(LASTING_STARTS["RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"]) == MAX_FAILED_STARTS
 
 
@@ -243,7 +245,7 @@ async def test_a_gang_waits_for_redis_before_it_builds_its_engine(
     assert sleep.seconds == [1, 2, 4, 1]  # the last before Serve begins the next start
 
 
-async def test_a_router_waits_for_redis_with_all_that_it_asks(
+async def test_a_router_waits_for_redis_with_all_of_its_reads(
     config: MotetConfig, monkeypatch: pytest.MonkeyPatch, without_serve: Callable[[Any], None]
 ) -> None:
     without_serve(ingress)

@@ -181,7 +181,7 @@ async def test_gangs_of_a_configuration_that_was_good_go_on_trying(rig: Rig) -> 
     assert rig.serve.applied == []
 
 
-async def test_what_gangs_tell_counts_when_serve_speaks_of_something_else(rig: Rig) -> None:
+async def test_what_gangs_report_counts_when_serve_speaks_of_something_else(rig: Rig) -> None:
     """Serve says of a start that pauses only that it takes long. What failed before, waits, or is a router's is another
     matter.
     """

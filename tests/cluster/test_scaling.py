@@ -53,7 +53,7 @@ class Memory:
 
 
 @given(bounds, st.lists(st.tuples(st.floats(0, 400), states()), max_size=8))
-def test_stays_within_its_bounds_whatever_it_is_told(
+def test_stays_within_its_bounds_whatever_is_reported(
     bounds: tuple[int, int], steps: list[tuple[float, FleetState]]
 ) -> None:
     memory = Memory(scaling_config(min_gangs=bounds[0], max_gangs=bounds[1]))
@@ -64,7 +64,7 @@ def test_stays_within_its_bounds_whatever_it_is_told(
 
 
 @given(st.lists(st.tuples(st.floats(0, 4000), states()), min_size=1, max_size=8))
-def test_is_never_zero_while_somebody_asks(steps: list[tuple[float, FleetState]]) -> None:
+def test_is_never_zero_while_there_are_requests(steps: list[tuple[float, FleetState]]) -> None:
     memory = Memory(CONFIG)
     now_s = 0.0
     for pause_s, state in steps:
@@ -75,7 +75,7 @@ def test_is_never_zero_while_somebody_asks(steps: list[tuple[float, FleetState]]
 
 
 @given(st.lists(st.tuples(st.floats(0, 4000), states()), min_size=1, max_size=8))
-def test_nothing_is_given_up_before_it_has_told_its_load(steps: list[tuple[float, FleetState]]) -> None:
+def test_nothing_is_given_up_before_it_has_reported_its_load(steps: list[tuple[float, FleetState]]) -> None:
     memory = Memory(CONFIG)
     now_s = 0.0
     for pause_s, state in steps:

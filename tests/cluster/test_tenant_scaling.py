@@ -70,7 +70,7 @@ def test_what_others_need_comes_on_top() -> None:
     assert gangs_needed(state(gang(flood, more_tokens=2.0 * LIMIT)), HALF) == 6  # of tenants that were not told of
 
 
-def test_what_gangs_tell_of_tenants_comes_back() -> None:
+def test_what_gangs_report_of_tenants_comes_back() -> None:
     shares = [TenantShare(str(number), 0.0, 1, number, 100 * number, num_running_tokens=1) for number in range(20)]
     shares.append(TenantShare("flood", 5.0, 6, 40, 9000, num_running_tokens=506))
     load = engine_load(num_pages=100, num_free_pages=20, num_running=8, num_waiting=60, num_queued_tokens=28_000)

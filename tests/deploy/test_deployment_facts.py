@@ -98,7 +98,7 @@ def is_read(variable: str) -> bool:
     return variable in {SECRETS_VARIABLE, *(field.mark.env for field in fields_of(Settings))}
 
 
-def test_every_variable_is_read_by_somebody() -> None:
+def test_every_variable_is_read() -> None:
     found = {one for _, pod in pod_templates(ray_service("incremental-upgrade")) for one in environment(pod)}
     ours = {one for one in found if one.startswith(("RAY_", "MOTET_"))}
     assert len(ours) > 5 and [one for one in ours if not is_read(one)] == []

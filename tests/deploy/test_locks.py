@@ -30,7 +30,7 @@ def needed_by(image: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize("image", EXTRAS)
-def test_a_lock_has_what_the_project_asks_for(image: str) -> None:
+def test_a_lock_has_what_the_project_needs(image: str) -> None:
     lock = lock_of(image)
     assert wrong_versions(needed_by(image), lock) == []
     assert missing(needed_by(image), lock) == []
@@ -108,7 +108,7 @@ def test_a_bill_of_materials_names_every_package(checkout: Path) -> None:
         ('echo "ERROR: redis: Dependency not found on PyPI and could not be audited" >&2; exit 1', 2),
     ],
 )
-def test_an_audit_that_asked_nobody_has_not_passed(checkout: Path, answer: str, status: int) -> None:
+def test_an_audit_without_an_answer_has_not_passed(checkout: Path, answer: str, status: int) -> None:
     """Held to what the program says; the program itself needs a network."""
     program = checkout / ".venv" / "bin" / "pip-audit"
     program.write_text(f'#!/bin/sh\ncat "$2" >>"{checkout}/asked"\necho "$@" >>"{checkout}/options"\n{answer}\n')

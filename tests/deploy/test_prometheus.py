@@ -68,12 +68,12 @@ def test_promtool_accepts_the_rules() -> None:
     assert f"{len(rules())} rules found" in promtool("check", "rules", RULES)
 
 
-def test_the_rules_tell_what_they_should() -> None:
+def test_the_rules_alert_when_they_should() -> None:
     """A gang that vanishes, two routers, a router that starts anew, and each alert: silent when it should be."""
     assert "SUCCESS" in promtool("test", "rules", FOLDER / "rules.test.yaml")
 
 
-def test_a_rule_that_tells_something_else_is_found(tmp_path: Path) -> None:
+def test_a_rule_that_alerts_otherwise_is_found(tmp_path: Path) -> None:
     """The test of the rules can fail."""
     broken = RULES.read_text().replace("(motet_connected_gangs) == 0\n", "(motet_connected_gangs) == 3\n")
     (tmp_path / RULES.name).write_text(broken)

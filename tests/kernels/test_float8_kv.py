@@ -120,7 +120,7 @@ def test_pages_are_moved_to_the_last_bit(dtype: torch.dtype) -> None:
         assert torch.equal(target[[7, 8, 1]].view(torch.uint8), pool[[4, 9, 2]])
 
 
-def test_which_kernels_compute_it_is_told() -> None:
+def test_which_kernels_compute_it_is_reported() -> None:
     kernels = with_float8_kv(plain_kernels())
     assert kernels.choice == "torch; attention by torch on KV in float8"
     assert (kernels.write_kv, kernels.paged_attention) == (write_kv, paged_attention)

@@ -310,7 +310,7 @@ def test_without_triton_the_twins_serve_a_gpu_and_one_line_says_what_is_lost(
     assert "Triton cannot be imported" in caplog.text
 
 
-def test_each_operations_choice_is_told(native: tuple[Kernels, torch.dtype]) -> None:
+def test_each_operations_choice_is_reported(native: tuple[Kernels, torch.dtype]) -> None:
     kernels, _ = native
     assert kernels.choice.startswith("native; ") and "page copies" in kernels.choice
 

@@ -53,7 +53,7 @@ def test_its_tables_are_up_to_date(tmp_path: Path) -> None:
     assert made_page(page, tmp_path) == page, "run .venv/bin/python -m motet.tests.rigs.made_api_page docs/api.md"
 
 
-def test_a_table_that_is_missing_is_told() -> None:
+def test_a_table_that_is_missing_is_reported() -> None:
     with pytest.raises(ValueError, match="'types'"):
         with_tables("<!-- made: errors -->\n<!-- end -->", {})
 

@@ -142,7 +142,7 @@ def test_a_token_without_any_chance_is_no_candidate() -> None:
     assert [beam.token_ids for beam in state.live] == [(4,), (5,)]
 
 
-def test_beams_remember_as_many_alternatives_as_asked_for() -> None:
+def test_beams_remember_as_many_alternatives_as_requested() -> None:
     rules = BeamRules(1, 1, frozenset({9}), num_logprobs=1)
     assert rules.num_candidates == 2
     state = advanced(NEW_SEARCH, [TokenLogprobs(0.0, [4, 9], [-0.1, -2.5])], rules)

@@ -131,7 +131,7 @@ def test_what_another_router_left_is_not_computed_beside_its_successor() -> None
     run_simulated(main())
 
 
-def test_who_asks_first_and_arrives_last_takes_nothing_over() -> None:
+def test_a_first_request_that_arrives_last_takes_nothing_over() -> None:
     """Its client has come back to another router since, whose request was faster."""
 
     async def main() -> None:

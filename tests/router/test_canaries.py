@@ -252,7 +252,7 @@ async def test_feedback_may_come_as_soon_as_its_answer_and_at_another_router(
         assert reported.json()["counted"]
 
 
-async def test_answers_count_once_however_often_they_are_told(redis_client: Redis) -> None:
+async def test_answers_count_once_however_often_they_are_reported(redis_client: Redis) -> None:
     counts = CanaryCounts(redis_client)
     outcomes = [Outcome("acme", "acme/x", f"cmpl-{number}", "c", "stable", ("answers",)) for number in range(10)]
     await counts.add(outcomes)

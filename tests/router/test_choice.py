@@ -76,7 +76,7 @@ def test_tokens_go_out_with_their_text(text: TextService) -> None:
     assert choice.num_tokens == 4
 
 
-def test_a_cut_character_is_told_at_the_end(text: TextService) -> None:
+def test_a_cut_character_is_reported_at_the_end(text: TextService) -> None:
     token_ids = encoded(text, "fox 猫")[:-1]
     choice = Choice(text.detokenizer([]), StopStrings(("xyz",)))
     deltas = fold_all(choice, [SequenceUpdate(1, token_ids, None, "length")])

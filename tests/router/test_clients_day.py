@@ -58,7 +58,7 @@ async def test_what_time_cannot_mend_is_not_retried(
     assert ("retry-after" in response.headers) == retried
 
 
-async def test_too_long_is_told_in_the_words_that_clients_look_for(rig: RouterRig) -> None:
+async def test_too_long_is_reported_in_the_words_that_clients_look_for(rig: RouterRig) -> None:
     start = f"This model's maximum context length is {CONTEXT} tokens. However, "
     for fields in (
         {"prompt": [5] * (CONTEXT + 1)},
@@ -196,7 +196,7 @@ async def test_a_stream_that_waits_shows_that_it_is_there(rig: RouterRig, monkey
     assert rig.dispatcher.streams[0].cancelled.is_set()
 
 
-async def test_heartbeats_change_nothing_of_what_is_told(rig: RouterRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeats_change_nothing_of_what_is_reported(rig: RouterRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_response, "HEADERS_AFTER_S", 0.01)
     monkeypatch.setattr(generation_response, "HEARTBEAT_S", 0.01)
     fields: dict[str, Any] = {"stream": True, "echo": True, "stream_options": {"include_usage": True}, "n": 2}

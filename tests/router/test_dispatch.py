@@ -168,7 +168,7 @@ async def test_no_gang_within_the_wait() -> None:
     await dispatcher.close()
 
 
-async def test_who_waits_is_told() -> None:
+async def test_a_waiting_client_is_answered() -> None:
     """So that a gang can be asked for where there is none until somebody asks."""
     reported: list[int] = []
     router = FleetDispatcher(

@@ -185,7 +185,7 @@ def test_a_models_own_pooling(tmp_path: Path, modules: Any, pooling: Any, expect
         ({}, None, "array"),
     ],
 )
-async def test_another_pooling_is_refused_unless_the_request_asks_for_one(
+async def test_another_pooling_is_refused_unless_the_request_names_one(
     rig: RouterRig, tmp_path: Path, modules: Any, pooling: Any, what: str
 ) -> None:
     rig.text.pooling = own_pooling(model_folder(tmp_path, modules, pooling))

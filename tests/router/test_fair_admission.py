@@ -55,7 +55,7 @@ def test_a_flood_refuses_its_own_tenant_alone(admission: AdmissionConfig) -> Non
     run_simulated(main())
 
 
-def test_routers_tell_gangs_what_the_others_served() -> None:
+def test_routers_send_gangs_what_the_others_served() -> None:
     async def main() -> None:
         async with simulated_fleet(num_routers=2) as fleet:
             for _ in range(2):

@@ -106,7 +106,7 @@ async def test_an_adapters_sequences_stay_together_and_adapters_are_spread(gangs
     assert {home[0] for home in homes} == set("abc")
 
 
-async def test_a_new_router_is_told_what_is_resident(gangs: Gangs) -> None:
+async def test_a_new_router_receives_what_is_resident(gangs: Gangs) -> None:
     first = await gangs.add_router("b")  # so adapters are where no router that knows all gangs would put them
     for adapter in ADAPTERS:
         await finish(submit(first, adapter))
@@ -133,7 +133,7 @@ async def test_an_evicted_adapter_is_no_reason_to_go_there(gangs: Gangs) -> None
     assert {key for adapter in ADAPTERS for key in gangs.where(adapter)} == set("abc")
 
 
-async def test_what_this_router_sent_counts_before_the_gang_tells(gangs: Gangs) -> None:
+async def test_what_this_router_sent_counts_before_the_gang_reports(gangs: Gangs) -> None:
     router = await gangs.add_router()
     for engine in gangs.engines.values():
         engine.paused = True
@@ -220,7 +220,7 @@ async def test_a_stream_whose_adapter_cannot_be_read_goes_on_at_another_gang(
         assert gangs.where(adapter) == [other]
 
 
-async def test_the_only_gang_is_asked_again_and_then_its_answer_is_told(
+async def test_the_only_gang_is_tried_again_and_then_its_answer_is_returned(
     gangs: Gangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("motet.router.fleet.dispatch.STORE_PAUSE_S", 0.05)
@@ -265,7 +265,7 @@ async def test_a_store_that_cannot_be_read_lets_a_bounded_number_wait(
     assert len(router._awaiting_store) == router._awaiting_store.num_of("acme") == 0
 
 
-async def test_all_gangs_hear_which_adapters_no_name_points_to_any_more(gangs: Gangs) -> None:
+async def test_all_gangs_receive_which_adapters_no_name_points_to_any_more(gangs: Gangs) -> None:
     router = await gangs.add_router()
     router.outdate("digest-7")
     await eventually(lambda: all(engine.outdated == ["digest-7"] for engine in gangs.engines.values()))
@@ -286,7 +286,7 @@ async def test_what_was_brought_to_a_gang_ends_with_it(gangs: Gangs) -> None:
     assert last.error.kind == "gang_lost"
 
 
-async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_told(gangs: Gangs) -> None:
+async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_reported(gangs: Gangs) -> None:
     routers = [await gangs.add_router() for _ in range(2)]
     ref = ADAPTERS[0]
     request = SequenceRequest(

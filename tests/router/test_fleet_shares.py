@@ -64,7 +64,7 @@ def test_totals_are_what_others_served_whatever_gangs_do(steps: list[tuple[str, 
             assert shares.elsewhere(ids[gang], tenant) == others
 
 
-def test_nothing_is_told_twice_and_what_does_not_fit_comes_next() -> None:
+def test_nothing_is_reported_twice_and_what_does_not_fit_comes_next() -> None:
     shares = FleetShares()
     shares.receive("x", [served("a", 5), served("b", 50), served("c", 20)])
     assert shares.take_due("x", TENANTS) == []
@@ -77,7 +77,7 @@ def test_nothing_is_told_twice_and_what_does_not_fit_comes_next() -> None:
     assert shares.take_due("y", "a") == [("a", 6)]
 
 
-def test_routers_that_began_to_hear_at_different_times_tell_the_same() -> None:
+def test_routers_that_began_to_receive_at_different_times_send_the_same() -> None:
     early, late = FleetShares(), FleetShares()
     for amount in (10, 20):
         early.receive("x", [served("a", amount)])

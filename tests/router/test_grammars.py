@@ -115,7 +115,7 @@ def test_more_alternatives_than_a_gang_follows_are_refused_wherever_an_answer_co
     assert found.endswith("alternatives are open at one place of an answer: at most 2000 are followed.")
 
 
-def test_alternatives_that_an_answer_has_told_apart_are_no_more_than_they_are() -> None:
+def test_alternatives_that_an_answer_has_distinguished_count_as_many_as_they_are() -> None:
     objects = {"anyOf": [{"type": "object", **one, "additionalProperties": False} for one in WIDE["anyOf"]]}
     assert problem("json", objects) == ""
     assert problem("json", {"anyOf": WIDE["anyOf"][:300]}) == ""

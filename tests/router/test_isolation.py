@@ -113,7 +113,7 @@ async def test_every_route_is_in_the_tables(front: RealFront) -> None:
     assert nameless == NAMELESS, "what may a body of it name? add that to THINGS"
 
 
-async def test_no_other_method_tells_more(front: RealFront) -> None:
+async def test_no_other_method_shows_more(front: RealFront) -> None:
     """A method that a path does not have is the same for everybody, whatever is there."""
     methods = {"GET", "POST", "PUT", "PATCH", "DELETE", "TRACE"}
     before = await front.stored()
@@ -191,7 +191,7 @@ async def test_anothers_things_are_as_if_they_did_not_exist(front: RealFront, wh
     assert {"/v1/completions", "/v1/models/{model:path}", "/v1/adapters/{name}"} <= looked_at
 
 
-async def test_answers_and_logs_tell_nothing_of_others(front: RealFront, caplog: pytest.LogCaptureFixture) -> None:
+async def test_answers_and_logs_show_nothing_of_others(front: RealFront, caplog: pytest.LogCaptureFixture) -> None:
     """Neither an answer nor a log line has a name, an id or a digest of another tenant's, and none has a key."""
     adapter = await front.view.resolve(OWNER, OWNERS_ADAPTER)
     assert adapter is not None
@@ -242,7 +242,7 @@ async def test_a_route_without_a_body_looks_at_none(front: RealFront) -> None:
 
 
 @pytest.mark.parametrize("asker", [WOMBAT_KEY, key_without("admin")])
-async def test_answers_tell_a_user_nothing_of_others(
+async def test_answers_show_a_user_nothing_of_others(
     front: RealFront, caplog: pytest.LogCaptureFixture, asker: str
 ) -> None:
     """Whatever they ask for, neither name nor digest of another's private adapter is in an answer or a log."""

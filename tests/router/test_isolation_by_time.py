@@ -158,7 +158,7 @@ def tenants_routes(front: RealFront) -> list[RouteSpec]:
     ]
 
 
-async def test_time_does_not_tell_whether_another_has_it(
+async def test_time_does_not_show_whether_another_has_it(
     front: RealFront, whose: str, pairs: list[tuple[str, str]], pytestconfig: pytest.Config
 ) -> None:
     *_, key = WHOSE[whose]

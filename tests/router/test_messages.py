@@ -192,7 +192,7 @@ async def test_calls_and_thoughts_are_those_of_a_chat(tmp_path: Path) -> None:
     assert "two calls wait 1 weather" in prompt_text(rig)
 
 
-async def test_a_large_body_asks_for_the_same(rig: RouterRig) -> None:
+async def test_a_large_body_means_the_same(rig: RouterRig) -> None:
     """It is decoded, and made a chat, in another process."""
     rig.dispatcher.context = 60_000
     long = [{"role": "user", "content": "the quick fox " * 6000}]

@@ -52,7 +52,7 @@ def test_every_series_says_whose_it_is() -> None:
     assert reported["motet_requests_total", (("route", "POST /v1/completions"), ("status", "200"))] == 1
 
 
-def test_what_has_not_happened_is_told_as_nought() -> None:
+def test_what_has_not_happened_is_reported_as_zero() -> None:
     """So that the first one is an increase."""
     found = samples(text_of(router_families(Metrics(), FACTS, {})))
     assert found["motet_gang_faults_total", frozenset({("kind", "engine")})] == 2

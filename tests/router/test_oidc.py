@@ -264,7 +264,7 @@ async def test_keys_that_rotate_are_taken_over(
     assert tokens.verify(old) is None  # its key is gone, though it was remembered
 
 
-async def test_keys_are_fetched_again_though_nobody_asks(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_are_fetched_again_without_requests(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(issuer_keys, "REFRESH_S", 0.05)
     monkeypatch.setattr(issuer_keys, "ASKED_GAP_S", 0.0)
     tokens = TokenVerifier(config(provider.issuer))
@@ -275,7 +275,7 @@ async def test_keys_are_fetched_again_though_nobody_asks(provider: Provider, mon
     await tokens.stop()
 
 
-async def test_no_request_waits_for_the_provider_and_no_token_is_told(
+async def test_no_request_waits_for_the_provider_and_no_token_is_reported(
     provider: Provider,
     redis_client: Redis,
     tmp_path: Path,
@@ -340,7 +340,7 @@ async def test_the_last_good_keys_stay(mode: str, provider: Provider, monkeypatc
 
 
 @pytest.mark.parametrize("mode", ["away", "slow", "giant", "no json"])
-async def test_without_keys_nobody_is_told_that_a_good_token_is_wrong(
+async def test_without_keys_a_good_token_is_not_called_wrong(
     mode: str, provider: Provider, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a provider that hangs holds up neither a request nor the start."""
@@ -382,7 +382,7 @@ def test_keys_that_cannot_be_used_take_no_other_with_them() -> None:
             public_keys(document)
 
 
-def test_only_what_nobody_can_change_on_its_way_is_an_issuer() -> None:
+def test_only_what_cannot_be_changed_on_its_way_is_an_issuer() -> None:
     good = ["https://id.example/realm", "http://127.0.0.1:80", "http://[::1]:80/x", "http://localhost"]
     bad = [
         "http://id.example",

@@ -106,7 +106,7 @@ async def test_it_is_served_to_anybody_and_valid(rig: RouterRig, routes: tuple[R
     assert reported == {(route.method, route.path.replace(":path", "")) for route in routes}
 
 
-def test_each_operation_tells_scope_errors_and_bodies(routes: tuple[RouteSpec, ...]) -> None:
+def test_each_operation_has_scope_errors_and_bodies(routes: tuple[RouteSpec, ...]) -> None:
     document = json.loads(json.dumps(openapi_document(routes)))
     for route in routes:
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
@@ -142,7 +142,7 @@ async def test_an_upload_is_a_form_with_files(routes: tuple[RouteSpec, ...]) -> 
     assert form["properties"]["adapter_model.safetensors"]["contentMediaType"] == "application/octet-stream"
 
 
-async def test_what_is_refused_unless_neutral_is_told_so(rig: RouterRig, routes: tuple[RouteSpec, ...]) -> None:
+async def test_what_is_refused_unless_neutral_is_described_so(rig: RouterRig, routes: tuple[RouteSpec, ...]) -> None:
     """Each value that the document has for such a field is accepted, and others are not."""
     fields = openapi_document(routes)["components"]["schemas"]["CompletionRequest"]["properties"]
     rig.dispatcher.answer = rig.ids("hi")

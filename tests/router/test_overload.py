@@ -274,7 +274,7 @@ async def test_a_timeout_ends_what_runs_and_what_waits_for_a_gang(rig: Rig) -> N
     await lonely.close()
 
 
-async def test_the_oldest_wait_of_all_gangs_is_told_not_their_sum(rig: Rig) -> None:
+async def test_the_oldest_wait_of_all_gangs_is_reported_not_their_sum(rig: Rig) -> None:
     router = await rig.router(admission_config())
     other = FrameServer(StandInEngine(STEP_S, NUM_PLACES), INFO, TOKEN, leader_config())
     router.update({"a": rig.address, "b": await other.start("127.0.0.1")})

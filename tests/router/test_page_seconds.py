@@ -114,7 +114,7 @@ async def test_a_search_for_beams_counts_all_its_rounds(stock: Stock, usage: Usa
     assert float(row["kv_device_page_seconds"]) == round(sum(one.kv_page_s for one in reported.values()), 3)
 
 
-async def test_what_a_cut_off_answer_held_since_it_was_told_of_counts_up_to_its_last_token(
+async def test_what_a_cut_off_answer_held_since_it_was_reported_counts_up_to_its_last_token(
     usage: Usage, tmp_path: Path, text: TextService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = RouterRig(tmp_path / "spool", text, accountants=[usage.metering], more_routes=usage.routes)
@@ -147,7 +147,7 @@ def taking(*reported: SequenceUsage | None) -> list[SequenceUpdate]:
     return [SequenceUpdate(1, [40], usage=one) for one in reported]
 
 
-async def test_what_was_told_last_counts_even_of_an_answer_that_is_cut_off(
+async def test_what_was_reported_last_counts_even_of_an_answer_that_is_cut_off(
     usage: Usage, tmp_path: Path, text: TextService
 ) -> None:
     rig = RouterRig(tmp_path / "spool", text, accountants=[usage.metering], more_routes=usage.routes)

@@ -87,7 +87,7 @@ async def reported(rig: VersionRig, **expected: Any) -> dict[str, Any]:
             await asyncio.sleep(0.01)
 
 
-async def test_a_pin_follows_the_current_version_and_every_router_tells_how_it_does(
+async def test_a_pin_follows_the_current_version_and_every_router_reports_its_state(
     rigs: Sequence[VersionRig], redis_client: Redis
 ) -> None:
     rig, other = rigs
@@ -123,7 +123,7 @@ async def test_a_pin_follows_the_current_version_and_every_router_tells_how_it_d
     ]
 
 
-async def test_why_a_pin_fails_is_told(rigs: Sequence[VersionRig]) -> None:
+async def test_why_a_pin_fails_is_reported(rigs: Sequence[VersionRig]) -> None:
     rig, _ = rigs
     await rig.upload(1)
     rig.gangs = [FakeGang("gang-0", {rig.digests[1]: "host memory of gangs is full of pins"})]
@@ -168,7 +168,7 @@ async def test_what_may_not_be_pinned(rigs: Sequence[VersionRig], redis_client: 
     assert (await rig.http.get(PIN, headers=ZENITH)).json()["error"]["code"] == "adapter_not_found"
 
 
-def test_pins_move_once_gangs_have_settled_and_nothing_is_told_twice() -> None:
+def test_pins_move_once_gangs_have_settled_and_nothing_is_reported_twice() -> None:
     pins, gangs = KnownPins(), [FakeGang(f"gang-{number}") for number in range(4)]
     digests = [f"{number:064x}" for number in range(40)]
     for digest in digests:
@@ -211,7 +211,7 @@ def test_gangs_that_never_settle_hold_nothing_up() -> None:
     assert gangs[0].pinned == {"a" * 64}
 
 
-async def test_leaders_hear_from_all_routers_and_forget_none_that_is_there() -> None:
+async def test_leaders_receive_shares_of_all_routers_and_forget_none_that_is_there() -> None:
     engines = {key: StandInEngine() for key in "abc"}
     servers = {
         key: FrameServer(engine, msgspec.structs.replace(INFO, gang_id=f"gang {key}"), TOKEN, leader_config())

@@ -47,7 +47,7 @@ async def residency(rig: VersionRig, **expected: Any) -> dict[str, Any]:
             await asyncio.sleep(0.005)
 
 
-async def test_what_was_brought_to_gangs_is_told_by_every_router(rigs: Sequence[VersionRig]) -> None:
+async def test_what_was_brought_to_gangs_is_reported_by_every_router(rigs: Sequence[VersionRig]) -> None:
     rig, other = rigs
     await rig.upload(1)
     rig.dispatcher.num_gangs = 2
@@ -100,7 +100,7 @@ async def test_a_version_that_cannot_be_loaded_says_why_until_it_can(rigs: Seque
     ("kind", "message"),
     [("invalid_request", "can never fit the pool of 64"), ("store_unavailable", "the store hangs in 8 reads")],
 )
-async def test_what_is_no_fault_of_the_version_is_told_of_the_gang(
+async def test_what_is_no_fault_of_the_version_is_reported_of_the_gang(
     rigs: Sequence[VersionRig], kind: Any, message: str
 ) -> None:
     rig, other = rigs
@@ -112,7 +112,7 @@ async def test_what_is_no_fault_of_the_version_is_told_of_the_gang(
     assert (await rig.http.get("/v1/adapters/x/versions/1")).json()["state"] == "ready"
 
 
-async def test_what_may_not_be_asked_for(rigs: Sequence[VersionRig]) -> None:
+async def test_what_may_not_be_requested(rigs: Sequence[VersionRig]) -> None:
     rig, _ = rigs
     await rig.upload(1)
     codes = {}

@@ -83,7 +83,7 @@ async def test_vllms_field_in_completions_and_chats(rig: RouterRig) -> None:
     assert "prompt_logprobs" not in chat["choices"][0] and len(chat["choices"]) == 2
 
 
-async def test_each_field_has_as_many_likely_tokens_as_it_asks_for(rig: RouterRig) -> None:
+async def test_each_field_has_as_many_likely_tokens_as_requested(rig: RouterRig) -> None:
     (choice,) = (await post(rig, prompt="hello world", prompt_logprobs=0, echo=True, logprobs=3, max_tokens=0))[
         "choices"
     ]

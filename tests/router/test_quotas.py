@@ -395,7 +395,7 @@ async def test_a_request_that_leaves_before_it_is_answered_holds_nothing(redis_c
         await until(partial(is_left, other, who, {"tokens": 1000, "streams": 1}))
 
 
-async def test_without_quotas_redis_is_not_asked(redis_client: Redis, redis_url: str) -> None:
+async def test_without_quotas_redis_is_not_queried(redis_client: Redis, redis_url: str) -> None:
     await redis_client.config_resetstat()
     async with routers(redis_url, 1) as (quotas,):
         account = await quotas.open(requested(identity()))

@@ -158,7 +158,7 @@ async def test_an_answer_that_ends_while_redis_is_away_is_settled_when_it_is_bac
         await until(partial(is_left, other, who, {"tokens": 900, "streams": 1}))
 
 
-async def test_what_redis_gave_and_told_too_late_is_given_back(server: RedisServer) -> None:
+async def test_what_redis_gave_and_reported_too_late_is_given_back(server: RedisServer) -> None:
     quota = Quota(requests_per_minute=100, tokens_per_minute=1000, concurrent_streams=10)
     who = identity(quota, quota)
     async with late_redis(server.url) as late, routers(late.url, 1) as (quotas,), routers(server.url, 1) as (other,):

@@ -100,7 +100,7 @@ def test_who_has_moved_often_must_gain_more() -> None:
     assert not relocations([queue("a", [sequence(num_moves=6)] * 80), queue("b", [])], CONFIG)
 
 
-def test_a_gang_that_has_not_told_yet_gets_no_more() -> None:
+def test_a_gang_that_has_not_reported_yet_gets_no_more() -> None:
     assert not relocations([queue("a", [sequence()] * 80), queue("b", [], takes=False)], CONFIG)
 
 

@@ -72,7 +72,7 @@ def test_a_full_queue_takes_what_was_admitted_elsewhere() -> None:
     run_simulated(main())
 
 
-def test_what_begins_as_it_is_asked_back_stays() -> None:
+def test_what_begins_as_it_is_recalled_stays() -> None:
     async def main() -> None:
         async with simulated_fleet() as fleet:
             await fleet.add_gang()

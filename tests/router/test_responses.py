@@ -228,7 +228,7 @@ async def test_calls_and_thoughts_are_those_of_a_chat(tmp_path: Path) -> None:
     assert '"description": "of a city"' in prompt_text(rig)
 
 
-async def test_a_large_body_asks_for_the_same(rig: RouterRig) -> None:
+async def test_a_large_body_means_the_same(rig: RouterRig) -> None:
     """It is decoded, and made a chat, in another process."""
     rig.dispatcher.context = 60_000
     long = "the quick fox " * 6000
@@ -304,7 +304,7 @@ async def test_a_bad_field_is_named(rig: RouterRig, fields: dict[str, Any], para
     assert not rig.dispatcher.submitted
 
 
-def test_what_a_chat_is_asked_for() -> None:
+def test_which_fields_a_chat_gets() -> None:
     requested = {
         "tools": FLAT,
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},

@@ -236,7 +236,7 @@ def test_a_client_that_goes_away_cancels(rig: RouterRig, url: str, n: int, strea
     assert "motet_open_generations 0.0" in lines
 
 
-async def test_a_server_that_cannot_tell_of_disconnects_is_an_error(rig: RouterRig) -> None:
+async def test_a_server_that_cannot_report_disconnects_is_an_error(rig: RouterRig) -> None:
     body = json.dumps({"model": BASE, "prompt": "hello"}).encode()
     messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"authorization", KEY_HEADER)]}

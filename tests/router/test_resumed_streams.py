@@ -168,7 +168,7 @@ async def test_what_was_had_is_not_counted_twice(rig: RouterRig) -> None:
     assert "motet_resumed_streams_total 1.0" in metrics
 
 
-async def test_what_no_stream_can_have_told(rig: RouterRig) -> None:
+async def test_what_no_stream_can_have_reported(rig: RouterRig) -> None:
     path, body = SHAPES["cut short"]
     whole = events_of((await post(rig, path, body)).content)
     answer = whole[0].id.partition(":")[0]

@@ -179,7 +179,7 @@ async def test_a_given_seed_is_kept_and_others_differ(cluster: Cluster) -> None:
     assert len(set(seeds)) == 4
 
 
-async def test_nobody_in_time_is_told(cluster: Cluster) -> None:
+async def test_without_a_gang_in_time_there_is_an_error(cluster: Cluster) -> None:
     cluster.dispatcher = FleetDispatcher(
         TOKEN, gang_wait_s=0.1, adapter_pages=adapter_pages, admission=admission_config()
     )
@@ -283,7 +283,7 @@ async def test_gangs_that_die_at_once_do_not_blame_a_request(cluster: Cluster) -
     assert (reader.num_tokens, reader.error) == (20, None)
 
 
-async def test_what_kills_gangs_before_they_can_tell_comes_to_an_end(
+async def test_what_kills_gangs_before_they_can_report_comes_to_an_end(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "MAX_FAILED_SENDS", 3)

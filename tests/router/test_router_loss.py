@@ -290,7 +290,7 @@ async def test_without_a_seed_any_router_draws_alike(cluster: Cluster) -> None:
     assert len({request.sampling.seed for request in cluster.submitted}) == 2
 
 
-async def test_an_orphan_that_nobody_asks_for_ends(cluster: Cluster) -> None:
+async def test_an_orphan_that_no_router_requests_ends(cluster: Cluster) -> None:
     for gang in cluster.gangs:
         gang.engine.paused = True
     router = await cluster.add_router()

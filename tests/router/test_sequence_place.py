@@ -25,7 +25,7 @@ def sequence(key: str = "", timeout_s: float | None = None) -> OpenSequence:
     return OpenSequence(request, limit=TimeLimit(timeout_s))
 
 
-async def test_only_the_place_where_it_is_hears_of_a_cancel() -> None:
+async def test_only_the_place_where_it_is_gets_a_cancel() -> None:
     before, now, moved = Place(), Place(), sequence()
     moved.move(None, before)
     moved.move(before, now)
@@ -34,7 +34,7 @@ async def test_only_the_place_where_it_is_hears_of_a_cancel() -> None:
     assert (before.cancelled, now.cancelled) == ([], [moved])
 
 
-async def test_the_place_hears_of_a_timeout() -> None:
+async def test_the_place_gets_a_timeout() -> None:
     place, late = Place(), sequence(timeout_s=0.0)
     late.move(None, place)
     update = await anext(late)

@@ -103,7 +103,7 @@ async def test_a_shadow_sees_requests_in_the_background_and_its_failures_are_onl
     assert (await rig.http.get("/v1/adapters/x/canary")).status_code == 404
 
 
-async def test_no_more_than_a_few_are_shadowed_at_once_and_nobody_waits_for_them(rig: VersionRig) -> None:
+async def test_no_more_than_a_few_are_shadowed_at_once_and_no_answer_waits_for_them(rig: VersionRig) -> None:
     hang = [SequenceUpdate(1, [5])]
 
     def script(request: SequenceRequest) -> list[SequenceUpdate]:

@@ -187,7 +187,7 @@ def test_known_grammars_are_bounded_by_tenant_and_in_all(monkeypatch: pytest.Mon
     assert known.get("acme", b"first") is None  # of all, it is the tenant that has not asked for longest
 
 
-async def test_a_process_that_cannot_be_asked_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_be_reached_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "_MODULE", "motet.tests.rigs.no_such_module")
     with pytest.raises(ApiError) as failed:
         await GrammarCheck({}).lark("acme", WantedGrammar("regex", "regex", "a"), VOCAB_SIZE)

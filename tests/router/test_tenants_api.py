@@ -247,7 +247,7 @@ async def test_every_router_knows_within_a_second(rig: TenantsRig, redis_client:
         assert await other.refused("GET", f"{TENANTS}/acme") == (404, "tenant_not_found")
 
 
-async def test_the_audit_tells_who_did_what(rig: TenantsRig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_audit_shows_who_did_what(rig: TenantsRig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     admin = await rig.make_key("acme", "admin", "upload", "infer")
     folder, files = tmp_path / "adapter", lora_files(seed=1)

@@ -107,7 +107,7 @@ async def test_words_that_leave_no_allowed_token_are_refused(rig: RouterRig) -> 
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_what_has_stopped_an_answer_is_told(rig: RouterRig, path: str) -> None:
+async def test_what_has_stopped_an_answer_is_reported(rig: RouterRig, path: str) -> None:
     last = rig.ids(ANSWER)[-1]
     assert (await choice_of(rig, path))["stop_reason"] is None
     assert (await choice_of(rig, path, max_tokens=2))["stop_reason"] is None

@@ -170,7 +170,7 @@ async def test_a_canary_that_cannot_be_taken_back_keeps_no_other_from_it(
     assert [one.canary_id for one in await counts.news(10)] == ["away"]  # it is asked again
 
 
-async def test_one_turn_of_telling_is_bounded_and_what_could_not_be_told_is_kept(
+async def test_one_turn_of_reporting_is_bounded_and_what_could_not_be_reported_is_kept(
     rig: VersionRig, redis_client: Redis
 ) -> None:
     class Slow(CanaryCounts):

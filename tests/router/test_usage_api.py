@@ -79,7 +79,7 @@ async def rows(client: httpx.AsyncClient, query: str, path: str = "/v1/usage", *
     return found
 
 
-async def test_a_tenant_sees_its_own_by_whatever_it_asks(client: httpx.AsyncClient) -> None:
+async def test_a_tenant_sees_its_own_by_every_request(client: httpx.AsyncClient) -> None:
     days = [(row["start"], row["requests"]) for row in await rows(client, f"by=day&{SPAN}")]
     assert days == [("2026-11-20", 3), ("2026-11-21", 1), ("2026-12-02", 1)]
     hours = await rows(client, "by=hour&from=2026-11-20&to=2026-11-21")

@@ -177,7 +177,7 @@ async def test_who_may_upload_what(rig: Users) -> None:
     assert (await rig.done("GET", f"{ADAPTERS}/x/versions/1", rig.eve))["user"] == EVE
 
 
-async def test_an_upload_tells_nothing_of_anothers_equal_content(rig: Users) -> None:
+async def test_an_upload_shows_nothing_of_anothers_equal_content(rig: Users) -> None:
     """The answer is that of new content, and so is the KV's salt, and what may be learnt of the place."""
     first = await rig.ask("POST", ADAPTERS, rig.ann, **upload_form("poet", 1, private="true"))
     second = await rig.ask("POST", ADAPTERS, rig.eve, **upload_form("poet", 1, private="true"))

@@ -109,7 +109,7 @@ def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Motet]:
             process.stdout.close()
 
 
-def test_each_step_of_the_start_was_told(motet: Motet) -> None:
+def test_each_step_of_the_start_was_reported(motet: Motet) -> None:
     motet.stderr.seek(0)
     lines = motet.stderr.read().splitlines()
     steps = ["starting the registry", "starting Ray", "starting Ray Serve", "starting routers and gangs"]

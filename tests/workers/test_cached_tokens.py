@@ -45,7 +45,7 @@ def reported_by(stock: Stock, *submissions: dict[str, Any], **settings: Any) -> 
     return found
 
 
-def test_the_first_update_tells_it(stock: Stock) -> None:
+def test_the_first_update_has_it(stock: Stock) -> None:
     reported = reported_by(stock, {}, {}, {"prompt": [*PROMPT[:8], *PROMPT]})
     assert reported == {0: [0, None, None], 1: [16, None, None], 2: [8, None, None]}
 
@@ -54,7 +54,7 @@ def test_without_a_cache_nothing_was_there(stock: Stock) -> None:
     assert reported_by(stock, {}, {}, prefix_cache=False)[1] == [0, None, None]
 
 
-def test_one_that_goes_on_tells_no_more_than_its_prompt(stock: Stock) -> None:
+def test_one_that_goes_on_reports_no_more_than_its_prompt(stock: Stock) -> None:
     generated = list(range(50, 62))
     sampling = msgspec.structs.replace(GREEDY, max_tokens=14)
     first = {"prompt": [*PROMPT, *generated], "sampling": GREEDY}
@@ -98,7 +98,7 @@ async def test_what_the_first_gang_said_stays(tmp_path: Path, text: TextService)
         assert "prompt_tokens_details" not in await usage_of(client)
 
 
-async def test_streams_tell_it_at_their_end(tmp_path: Path, text: TextService) -> None:
+async def test_streams_have_it_at_their_end(tmp_path: Path, text: TextService) -> None:
     rig = RouterRig(tmp_path, text)
     scripted(rig, 7, None)
     async with rig.client() as client:
@@ -120,7 +120,7 @@ async def test_updates_that_pile_up_keep_it() -> None:
         assert (await anext(sequence)).num_cached_tokens == 4
 
 
-def test_a_journal_tells_it_to_who_comes_back() -> None:
+def test_a_journal_has_it_for_a_client_that_resumes() -> None:
     journal = SequenceJournal(leader_config())
     journal.begin(1, request(), 10)
     journal.record(SequenceUpdate(1, [5], num_cached_tokens=4), 0.0)

@@ -151,7 +151,7 @@ def attention_case(
 
 @pytest.mark.parametrize("counts", [[(0, 1), (33, 1), (15, 1)], [(30, 1), (0, 20), (16, 3)]], ids=["decodes", "mixed"])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, None), (None, 20.0)])
-def test_flash_attention_is_asked_in_its_own_terms(
+def test_flash_attention_is_called_in_its_own_terms(
     counts: list[tuple[int, int]], window: int | None, softcap: float | None
 ) -> None:
     q, kv, batch = attention_case(counts, torch.bfloat16)

@@ -261,7 +261,7 @@ def test_tensors_that_do_not_fit_the_model(tmp_path: Path, gpu: StandInGpu) -> N
         DeviceCheckpoint(tmp_path / "nothing", torch.bfloat16, CUDA)
 
 
-def test_progress_is_told_by_percent_and_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_reported_by_percent_and_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
     now, reported = [0.0], []
     progress = LoadProgress(4000 << 20, lambda *each: reported.append(each), lambda: now[0])
     with caplog.at_level(logging.INFO, "motet.workers.checkpoint.load_progress"):

@@ -37,13 +37,13 @@ def test_the_answer_is_torchs(name: Device, has_driver: bool, monkeypatch: pytes
         assert probe_device(name) == DeviceFacts(device.type, memory_bytes)  # type: ignore[arg-type]
 
 
-def test_torch_is_not_asked_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_not_loaded_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_probe, "_DRIVER", "libmotet-has-no-such.so")
     monkeypatch.setattr(subprocess, "run", None)  # would be called
     assert probe_device("auto") == probe_device("cpu") == DeviceFacts("cpu")
 
 
-def test_a_torch_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     failing = [sys.executable, "-c", "raise ImportError('libtorch.so is missing')"]
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda _, **options: run(failing, **options))
@@ -52,7 +52,7 @@ def test_a_torch_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch
         probe_device("cuda")
 
 
-def test_a_torch_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_hangs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_probe, "_TIMEOUT_S", 1e-6)
     device_probe.probe_torch.cache_clear()
     with pytest.raises(ValueError, match="torch did not say within"):
@@ -80,7 +80,7 @@ def test_only_the_last_line_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("_asked_anew")
 @pytest.mark.parametrize("stdout", ["", "hello", "[1]", '{"colour": "red"}'])
-def test_what_is_no_answer_is_told(stdout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_answer_is_reported(stdout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answering(monkeypatch, stdout)
     with pytest.raises(ValueError, match=r"device = 'cuda': torch was asked for a GPU, and this came back: "):
         device_probe.probe_torch("cuda")
@@ -88,7 +88,7 @@ def test_what_is_no_answer_is_told(stdout: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("_asked_anew")
 @pytest.mark.parametrize("visible", ["", "1"])
-def test_a_gpu_that_ray_counts_is_seen_from_a_process_that_asked_for_none(
+def test_a_gpu_that_ray_counts_is_seen_from_a_process_that_requested_none(
     visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray may hide all GPUs from it. What somebody else hides of them stays hidden."""

@@ -120,6 +120,6 @@ def test_tokens_are_those_that_the_step_before_has_chosen() -> None:
     assert batch.row_pages[:3].tolist() == [5, 2, 4]
 
 
-def test_a_step_that_chose_nothing_feeds_nobody() -> None:
+def test_a_step_that_chose_nothing_feeds_no_sequence() -> None:
     with pytest.raises(KeyError):
         rows().inputs(plan(part(1, 1, 3, [5], is_fed=True)), {}, BegunStep())

@@ -232,7 +232,7 @@ def test_a_quiet_tenants_prompt_is_in_the_next_plan_that_is_made(num_prompt: int
             gang.step()
 
 
-def test_prompts_of_a_flood_make_no_step_long_while_somebody_comes_who_is_clearly_behind() -> None:
+def test_prompts_of_a_flood_make_no_step_long_while_a_tenant_arrives_that_is_clearly_behind() -> None:
     gang = Gang(GangLimits(64, 100, 4, 600, 64, 16), random.Random(1))
 
     def num_prompt_tokens(count: int) -> list[int]:
@@ -269,7 +269,7 @@ def test_who_is_held_goes_on_in_the_smallest_steps() -> None:
     assert gang.ended == {came, held}
 
 
-def test_background_work_has_only_what_nobody_else_could_use() -> None:
+def test_background_work_has_only_what_others_could_not_use() -> None:
     gang = Gang(limits(200, 16, 4), random.Random(1))
     background = [gang.add("a", 4, 30, is_background=True) for _ in range(4)]
     gang.step()
@@ -337,7 +337,7 @@ def test_tokens_that_are_found_are_charged_less() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32))
-def test_whoever_is_first_goes_on_and_nobody_changes_places_without_end(seed: int) -> None:
+def test_the_first_goes_on_and_places_do_not_change_without_end(seed: int) -> None:
     """Many tenants on few pages: no victim comes before who needed its pages, all end, and little is done twice."""
     rng = random.Random(seed)
     of = limits(rng.randint(18, 40), rng.randint(6, 16), rng.randint(2, 6))

@@ -120,7 +120,7 @@ def test_tokens_that_are_read_before_they_have_arrived_are_found(stock: Stock, m
         ask(rig)
 
 
-def test_who_stops_is_told_so_though_the_next_step_has_begun(stock: Stock) -> None:
+def test_a_sequence_that_stops_ends_though_the_next_step_has_begun(stock: Stock) -> None:
     with engine(stock, "cpu") as (rig, _):
         stops = tuple(output.token_ids[3] for output in ask(rig))
     answers = []

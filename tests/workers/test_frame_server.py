@@ -190,7 +190,7 @@ async def test_a_leader_that_leaves_loses_its_orphans(leader: Leader) -> None:
     await eventually(lambda: leader.engine.num_running == 0)
 
 
-async def test_what_has_arrived_is_told_at_once(leader: Leader) -> None:
+async def test_what_has_arrived_is_reported_at_once(leader: Leader) -> None:
     """Arrivals are reported before any token, so that a router knows which sequences may have killed a gang."""
     leader.engine.paused = True
     router = Router(leader.address)
@@ -319,7 +319,7 @@ async def test_drain_hands_over_what_has_not_ended(leader: Leader) -> None:
 
 
 @pytest.mark.parametrize("reason", ["drained", "dead"])
-async def test_a_gang_that_serves_nobody_greets_nobody(leader: Leader, reason: str) -> None:
+async def test_a_gang_that_serves_none_greets_none(leader: Leader, reason: str) -> None:
     if reason == "drained":
         await leader.server.drain(0)
     else:

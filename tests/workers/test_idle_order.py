@@ -85,7 +85,7 @@ def test_a_prefix_goes_from_its_end() -> None:
     assert order.take(3, frozenset()) == [2, 1, 0]
 
 
-def test_neither_prompts_asked_once_nor_adapters_asked_once_push_out_what_is_used_again_and_again() -> None:
+def test_neither_prompts_nor_adapters_that_are_used_once_push_out_what_is_used_again_and_again() -> None:
     compute_s, copy_s, capacity = 0.012, 0.0005, 100
     order = IdleOrder()
 

@@ -118,7 +118,7 @@ async def test_who_still_waits_after_its_time_is_given_up_and_who_runs_is_not(na
     await router.channel.close()
 
 
-async def test_who_has_waited_too_long_is_told_of_its_own_wait_only(narrow_leader: Leader) -> None:
+async def test_an_error_for_a_long_wait_has_that_wait_only(narrow_leader: Leader) -> None:
     router = Router(narrow_leader.address)
     await router.read()
     narrow_leader.engine.paused = True

@@ -81,7 +81,7 @@ class Gang:
     num_pages=st.integers(8, 24),
     tiers=st.sampled_from([TierSizes(), TierSizes(6, 60)]),
 )
-def test_what_is_told_is_what_every_moment_adds_up_to(seed: int, num_pages: int, tiers: TierSizes) -> None:
+def test_what_is_reported_is_what_every_moment_adds_up_to(seed: int, num_pages: int, tiers: TierSizes) -> None:
     rng = random.Random(seed)
     gang = Gang(num_pages, tiers, rng)
     before = SequenceUsage(7.5, 2.25)  # of one that comes from another gang
@@ -150,7 +150,7 @@ def test_who_gave_way_holds_nothing_until_it_runs_again() -> None:
     assert waited_at < gang.reported[2].kv_page_s < 1000.0 < gang.reported[1].kv_page_s
 
 
-def test_it_is_told_with_the_first_token_the_last_and_now_and_then_between() -> None:
+def test_it_is_reported_with_the_first_token_the_last_and_now_and_then_between() -> None:
     gang = Gang()
     gang.scheduler.add(request(1, num_prompt=3, max_tokens=40, adapter="a3"), 0)
     reported: list[SequenceUsage | None] = []
@@ -171,7 +171,7 @@ def test_a_prompt_that_is_computed_for_long_counts_from_its_first_step_on() -> N
     assert gang.reported[1].kv_page_s == 10 * 3.0  # 10 pages, for the three steps that compute its 40 tokens
 
 
-def test_who_ends_with_an_error_is_told_of_too() -> None:
+def test_an_end_with_an_error_is_reported_too() -> None:
     gang = Gang()
     gang.worker.broken.add(1)
     gang.scheduler.add(request(1, num_prompt=3, max_tokens=8, adapter="a3"), 0)
@@ -180,7 +180,7 @@ def test_who_ends_with_an_error_is_told_of_too() -> None:
     assert last.usage == SequenceUsage(1.0, 3.0, num_computed_prompt_tokens=3)
 
 
-def test_a_router_hands_on_what_it_heard_when_a_gang_is_lost() -> None:
+def test_a_router_hands_on_what_it_received_when_a_gang_is_lost() -> None:
     sequence = OpenSequence(request(1))
     sequence.push(SequenceUpdate(1, [5], usage=SequenceUsage(2.0, 1.0)))
     sequence.push(SequenceUpdate(1, [6]))
@@ -193,7 +193,7 @@ def test_a_router_hands_on_what_it_heard_when_a_gang_is_lost() -> None:
     assert gang.reported[9].kv_page_s > 2.0
 
 
-def test_a_journal_tells_all_to_who_comes_back() -> None:
+def test_a_journal_has_all_for_a_client_that_resumes() -> None:
     journal = SequenceJournal(leader_config())
     requested = msgspec.structs.replace(request(3), key="k", usage=SequenceUsage(1.0, 0.5))
     journal.begin(1, requested, 10)

@@ -245,7 +245,7 @@ def test_a_tier_that_is_too_small_keeps_the_latest_and_the_rest_is_computed(tier
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_tier_that_fails_is_given_up_and_nobody_notices(tier: str) -> None:
+def test_a_tier_that_fails_is_given_up_and_answers_stay_the_same(tier: str) -> None:
     s, worker = rig(num_pages=12, tiers=TierSizes(host=16, disk=100))
     worker.failing_tiers = {tier}
     first = ask(s, worker, asking(0, PROMPT))

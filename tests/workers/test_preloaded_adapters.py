@@ -123,7 +123,7 @@ def test_one_whose_file_is_damaged_says_so(stock: Stock, tmp_path: Path) -> None
             path.write_bytes(content)
 
 
-def test_a_fault_of_the_worker_is_told_in_the_log_alone(stock: Stock, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_of_the_worker_is_reported_in_the_log_alone(stock: Stock, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("at another tenant's adapter")
 

@@ -102,7 +102,7 @@ async def test_a_wait_is_what_no_computing_took_of_the_time_to_the_first_token(t
     assert metrics.first_token_s.sum - metrics.queue_wait_s.sum == pytest.approx(300.0)
 
 
-async def test_what_is_not_a_first_token_or_not_told_is_not_counted(text: TextService) -> None:
+async def test_what_is_not_a_first_token_or_not_reported_is_not_counted(text: TextService) -> None:
     last = SequenceUpdate(1, [6], None, "length", computing_s=1.0)  # of a gang that went on with it
     once = await updated(text, SequenceUpdate(1, [5], computing_s=0.0), last)
     assert count_of(once) == 1

@@ -83,7 +83,7 @@ async def test_who_has_its_share_waits_though_there_are_places() -> None:
 
 
 @given(actions, st.lists(st.none() | st.integers(1, 4), min_size=1, max_size=8))
-def test_a_share_that_changes_lets_in_who_has_a_place_and_sends_nobody_away(
+def test_a_share_that_changes_lets_in_who_has_a_place_and_ends_none(
     todo: list[tuple[bool, str, int]], shares: list[int | None]
 ) -> None:
     places = RunningLimit(shares[0])

@@ -335,7 +335,7 @@ def test_base_requests_pass_when_too_many_adapters_are_coming() -> None:
     assert [p.sequence_id for p in plan.sequences] == [12]
 
 
-def test_a_failed_load_fails_its_sequences_and_nobody_else() -> None:
+def test_a_failed_load_fails_its_sequences_and_no_other() -> None:
     of = limits(num_pages=20)
     s, worker = scheduler(of), Worker(of)
     s.add(request(0, adapter="a3"), 0)

@@ -40,7 +40,7 @@ def begun(journal: SequenceJournal, engine_id: int = 1, num_tokens: int = 3, **f
     return requested
 
 
-def test_an_orphan_goes_on_with_who_asks() -> None:
+def test_an_orphan_goes_on_with_the_router_that_requests_it() -> None:
     journal = SequenceJournal(CONFIG)
     begun(journal)
     assert journal.orphans == []
@@ -77,7 +77,7 @@ def test_one_that_another_router_reads_is_taken_over() -> None:
         {"key": "another"},
     ],
 )
-def test_who_asks_for_something_else_does_not_get_it(other: dict[str, Any]) -> None:
+def test_another_request_does_not_get_it(other: dict[str, Any]) -> None:
     journal = SequenceJournal(CONFIG)
     begun(journal)
     journal.abandon(10, now=0.0)
@@ -103,7 +103,7 @@ def test_the_end_is_kept_for_a_while() -> None:
     assert journal.attach(request(), 12, now=85.0) is None
 
 
-def test_errors_are_told_as_well() -> None:
+def test_errors_are_reported_as_well() -> None:
     journal = SequenceJournal(CONFIG)
     begun(journal)
     journal.abandon(10, now=0.0)
@@ -123,7 +123,7 @@ def test_a_store_that_could_not_be_read_is_not_remembered() -> None:
     journal.check_integrity()
 
 
-def test_an_orphan_that_nobody_wants_is_cancelled() -> None:
+def test_an_orphan_that_no_router_wants_is_cancelled() -> None:
     journal = SequenceJournal(CONFIG)
     begun(journal)
     journal.abandon(10, now=0.0)

@@ -165,7 +165,7 @@ def test_a_row_that_is_not_finite_fails_alone(sample: Sample, bad: float) -> Non
         assert [token and token.token_id for token in tokens] == [expected[0], None, expected[2]]
 
 
-def test_the_largest_parameters_that_can_be_asked_for_draw_a_token(sample: Sample) -> None:
+def test_the_largest_parameters_that_can_be_requested_draw_a_token(sample: Sample) -> None:
     row = logits()
     for params in ({"top_k": 10 * VOCAB}, {"temperature": 1e30}, {"top_p": 1e-30}, {"min_p": 1.0}, {"seed": -(2**63)}):
         (token,) = sample(row, [plan(**params)])
