@@ -30,7 +30,7 @@ class Sight:
         return owner is None or self.sees_all or (owner == self.user and owner != "")
 
     def names(self, requested: str) -> tuple[str, ...]:
-        """The registered names that `asked` may mean: the first one that exists is meant.
+        """The registered names that `requested` may mean: the first one that exists is meant.
 
         `~user/name` is that user's, `~/name` the tenant's. A plain name is the caller's own private adapter, else the
         tenant's. Empty: the caller may not see such an adapter, so nothing is looked up.

@@ -125,7 +125,7 @@ class Host:
         return found[4:]
 
     def run(self) -> None:
-        """Until nothing is asked for any more."""
+        """Until nothing is requested any more."""
         while self.bench.engine.has_work():
             self.bench.engine.step()
 

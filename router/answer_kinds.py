@@ -53,7 +53,7 @@ class PromptTokens:
     echoes: Sequence[str] = ()  # the text of each prompt, where the answer repeats it; empty: it does not
     reader: ResponseReader | None = None  # of the answers' text; None: it is shown as it is
     wanted: WantedGrammar | None = None  # the form of the answers; None: any
-    pooling: Pooling | None = None  # None: no embeddings are asked for
+    pooling: Pooling | None = None  # None: no embeddings are requested
     thinking: ThinkingBudget | None = None  # None: thoughts may go on
     num_id_chars: int = NUM_ID_CHARS  # of a call's id
 
@@ -99,7 +99,7 @@ class Requested(Generic[R]):
     request: R
     prompts: PromptTokens
     text: TextService
-    style: StreamStyle | None  # None: one JSON document is asked for
+    style: StreamStyle | None  # None: one JSON document is requested
     generation: Generation
 
     @property
@@ -171,7 +171,7 @@ class Chat(OfChat[ChatRequest]):
 
 
 class ResponseItems(OfChat[ResponseChat]):
-    """A chat, asked for and answered as OpenAI's Responses API does."""
+    """A chat, requested and answered as OpenAI's Responses API does."""
 
     schema = ResponseChat
     id_prefix = "resp_"
@@ -183,7 +183,7 @@ class ResponseItems(OfChat[ResponseChat]):
 
 
 class MessageBlocks(OfChat[C]):
-    """A chat, asked for and answered as Anthropic's Messages API does."""
+    """A chat, requested and answered as Anthropic's Messages API does."""
 
     id_prefix = "msg_"
     names: Mapping[str, str] = message_chat.NAMES

@@ -231,7 +231,7 @@ class CompletionsApi:
             raise renamed(error, kind.names) from error.__cause__
 
     async def _admitted(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> GenerationResponse:
-        """Each step raises the errors of the API, and none is asked again what one has decided."""
+        """Each step raises the errors of the API, and what one has decided is decided once."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
         record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)

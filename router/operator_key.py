@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class OperatorKey:
-    """The key that counts now. Its maker may put another in its place; readers ask for each request."""
+    """The key that counts now. Its maker may put another in its place; readers read it for each request."""
 
     def __init__(self, key: str) -> None:
         self.now = key

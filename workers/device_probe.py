@@ -1,4 +1,4 @@
-"""Which device workers on this machine will compute on, asked by a process that does without torch."""
+"""Which device workers on this machine will compute on, for a process that does without torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _probed_apart(name: Device, environment: Mapping[str, str]) -> DeviceFacts:
         raise ValueError(f"device = {name!r}: torch did not say within {_TIMEOUT_S:g} s what there is") from None
     if requested.returncode:
         reason = (requested.stderr.strip() or f"status {requested.returncode}").splitlines()[-1]
-        raise ValueError(f"device = {name!r}: torch cannot be asked for a GPU here: {reason}")
+        raise ValueError(f"device = {name!r}: torch cannot look for a GPU here: {reason}")
     last_line = (requested.stdout.splitlines() or [""])[-1]  # what comes with torch may print, too
     try:
         answer = json.loads(last_line)

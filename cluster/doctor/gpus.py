@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs: what the driver says, and what torch makes of it. torch is asked in a process of its own."""
+"""NVIDIA's GPUs: what the driver says, and what torch makes of it. torch is loaded in a process of its own."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GpuFacts:
 
 
 def gather_gpus(wanted_by_ray: int = 0) -> GpuFacts:
-    """Without a driver nothing is asked, and it takes no time."""
+    """Without a driver nothing is loaded, and it takes no time."""
     if not has_driver():
         return GpuFacts(has_driver=False, wanted_by_ray=wanted_by_ray)
     listed, problem = _run("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")

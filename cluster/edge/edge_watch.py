@@ -31,7 +31,7 @@ class EdgeWatch:
     """Belongs to one event loop. Of the routers of one node one watches at a time, so that sums over routers are right.
 
     `refused`: requests by each of `REASONS`, since this HAProxy has started; empty: another router watches, or HAProxy
-    cannot be asked.
+    does not answer.
     """
 
     def __init__(self, socket_path: str) -> None:

@@ -30,7 +30,7 @@ class LoadedAdapter(NamedTuple):
 def loaded_adapters(
     requested: RequestedAdapters, resident: AbstractSet[str], hosted: AbstractSet[int], pinned: AbstractSet[str]
 ) -> list[LoadedAdapter]:
-    """Those with a name, at most MOST_LISTED, each at the nearest level, the pool's first, asked for last first.
+    """Those with a name, at most MOST_LISTED, each at the nearest level, the pool's first, requested last first.
 
     `resident` and `pinned`: digests of adapters in the pool, and of those that host memory keeps. `hosted`: short
     digests of those in host memory.

@@ -114,7 +114,7 @@ def _node(node: Mapping[str, Any], resources: Mapping[str, float]) -> Node:
 
 
 def _examine_nodes(nodes: Sequence[Node], of_each: Sequence[NodeExpectations]) -> list[str]:
-    """The problems of all nodes, each after its node's name. That a node cannot be asked is a problem, too."""
+    """The problems of all nodes, each after its node's name. A node without an answer is a problem, too."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -24,7 +24,7 @@ from ..application.model_source import ModelUnavailable
 from ..progress_log import OnEvent, ignore_event
 
 MAX_FAILED_STARTS: Final = 1_000_000  # of a deployment, in a row: Serve begins no other one after them
-AWAY: Final = (RegistryUnavailable, ModelUnavailable, OSError)  # what is asked for may be there later
+AWAY: Final = (RegistryUnavailable, ModelUnavailable, OSError)  # what is needed may be there later
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 LOG_INTERVAL_S = 300.0

@@ -1,7 +1,7 @@
-"""Which settings a running motet may change, and by which door.
+"""Which settings a running motet may change, and in which way.
 
 `change` and `live_in` of each setting's mark decide it; this module enforces and explains it. `motet serve` has one
-door, its file, and rolls out what differs. An application that a Ray cluster deploys by itself has three: `user_config`
+way, its file, and rolls out what differs. An application that a Ray cluster deploys by itself has three: `user_config`
 of a deployment, which replaces no process; Serve's own options of a deployment; and the application's arguments, a
 change of which replaces every process, as Serve takes it for new code.
 """

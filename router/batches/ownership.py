@@ -1,4 +1,4 @@
-"""Whose a file or a batch is: they hold prompts and answers, so they are told apart as usage is."""
+"""Whose a file or a batch is: they hold prompts and answers, so they are separated as usage is."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .relocation import GangQueue, RelocationConfig, WaitingSequence, relocation
 
 ROUND_S = 0.25  # between two rounds
 REST_S = 1.0  # after sequences were moved to a gang: by then its load includes them
-_MAX_RECALLED = 256  # of one gang and not given back yet: no more are asked for
+_MAX_RECALLED = 256  # of one gang and not given back yet: no more are requested
 
 
 class Relocator:
@@ -58,7 +58,7 @@ class Relocator:
     def _queue(
         self, key: str, connection: LeaderConnection, candidates: list[OpenSequence], num_examined: int
     ) -> GangQueue:
-        """What waits there without what is asked back already. `candidates` gets the sequences of its `newest`."""
+        """What waits there without what is recalled already. `candidates` gets the sequences of its `newest`."""
         view = connection.known.view(key, None)
         num_recalled = num_tokens = 0
         recalled: Counter[str] = Counter()  # tokens, by tenant

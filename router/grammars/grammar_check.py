@@ -81,7 +81,7 @@ class GrammarCheck:
     def _end(self, key: tuple[str, bytes], task: asyncio.Task[Verdict]) -> None:
         del self._trials[key]
         if not task.cancelled():
-            task.exception()  # nobody may be left to see it
+            task.exception()  # else asyncio logs it where no request waits for it any more
 
     async def _verdict(self, tenant: str, digest: bytes, data: bytes, vocab_size: int) -> Verdict:
         async with self._places.of(tenant) as place:

@@ -88,7 +88,7 @@ class IssuerKeys:
             await self._rest(rest_s)
 
     async def _rest(self, rest_s: float) -> None:
-        """Until the next fetch is due, or a token has asked for one."""
+        """Until the next fetch is due, or a token has requested one."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._requested.wait(), rest_s)
             since_s = time.monotonic() - self._requested_at

@@ -156,7 +156,7 @@ def from_adapter_error(error: AdapterError) -> ApiError | None:
         case RegistryFull():
             return ApiError(507, sentence, code="registry_full")
         case RegistryUnavailable():
-            return unavailable(f"The registry cannot be asked now: {message}", "registry_unavailable")
+            return unavailable(f"The registry cannot be read now: {message}", "registry_unavailable")
     return None
 
 

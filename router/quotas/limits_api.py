@@ -19,7 +19,7 @@ from .quotas import Quotas
 class LimitStatus(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None  # None: there is none
     remaining: int | None
-    reset_s: float | None = None  # until all of it is left again, if nothing is asked for; None: it is no rate
+    reset_s: float | None = None  # until all of it is left again, if nothing is requested; None: it is no rate
 
 
 class OwnersLimits(msgspec.Struct, frozen=True, kw_only=True):

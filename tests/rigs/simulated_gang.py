@@ -219,7 +219,7 @@ class SimulatedGang:
         await self.server.stop()
 
     def check_idle(self) -> None:
-        """Raises AssertionError if anything of a sequence is left here, but what may be asked for again."""
+        """Raises AssertionError if anything of a sequence is left here, but what may be requested again."""
         self.engine.check_idle()
         sequences = self.server._sequences
         assert not sequences._listeners and not len(sequences._timers) and not len(sequences._queue_limit)

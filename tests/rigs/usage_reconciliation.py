@@ -62,7 +62,7 @@ async def reconcile(client: Redis, received: Iterable[Received], generated: Mapp
             assert entry.output_tokens <= generated.get(one.id, entry.output_tokens), (one, entry)
             if entry.stage is not Stage.UNDER_WAY:  # else its router was killed, up to a second after it wrote this
                 assert one.num_output_tokens <= entry.output_tokens, (one, entry)
-    assert entries.keys() <= reported.keys(), "the ledger has answers that nobody asked for"
+    assert entries.keys() <= reported.keys(), "the ledger has answers that nobody requested"
     for tenant in tenants:
         expected: Counter[str] = Counter()
         for entry in entries.values():

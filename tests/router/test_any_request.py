@@ -53,7 +53,7 @@ COMPLEX: Final = (
     "POST /v1/adapters",
 )
 REQUIRED: Final = frozenset({"prompt", "messages", "input", "max_tokens", "tokens"})
-MADE: Final = "made when it is asked for"  # an id
+MADE: Final = "made when it is requested"  # an id
 SPENT: Final = ("DELETE /v1/files/{file_id}", "POST /v1/batches/{batch_id}/cancel")  # need a new one each time
 HI: Final = [{"role": "user", "content": "hi"}]
 # Requests that are surely answered, as arguments of a case; drawn ones are likely to be. Uploads have files beside.

@@ -61,7 +61,7 @@ def test_who_went_away_during_a_blip_is_forgotten() -> None:
 
 
 def test_a_router_is_known_again_before_its_old_stream_has_ended() -> None:
-    """The gang believes for ten seconds that its stream is there; sequences without a key cannot be asked for."""
+    """The gang believes for ten seconds that its stream is there; sequences without a key cannot be requested."""
 
     async def main() -> None:
         async with simulated_fleet() as fleet:

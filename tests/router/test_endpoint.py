@@ -54,7 +54,7 @@ async def fail(request: Request) -> Response:
 
 
 class StrictAuthenticator:
-    """Refuses everybody, and keeps which scopes were asked for."""
+    """Refuses everybody, and keeps which scopes were requested."""
 
     def __init__(self) -> None:
         self.requested: list[str] = []

@@ -26,7 +26,7 @@ NUM_DRAWN_ROUTES: Final = 4  # unless thorough
 NUM_USERS_ROUTES: Final = 1
 MOST_Z: Final = 3.0
 ATTEMPTS: Final = 3  # of which all must tell them apart: some other work of the machine may favour one
-WHOSE: Final = {  # in which tenant names are registered, as what, how they are asked for, and by whom
+WHOSE: Final = {  # in which tenant names are registered, as what, how they are requested, and by whom
     "a tenant's": (OWNER, "{}", "{}", ASKER_KEY),
     "a user's": (ASKER, "~badger/{}", "~badger/{}", WOMBAT_KEY),
     "a user's, by its plain name": (ASKER, "~badger/{}", "{}", WOMBAT_KEY),

@@ -259,7 +259,7 @@ async def test_keys_that_rotate_are_taken_over(
     assert tokens.verify(old) is not None
     provider.keys = [jwk(OTHER_RSA_KEY, "three")]
     new = provider.token(OTHER_RSA_KEY, "three")
-    assert tokens.verify(new) is None  # and the keys are asked for
+    assert tokens.verify(new) is None  # and the keys are fetched
     await eventually_in_loop(lambda: tokens.verify(new) is not None)
     assert tokens.verify(old) is None  # its key is gone, though it was remembered
 

@@ -1,4 +1,4 @@
-"""An adapter is pinned by its tenant, and gangs keep it: as many as were asked for, others where some go."""
+"""An adapter is pinned by its tenant, and gangs keep it: as many as were requested, others where some go."""
 
 from __future__ import annotations
 

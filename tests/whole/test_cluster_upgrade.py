@@ -181,7 +181,7 @@ def upload(http: httpx.Client, name: str, adapter: str) -> int:
 
 
 def upload_and_use(http: httpx.Client) -> None:
-    """Versions of one name in turn, each asked for at once."""
+    """Versions of one name in turn, each requested at once."""
     for adapter in ("spanish", "json"):
         assert upload(http, "turns", adapter) in (200, 201)
         assert complete(http, "turns").status_code == 200

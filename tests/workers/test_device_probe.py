@@ -48,7 +48,7 @@ def test_a_torch_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyP
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda _, **options: run(failing, **options))
     device_probe.probe_torch.cache_clear()
-    with pytest.raises(ValueError, match=r"device = 'cuda': torch cannot be asked .*libtorch\.so is missing"):
+    with pytest.raises(ValueError, match=r"device = 'cuda': torch cannot look for a GPU .*libtorch\.so is missing"):
         probe_device("cuda")
 
 

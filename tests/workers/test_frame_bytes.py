@@ -39,7 +39,7 @@ TOP = TokenLogprobs(-1.0, list(range(100_000, 100_000 + NUM_TOP)), [-float(n) - 
 
 
 class WordyEngine(StandInEngine):
-    """Where log-probabilities are asked for, a step brings many tokens with many of them; after some steps none."""
+    """Where log-probabilities are requested, a step brings many tokens with many of them; after some steps none."""
 
     def __init__(self, tokens_a_step: int) -> None:
         super().__init__()

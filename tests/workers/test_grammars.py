@@ -136,7 +136,7 @@ def allowed_by_brute_force(vocabulary: Vocabulary, grammar: str, token_ids: list
 
 
 def test_the_most_likely_token_that_may_come_is_chosen_and_its_logprob_is_that_without_a_grammar(stock: Stock) -> None:
-    """By an engine without grammars, asked for the log-probabilities of all tokens after each prefix of the answer."""
+    """By an engine without grammars, with the log-probabilities of all tokens after each prefix of the answer."""
     vocabulary = Vocabulary(stock.model_path, VOCAB_SIZE, [EOS])
     with engine(stock) as rig:
         for index, grammar in enumerate(GRAMMARS):

@@ -74,7 +74,7 @@ def test_what_is_dear_to_bring_back_stays_longer_but_not_for_ever() -> None:
     for page in range(3, 6):
         order.add(page, 1, 1, cost_s=0.4)  # on top of what the last ones were worth
     assert order.take(2, frozenset()) == [3, 4]
-    order.add(6, 1, 1, cost_s=0.4)  # now worth more than the dear one, which nobody asked for
+    order.add(6, 1, 1, cost_s=0.4)  # now worth more than the dear one, which nobody requested
     assert order.take(2, frozenset()) == [5, "dear"]
 
 

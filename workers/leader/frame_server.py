@@ -223,7 +223,7 @@ class FrameServer:
 
     async def _beat_forever(self) -> None:
         """Four times a second: sends the load to routers that get no tokens, since they choose a gang by it; ends all
-        streams if the engine has died; and forgets orphans that no router has asked for in time.
+        streams if the engine has died; and forgets orphans that no router has requested in time.
         """
         while True:
             await asyncio.sleep(_BEAT_S)

@@ -14,7 +14,7 @@ class LeaderConfig:
     tenant_queue_share: float  # of both, that one tenant may take; one of its sequences may always wait
     max_num_sequences: int  # that run at once
     tenant_running_share: float  # of these, that one tenant may have in the engine; 1: there is no bound
-    drain_s: float  # how long sequences may go on once the gang is asked to stop
+    drain_s: float  # how long sequences may go on once the gang is to stop
     orphan_s: float  # from the end of their router's stream: long enough to replace a router
     finished_s: float  # from their end, while their router's stream goes on
     max_finished: int  # sequences that have ended and are kept

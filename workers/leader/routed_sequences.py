@@ -2,7 +2,7 @@
 
 Routers number their sequences each for itself, so every sequence has an id of the engine's too. A sequence lives as
 long as the stream that it was submitted on. One with a key outlives it: it goes on as an orphan for a while, for the
-router that comes back or for another one that is asked for it (`sequence_journal.py`).
+router that comes back or for another one that requests it (`sequence_journal.py`).
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class RoutedSequences:
         self._announce_orphans()
 
     def expire(self) -> None:
-        """Forgets orphans that no router has asked for in time."""
+        """Forgets orphans that no router has requested in time."""
         for engine_id in self._journal.expire(_now()):
             self._cancel_in_engine(engine_id)
         self._announce_orphans()

@@ -111,7 +111,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 def new_id(prefix: str) -> str:
-    """Ids sort by the time when they were made. Their last 80 bits are random: nobody guesses one."""
+    """Ids sort by the time when they were made. Their last 80 bits are random, so none can be guessed."""
     return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
 
 

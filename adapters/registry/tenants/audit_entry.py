@@ -23,7 +23,7 @@ class Actor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One change that was asked for and done."""
+    """One change that was requested and done."""
 
     action: str  # such as "key.create"
     tenant: str  # whose things have changed; empty: all tenants

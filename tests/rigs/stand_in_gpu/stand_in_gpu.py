@@ -62,7 +62,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Generator(torch.Generator):
-    """Draws on the CPU, whatever device is asked for."""
+    """Draws on the CPU, whatever device is requested."""
 
     def __new__(cls, device: Any = None) -> _Generator:
         return super().__new__(cls)
