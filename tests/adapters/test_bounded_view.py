@@ -102,7 +102,7 @@ async def test_lookups_of_one_moment_share_a_command_and_those_of_one_name_an_an
     requested = [asyncio.create_task(view.resolve("acme", "n0")) for _ in range(5)]
     await eventually(lambda: len(registry.looked_up) == 1)
     requested += [asyncio.create_task(view.resolve("acme", f"n{i % 20}")) for i in range(60)]
-    requested[3].cancel()  # whoever else waits is not affected
+    requested[3].cancel()  # other waiting requests are not affected
     await asyncio.sleep(0)
     registry.gate.set()
     found = await asyncio.gather(*requested, return_exceptions=True)
@@ -118,7 +118,7 @@ async def test_what_is_kept_follows_the_events(registry: CountingRegistry, view:
     newer = await register(registry, "n1", "b")
     await registry.delete("acme", "n2")
     new = await register(registry, "new")
-    await register(registry, "n3", "b")  # nobody has requested it
+    await register(registry, "n3", "b")  # it was never requested
     await caught_up(view, registry)
     num_lookups = len(registry.looked_up)
     assert await view.resolve("acme", "n1") == newer
@@ -178,7 +178,7 @@ async def test_missed_events_are_made_up_for_by_reading_what_is_kept_again(
     await register(registry, "n5", "b")
     await caught_up(view, registry)
     registry.gate.set()
-    await asyncio.gather(late, return_exceptions=True)  # its client may have been told that it takes too long
+    await asyncio.gather(late, return_exceptions=True)  # its client may have got a timeout
     await eventually(lambda: view._lookups._task is None)
     found = [await view.resolve("acme", name) for name in ("n1", "n2", "n3", "n4")]
     assert [adapter and adapter.version for adapter in found] == [9, None, 1, 9]

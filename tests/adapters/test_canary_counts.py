@@ -80,7 +80,7 @@ async def test_news_is_of_trials_in_which_something_counted_since_it_was_looked_
     await counts.add([outcome(1, "a"), outcome(2, "b")])
     (news,) = await counts.news(10)
     assert (news.canary_id, news.num) == ("c", 2)
-    await counts.add([outcome(3, "a")])  # while somebody looks
+    await counts.add([outcome(3, "a")])  # while the judge reads
     await counts.forget_news([news])
     (later,) = await counts.news(10)
     await counts.forget_news([later])

@@ -24,7 +24,7 @@ from motet.adapters.registry.versions.canary_policy import (
 
 
 class Trial:
-    """Answers come to both versions; the policy is asked every few answers, as by a judge."""
+    """Answers come to both versions; the policy is applied every few answers, as by a judge."""
 
     def __init__(self, chooser: random.Random) -> None:
         self._chooser = chooser

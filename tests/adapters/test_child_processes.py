@@ -1,4 +1,4 @@
-"""Processes that are asked: they live on, are replaced when they end, and are bounded."""
+"""Processes that take calls: they live on, are replaced when they end, and are bounded."""
 
 from __future__ import annotations
 

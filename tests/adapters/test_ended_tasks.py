@@ -1,4 +1,4 @@
-"""Tasks end when they are told to, also where one cancellation is lost."""
+"""Tasks end when they are cancelled, also where one cancellation is lost."""
 
 from __future__ import annotations
 

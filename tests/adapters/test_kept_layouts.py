@@ -1,4 +1,4 @@
-"""Packed files stay for as long as somebody packs adapters so."""
+"""Packed files stay for as long as a router uses their layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_packed_files_of_unused_layouts_go(tmp_path: Path, monkeypatch: pytest.M
     for path in (old, new):
         os.utime(path, (0, 0))
     store.keep_layouts([BF16])
-    assert store.sweep_packed(beginning) == 0, "nobody has heard of the old one: its time begins now"
+    assert store.sweep_packed(beginning) == 0, "the old one was not seen before: its time begins now"
     pass_time(KEPT_S - 3600)
     store.keep_layouts([BF16])
     assert store.sweep_packed(beginning) == 0
@@ -44,5 +44,5 @@ def test_packed_files_of_unused_layouts_go(tmp_path: Path, monkeypatch: pytest.M
     assert store.sweep_packed(beginning) == 1
     assert new.exists() and not old.exists()
     assert store.load_content(content.digest).digest == content.digest
-    assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT)), "whoever needs it, packs it"
+    assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT)), "it is packed again"
     assert store.sweep_packed(beginning) == 0 and old.exists(), "and has it for as long"

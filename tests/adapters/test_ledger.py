@@ -40,7 +40,7 @@ def entry(number: int = 1, **reported: Any) -> Entry:
 
 @st.composite
 def stories(draw: st.DrawFn) -> list[Entry]:
-    """Entries of a few ids, as several routers may tell of them."""
+    """Entries of a few ids, as several routers may report them."""
     found = []
     for _ in range(draw(st.integers(1, 12))):
         number = draw(st.integers(1, 3))

@@ -112,7 +112,7 @@ def test_a_converted_adapter_is_taken_and_one_that_was_not_is_refused(
     with pytest.raises(AdapterInvalid, match="init_lora_weights"):
         _content(tmp_path / "unconverted")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT tells that the base was changed, for the adapter beside it
+        warnings.simplefilter("ignore")  # PEFT reports that the base was changed, for the adapter beside it
         model.save_pretrained(
             tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "initial")
         )
@@ -121,7 +121,7 @@ def test_a_converted_adapter_is_taken_and_one_that_was_not_is_refused(
 
 def _model(init: Any, use_rslora: bool = False) -> PeftModel:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT tells that eva needs data, and of conversions
+        warnings.simplefilter("ignore")  # PEFT reports that eva needs data, and of conversions
         return get_peft_model(
             llama(),
             PeftLoraConfig(

@@ -82,7 +82,7 @@ class Later:
 
 @pytest.fixture
 def timers(store: AdapterStore) -> list[Later]:
-    """Those that tell what was packed again."""
+    """Those that report what was packed again."""
     found: list[Later] = []
 
     def timer(seconds: float, call: Callable[[], None]) -> Any:
@@ -184,7 +184,7 @@ def test_a_damaged_packed_file_is_made_again(
     spoil(path, how)
     assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
     assert path.read_bytes() == good
-    assert len(timers) == (how == "missing"), "what is damaged is told at once"
+    assert len(timers) == (how == "missing"), "damage is reported at once"
     for timer in timers:
         timer.call()
     (reported,) = warnings_in(caplog)

@@ -220,7 +220,7 @@ class CutOff(Exception):  # noqa: N818
 async def test_a_deletion_that_was_cut_off_goes_on(
     moment: int, is_done: bool, registry: Registry, view: RegistryView, redis_client: Redis
 ) -> None:
-    """Whatever was done, the tenant is refused, and nobody else gets the name before the end."""
+    """Whatever was done, the tenant is refused, and no other tenant gets the name before the end."""
     num_names, ended = 500, []
 
     async def end(tenant: str) -> None:

@@ -41,7 +41,7 @@ def stats(**load: int) -> dict[str, float]:
 def context(
     target: int, reported: Sequence[Reported | None], num_calls: int = 0, state: dict[str, Any] | None = None
 ) -> AutoscalingContext:
-    """A context with one entry of `told` for each running replica; None: it has reported nothing yet."""
+    """A context with one entry of `reported` for each running replica; None: it has reported nothing yet."""
     replicas = [ReplicaID(unique_id=str(number), deployment_id=GANGS) for number in range(len(reported))]
     series: dict[str, dict[ReplicaID, list[TimeStampedValue]]] = {}
     means: dict[str, dict[ReplicaID, float]] = {}
@@ -121,7 +121,7 @@ def test_a_waiting_call_brings_the_first_gang_and_no_call_none(policy: Any) -> N
     assert target == 0
     target, state = policy(context(0, [], num_calls=1, state=state))
     assert target == 1
-    assert policy(context(1, [], state=state))[0] == 1  # whoever called has left
+    assert policy(context(1, [], state=state))[0] == 1  # the caller has left
 
 
 def test_the_history_survives_serves_keeping(policy: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes are asked for what before gangs are started, with nodes that are only lists of what they have."""
+"""What is checked on which nodes before gangs are started, with nodes that are only lists of what they have."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def config(tmp_path: Path, **given: Any) -> MotetConfig:
 
 @pytest.fixture
 def requested(monkeypatch: pytest.MonkeyPatch) -> dict[str, NodeExpectations]:
-    """What each node was asked. All of them are this machine."""
+    """What was checked on each node. All of them are this machine."""
     found: dict[str, NodeExpectations] = {}
 
     def ask(nodes: Sequence[Node], of_each: Sequence[NodeExpectations]) -> list[str]:
@@ -41,7 +41,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> dict[str, NodeExpectations]:
 def test_nodes_for_gangs_are_checked_for_their_device_and_others_are_not(
     requested: dict[str, NodeExpectations], tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """float8 on a CPU is told before any gang is started, and of the nodes that gangs may come to."""
+    """float8 on a CPU is reported before any gang is started, and of the nodes that gangs may come to."""
     monkeypatch.setattr(cluster_nodes, "alive_nodes", lambda: [node("head", CPU=0), node("a", CPU=2), node("b", CPU=9)])
     wanted = config(tmp_path, address="auto", redis_url=redis_url, max_gangs=4)
     check_nodes(wanted)

@@ -1,4 +1,4 @@
-"""Every request has an id at the edge, its own or a new one, and every answer of the edge tells it."""
+"""Every request has an id at the edge, its own or a new one, and every answer of the edge has it."""
 
 from __future__ import annotations
 

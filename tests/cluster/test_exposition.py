@@ -177,7 +177,7 @@ def test_a_pods_processes_die_hang_and_come_behind_one_port() -> None:
             os.kill(processes[stopped], signal.SIGCONT)
             eventually(partial(are_up, {stopped: 1, "router_r2": 1}))
     with socket.create_server((LOOPBACK, port)):
-        pass  # nobody is left with it
+        pass  # its holders are gone
 
 
 async def test_a_process_that_is_slow_is_missing_and_the_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ async def test_a_gang_serves_what_gateways_ask_for() -> None:
     """Names and labels of the endpoint picker's defaults."""
     metrics = GangMetrics(INFO, "llama")
     engine = StandInEngine()
-    engine.paused = True  # what is asked of it stays until it is looked at
+    engine.paused = True  # requests stay queued until it is looked at
     frames = FrameServer(engine, INFO, TOKEN, leader_config(), metrics.observe)
     address = await frames.start(LOOPBACK)
     router = Router(address)

@@ -165,7 +165,7 @@ async def test_refusals_are_counted_and_one_of_them_is_logged(
     with edge_front(tmp_path, SLOW, router_port) as port, caplog.at_level(logging.INFO):
         first, watch, other = (EdgeWatch(str(tmp_path / "a.sock")) for _ in range(3))
         await first.read()
-        before = first.refused["http"]  # whoever looked whether it listens has said nothing
+        before = first.refused["http"]  # the check whether it listens has sent nothing
         assert first.refused == dict.fromkeys(REASONS, 0) | {"http": before}
         await first.stop()
         caplog.clear()

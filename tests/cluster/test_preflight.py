@@ -54,7 +54,7 @@ def test_the_pool_of_a_gpu_is_measured_by_its_memory(tmp_path: Path, monkeypatch
     assert check_settings(config(tmp_path, max_gangs=8, pool_bytes=900 << 20)) == []  # a GPU for each
     with pytest.raises(ConfigError, match=r"--pool-bytes.*a GPU here has 1 GiB"):
         check_settings(config(tmp_path, pool_bytes=2 << 30))
-    assert check_settings(config(tmp_path, gang_num_gpus=0.8, pool_bytes=None)) == []  # nobody else comes to that GPU
+    assert check_settings(config(tmp_path, gang_num_gpus=0.8, pool_bytes=None)) == []  # no other process uses that GPU
     thirds: dict[str, Any] = {"gang_num_gpus": 1 / 3, "pool_bytes": 400 << 20}
     assert check_settings(config(tmp_path, max_gangs=2, **thirds)) == []
     with pytest.raises(ConfigError, match=r"--pool-bytes.*a GPU here has 1 GiB"):

@@ -1,4 +1,4 @@
-"""What somebody reads who waits for a start."""
+"""What the launcher prints while a start takes long."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_step_is_reported_when_it_begins_and_the_rest_at_each_tenth() -> None:
     assert lines_of(output) == ["starting Ray", *tenths, "nothing to load: 100%"]
 
 
-def test_nobody_waits_in_silence_or_without_a_reason() -> None:
+def test_no_wait_is_silent_or_without_a_reason() -> None:
     output = io.StringIO()
     with display(output, silence_s=0.01) as progress:
         progress("starting Ray", 0, 1)

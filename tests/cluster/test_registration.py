@@ -109,7 +109,7 @@ async def test_another_base_is_refused_once_there_are_adapters(
 ) -> None:
     other = config.replaced(model_path=other_base, name="base")
     await launch(config)
-    await launch(other)  # nobody has an adapter yet
+    await launch(other)  # there is no adapter yet
     await launch(config)
     await upload(registry)
     await launch(config, ("acme", "key"))

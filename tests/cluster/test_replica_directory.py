@@ -14,7 +14,7 @@ from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 
 
 class Cluster:
-    """Stands for Ray and its controllers, each of which is gone as soon as somebody listens, but the last."""
+    """Stands for Ray and its controllers, each of which but the last is gone as soon as a client listens."""
 
     def __init__(self, lookups: list[Callable[[], str]]) -> None:
         """`lookups`: what becomes of each search for the controller, in turn."""

@@ -1,4 +1,4 @@
-"""Lines of a process's log: what they say, that nobody forges them, and that nobody waits for them."""
+"""Lines of a process's log: what they say, that they cannot be forged, and that no caller waits for them."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_pipe_that_is_not_read_makes_no_thread_wait() -> None:
         writer.put(line)
         longest_s = max(longest_s, time.thread_time() - began)
     assert writer.num_dropped >= 3000 and longest_s < 0.1
-    assert writer.take_unreported_drops() == 0  # there is no room to tell of it
+    assert writer.take_unreported_drops() == 0  # there is no room to report it
     with os.fdopen(reader, "rb") as end:
         os.set_blocking(reader, False)
 
@@ -150,7 +150,7 @@ for _ in range(20000):
     logging.getLogger("motet.a").info("x" * 1000)
 print("done", log.num_dropped > 0, flush=True)
 """
-    reader, pipe = os.pipe()  # nobody reads it
+    reader, pipe = os.pipe()  # it has no reader
     environ = os.environ | {TO_STDERR: "1"}
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=pipe, env=environ, check=True)
     os.close(reader)

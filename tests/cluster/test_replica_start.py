@@ -1,4 +1,4 @@
-"""Replicas that start while Redis, the model or a volume is away, or that cannot start: they wait, and tell."""
+"""Replicas that start while Redis, the model or a volume is away, or that cannot start: they wait, and report why."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Enough(Exception):  # noqa: N818
 
 class HalfGang(GangReplica):
     def __del__(self) -> None:  # type: ignore[override]
-        """Nobody awaits Serve's hook."""
+        """Serve's hook is not awaited."""
 
 
 class HalfRouter(RouterReplica):
     def __del__(self) -> None:  # type: ignore[override]
-        """Nobody awaits Serve's hook."""
+        """Serve's hook is not awaited."""
 
 
 class Requested:
-    """What asks Redis, in vain for the first times."""
+    """A call to Redis that fails the first times."""
 
     def __init__(self, num_failures: int = 1) -> None:
         self.num_failures, self.num_calls = num_failures, 0

@@ -131,7 +131,7 @@ async def test_the_configuration_before_comes_back_after_three_failed_starts(rig
     assert reported == {"target_capacity": 60, "applications": [config(1), OTHER]}  # others stay as they are
     assert await rig.look() == f"gang: {REASON}"
     rig.serve.set_state("RUNNING", "HEALTHY", "")
-    assert await rig.look() == f"gang: {REASON}"  # until somebody says what they want instead
+    assert await rig.look() == f"gang: {REASON}"  # until the configuration changes
     assert len(rig.serve.applied) == 1
 
 
@@ -159,7 +159,7 @@ async def test_what_is_configured_while_a_router_looks_is_not_overwritten(rig: R
 
     def details() -> Mapping[str, Any]:
         rig.keeper._serve = rig.serve
-        rig.serve.configure(threads=2, at=3.0)  # by an operator, after the router has asked
+        rig.serve.configure(threads=2, at=3.0)  # by an operator, after the router's look
         return seen
 
     rig.keeper._serve = SimpleNamespace(details=details)

@@ -140,8 +140,8 @@ def test_the_first_gang_is_awaited_however_long_it_takes() -> None:
     assert memory(FleetState(now_s=0, target=0, num_running=0)) == 0
     assert memory(FleetState(now_s=1, target=0, num_running=0, is_awaited=True)) == 1
     for now_s in (2, 1000, 10_000):
-        assert memory(FleetState(now_s=now_s, target=1, num_running=0)) == 1  # whoever asked has left
-    assert memory(FleetState(now_s=10_001, target=1, num_running=1)) == 1  # serves, and has told nothing
+        assert memory(FleetState(now_s=now_s, target=1, num_running=0)) == 1  # the client has left
+    assert memory(FleetState(now_s=10_001, target=1, num_running=1)) == 1  # serves, and has reported nothing
 
 
 def test_fewer_only_after_a_while_and_none_after_a_longer_one() -> None:
@@ -197,7 +197,7 @@ def test_a_day_is_served_with_far_fewer_gangs_than_its_peak_needs(day: Outcome) 
     assert day.wait_s(0.99) < fixed.wait_s(0.99) + 60
 
 
-def test_nobody_is_kept_awake_at_night(day: Outcome) -> None:
+def test_gangs_end_at_night(day: Outcome) -> None:
     last_s = int(EVENING * DAY_S + CONFIG.scale_to_zero_after_s + 200)
     assert max(day.targets[: int(MORNING * DAY_S)]) == 0
     assert max(day.targets[last_s:]) == 0

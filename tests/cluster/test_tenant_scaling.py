@@ -1,4 +1,4 @@
-"""What one tenant's backlog may call for, and how gangs tell whose it is."""
+"""What one tenant's backlog may call for, and how gangs report the tenant."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_others_need_comes_on_top() -> None:
     flood, calm = TenantLoad("a", 100.0 * LIMIT), TenantLoad("b", 1.5 * LIMIT)
     assert gangs_needed(state(gang(flood)), HALF) == 4
     assert gangs_needed(state(gang(flood), gang(flood, calm)), HALF) == 6
-    assert gangs_needed(state(gang(flood, more_tokens=2.0 * LIMIT)), HALF) == 6  # of tenants that were not told of
+    assert gangs_needed(state(gang(flood, more_tokens=2.0 * LIMIT)), HALF) == 6  # of unreported tenants
 
 
 def test_what_gangs_report_of_tenants_comes_back() -> None:

@@ -32,7 +32,7 @@ OWN_VARIABLES = {
     "TRITON_HOME": "/var/cache/motet",
     "XDG_CACHE_HOME": "/var/cache",
 }
-# Which GPUs a container sees says whoever starts it: by NVIDIA_VISIBLE_DEVICES=all a pod that asks for none would see
+# Which GPUs a container sees is up to the runtime: by NVIDIA_VISIBLE_DEVICES=all a pod that asks for none would see
 # those of others.
 NVIDIAS_VARIABLES = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 

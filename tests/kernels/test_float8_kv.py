@@ -76,7 +76,7 @@ def test_each_head_of_a_token_is_rounded_with_a_scale_of_its_own(dtype: torch.dt
 
 @DTYPES
 def test_what_is_written_depends_on_the_token_alone(dtype: torch.dtype) -> None:
-    """The bits are the same however a prompt is cut, and whoever else is in the batch."""
+    """The bits are the same however a prompt is cut, and whatever else is in the batch."""
     together, apart, (q, k, v) = pool_of_nan(dtype), pool_of_nan(dtype), heads(30, dtype)
     write_kv(q, k, v, ROTARY, layer_of(together, 0), batch_of([(0, 20), (7, 10)]))
     for first, last, sequences in ((0, 13, [(0, 13)]), (13, 20, [(13, 7)])):

@@ -47,7 +47,7 @@ def users_things(name: str) -> Mapping[str, Thing]:
 
 
 def names_things(route: RouteSpec) -> bool:
-    """Whether a request to it names something that may be somebody's."""
+    """Whether a request to it names a resource with an owner."""
     fields = getattr(route.body, "__struct_fields__", ())
     return "{" in route.path or any(field in ("model", "adapter", "input_file_id") for field in fields)
 

@@ -35,7 +35,7 @@ class LastingLoad:
     """Each ask is a client's, who repeats it, over a new connection each time, until the load ends."""
 
     def __init__(self, clients: ThreadPoolExecutor, url: Callable[[], str], key: str, asks: Sequence[Ask]) -> None:
-        """`url`: asked before each connection. `clients` must have a thread for each ask."""
+        """`url`: called before each connection. `clients` must have a thread for each ask."""
         self._clients, self._url, self._key, self._asks = clients, url, key, asks
         self._num_answered: Counter[int] = Counter()
         self._over = threading.Event()
@@ -100,7 +100,7 @@ def stream(http: httpx.Client, body: Mapping[str, Any], on_event: Callable[[], N
 
 
 def same_stream(body: Mapping[str, Any], undisturbed: Received) -> Ask:
-    """A client that streams and must hear what it heard undisturbed."""
+    """A client that streams and must receive what it receives without a disturbance."""
 
     def ask(http: httpx.Client) -> None:
         assert stream(http, body) == undisturbed

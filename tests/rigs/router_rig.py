@@ -119,7 +119,7 @@ def events_of(body: bytes) -> list[Event]:
 
 
 def counts_of(event_id: str) -> str:
-    """What an event's id tells of the position in its stream."""
+    """The position in its stream that an event's id has."""
     return event_id.split(":")[1]
 
 

@@ -1,4 +1,4 @@
-"""Whether two kinds of requests can be told apart by the processor's time that they take.
+"""Whether two kinds of requests can be distinguished by the processor's time that they take.
 
 What a request waits for hides a hundred times as much on a busy machine; but whoever waits once more, or looks up one
 thing more, computes more too.

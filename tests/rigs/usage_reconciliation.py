@@ -21,7 +21,7 @@ class Received:
     tenant: str
     received_end: bool
     num_prompt_tokens: int
-    num_output_tokens: int  # that came to the client; if it heard the end: of the usage that it was told
+    num_output_tokens: int  # that came to the client; if it received the end: of the usage that it got
     num_cached_tokens: int = 0
 
 
@@ -41,8 +41,8 @@ async def ledger_entries(client: Redis, tenant_ids: Iterable[str], tenant: str |
 async def reconcile(client: Redis, received: Iterable[Received], generated: Mapping[str, int] = {}) -> None:
     """Raises AssertionError unless each answer is in the ledger once, with what its client received.
 
-    Of an answer whose client did not hear the end at least what came to it must be there, and no more than `generated`
-    for its id, if that is known; of one whose router was killed, what the router last wrote of it. One of which nothing
+    Of an answer whose client did not receive the end at least what came to it must be there, and no more than
+    `generated` for its id, if that is known; of one whose router was killed, what the router last wrote of it. One of which nothing
     came may be absent. And the sums must be those of the entries.
     """
     reported = {one.id: one for one in received}
@@ -62,7 +62,7 @@ async def reconcile(client: Redis, received: Iterable[Received], generated: Mapp
             assert entry.output_tokens <= generated.get(one.id, entry.output_tokens), (one, entry)
             if entry.stage is not Stage.UNDER_WAY:  # else its router was killed, up to a second after it wrote this
                 assert one.num_output_tokens <= entry.output_tokens, (one, entry)
-    assert entries.keys() <= reported.keys(), "the ledger has answers that nobody requested"
+    assert entries.keys() <= reported.keys(), "the ledger has answers without a request"
     for tenant in tenants:
         expected: Counter[str] = Counter()
         for entry in entries.values():

@@ -1,4 +1,4 @@
-"""What accountants hear of an answer: before it is made, and before its last bytes go out."""
+"""What accountants learn of an answer: before it is made, and before its last bytes go out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = Progress(num_prompt_tokens=0, num_cached_tokens=0, num_completion_toke
 
 
 class Book:
-    """Keeps what it hears; refuses with an error if it has one."""
+    """Keeps what it receives; refuses with an error if it has one."""
 
     def __init__(self, name: str, log: list[str], refusal: ApiError | None = None) -> None:
         self._name, self._log, self._refusal = name, log, refusal

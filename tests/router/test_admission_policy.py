@@ -217,7 +217,7 @@ def test_no_queue_is_refused_that_the_autoscaler_has_to_see() -> None:
 
 
 def test_a_refusal_says_small_times_too() -> None:
-    """None of them is told as 0.0 s."""
+    """No expected wait is shown as 0.0 s."""
     gang = replace(CROWDED, num_waiting=1, num_queued_tokens=1, costs=replace(CROWDED.costs, s_per_waiting_token=0.004))
     refused = admit(SHORT, TimeLimit(0.003), [gang], ROUTING, admission_config())
     assert isinstance(refused, SequenceError)

@@ -151,7 +151,7 @@ def sent(case: Any, key: str) -> httpx.Request:
 
 
 class Work:
-    """The asker's files and batches, whose ids nobody could draw."""
+    """The asker's files and batches, whose ids cannot be drawn."""
 
     def __init__(self, front: RealFront, runner: Runner) -> None:
         self._asker, self._runner = BatchClient(front, ASKER_KEY), runner

@@ -197,7 +197,7 @@ async def test_lines_are_answered_as_requests_are(running: RealFront, charges: C
     (failed,) = await owner.lines(batch["error_file_id"])
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("bad", 400)
     assert failed["response"]["body"]["error"]["param"] == "max_tokens"
-    assert set(charges.complete.values()) == {1, 2}  # id-0 was asked once more, directly
+    assert set(charges.complete.values()) == {1, 2}  # id-0 was sent once more, directly
     sizes = {one["id"]: one["bytes"] for one in (await owner.done("GET", "/v1/files"))["data"]}
     content = await owner.ask("GET", f"/v1/files/{batch['output_file_id']}/content")
     assert sizes[batch["output_file_id"]] == len(content.content)

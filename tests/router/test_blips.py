@@ -48,7 +48,7 @@ def test_who_went_away_during_a_blip_is_forgotten() -> None:
             await asyncio.sleep(1)
             fleet.link(0, 0).refuses = True
             fleet.link(0, 0).cut()
-            gone_before.cancel()  # the gang does not hear of it any more
+            gone_before.cancel()  # the gang does not get it any more
             await asyncio.sleep(0.3)
             gone_during.cancel()
             await asyncio.sleep(0.2)

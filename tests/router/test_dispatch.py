@@ -169,7 +169,7 @@ async def test_no_gang_within_the_wait() -> None:
 
 
 async def test_a_waiting_client_is_answered() -> None:
-    """So that a gang can be requested where there is none until somebody asks."""
+    """So that a gang can be requested where none runs without demand."""
     reported: list[int] = []
     router = FleetDispatcher(
         TOKEN,

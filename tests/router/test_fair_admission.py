@@ -1,4 +1,4 @@
-"""Nobody is refused for another tenant's queue: real leaders and schedulers, in simulated time."""
+"""None is refused for another tenant's queue: real leaders and schedulers, in simulated time."""
 
 from __future__ import annotations
 

@@ -124,9 +124,7 @@ async def test_an_evicted_adapter_is_no_reason_to_go_there(gangs: Gangs) -> None
     for adapter in ADAPTERS:
         gangs.engines["b"].evict(adapter.digest)
     num_steps = second.load().counters.num_steps  # type: ignore[union-attr]
-    await finish(
-        submit(first, None)
-    )  # brings a step about, of which the other router hears though it has no part in it
+    await finish(submit(first, None))  # brings a step about, which the other router gets though it has no part in it
     await eventually(lambda: second.load().counters.num_steps > num_steps)  # type: ignore[union-attr]
     for adapter in ADAPTERS:
         await finish(submit(second, adapter))
@@ -173,7 +171,7 @@ async def test_who_begins_alike_goes_where_the_beginning_is(gangs: Gangs) -> Non
             for key, engine in gangs.engines.items()
             if engine.submitted and engine.submitted[-1].prompt_token_ids == prompt
         )
-    # It has heard all news.
+    # It has received all news.
     await eventually(lambda: second.load().counters.num_steps == gangs.num_steps)  # type: ignore[union-attr]
     third = await gangs.add_router()  # learns it from the greetings
     for router in (second, third):
@@ -215,7 +213,7 @@ async def test_a_stream_whose_adapter_cannot_be_read_goes_on_at_another_gang(
     assert tokens == [token % INFO.vocab_size for token in range(3, 403)], "each token once"
     assert gangs.where(ADAPTERS[0]) == [key for key in "ab" if key in (first, other)]
     assert router.num_resumed == 1
-    for adapter in ADAPTERS[1:]:  # while it is known that the gang cannot read, it is asked to read nothing
+    for adapter in ADAPTERS[1:]:  # while it is known that the gang cannot read, it gets nothing to read
         await finish(submit(router, adapter))
         assert gangs.where(adapter) == [other]
 
@@ -311,7 +309,7 @@ async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_repor
         async with asyncio.timeout(PATIENCE_S):
             while tiers() != expected:
                 for stream in routers[0].bring(msgspec.structs.replace(request, adapter=None), 3, 1.0).values():
-                    await finish(stream)  # a gang tells with its steps
+                    await finish(stream)  # a gang reports with its steps
 
     assert tiers("acme", routers[0]) == ["device"] * 3
     assert tiers("zenith", routers[0]) == tiers("acme", routers[1]) == []
@@ -322,7 +320,7 @@ async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_repor
     await reported(lambda: tiers("acme", routers[0]), ["host"] * 3)
     await reported(lambda: tiers("acme", routers[1], "gang a", "gang b"), ["host"] * 2)
     assert tiers("zenith", routers[0]) == []
-    assert tiers("acme", await gangs.add_router(), "gang a") == ["host"]  # the greeting tells
+    assert tiers("acme", await gangs.add_router(), "gang a") == ["host"]  # the greeting has it
     for engine in gangs.engines.values():
         engine.host(ref.digest, is_here=False)
     await reported(lambda: tiers("acme", routers[0]), [])

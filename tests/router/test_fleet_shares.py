@@ -1,4 +1,4 @@
-"""What routers tell gangs of the service at others: it never shrinks, counts nothing twice, and outlives gangs."""
+"""What routers send gangs of the service at others: it never shrinks, counts nothing twice, and outlives gangs."""
 
 from __future__ import annotations
 

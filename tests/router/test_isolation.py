@@ -1,4 +1,4 @@
-"""Every route, method and kind of credentials: who may not ask is told 401 or 403 and nothing else, whatever is there.
+"""Every route, method and kind of credentials: who may not ask gets 401 or 403 and nothing else.
 
 The tables are made of the routes that the app has, so that a new one is in them.
 """
@@ -150,7 +150,7 @@ async def test_credentials_are_refused_as_the_table_says(front: RealFront, repor
 
 
 async def test_a_refusal_says_nothing_of_what_is_there(front: RealFront) -> None:
-    """Byte for byte the same whether the thing exists, and for every key that is nobody's."""
+    """Byte for byte the same whether the thing exists, and for every key without an owner."""
     for route in routes_of(front):
         for reported, credentials in CREDENTIALS.items():
             if refusal(route, reported) is not None:
@@ -171,7 +171,7 @@ PAIRS: Final = {  # who has a thing, who asks for it, and as what
 
 @pytest.mark.parametrize("whose", PAIRS)
 async def test_anothers_things_are_as_if_they_did_not_exist(front: RealFront, whose: str) -> None:
-    """With a good key of every scope: the same bytes as for what nobody has, and for its owner it is there."""
+    """With a good key of every scope: the same bytes as for what does not exist, and for its owner it is there."""
     owner, asker, things = PAIRS[whose]
     looked_at = set()
     for route in sorted(routes_of(front), key=is_deletion):

@@ -25,7 +25,7 @@ NUM_PAIRS: Final = 1000  # two tries each
 NUM_DRAWN_ROUTES: Final = 4  # unless thorough
 NUM_USERS_ROUTES: Final = 1
 MOST_Z: Final = 3.0
-ATTEMPTS: Final = 3  # of which all must tell them apart: some other work of the machine may favour one
+ATTEMPTS: Final = 3  # in all of which they must differ: some other work of the machine may favour one
 WHOSE: Final = {  # in which tenant names are registered, as what, how they are requested, and by whom
     "a tenant's": (OWNER, "{}", "{}", ASKER_KEY),
     "a user's": (ASKER, "~badger/{}", "~badger/{}", WOMBAT_KEY),
@@ -54,7 +54,7 @@ def whose(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def pairs(front: RealFront, whose: str) -> list[tuple[str, str]]:
-    """Names of adapters of the owner's, each with a name that nobody has."""
+    """Names of adapters of the owner's, each with a name that does not exist."""
     tenant, registered, requested, _ = WHOSE[whose]
     drawn = random.sample(range(10**9), 2 * NUM_PAIRS)
     names = [(f"a-{one:09}", f"a-{other:09}") for one, other in zip(drawn[::2], drawn[1::2], strict=True)]

@@ -130,7 +130,7 @@ def test_pages_that_never_come_are_forgotten_in_time() -> None:
 
 
 def test_a_frame_without_a_new_load_cannot_count_what_was_sent() -> None:
-    """A frame with the load of an earlier step tells only that a sequence has arrived: no step was made since."""
+    """A frame with the load of an earlier step shows only that a sequence has arrived: no step was made since."""
     known = KnownGang(CONFIG)
     known.receive(frame(engine_load(num_steps=1)))
     known.sent(RoutingRequest(None, 30, 0))

@@ -1,4 +1,4 @@
-"""What a router counts of answers, and that it arrives in the ledger once: held against what clients were told."""
+"""What a router counts of answers, and that it arrives in the ledger once: held against what clients received."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_it_finds_a_journal_that_forgets_a_token(monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_finds_a_move_that_does_not_wait_for_the_gang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router sends a sequence on at once, and its old gang is only told."""
+    """The router sends a sequence on at once, and its old gang only gets a notice."""
 
     def withdraw(self: leader_connection.LeaderConnection, sequence: OpenSequence, target: str) -> None:
         del self._sequences[self._ids.pop(sequence)], self._unbegun[sequence]

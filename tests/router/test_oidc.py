@@ -282,7 +282,7 @@ async def test_no_request_waits_for_the_provider_and_no_token_is_reported(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """While it hangs: neither those whose key it would have to tell, nor others. Not one of them is in a log."""
+    """While it hangs: neither those whose key it would have, nor others. Not one of them is in a log."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(issuer_keys, "FETCH_S", 3600.0)
     tokens = TokenVerifier(config(provider.issuer))

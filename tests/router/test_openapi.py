@@ -1,4 +1,4 @@
-"""The document of /openapi.json: it is OpenAPI, and tells of every route all that its spec must say."""
+"""The document of /openapi.json: it is OpenAPI, and has of every route all that its spec must say."""
 
 from __future__ import annotations
 

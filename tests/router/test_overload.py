@@ -203,7 +203,7 @@ async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Pat
     zenith = {"Authorization": "Bearer key-of-zenith"}
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS) as http:
-        assert (await http.post("/v1/completions", json=body)).status_code == 200  # nobody waits
+        assert (await http.post("/v1/completions", json=body)).status_code == 200  # no request waits
         running = await fill(rig, router)
         refused = await http.post("/v1/completions", json=body)
         assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")

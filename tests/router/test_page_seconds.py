@@ -51,7 +51,7 @@ async def usage(redis_client: Redis, tmp_path: Path) -> AsyncIterator[Usage]:
 
 
 def reported_by(rig: EngineRig) -> dict[int, SequenceUsage]:
-    """What the engine has told last of each sequence, as it goes on."""
+    """What the engine reported last of each sequence, as it goes on."""
     reported: dict[int, SequenceUsage] = {}
     step = rig.engine.step
 

@@ -47,7 +47,7 @@ async def rigs(redis_client: Redis, tmp_path: Path, text: TextService) -> AsyncI
 
 @dataclass
 class FakeGang:
-    """A connection to a gang that keeps all that it is told to, but what `failures` says."""
+    """A connection to a gang that keeps all that it gets, but what `failures` says."""
 
     gang_id: str
     failures: dict[str, str] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class FakeGang:
 
 
 async def reported(rig: VersionRig, **expected: Any) -> dict[str, Any]:
-    """What the router tells of the pin, once it tells this."""
+    """The state of the pin that the router reports, once it is this."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             answer = await rig.http.get(PIN)

@@ -1,4 +1,4 @@
-"""Versions are brought to gangs before anybody asks for them, and every router tells how that goes."""
+"""Versions are brought to gangs before they are requested, and every router reports the state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def rigs(redis_client: Redis, tmp_path: Path, text: TextService) -> AsyncI
 
 
 async def residency(rig: VersionRig, **expected: Any) -> dict[str, Any]:
-    """What the router tells of the newest version, once it tells this."""
+    """The state of the newest version that the router reports, once it is this."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             found: dict[str, Any] = (await rig.http.get(RESIDENCY)).json()["data"][0]
@@ -72,7 +72,7 @@ async def test_it_is_coming_until_its_gang_has_it(rigs: Sequence[VersionRig]) ->
     await rig.upload(1)
     rig.dispatcher.hangs, rig.dispatcher.script = True, lambda request: []
     await rig.http.post(PRELOAD)
-    other.dispatcher.tiers = {"gang-1": "device"}  # for somebody else
+    other.dispatcher.tiers = {"gang-1": "device"}  # for another
     for router in rigs:
         found = await residency(router, state="coming", tier="store")
         assert [gang["state"] for gang in found["gangs"]] == ["coming"]

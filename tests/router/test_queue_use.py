@@ -1,4 +1,4 @@
-"""Where sequences wait as no gang is there: one tenant's never keep another's out, and nobody is told of others."""
+"""Where sequences wait as no gang is there: one tenant's never keep another's out, and no tenant learns of others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_who_has_less_than_its_share_gets_a_place(comings: str, weights: list[fl
                 assert own.num + 1 > NUM_PLACES * weight / (weight + rest)
                 continue
         uses[tenant] = QueueUse(own.num + 1, own.num_committed + is_promised, weight)
-    # What nobody has been promised more of is bounded, whatever else is there.
+    # What is not committed is bounded, whatever else is there.
     assert sum(use.num - use.num_committed for use in uses.values()) <= 2 * NUM_PLACES
 
 

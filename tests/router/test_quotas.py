@@ -1,4 +1,4 @@
-"""Quotas over several routers that share a Redis: what they let through, tell clients, give back and let go."""
+"""Quotas over several routers that share a Redis: what they admit, report to clients, return and release."""
 
 from __future__ import annotations
 

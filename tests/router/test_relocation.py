@@ -1,4 +1,4 @@
-"""Which waiting sequences move to another gang: never in vain, never back and forth, and at a bounded cost."""
+"""Which waiting sequences move to another gang: never for nothing, never back and forth, and at a bounded cost."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_moves_are_bounded_and_only_of_what_waits(queues: list[GangQueue]) -> No
 
 @given(fleets(), st.integers(0, 30))
 def test_nothing_moves_back(queues: list[GangQueue], num_reported: int) -> None:
-    """What has moved does not move again while costs stay, whether few or all of the moves have been told of."""
+    """What has moved does not move again while costs stay, whether few or all of the moves have been reported."""
     queues = [replace(one, num_waiting=one.num_own, oldest_waiting_s=0.0) for one in queues[:2]]  # one router
     moves = relocations(queues, CONFIG)[: num_reported + 1]
     if not moves:

@@ -270,7 +270,7 @@ def test_a_slow_reader_does_not_hold_up_others(rig: RouterRig, url: str) -> None
         seen = -1
         while seen != (seen := rig.dispatcher.streams[0].num_read):
             time.sleep(0.2)
-        assert seen < 5000  # the server's buffers are full, and nobody fills memory instead
+        assert seen < 5000  # the server's buffers are full, and memory is not filled instead
         assert httpx.get(f"{url}/health").status_code == 200
     eventually(rig.dispatcher.streams[0].cancelled.is_set)
 

@@ -59,7 +59,7 @@ def merged_script(rig: RouterRig, rng: random.Random) -> Any:
     """Each submission's updates are the same tokens, merged by chance as a slow reader gets them."""
 
     def script(requested: SequenceRequest) -> Sequence[SequenceUpdate]:
-        # Choices of a request are told apart by their key's end: each starts at another word.
+        # Choices of a request are distinguished by their key's end: each starts at another word.
         start = int(requested.key.rpartition("/")[2]) if requested.key else 0
         token_ids = [*rig.ids(" ".join(ANSWER.split()[start:])), EOS][: requested.sampling.max_tokens]
         updates = []

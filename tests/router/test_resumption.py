@@ -28,7 +28,7 @@ class Gang:
 
 
 class Cluster:
-    """Gangs, and the directory that tells a dispatcher of them."""
+    """Gangs, and the directory from which a dispatcher knows them."""
 
     def __init__(self) -> None:
         self.dispatcher = FleetDispatcher(

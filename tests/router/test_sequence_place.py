@@ -1,4 +1,4 @@
-"""A sequence is in one place at a time, and the place where it is hears when it is cancelled."""
+"""A sequence is in one place at a time, and the place where it is learns when it is cancelled."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_the_place_gets_a_timeout() -> None:
     assert place.cancelled == [late]
 
 
-async def test_nobody_takes_it_from_where_it_is_not() -> None:
+async def test_it_is_not_taken_from_where_it_is_not() -> None:
     place, other, moved = Place(), Place(), sequence()
     with pytest.raises(AssertionError):
         moved.move(place, other)

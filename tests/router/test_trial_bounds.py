@@ -50,7 +50,7 @@ async def rig(redis_client: Redis, tmp_path: Path, text: TextService) -> AsyncIt
 
 
 async def judged(rig: VersionRig) -> Any:
-    """The canary of x after a look at all that has been told."""
+    """The canary of x after a look at all reports."""
     await rig.canaries.flush()
     await rig.judge.judge()
     return (await rig.http.get("/v1/adapters/x/canary")).json()
@@ -159,7 +159,7 @@ async def test_a_canary_that_cannot_be_taken_back_keeps_no_other_from_it(
 
     async def change_some(tenant: str, name: str, *rest: Any, **more: Any) -> Any:
         if name == "broken":
-            raise ValueError("a record that nobody can read")
+            raise ValueError("a record that cannot be read")
         if name == "away":
             raise RegistryUnavailable("for a moment")
         return await change(tenant, name, *rest, **more)
@@ -167,7 +167,7 @@ async def test_a_canary_that_cannot_be_taken_back_keeps_no_other_from_it(
     monkeypatch.setattr(rig.uploads, "change", change_some)
     await rig.judge.judge()
     assert (await rig.http.get("/v1/adapters/x/canary")).json()["state"] == "rolled_back"
-    assert [one.canary_id for one in await counts.news(10)] == ["away"]  # it is asked again
+    assert [one.canary_id for one in await counts.news(10)] == ["away"]  # it is read again
 
 
 async def test_one_turn_of_reporting_is_bounded_and_what_could_not_be_reported_is_kept(
@@ -269,7 +269,7 @@ async def test_a_tenant_of_many_broken_versions_takes_no_other_s_failures_from_m
     assert broken is not None
     other = replace(broken, tenant="globex")
     book = rig.canaries
-    await book.stop()  # told only when asked
+    await book.stop()  # reported only on request
     book.note_load(other, "the store had a hiccup")
     for number in range(1000):
         book.note_load(replace(broken, version=number), "its file is cut short")

@@ -56,6 +56,6 @@ async def test_what_a_deleted_tenant_had_under_way_is_not_its_successors(redis_u
         everybody = (await client.get("/v1/admin/usage?by=tenant", headers=OPERATORS)).json()["data"]
         assert [(row["tenant"], row["requests"]) for row in everybody] == [("acme", 1)]
 
-        # Nor does one see from a shared prefix what the other has asked.
+        # Nor does one see from a shared prefix what the other has requested.
         salts = [request.cache_salt for request in front.dispatcher.submitted]
         assert len(salts) == len({*salts}) == 2

@@ -164,7 +164,7 @@ async def slow_reader(client: httpx.AsyncClient) -> tuple[asyncio.Task[None], li
 
 
 async def test_who_does_not_read_is_cut_off(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And until then holds up nobody but itself."""
+    """And until then holds up only itself."""
     monkeypatch.setattr(csv_answer, "LONGEST_S", 4.0)  # more than its first parts take on a busy machine
     stuck, sent = await slow_reader(client)
     other = await client.get(f"/v1/usage?{SPAN}", headers={"Authorization": "Bearer key-of-zenith"})

@@ -167,7 +167,7 @@ async def test_residency_does_not_show_whether_another_tenant_runs_the_same_byte
     await rig.upload(1)
     rig.dispatcher.resident.add(("acme", rig.digests[1]))
     found = {}
-    for name, seed in (("same", 1), ("other", 9)):  # what acme runs, and what nobody does
+    for name, seed in (("same", 1), ("other", 9)):  # what acme runs, and what no tenant does
         assert (await rig.upload(seed, name, headers=ZENITH)).status_code == 201
         found[name] = (await rig.http.get(f"/v1/adapters/{name}/residency", headers=ZENITH)).json()
     assert found["same"] == found["other"]

@@ -1,7 +1,7 @@
 """Two RayClusters on one Redis and one store: clients move from the old one to the new one, and nothing is lost.
 
 It is what KubeRay does to upgrade a RayService: another RayCluster beside the one that serves, clients sent there step
-by step, and then the old one's pods told to end. Who sends the clients is played by the test, for each connection.
+by step, and then the old one's pods ended. What sends the clients is played by the test, for each connection.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ JOBS: list[dict[str, Any]] = [
 LONG_JOBS = [{**job, "max_tokens": 450} for job in JOBS[:4]]
 AFTER_S = 2.0  # in which a pod that does not stay has ended
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-# A pod that is told to end stays for what it serves. No test waits so long: what is served has ended before.
+# A pod that ends stays for what it serves. No test waits so long: what is served has ended before.
 LASTS = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(int(10 * PATIENCE_S))}
 
 
@@ -152,7 +152,7 @@ def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clu
             assert begun + clusters.on(NEW, ending, job, last_id) == received.text
 
         gateway.weights = {clusters.url(NEW): 100}
-        load.wait_for_all()  # nobody new comes to the old one, which has streams when it is told to end
+        load.wait_for_all()  # no new client comes to the old one, which has streams when it ends
         last = [(job, received) for job, received in zip(LONG_JOBS, undisturbed_long, strict=True)]
         with clusters.paused_streams(OLD, last) as running:
             clusters.pods[OLD].tell_to_end(HEAD)

@@ -306,7 +306,7 @@ def resumed(motet: RunningMotet) -> int:
 
 def test_without_redis_chats_go_on_and_uploads_wait(motet: RunningMotet) -> None:
     redis = motet.redis_process()
-    redis.suspend()  # silent, as a lost host is; nobody restarts it meanwhile
+    redis.suspend()  # silent, as a lost host is; it is not restarted meanwhile
     try:
         assert ask(motet, "pirate") == answer_of("pirate")
         refused = motet.upload("later", DEMO / "adapters" / "json")

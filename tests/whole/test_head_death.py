@@ -129,7 +129,7 @@ def test_streams_uploads_and_new_requests_go_on_without_a_head(cluster: Cluster)
 
 def test_a_gang_that_dies_without_a_head_is_replaced_when_there_is_one(cluster: Cluster) -> None:
     eventually(lambda: cluster.num_gangs() == 2)
-    # First Serve's controller, so that its listeners look for the next one when there is nobody to ask.
+    # First Serve's controller, so that its listeners look for the next one when there is no controller.
     for controller in cluster.pods.processes(HEAD, "ServeController").values():
         controller.kill()
     cluster.pods.kill_head()

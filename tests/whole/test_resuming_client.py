@@ -83,7 +83,7 @@ def test_cut_at_every_byte(piece: int, is_clean: bool) -> None:
         assert all(json.loads(request.content) == {**BODY, "stream": True} for request in server.requests)
 
 
-def test_nobody_there_for_a_while() -> None:
+def test_no_server_for_a_while() -> None:
     """Before the first event, and in the middle: the client sends an id only once it has one."""
     turns = iter([502, None, 10, 503, 504, 1 << 20])
 

@@ -91,7 +91,7 @@ def test_vectors_numbers_and_nothing(tmp_path: Path, gpu: StandInGpu) -> None:
 
 @dataclass
 class Reads:
-    """What was asked of the files."""
+    """What was read of the files."""
 
     num_bytes: int = 0
     first_address: int = 1 << 62
@@ -123,7 +123,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 def test_a_base_of_any_size_passes_through_bounded_pinned_memory(
     tmp_path: Path, gpu: StandInGpu, reads: Reads, wanted: torch.dtype
 ) -> None:
-    """Thirty times what is pinned, in few large and many small tensors: nobody waits for one tensor's copy."""
+    """Thirty times what is pinned, in few large and many small tensors: nothing waits for one tensor's copy."""
     shapes: dict[str, tuple[int, ...]] = {f"large{at}": (40, 500) for at in range(6)}
     shapes |= {f"small{at}": (50,) for at in range(100)}
     folder = write(tmp_path, torch.bfloat16, per_file=30, **shapes)
@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, gpu: StandInGpu, monkeypatch
 
 
 def test_large_pieces_are_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one of them fails, its error is told when all have ended."""
+    """Where one of them fails, its error is reported when all have ended."""
     monkeypatch.setattr(file_ranges, "_LEAST_BYTES", 1000)
     folder = write(tmp_path, torch.bfloat16, first=(7,), weight=(61, 101))
     stored = next(each for each in stored_tensors(folder / "part-000.safetensors") if each.name == "weight")

@@ -1,4 +1,4 @@
-"""A process without torch hears of torch's device what torch says."""
+"""A process without torch gets of torch's device what torch says."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_what_is_no_answer_is_reported(stdout: str, monkeypatch: pytest.MonkeyPa
 def test_a_gpu_that_ray_counts_is_seen_from_a_process_that_requested_none(
     visible: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray may hide all GPUs from it. What somebody else hides of them stays hidden."""
+    """Ray may hide all GPUs from it. What other settings hide of them stays hidden."""
     seen, run = list[str | None](), subprocess.run
     saying = [sys.executable, "-c", 'print(\'{"kind": "cuda", "memory_bytes": 1024, "capability": [9, 0]}\')']
 

@@ -179,7 +179,7 @@ def test_tiny_pool(bench: Bench, max_tokens_per_step: int) -> None:
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path) -> None:
-    """Asked again, and asked to go on from the middle of an answer: the same, though most of it is not computed.
+    """Sent again, and continued from the middle of an answer: the same, though most of it is not computed.
 
     Without room in the pool pages come back from host memory, and from disk once that is full too.
     """
@@ -227,7 +227,7 @@ def test_random_workload(bench: Bench) -> None:
     missing = AdapterRef("0" * 64, {"q_proj": 4})
     with bench.stock.engine(pool, max_tokens_per_step=20, max_num_sequences=5) as rig:
         requested: dict[int, tuple[list[int], str | None]] = {}
-        cancelled: dict[int, int] = {}  # tokens heard until then
+        cancelled: dict[int, int] = {}  # tokens received until then
         lost: set[int] = set()
         for sequence_id in range(60):
             adapter = generator.choice([*ADAPTERS, "missing"])

@@ -255,7 +255,7 @@ def test_prompts_of_a_flood_make_no_step_long_while_a_tenant_arrives_that_is_cle
         assert len(part.token_ids) > 16, "its own prompt is not held"
         assert max(num_prompt_tokens(7)) <= 16
         assert sum(num_prompt_tokens(4)) > 0, "the flood goes on"
-    assert max(num_prompt_tokens(300)) > 50, "nobody comes any more"
+    assert max(num_prompt_tokens(300)) > 50, "no sequence arrives any more"
 
 
 def test_who_is_held_goes_on_in_the_smallest_steps() -> None:
@@ -274,7 +274,7 @@ def test_background_work_has_only_what_others_could_not_use() -> None:
     background = [gang.add("a", 4, 30, is_background=True) for _ in range(4)]
     gang.step()
     gang.step()
-    assert all(gang.num_tokens[number] for number in background)  # nobody else is there
+    assert all(gang.num_tokens[number] for number in background)  # no other tenant is there
     assert gang.scheduler.load().gauges.num_running_background == 4
     others = [gang.add("a", 4, 20), *(gang.add("b", 4, 20) for _ in range(7))]
     before = gang.num_tokens.copy()

@@ -186,7 +186,7 @@ def test_who_has_most_unread_gives_way_until_half_is_free(num_values: dict[str, 
     assert all(num_values[tenant] >= count for tenant in chosen for count in left)
     if chosen:
         least = min(num_values[tenant] for tenant in chosen)
-        assert sum(left) + least > sum(num_values.values()) // 2, "one gave way in vain"
+        assert sum(left) + least > sum(num_values.values()) // 2, "one gave way without need"
     assert whose_to_give_back(num_values, 1 << 40) == {*num_values}
 
 

@@ -61,7 +61,7 @@ async def test_routers_learn_which_adapters_are_there(leader: Leader) -> None:
     assert await second.read() == Hello(INFO, ["digest-a", "digest-b"])
     leader.engine.evict("digest-a")
     await first.send(submit(3, 0, 1))
-    for router in (first, second):  # the second has no sequence there, and hears it all the same
+    for router in (first, second):  # the second has no sequence there, and gets it all the same
         while True:
             message = await router.read()
             assert isinstance(message, Frame)
@@ -96,7 +96,7 @@ async def test_shares_reach_every_router_and_what_others_served_reaches_the_engi
     leader.engine.shares = [share]
     served = ServedElsewhere([("acme", 7.0)])
     await first.send(served, submit(1, 0, 3))
-    for router in (first, later):  # the later one connects when all was told
+    for router in (first, later):  # the later one connects when all was sent
         while True:
             message = await router.read()
             if isinstance(message, Frame) and message.shares:
@@ -138,7 +138,7 @@ async def test_a_router_that_goes_takes_its_sequences_along(leader: Leader) -> N
 
 
 async def reported_orphans(router: Router) -> tuple[set[str], set[str]]:
-    """The orphans that came and went, by the next frame that tells of any."""
+    """The orphans that came and went, by the next frame that reports any."""
     while True:
         message = await router.read()
         assert isinstance(message, Frame)

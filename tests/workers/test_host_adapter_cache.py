@@ -119,7 +119,7 @@ def test_pins_without_room_are_reported_and_come_when_there_is_room() -> None:
             cache.get(lacking)
     assert cache.take_pin_news() == {"a": FULL}
     assert cache.take_pin_news() == {}
-    assert cache.find("a") is None, "what nobody has requested pushes out nothing"
+    assert cache.find("a") is None, "what was not requested pushes out nothing"
     cache.pin({"c": False})
     assert cache.take_pin_news() == {"a": ""}
     assert cache.next_to_pin() == "a"

@@ -188,7 +188,7 @@ def test_hardly_anything_is_computed_twice() -> None:
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32), num_pages=st.integers(6, 60), most=st.sampled_from([4, 30]))
 def test_no_reserve_leaves_a_gang_idle(seed: int, num_pages: int, most: int) -> None:
-    """Whatever is asked and however long answers get: a step computes if a sequence waits that lacks nothing."""
+    """Whatever the requests and however long the answers: a step computes if a sequence waits that lacks nothing."""
     rng = random.Random(seed)
     of = GangLimits(256, 100, 4, num_pages, rng.randint(4, 64), rng.randint(1, 12))
     s = scheduler(of)

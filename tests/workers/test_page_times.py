@@ -1,4 +1,4 @@
-"""For how long sequences hold pages: the integrals against sums over every moment, and what is told of them."""
+"""For how long sequences hold pages: the integrals against sums over every moment, and what is reported of them."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_reads_of_a_store_that_hangs_do_not_stop_loads_from_host_memory() -> Non
     assert loads_of(step(s, worker)[0]) == hosted[-1:]
 
 
-def test_nobody_looks_further_ahead_than_a_batch() -> None:
+def test_the_prefetcher_looks_no_further_ahead_than_a_batch() -> None:
     s, worker = full(num_pages=200, num_sequences=2)
     for i in range(5):
         s.add(request(20 + i, adapter=f"{chr(97 + i)}2"), 0)
@@ -264,12 +264,12 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
         num_events += not running.issuperset(s._running.by_id)
         went = before.intersection(s.memory._idle._soon) - set(
             s._adapters._entries
-        )  # though somebody looks forward to it
+        )  # though a waiting sequence needs it
         went_at |= dict.fromkeys(went, num_events)
         # a sequence gives way when all that is idle has gone
         num_events += s.load().counters.num_preemptions > num_preemptions
         for digest in loads_of(plan):
-            assert went_at.get(digest, -1) < num_events, "nobody has made room since it was pushed out"
+            assert went_at.get(digest, -1) < num_events, "no room was made since it was pushed out"
             newest = next(n for n, sequence in enumerate(s._waiting) if sequence.adapter_digest == digest)
             for older in s._waiting.first(newest):
                 assert not s._prefetcher.is_absent(older), "an adapter of an older one is not there"
@@ -311,7 +311,7 @@ PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four
 
 
 def reported_before(num_pages: int, num_often: int = 0) -> tuple[Scheduler, Worker]:
-    """PROMPT was asked, and its pages are in host memory alone; others, of four pages each, were asked often.
+    """PROMPT was computed, and its pages are in host memory alone; others, of four pages each, often.
 
     Now the batch is full, of sequences 10 and 11, and sequence 5, which asks PROMPT again, waits.
     """
@@ -356,7 +356,7 @@ def test_pages_of_kv_do_not_come_into_the_room_that_running_ones_may_need() -> N
 
 
 def test_pages_of_kv_that_were_pushed_out_again_come_only_with_a_place() -> None:
-    """There would be room: what was asked often is idle, and worth more."""
+    """There would be room: what was used often is idle, and worth more."""
     s, worker = reported_before(num_pages=18, num_often=2)
     num_evictions = s.load().counters.num_prefix_evictions
     num_pages_in = []

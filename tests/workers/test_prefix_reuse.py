@@ -74,7 +74,7 @@ def test_samples_of_one_prompt_store_it_once_though_they_come_together() -> None
 
 
 def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
-    """A preempted sequence looks anew: its pages may have gone, and that of its last look-up may be somebody else's."""
+    """A preempted sequence looks anew: its pages may have gone, and that of its last look-up may be another's."""
     s, worker = rig(budget=2)
     ask(s, worker, asking(0, PROMPT, max_tokens=1))
     keys = next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, 4, 7)
@@ -89,7 +89,7 @@ def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
     s.memory.prefixes.forget(keys[1:2])
     s._prefixes._coming[keys[5]] = other  # it has begun, and is beyond the page that is not there any more
     found = s._prefixes.find(preempted, frozenset())
-    assert found is not None or s._prefixes.key_to_await(preempted) in s._prefixes._coming, "nobody would wake it"
+    assert found is not None or s._prefixes.key_to_await(preempted) in s._prefixes._coming, "nothing would wake it"
 
 
 def test_who_waits_for_another_goes_on_alone_when_that_one_is_cancelled() -> None:

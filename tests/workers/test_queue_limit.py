@@ -59,7 +59,7 @@ def test_never_more_than_the_bounds_say(
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30)), max_size=60), st.integers(1, 8))
 def test_the_longest_queue_gives_way_and_no_longer_one_comes_of_it(todo: list[tuple[str, int]], most: int) -> None:
-    """Against what it is for: bounds hold, and whoever has less than another is never refused for the whole."""
+    """Against what it is for: bounds hold, and a tenant with less than another is never refused for the whole."""
     room = QueueLimit(leader_config(max_waiting_sequences=most, max_waiting_tokens=100, tenant_queue_share=1.0))
     model: dict[int, tuple[str, int]] = {}
 

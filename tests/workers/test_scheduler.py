@@ -311,7 +311,7 @@ def test_a_sequence_without_finite_logits_fails_alone() -> None:
 
 
 def test_an_older_waiting_sequence_keeps_its_adapter_while_newer_ones_can_give_way() -> None:
-    """It came back from the queue once: its adapter is idle, and whoever is newer gives way before it goes."""
+    """It came back from the queue once: its adapter is idle, and newer sequences give way before it goes."""
     of = limits(num_pages=12, budget=64)
     s, worker = scheduler(of), Worker(of)
     s.add(request(0, num_prompt=1, max_tokens=40), 0)
@@ -401,7 +401,7 @@ def test_without_max_tokens_a_sequence_ends_where_pool_or_context_end() -> None:
 
 
 @given(st.lists(st.integers(0, 1000), unique=True, max_size=20), st.integers(0, 1000))
-def test_nobody_older_ever_gives_way(arrivals: list[int], needy_arrival: int) -> None:
+def test_no_older_sequence_ever_gives_way(arrivals: list[int], needy_arrival: int) -> None:
     def made(arrival: int) -> GrowingSequence:
         return GrowingSequence(request(arrival), arrival, 0, [1])
 

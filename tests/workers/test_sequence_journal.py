@@ -1,4 +1,4 @@
-"""What a leader keeps of sequences with keys: for which router, how long, and that it computes nothing in vain."""
+"""What a leader keeps of sequences with keys: for which router, how long, and that all it computes has a reader."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_another_request_does_not_get_it(other: dict[str, Any]) -> None:
     begun(journal)
     journal.abandon(10, now=0.0)
     assert journal.attach(request(**other), 11, now=1.0) is None
-    # A new one of the same name takes the name, and only then nobody can ask for the old one any more.
+    # A new one of the same name takes the name, and only then the old one cannot be requested any more.
     has_same_name = not other.keys() & {"tenant", "key"}
     assert journal.begin(2, request(**other), 11) == ([1] if has_same_name else [])
     journal.check_integrity()
@@ -203,7 +203,7 @@ class Sequence:
 
 
 class Machine(RuleBasedStateMachine):
-    """The calls of a frame server in random order, with an engine that counts: no token is lost or computed in vain."""
+    """The calls of a frame server in random order, with an engine that counts: no token is lost, and all have a reader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Machine(RuleBasedStateMachine):
         self.journal.check_integrity()
 
     @invariant()
-    def nothing_runs_for_nobody(self) -> None:
+    def nothing_runs_without_a_reader(self) -> None:
         orphans = {one.requested.key for one in self.running.values() if one.owner is None}
         assert orphans <= set(self.journal.orphans)
 

@@ -45,7 +45,7 @@ def gpu() -> Iterator[StandInGpu]:
 
 
 def found(gpu: StandInGpu, error: type[Exception], message: str, use: Callable[[], object]) -> None:
-    """`use` raises, and the stand-in keeps it, in case somebody catches it."""
+    """`use` raises, and the stand-in keeps it, in case it is caught."""
     with pytest.raises(error, match=message):
         use()
     assert len(gpu.problems) == 1 and gpu.problems[0].startswith(error.__name__)

@@ -68,7 +68,7 @@ def test_a_new_tenant_alone_does_not_go_before_one_that_was_here_just_now() -> N
     counters.leave(quiet)
     counters.charge(quiet, 5000.0)
     assert counters.join("quiet").value == 6000.0
-    assert counters.join("flood").value == 6000.0 - counters.burst  # somebody is here
+    assert counters.join("flood").value == 6000.0 - counters.burst  # a tenant is here
 
 
 def test_a_weight_slows_the_counter_and_a_price_without_lift_is_what_was_served() -> None:

@@ -1,4 +1,4 @@
-"""What is unread of a sequence: no token is lost or told twice, pieces fit, and growing costs what is added."""
+"""What is unread of a sequence: no token is lost or reported twice, pieces fit, and growing costs what is added."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_unread_token_takes_little_memory_and_time() -> None:
 
 
 def test_the_end_of_a_long_update_leaves_room_for_its_tokens() -> None:
-    """Its tokens came with its end, and are told in pieces as large as any."""
+    """Its tokens came with its end, and are reported in pieces as large as any."""
     rows = [TokenLogprobs(-1.0, [*range(20)], [-2.0] * 20)] * 5000
     unread = UnreadUpdate(SequenceUpdate(7, [1] * 5000, rows, "stop"))
     num_bytes, num_pieces, is_all = 1 << 15, 0, False
