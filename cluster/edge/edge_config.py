@@ -37,7 +37,7 @@ def edge_config(
 ) -> str:
     """`serves`, changed for the reasons that stand beside each edit. Raises TemplateChanged.
 
-    `max_connections`: so many has the machine room for. `error_files`: the folder of `write_error_files`. `front_host`:
+    `max_connections`: that the machine has room for. `error_files`: the folder of `write_error_files`. `front_host`:
     where the front listens; None: where Serve says.
     """
     head, sections = _sections(serves)

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def pause_s(num_failures: int) -> float:
-    """How long to wait after so many failures in a row."""
+    """How long to wait after `num_failures` in a row."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(num_failures - 1, 30))
 
 

@@ -176,7 +176,7 @@ class Team {
     }
 };
 
-// Blocks into which `count` units are cut for so many threads.
+// Blocks into which `count` units are cut for the threads.
 inline int64_t blocks_of(int64_t count, int num_threads) {
     return num_threads < 2 ? 1 : std::min<int64_t>(count, int64_t(num_threads) * kBlocksOfAThread);
 }

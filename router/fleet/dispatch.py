@@ -43,7 +43,7 @@ MAX_AWAITING_GANG = 1024
 # of it. A sequence that has begun is not refused while it waits for its gang or the store: all clients of a router that
 # died come back at the same time.
 MAX_AWAITING = 1024
-# A sequence is given up when so many gangs have died with it since its last token: it may be what kills them. A
+# A sequence is given up when this number of gangs has died with it since its last token: it may be what kills them. A
 # sequence that never had a token is the likelier cause, so it is given up earlier.
 MAX_LOSSES_BEFORE_BEGUN = 2
 MAX_LOSSES = 3

@@ -24,7 +24,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: Annotated[
         EncodingFormat | None, Meta(description="`base64`: of numbers in float32, little endian.")
     ] = None
-    dimensions: Annotated[Count | None, Meta(description="Only so many of the first numbers.")] = None
+    dimensions: Annotated[Count | None, Meta(description="How many of the first numbers to return.")] = None
     pooling: Annotated[
         PoolingName | None, Meta(description="Of the last layer's states, in place of the model's own.")
     ] = None

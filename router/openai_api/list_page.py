@@ -55,8 +55,8 @@ async def read_page(
 ) -> tuple[list[Entry], bool]:
     """The entries that are requested, and whether there are more after them.
 
-    `read` gives at most so many entries, sorted by name, from behind a name. This need not be there any more: who goes
-    from page to page misses nothing when an entry is deleted meanwhile.
+    `read` gives entries sorted by name, from behind a name, at most as many as it is called with. That name need not be
+    there any more: a client that reads page after page misses nothing when an entry is deleted meanwhile.
     """
     entries: list[Entry] = []
     after, most = wanted.after or "", wanted.limit

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def may_begin(num_of_tenant: int, num_of_all: int) -> bool:
-    """Whether one more request of a tenant is shadowed, beside so many that are.
+    """Whether one more request of a tenant is shadowed, beside those that are.
 
     The second half of the places is for tenants that have none: as many tenants as that are shadowed at once, before
     any of them can keep another one out.

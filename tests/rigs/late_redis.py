@@ -1,4 +1,4 @@
-"""A way to a Redis server on which its replies may be held back: clients cannot know whether it has executed a command."""
+"""A way to a Redis server that may hold back its replies: clients cannot know whether it has executed a command."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class Run:
             twice = {seed: keys for seed, keys in where.items() if len(keys) > 1}
             assert not twice, f"sequences are in two gangs at {now:.2f} s: {twice}"
             gone = {c.seed for c in self.clients if c.ended_at is not None and c.ended_at + SETTLE_S < now}
-            assert not gone & where.keys(), f"what nobody wants is computed at {now:.2f} s: {gone & where.keys()}"
+            assert not gone & where.keys(), f"what no client wants is computed at {now:.2f} s: {gone & where.keys()}"
 
     def _check_end(self) -> None:
         for gang in self.gangs.values():

@@ -177,7 +177,7 @@ class SimulatedEngine:
         self._timer = None
         inbox, self._inbox = self._inbox, []
         if not self.alive:
-            failure = SequenceError("gang_lost", "the engine failed: as told")
+            failure = SequenceError("gang_lost", "the engine failed: by the test")
             failed, self.requests = [*self.requests], {}
             updates = [SequenceUpdate(sequence_id, error=failure) for sequence_id in failed]
             load = self._times.filled_in(self._engine.load())

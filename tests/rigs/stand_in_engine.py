@@ -206,7 +206,7 @@ class StandInEngine:
 
     def _lose_all(self) -> list[SequenceUpdate]:
         with self._lock:
-            lost = SequenceError("gang_lost", "the engine failed: as told")
+            lost = SequenceError("gang_lost", "the engine failed: by the test")
             return [SequenceUpdate(sequence_id, error=lost) for sequence_id in self._running]
 
     def _take_residency(self) -> ResidencyChange:

@@ -42,8 +42,8 @@ async def reconcile(client: Redis, received: Iterable[Received], generated: Mapp
     """Raises AssertionError unless each answer is in the ledger once, with what its client received.
 
     Of an answer whose client did not receive the end at least what came to it must be there, and no more than
-    `generated` for its id, if that is known; of one whose router was killed, what the router last wrote of it. One of which nothing
-    came may be absent. And the sums must be those of the entries.
+    `generated` for its id, if that is known; of one whose router was killed, what the router last wrote of it. One of
+    which nothing came may be absent. And the sums must be those of the entries.
     """
     reported = {one.id: one for one in received}
     tenants = {one.tenant for one in reported.values()}

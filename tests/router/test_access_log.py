@@ -65,7 +65,7 @@ async def test_a_line_describes_an_answer(rig: RouterRig, caplog: pytest.LogCapt
 async def test_the_answers_id_is_recognized_by_what_is_random_in_it(
     rig: RouterRig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The rest of it is a hash of the prompt, by which whoever reads the log could try prompts."""
+    """The rest of it is a hash of the prompt, by which a reader of the log could try prompts."""
     async with rig.client() as client:
         ids = [(await client.post("/v1/chat/completions", json=CHAT)).json()["id"] for _ in range(2)]
     heads = {one.removesuffix(line["answer"]) for one, line in zip(ids, lines(caplog), strict=True)}

@@ -286,7 +286,7 @@ def statuses_of(
 
 # The loop on the other thread draws how long to wait, at the same time.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["as told", "otherwise"])
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["valid", "otherwise"])
 def test_no_request_is_a_server_error_or_stores_what_it_was_refused(
     front: RealFront, runner: Runner, mode: GenerationMode, pytestconfig: pytest.Config
 ) -> None:

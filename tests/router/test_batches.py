@@ -356,7 +356,7 @@ async def test_wrong_batches_are_refused(front: RealFront, change: dict[str, Any
     assert (await owner.ask("POST", "/v1/batches", json=body | change)).status_code == 400
 
 
-async def test_nobody_else_sees_a_batch_or_uses_a_file(front: RealFront) -> None:
+async def test_no_other_sees_a_batch_or_uses_a_file(front: RealFront) -> None:
     owner, asker = BatchClient(front), BatchClient(front, ASKER_KEY)
     file_id = await owner.upload([GOOD])
     batch_id = await owner.create(file_id)

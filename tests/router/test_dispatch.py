@@ -156,7 +156,7 @@ async def test_a_client_does_not_read_what_an_engine_failed_at(
     _, last = await reader
     assert last.error is not None and last.error.kind == "gang_lost"
     assert last.error.message == "2 gangs were lost with this request before its next token"
-    assert "the last one lost to: the engine failed: as told" in caplog.text
+    assert "the last one lost to: the engine failed: by the test" in caplog.text
 
 
 async def test_no_gang_within_the_wait() -> None:

@@ -42,7 +42,7 @@ def test_a_flood_refuses_its_own_tenant_alone(admission: AdmissionConfig) -> Non
             await flooded(fleet, admission)
             router = fleet.routers[1]
             assert submit(router, "acme", 1000).closed
-            for number in range(20):  # one after the other, as someone does who is in no hurry
+            for number in range(20):  # one after the other, as a client without haste
                 began_at = asyncio.get_running_loop().time()
                 sequence = submit(router, "quiet", 2000 + number, 2)
                 assert not sequence.closed

@@ -153,7 +153,7 @@ async def test_a_tenant_has_a_bounded_number(
     assert len(on_disk(front)) == 2
 
 
-async def test_nobody_else_sees_it(front: RealFront, owner: BatchClient) -> None:
+async def test_no_other_tenant_sees_it(front: RealFront, owner: BatchClient) -> None:
     mine = (await owner.send(CONTENT)).json()["id"]
     badger, wombat = BatchClient(front, BADGER_KEY), BatchClient(front, WOMBAT_KEY)
     plain, admin = BatchClient(front, key_without("admin")), BatchClient(front, ASKER_KEY)

@@ -115,7 +115,7 @@ async def test_from_every_event_on(rig: RouterRig, name: str) -> None:
     expected = received(whole)
     ids = [event.id for event in whole if event.data != "[DONE]"]
     assert all(ids)
-    assert len(set(ids)) == len(ids), "two events that a client cannot tell apart"
+    assert len(set(ids)) == len(ids), "two events that a client cannot distinguish"
     for number, event in enumerate(whole[:-1]):
         resumed = await post(rig, path, body, event.id)
         assert resumed.status_code == 200, resumed.text

@@ -203,7 +203,7 @@ class Sequence:
 
 
 class Machine(RuleBasedStateMachine):
-    """The calls of a frame server in random order, with an engine that counts: no token is lost, and all have a reader."""
+    """Calls of a frame server in random order, and an engine that counts: no token is lost, and all have a reader."""
 
     def __init__(self) -> None:
         super().__init__()

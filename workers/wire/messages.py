@@ -115,9 +115,9 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     request_id: str = ""  # of the request that it belongs to: for the gang's log
     key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be requested again
-    has_begun: bool = False  # a client has had tokens of it: it is never refused for want of room
+    has_begun: bool = False  # a client has had tokens of it: it is never refused because a queue is full
     is_resumed: bool = False  # its client resumes it: it is handed over even if another stream reads it
-    was_admitted: bool = False  # it waited in another gang's queue: it is not refused for want of room either
+    was_admitted: bool = False  # it waited in another gang's queue: it is not refused because a queue is full either
     wait_s: float | None = None  # it is given up if it still waits after so long; None: it waits as long as it takes
     timeout_s: float | None = None  # it is given up, waiting or running, after so long; None: never
     weight: float = 1.0  # its tenant's share of what the gang computes, beside those of others

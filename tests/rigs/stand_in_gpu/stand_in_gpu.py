@@ -1,6 +1,6 @@
 """A GPU for tests, on the CPU: `with stand_in_gpu() as gpu:` makes `torch.device("cuda")` work in all threads.
 
-Nothing can reach its memory but torch's operations and interpreted kernels. What a GPU leaves to whoever programs it is
+Nothing can reach its memory but torch's operations and interpreted kernels. What a GPU leaves to its programmer is
 checked: what reads, waits and copies, and in which order. What it cannot show: times, and rounding of a GPU's kernels.
 """
 
