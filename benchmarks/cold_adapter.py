@@ -23,8 +23,9 @@ from pathlib import Path
 
 from motet.benchmarks.many_adapters import StoredAdapter, write_store
 from motet.benchmarks.rigs import random_model
-from motet.benchmarks.rigs.engine_side import BLOCK_SIZE, worker_cpu_s
+from motet.benchmarks.rigs.engine_side import BLOCK_SIZE
 from motet.cluster.config import MotetConfig
+from motet.workers.costs.measured_steps import computing_s
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, Submit
@@ -69,7 +70,7 @@ class Bench:
             engine.step()
         loads_before, steps_before = engine.load().counters.num_adapter_loads, engine.load().counters.num_steps
         requested: dict[int, float] = {}
-        started, cpu_started = time.perf_counter(), worker_cpu_s()
+        started, cpu_started = time.perf_counter(), computing_s()
         next_at = started + self._rng.expovariate(self._rate)
         while (now := time.perf_counter()) - started < seconds:
             while kind != "alone" and next_at <= now:
@@ -89,7 +90,7 @@ class Bench:
                 streams[update.sequence_id] = now
         window.wall_s = time.perf_counter() - started
         load = engine.load()
-        window.step_cpu_s = (worker_cpu_s() - cpu_started) / (load.counters.num_steps - steps_before)
+        window.step_cpu_s = (computing_s() - cpu_started) / (load.counters.num_steps - steps_before)
         window.num_loads = load.counters.num_adapter_loads - loads_before
         for sequence_id in (*streams, *requested):
             engine.receive(Cancel(sequence_id))

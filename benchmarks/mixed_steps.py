@@ -26,10 +26,9 @@ from triton.runtime.jit import JITFunction
 
 from motet.benchmarks.gpu.engine_bench import RANK, TINY, Bench, Size
 from motet.benchmarks.gpu.machine import Machine
-from motet.benchmarks.rigs.sleeping_device import SleepingDevice, copied
+from motet.benchmarks.rigs.sleeping_device import SleepingDevice, copied, late_arriving
 from motet.kernels import joint_sampling
 from motet.kernels.backend import triton_kernels
-from motet.kernels.staging import Arriving
 from motet.workers.execution import device_rows
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.execution.feeding_executor import FeedingExecutor
@@ -143,15 +142,6 @@ def zeros(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 def without_a_driver(stack: ExitStack, device: SleepingDevice, hosts: list[Host]) -> None:
     """Kernels compute nothing, a step is the device's pass, and tokens arrive when it has ended."""
 
-    class LateArriving(Arriving):
-        def __init__(self, parts: Any) -> None:
-            super().__init__(parts)
-            self._mark = device.mark()
-
-        def read(self) -> list[torch.Tensor]:
-            device.wait(self._mark)
-            return super().read()
-
     def launching(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def timed(inputs: Any) -> Any:
             began_s = time.perf_counter()
@@ -162,7 +152,7 @@ def without_a_driver(stack: ExitStack, device: SleepingDevice, hosts: list[Host]
         return timed
 
     for where, name, to in (
-        (joint_sampling, "Arriving", LateArriving),
+        (joint_sampling, "Arriving", late_arriving(device)),
         (joint_sampling, "staged", copied),
         (device_rows, "staged", copied),
         *((host.bench.runner, "_launch", launching(host.bench.runner._launch)) for host in hosts),
