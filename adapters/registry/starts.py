@@ -26,8 +26,8 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True):
     replica: str  # its id; Serve gives each new try another one
     reason: str  # text: what it waits for, or why it failed
     has_failed: bool  # else it waits, and goes on by itself
-    began_at: float  # Unix seconds, as `told_at`
-    reported_at: float
+    began_at: float  # Unix seconds, as `reported_at`
+    reported_at: float = msgspec.field(name="told_at")  # its name in Redis and in /status
 
 
 class Starts:

@@ -107,5 +107,5 @@ def _num_before(
     num_more: int,
     num_more_of_all: int,
 ) -> float:
-    """A `TokensBefore`. `asked_back`: tokens by tenant that are about to leave; `num_asked_back`: all of them."""
+    """A `TokensBefore`. `recalled`: tokens by tenant that are about to leave; `num_recalled`: all of them."""
     return known.num_tokens_before(tenant, weight, num_more - recalled.get(tenant, 0), num_more_of_all - num_recalled)
