@@ -17,10 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from motet.benchmarks import tensor_parallel
 from motet.benchmarks.papers import nanoflow
+from motet.benchmarks.papers.step_balance import (
+    Lengths,
+    full_batch,
+    memory_over_compute,
+    most_tokens_per_s,
+    step_balance,
+)
 from motet.benchmarks.rigs.published_bases import BASES, published_base
 from motet.cluster.commands.cli import main
 from motet.tests.rigs.oracle import VARIANTS
-from motet.workers.costs.balance import Lengths, full_batch, memory_over_compute, most_tokens_per_s, step_balance
 from motet.workers.costs.devices import DEVICES, Device
 from motet.workers.costs.measured_device import measured_device
 from motet.workers.costs.model_size import attention_flops, kv_bytes_of_a_token, model_size
@@ -214,7 +220,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    modules = ("balance", "devices", "model_size", "operations")
+    modules = ("devices", "model_size", "operations")
     code = (
         "".join(f"import motet.workers.costs.{name}\n" for name in modules)
         + "import sys; print('torch' in sys.modules)"
