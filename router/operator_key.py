@@ -1,4 +1,4 @@
-"""The key of those who operate this motet."""
+"""The key of this motet's operators."""
 
 from __future__ import annotations
 

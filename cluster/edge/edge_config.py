@@ -74,7 +74,7 @@ def _edited(
     name, *body = section
     match name.rstrip():
         case "global":
-            # Who may write to the socket may change everything.
+            # A process that may write to the socket may change everything.
             body = _replaced(name, body, r"( *stats socket .*) mode 666\b", lambda found: f"{found[1]} mode 600")
             body = _replaced(
                 name, body, r"( *)tune.bufsize \d+$", lambda found: f"{found[1]}tune.bufsize {BUFFER_BYTES}"

@@ -49,7 +49,7 @@ class NodePage:
     def __init__(self, process: str, name: str, page: Callable[[bytes], Awaitable[bytes | None]]) -> None:
         """`process`: router or gang, and `name` is its label of that name.
 
-        `page`: the process's own, for who has a key; None: another key opens it.
+        `page`: the process's own, for requests with a key; None: another key opens it.
         """
         self._own, self._name = MetricsServer(page, max_connections=MAX_READERS), f"{process}_{name}"
         self._shared = MetricsServer(self.text)

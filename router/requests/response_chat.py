@@ -44,7 +44,7 @@ _REFUSED: Final = {
     "use_beam_search": "a response has one answer: leave it out.",
     "return_token_ids": "a response shows none: leave it out.",
     "store": "answers are not stored here: send false, or leave it out.",
-    "background": "an answer goes to who asks for it, and is not kept: leave it out.",
+    "background": "an answer goes to the request's client, and is not kept: leave it out.",
     "previous_response_id": "answers are not stored here: send the items of the conversation as input.",
     "conversation": "conversations are not stored here: send their items as input.",
     "prompt": "prompts are not stored here: send its text as instructions.",
@@ -148,7 +148,9 @@ class _Conversation:
         parts = item.content if isinstance(item.content, list) else [InputPart("reasoning_text", item.content)]
         thought = "".join(part.text or "" for part in parts)
         if not thought and item.encrypted_content:
-            raise unsupported(f"{param}.encrypted_content", "only who has encrypted it can read it: send the content.")
+            raise unsupported(
+                f"{param}.encrypted_content", "only its server can decrypt it: send the content."
+            )
         if thought:
             turn = self._turn_without("content", "tool_calls")
             turn["reasoning_content"] = turn.get("reasoning_content", "") + thought

@@ -195,7 +195,7 @@ class RoutedSequences:
         self._announce_orphans()
 
     def give_back(self, stream: RouterStream) -> None:
-        """Ends sequences of a stream whose router does not read, of those tenants who have most unread there.
+        """Ends sequences of a stream whose router does not read, of the tenants with most unread there.
 
         The router asks for them again once it has read what they have brought.
         """
@@ -292,7 +292,7 @@ class RoutedSequences:
         stream.wake.set()
 
     def _make_room(self, request: SequenceRequest) -> bool:
-        """Gives up waiting sequences of tenants who have more of the full queue. False: there is no room."""
+        """Gives up waiting sequences of tenants that have more of the full queue. False: there is no room."""
         given_up = self._queue_limit.make_room(request.tenant, len(request.prompt_token_ids), request.weight)
         for engine_id in given_up:
             self._give_up(engine_id, _GAVE_WAY)

@@ -13,7 +13,7 @@ _log = logging.getLogger(LOGGER)
 
 
 class Actor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who asks for a change."""
+    """The originator of a change."""
 
     kind: ActorKind
     id: str = ""  # of the key, or the subject of the token; empty: the operators
