@@ -88,11 +88,11 @@ class AnswerKind(Protocol[R]):
     def num_logprobs(self, request: R) -> int | None:
         """Alternatives to show for each token; None: no log probabilities."""
 
-    def form(self, requested: Requested[R]) -> AnswerForm: ...
+    def form(self, parts: FormParts[R]) -> AnswerForm: ...
 
 
 @dataclass(frozen=True)
-class Requested(Generic[R]):
+class FormParts(Generic[R]):
     """What the form of an answer is made of."""
 
     head: AnswerHead
@@ -146,16 +146,16 @@ class OfChat(Generic[C]):
     def num_logprobs(self, request: C) -> int | None:
         return (request.top_logprobs or 0) if request.logprobs else None
 
-    def shape(self, requested: Requested[C]) -> ChatAnswer:
-        request = requested.request
+    def shape(self, parts: FormParts[C]) -> ChatAnswer:
+        request = parts.request
         return ChatAnswer(
-            requested.head,
-            named_by_id if request.return_tokens_as_token_ids else requested.text.token_bytes,
+            parts.head,
+            named_by_id if request.return_tokens_as_token_ids else parts.text.token_bytes,
             num_choices=request.n or 1,
-            prompt=requested.prompts.token_lists[0],
+            prompt=parts.prompts.token_lists[0],
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
-            message=MessageShape(requested.head.id, requested.prompts.num_id_chars, is_old(request)),
+            message=MessageShape(parts.head.id, parts.prompts.num_id_chars, is_old(request)),
             num_prompt_logprobs=request.prompt_logprobs,
         )
 
@@ -166,8 +166,8 @@ class Chat(OfChat[ChatRequest]):
     is_resumable = True
     names: Mapping[str, str] = MappingProxyType({})
 
-    def form(self, requested: Requested[ChatRequest]) -> ChunkForm:
-        return ChunkForm(self.shape(requested), requested.style, requested.generation)
+    def form(self, parts: FormParts[ChatRequest]) -> ChunkForm:
+        return ChunkForm(self.shape(parts), parts.style, parts.generation)
 
 
 class ResponseItems(OfChat[ResponseChat]):
@@ -178,8 +178,8 @@ class ResponseItems(OfChat[ResponseChat]):
     prompt_param = "input"
     names: Mapping[str, str] = response_chat.NAMES
 
-    def form(self, requested: Requested[ResponseChat]) -> ResponseForm:
-        return ResponseForm(requested.head, self.shape(requested), requested.request, is_stream=requested.is_stream)
+    def form(self, parts: FormParts[ResponseChat]) -> ResponseForm:
+        return ResponseForm(parts.head, self.shape(parts), parts.request, is_stream=parts.is_stream)
 
 
 class MessageBlocks(OfChat[C]):
@@ -191,8 +191,8 @@ class MessageBlocks(OfChat[C]):
     def __init__(self, schema: type[C]) -> None:
         self.schema = schema
 
-    def form(self, requested: Requested[C]) -> MessageForm:
-        return MessageForm(requested.head, self.shape(requested), is_stream=requested.is_stream)
+    def form(self, parts: FormParts[C]) -> MessageForm:
+        return MessageForm(parts.head, self.shape(parts), is_stream=parts.is_stream)
 
 
 class TextCompletion:
@@ -228,22 +228,22 @@ class TextCompletion:
     def num_logprobs(self, request: CompletionRequest) -> int | None:
         return request.logprobs
 
-    def form(self, requested: Requested[CompletionRequest]) -> ChunkForm:
-        request, prompts = requested.request, requested.prompts
+    def form(self, parts: FormParts[CompletionRequest]) -> ChunkForm:
+        request, prompts = parts.request, parts.prompts
         n = request.n or 1
         echoes = prompts.echoes or [""] * len(prompts.token_lists)
         shape = CompletionAnswer(
-            requested.head,
-            named_by_id if request.return_tokens_as_token_ids else requested.text.token_bytes,
+            parts.head,
+            named_by_id if request.return_tokens_as_token_ids else parts.text.token_bytes,
             echoes=[echo for echo in echoes for _ in range(n)],
             prompts=[token_ids for token_ids in prompts.token_lists for _ in range(n)],
             with_logprobs=request.logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
             num_prompt_logprobs=request.prompt_logprobs,
             num_echoed_logprobs=num_echoed_logprobs(request),
-            detokenizer=requested.text.detokenizer,
+            detokenizer=parts.text.detokenizer,
         )
-        return ChunkForm(shape, requested.style, requested.generation)
+        return ChunkForm(shape, parts.style, parts.generation)
 
 
 class Embeddings:
@@ -278,10 +278,10 @@ class Embeddings:
     def num_logprobs(self, request: EmbeddingPrompts) -> int | None:
         return None
 
-    def form(self, requested: Requested[EmbeddingPrompts]) -> EmbeddingForm:
-        request = requested.request
-        is_normalised = request.pooling is not None or requested.text.pooling.is_normalised
-        num_inputs = len(requested.prompts.token_lists)
+    def form(self, parts: FormParts[EmbeddingPrompts]) -> EmbeddingForm:
+        request = parts.request
+        is_normalised = request.pooling is not None or parts.text.pooling.is_normalised
+        num_inputs = len(parts.prompts.token_lists)
         return EmbeddingForm(
-            requested.head.model, num_inputs, request.encoding_format, request.dimensions, is_normalised=is_normalised
+            parts.head.model, num_inputs, request.encoding_format, request.dimensions, is_normalised=is_normalised
         )

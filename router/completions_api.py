@@ -20,9 +20,9 @@ from .answer_kinds import (
     AnswerKind,
     Chat,
     Embeddings,
+    FormParts,
     MessageBlocks,
     PromptTokens,
-    Requested,
     ResponseItems,
     TextCompletion,
 )
@@ -284,7 +284,7 @@ class CompletionsApi:
         )
         if self._shadows is not None:
             self._shadows.send(choice, generation, head.id, identity)
-        form = kind.form(Requested(head, request, prompts, self._text, style, running))
+        form = kind.form(FormParts(head, request, prompts, self._text, style, running))
         response = GenerationResponse(running, form, self._metrics, account)
         if choice.version is not None:
             response.raw_headers.append(version_header(choice.version))

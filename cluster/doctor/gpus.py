@@ -56,18 +56,18 @@ def gather_gpus(wanted_by_ray: int = 0) -> GpuFacts:
     devices, _ = _run("nvidia-smi", "-L")
     answer, torch_problem = _run(sys.executable, "-P", "-c", PROBE_TORCH)
     try:
-        requested = json.loads(answer.splitlines()[-1]) if answer else {}
+        facts = json.loads(answer.splitlines()[-1]) if answer else {}
     except ValueError:
-        requested, torch_problem = {}, answer
+        facts, torch_problem = {}, answer
     return GpuFacts(
         has_driver=True,
         gpus=parse_gpus(listed),
         smi_problem=problem,
         num_mig_devices=sum(line.strip().startswith("MIG ") for line in devices.splitlines()),
-        torch_cuda=requested.get("cuda"),
-        torch_names=tuple(requested.get("names", ())),
+        torch_cuda=facts.get("cuda"),
+        torch_names=tuple(facts.get("names", ())),
         torch_problem=torch_problem,
-        nccl=requested.get("nccl"),
+        nccl=facts.get("nccl"),
         wanted_by_ray=wanted_by_ray,
     )
 

@@ -119,7 +119,7 @@ def _examine_nodes(nodes: Sequence[Node], of_each: Sequence[NodeExpectations]) -
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ask = ray.remote(problems_of_this_node)
-    requested = [
+    calls = [
         ask.options(
             num_cpus=0,
             max_retries=0,
@@ -127,9 +127,9 @@ def _examine_nodes(nodes: Sequence[Node], of_each: Sequence[NodeExpectations]) -
         ).remote(expected)
         for node, expected in zip(nodes, of_each, strict=True)
     ]
-    done, _ = ray.wait(requested, num_returns=len(requested), timeout=CHECK_TIMEOUT_S)
+    done, _ = ray.wait(calls, num_returns=len(calls), timeout=CHECK_TIMEOUT_S)
     found = []
-    for node, answer in zip(nodes, requested, strict=True):
+    for node, answer in zip(nodes, calls, strict=True):
         if answer not in done:
             found.append(f"{node.name}: it did not answer within {CHECK_TIMEOUT_S:g} s")
             continue

@@ -148,9 +148,7 @@ class _Conversation:
         parts = item.content if isinstance(item.content, list) else [InputPart("reasoning_text", item.content)]
         thought = "".join(part.text or "" for part in parts)
         if not thought and item.encrypted_content:
-            raise unsupported(
-                f"{param}.encrypted_content", "only its server can decrypt it: send the content."
-            )
+            raise unsupported(f"{param}.encrypted_content", "only its server can decrypt it: send the content.")
         if thought:
             turn = self._turn_without("content", "tool_calls")
             turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
