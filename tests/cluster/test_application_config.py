@@ -115,7 +115,7 @@ def test_live_settings_are_read_as_they_were_written(part: Part) -> None:
     written = json.loads(json.dumps(user_config_of(part, config)))
     values = live_values(part, written)
     assert values == {name: config.value(name) for name in values}
-    assert written == {field.flags[0]: written_value(field, values[field.name]) for field in live_in(part)}
+    assert written == {field.flags[0]: written_value(values[field.name]) for field in live_in(part)}
     assert live_values(part, {}) == {}
 
 
