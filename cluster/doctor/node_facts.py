@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +44,6 @@ class Expectations:
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
     host: str
-    clock_s: float  # seconds since the epoch, when it was read
     redis: RedisFacts
     serve: NodeServeFacts
     limits: LimitFacts
@@ -62,7 +60,6 @@ def gather_node(questions: Questions, num_gpus_of_ray: int = 0) -> NodeFacts:
     url = questions.redis_url or redis_url_in(secrets.folder)
     return NodeFacts(
         host=socket.gethostname(),
-        clock_s=time.time(),
         redis=gather_redis(url),
         serve=gather_serve(),
         limits=gather_limits(),
