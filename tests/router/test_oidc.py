@@ -254,7 +254,7 @@ async def test_a_token_is_verified_once(
 async def test_keys_that_rotate_are_taken_over(
     provider: Provider, tokens: TokenVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(issuer_keys, "ASKED_GAP_S", 0.3)
+    monkeypatch.setattr(issuer_keys, "REQUESTED_GAP_S", 0.3)
     old = provider.token()
     assert tokens.verify(old) is not None
     provider.keys = [jwk(OTHER_RSA_KEY, "three")]
@@ -266,7 +266,7 @@ async def test_keys_that_rotate_are_taken_over(
 
 async def test_keys_are_fetched_again_without_requests(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(issuer_keys, "REFRESH_S", 0.05)
-    monkeypatch.setattr(issuer_keys, "ASKED_GAP_S", 0.0)
+    monkeypatch.setattr(issuer_keys, "REQUESTED_GAP_S", 0.0)
     tokens = TokenVerifier(config(provider.issuer))
     await tokens.start()
     (issuer,) = tokens.issuers.values()
@@ -313,7 +313,7 @@ async def test_no_request_waits_for_the_provider_and_no_token_is_reported(
 async def test_unknown_keys_do_not_flood_the_provider(
     provider: Provider, tokens: TokenVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(issuer_keys, "ASKED_GAP_S", 3600.0)
+    monkeypatch.setattr(issuer_keys, "REQUESTED_GAP_S", 3600.0)
     (issuer,) = tokens.issuers.values()
     before = issuer.num_fetches
     for number in range(200):
