@@ -34,7 +34,7 @@ def requested(monkeypatch: pytest.MonkeyPatch) -> dict[str, NodeExpectations]:
         found.update({node.name: expected for node, expected in zip(nodes, of_each, strict=True)})
         return [f"{name}: {problem}" for name, each in found.items() for problem in problems_of_this_node(each)]
 
-    monkeypatch.setattr(cluster_nodes, "_ask_nodes", ask)
+    monkeypatch.setattr(cluster_nodes, "_examine_nodes", ask)
     return found
 
 
