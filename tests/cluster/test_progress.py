@@ -1,4 +1,4 @@
-"""What the launcher prints while a start takes long."""
+"""What somebody reads who waits for a start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def display(output: io.StringIO, silence_s: float = LONG_S) -> ProgressDisplay:
     return ProgressDisplay(Console(file=output), silence_s)
 
 
-def test_a_step_is_reported_when_it_begins_and_the_rest_at_each_tenth() -> None:
+def test_a_step_is_told_when_it_begins_and_the_rest_at_each_tenth() -> None:
     output = io.StringIO()
     with display(output) as progress:
         with step(progress, "starting Ray"):
@@ -35,7 +35,7 @@ def test_a_step_is_reported_when_it_begins_and_the_rest_at_each_tenth() -> None:
     assert lines_of(output) == ["starting Ray", *tenths, "nothing to load: 100%"]
 
 
-def test_no_wait_is_silent_or_without_a_reason() -> None:
+def test_nobody_waits_in_silence_or_without_a_reason() -> None:
     output = io.StringIO()
     with display(output, silence_s=0.01) as progress:
         progress("starting Ray", 0, 1)
@@ -50,7 +50,7 @@ def test_no_wait_is_silent_or_without_a_reason() -> None:
     assert not any(line.startswith("still") and "Ray" in line for line in lines_of(output)[num_before:])
 
 
-def test_a_step_that_fails_is_reported_to_have_ended() -> None:
+def test_a_step_that_fails_is_told_to_have_ended() -> None:
     events: list[tuple[str, int, int]] = []
     with pytest.raises(RuntimeError), step(lambda *event: events.append(event), "starting Ray"):
         raise RuntimeError("Ray is ill")
@@ -68,8 +68,8 @@ def test_what_has_failed_is_not_still_being_done() -> None:
             while not any(line.startswith("still ") for line in lines_of(output)[num_before:]):
                 assert time.monotonic() < deadline, lines_of(output)
                 time.sleep(0.01)
-            reported = next(line for line in lines_of(output)[num_before:] if line.startswith("still "))
-    assert reported.startswith("still starting Ray, after ")
+            told = next(line for line in lines_of(output)[num_before:] if line.startswith("still "))
+    assert told.startswith("still starting Ray, after ")
 
 
 def test_a_terminal_shows_bars() -> None:

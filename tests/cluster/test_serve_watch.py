@@ -17,7 +17,7 @@ class Controller:
     """Stands for Serve's controller."""
 
     def __init__(self) -> None:
-        self.now, self.num_requested = 0.0, 0
+        self.now, self.num_asked = 0.0, 0
         self.answer: Mapping[str, Any] | Exception = details("RUNNING", 2)
         self.answers = asyncio.Event()
         self.answers.set()
@@ -25,7 +25,7 @@ class Controller:
         self.watch = ServeWatch("motet", "gang", self.facts.append, self.ask, lambda: self.now)
 
     async def ask(self) -> Mapping[str, Any]:
-        self.num_requested += 1
+        self.num_asked += 1
         await self.answers.wait()
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -85,7 +85,7 @@ async def test_one_question_at_a_time_is_open(monkeypatch: pytest.MonkeyPatch) -
     controller.answers.clear()
     for _ in range(3):
         assert not (await controller.look()).is_head_connected
-    assert controller.num_requested == 2
+    assert controller.num_asked == 2
     controller.answers.set()
     monkeypatch.setattr(serve_watch, "ANSWER_S", 10.0)
-    assert (await controller.look()).is_head_connected and controller.num_requested == 2
+    assert (await controller.look()).is_head_connected and controller.num_asked == 2

@@ -106,7 +106,7 @@ async def test_an_adapters_sequences_stay_together_and_adapters_are_spread(gangs
     assert {home[0] for home in homes} == set("abc")
 
 
-async def test_a_new_router_receives_what_is_resident(gangs: Gangs) -> None:
+async def test_a_new_router_is_told_what_is_resident(gangs: Gangs) -> None:
     first = await gangs.add_router("b")  # so adapters are where no router that knows all gangs would put them
     for adapter in ADAPTERS:
         await finish(submit(first, adapter))
@@ -124,14 +124,16 @@ async def test_an_evicted_adapter_is_no_reason_to_go_there(gangs: Gangs) -> None
     for adapter in ADAPTERS:
         gangs.engines["b"].evict(adapter.digest)
     num_steps = second.load().counters.num_steps  # type: ignore[union-attr]
-    await finish(submit(first, None))  # brings a step about, which the other router gets though it has no part in it
+    await finish(
+        submit(first, None)
+    )  # brings a step about, of which the other router hears though it has no part in it
     await eventually(lambda: second.load().counters.num_steps > num_steps)  # type: ignore[union-attr]
     for adapter in ADAPTERS:
         await finish(submit(second, adapter))
     assert {key for adapter in ADAPTERS for key in gangs.where(adapter)} == set("abc")
 
 
-async def test_what_this_router_sent_counts_before_the_gang_reports(gangs: Gangs) -> None:
+async def test_what_this_router_sent_counts_before_the_gang_tells(gangs: Gangs) -> None:
     router = await gangs.add_router()
     for engine in gangs.engines.values():
         engine.paused = True
@@ -171,7 +173,7 @@ async def test_who_begins_alike_goes_where_the_beginning_is(gangs: Gangs) -> Non
             for key, engine in gangs.engines.items()
             if engine.submitted and engine.submitted[-1].prompt_token_ids == prompt
         )
-    # It has received all news.
+    # It has heard all news.
     await eventually(lambda: second.load().counters.num_steps == gangs.num_steps)  # type: ignore[union-attr]
     third = await gangs.add_router()  # learns it from the greetings
     for router in (second, third):
@@ -213,12 +215,12 @@ async def test_a_stream_whose_adapter_cannot_be_read_goes_on_at_another_gang(
     assert tokens == [token % INFO.vocab_size for token in range(3, 403)], "each token once"
     assert gangs.where(ADAPTERS[0]) == [key for key in "ab" if key in (first, other)]
     assert router.num_resumed == 1
-    for adapter in ADAPTERS[1:]:  # while it is known that the gang cannot read, it gets nothing to read
+    for adapter in ADAPTERS[1:]:  # while it is known that the gang cannot read, it is asked to read nothing
         await finish(submit(router, adapter))
         assert gangs.where(adapter) == [other]
 
 
-async def test_the_only_gang_is_tried_again_and_then_its_answer_is_returned(
+async def test_the_only_gang_is_asked_again_and_then_its_answer_is_told(
     gangs: Gangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("motet.router.fleet.dispatch.STORE_PAUSE_S", 0.05)
@@ -263,7 +265,7 @@ async def test_a_store_that_cannot_be_read_lets_a_bounded_number_wait(
     assert len(router._awaiting_store) == router._awaiting_store.num_of("acme") == 0
 
 
-async def test_all_gangs_receive_which_adapters_no_name_points_to_any_more(gangs: Gangs) -> None:
+async def test_all_gangs_hear_which_adapters_no_name_points_to_any_more(gangs: Gangs) -> None:
     router = await gangs.add_router()
     router.outdate("digest-7")
     await eventually(lambda: all(engine.outdated == ["digest-7"] for engine in gangs.engines.values()))
@@ -284,7 +286,7 @@ async def test_what_was_brought_to_a_gang_ends_with_it(gangs: Gangs) -> None:
     assert last.error.kind == "gang_lost"
 
 
-async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_reported(gangs: Gangs) -> None:
+async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_told(gangs: Gangs) -> None:
     routers = [await gangs.add_router() for _ in range(2)]
     ref = ADAPTERS[0]
     request = SequenceRequest(
@@ -305,23 +307,23 @@ async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_repor
     def tiers(tenant: str, router: FleetDispatcher, *known: str) -> list[str]:
         return [*router.residency(tenant, ref.digest, known).values()]
 
-    async def reported(tiers: Callable[[], list[str]], expected: list[str]) -> None:
+    async def told(tiers: Callable[[], list[str]], expected: list[str]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while tiers() != expected:
                 for stream in routers[0].bring(msgspec.structs.replace(request, adapter=None), 3, 1.0).values():
-                    await finish(stream)  # a gang reports with its steps
+                    await finish(stream)  # a gang tells with its steps
 
     assert tiers("acme", routers[0]) == ["device"] * 3
     assert tiers("zenith", routers[0]) == tiers("acme", routers[1]) == []
-    await reported(lambda: tiers("acme", routers[1], "gang a"), ["device"])
+    await told(lambda: tiers("acme", routers[1], "gang a"), ["device"])
     for engine in gangs.engines.values():
         engine.host(ref.digest)
         engine.evict(ref.digest)
-    await reported(lambda: tiers("acme", routers[0]), ["host"] * 3)
-    await reported(lambda: tiers("acme", routers[1], "gang a", "gang b"), ["host"] * 2)
+    await told(lambda: tiers("acme", routers[0]), ["host"] * 3)
+    await told(lambda: tiers("acme", routers[1], "gang a", "gang b"), ["host"] * 2)
     assert tiers("zenith", routers[0]) == []
-    assert tiers("acme", await gangs.add_router(), "gang a") == ["host"]  # the greeting has it
+    assert tiers("acme", await gangs.add_router(), "gang a") == ["host"]  # the greeting tells
     for engine in gangs.engines.values():
         engine.host(ref.digest, is_here=False)
-    await reported(lambda: tiers("acme", routers[0]), [])
+    await told(lambda: tiers("acme", routers[0]), [])
     assert [len(connection.known._uses) for connection in routers[0]._fleet.connected] == [0] * 3

@@ -1,4 +1,4 @@
-"""Quotas over several routers that share a Redis: what they admit, report to clients, return and release."""
+"""Quotas over several routers that share a Redis: what they let through, tell clients, give back and let go."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from motet.router.quotas.limits import PERIOD_US, limits_of
 from motet.router.quotas.quotas import MAX_TAKEOVERS, Quotas, redis_key
 from motet.router.tenants.identity import Identity
 from motet.tests.rigs.patience import PATIENCE_S
-from motet.tests.rigs.quota_rig import ending, identity, is_left, left, progress, requested, routers, try_open, until
+from motet.tests.rigs.quota_rig import ending, identity, is_left, left, progress, routers, try_open, until
+from motet.tests.rigs.quota_rig import requested as asked
 
 
 def headers(account: Account | ApiError) -> dict[str, str]:
@@ -40,7 +41,7 @@ async def hammer(client: Redis, fleet: list[Quotas], limit: int) -> tuple[int, f
     async def ask(quotas: Quotas) -> None:
         nonlocal admitted, refused
         while refused < 2 * limit:
-            account = await try_open(quotas, requested(who))
+            account = await try_open(quotas, asked(who))
             admitted += not isinstance(account, ApiError)
             refused += isinstance(account, ApiError)
             assert not isinstance(account, ApiError) or account.status_code == 429, "Redis has decided all of it"
@@ -67,26 +68,26 @@ async def test_a_quota_of_one_works_at_each_of_many_routers(redis_client: Redis,
     async with routers(redis_url, 8) as fleet:
         for number, quotas in enumerate(fleet):
             who = identity(Quota(requests_per_minute=1, tokens_per_minute=20), name=f"tenant-{number}")
-            assert not isinstance(await try_open(quotas, requested(who)), ApiError)
+            assert not isinstance(await try_open(quotas, asked(who)), ApiError)
             for other in fleet:
-                assert isinstance(await try_open(other, requested(who)), ApiError)
+                assert isinstance(await try_open(other, asked(who)), ApiError)
 
 
 async def test_what_another_router_holds_in_reserve_is_waited_for(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(requests_per_minute=40, concurrent_streams=40))
     async with routers(redis_url, 1) as (here,):
         for _ in range(20):
-            (await here.open(requested(who))).settle(ending())
+            (await here.open(asked(who))).settle(ending())
         assert any(grant.spare > 1 for grant in here._grants.values()), "it took many at once, and has a reserve"
         async with routers(redis_url, 1) as (there,):
-            results = [await try_open(there, requested(who)) for _ in range(20)]
+            results = [await try_open(there, asked(who)) for _ in range(20)]
             assert not any(isinstance(result, ApiError) for result in results)
 
 
 async def test_what_is_idle_goes_back(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(requests_per_minute=1000, concurrent_streams=10))
     async with routers(redis_url, 2) as (here, there):
-        for account in [await here.open(requested(who)) for _ in range(5)]:
+        for account in [await here.open(asked(who)) for _ in range(5)]:
             account.settle(ending())
         await until(partial(is_left, there, who, {"streams": 10, "requests": 994}))
 
@@ -95,10 +96,10 @@ async def test_a_request_with_a_grant_does_not_wait_for_redis(redis_client: Redi
     who = identity(Quota(requests_per_minute=100_000, tokens_per_minute=10_000_000, concurrent_streams=1000))
     async with routers(redis_url, 1) as (quotas,):
         for _ in range(100):
-            (await quotas.open(requested(who))).settle(ending())
+            (await quotas.open(asked(who))).settle(ending())
         await redis_client.config_resetstat()
         for _ in range(10):
-            (await quotas.open(requested(who))).settle(ending())
+            (await quotas.open(asked(who))).settle(ending())
         calls = await redis_client.info("commandstats")
         assert calls.get("cmdstat_evalsha", {"calls": 0})["calls"] <= 6  # of its three limits, beside requests
 
@@ -110,11 +111,11 @@ async def test_a_request_is_let_through_by_all_of_its_quotas_or_takes_of_none(
         Quota(requests_per_minute=100, tokens_per_minute=1000, concurrent_streams=5), Quota(requests_per_minute=1)
     )
     async with routers(redis_url, 1) as (quotas,):
-        first = await quotas.open(requested(who, prompt=50, new=50))
+        first = await quotas.open(asked(who, prompt=50, new=50))
         assert headers(first)["x-ratelimit-limit-requests"] == "1"  # the key's, which has less left
         assert headers(first)["x-ratelimit-remaining-requests"] == "0"
         assert headers(first)["x-ratelimit-remaining-tokens"] == "900"
-        refused = await try_open(quotas, requested(who, prompt=50, new=50))
+        refused = await try_open(quotas, asked(who, prompt=50, new=50))
         assert isinstance(refused, ApiError)
         assert (refused.status_code, refused.detail.code) == (429, "rate_limit_exceeded")
         assert "this key's requests a minute: limit 1" in str(refused)
@@ -128,23 +129,23 @@ async def test_a_request_is_let_through_by_all_of_its_quotas_or_takes_of_none(
 async def test_tokens_are_reserved_and_given_back(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 2) as (here, there):
-        first = await here.open(requested(who, prompt=100, new=800))
-        refused = await try_open(there, requested(who, prompt=100, new=800))
+        first = await here.open(asked(who, prompt=100, new=800))
+        refused = await try_open(there, asked(who, prompt=100, new=800))
         assert isinstance(refused, ApiError)
         assert "this tenant's tokens a minute: limit 1000" in str(refused)
         assert "max_tokens" in str(refused)
         first.settle(ending(prompt=100, completion=20))
         await until(partial(is_left, there, who, {"tokens": 880}))
-        second = await there.open(requested(who, prompt=100, new=700))
+        second = await there.open(asked(who, prompt=100, new=700))
         assert int(headers(second)["x-ratelimit-remaining-tokens"]) < 200
 
 
 async def test_tokens_that_have_drained_do_not_come_back_once_more(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(tokens_per_minute=60_000))
     async with routers(redis_url, 1) as (quotas,):
-        first = await quotas.open(requested(who, prompt=0, new=400))
+        first = await quotas.open(asked(who, prompt=0, new=400))
         await until(partial(is_left, quotas, who, {"tokens": 60_000}))
-        second = await quotas.open(requested(who, prompt=0, new=30_000))
+        second = await quotas.open(asked(who, prompt=0, new=30_000))
         first.settle(ending(prompt=0, completion=0))
         assert (await left(quotas, who))["tokens"] < 31_000
         second.settle(ending(prompt=0, completion=30_000))
@@ -155,18 +156,18 @@ async def test_an_answer_that_failed_before_anything_was_computed_costs_no_token
 ) -> None:
     who = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 1) as (quotas,):
-        account = await quotas.open(requested(who, prompt=900, new=100))
+        account = await quotas.open(asked(who, prompt=900, new=100))
         account.settle(ending(prompt=0, error="overloaded"))
-        again = await quotas.open(requested(who, prompt=900, new=100))  # after it, in the same batch or the next
+        again = await quotas.open(asked(who, prompt=900, new=100))  # after it, in the same batch or the next
         assert headers(again)["x-ratelimit-remaining-tokens"] == "0"
 
 
 async def test_an_answer_that_failed_costs_the_prompt_that_was_computed(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 1) as (quotas,):
-        account = await quotas.open(requested(who, prompt=900, new=100))
+        account = await quotas.open(asked(who, prompt=900, new=100))
         account.settle(ending(prompt=900, error="internal_error"))
-        assert isinstance(await try_open(quotas, requested(who, prompt=900, new=100)), ApiError)
+        assert isinstance(await try_open(quotas, asked(who, prompt=900, new=100)), ApiError)
 
 
 async def test_what_is_larger_than_a_minutes_quota_gets_the_whole_of_it_and_is_charged_as_it_goes(
@@ -175,7 +176,7 @@ async def test_what_is_larger_than_a_minutes_quota_gets_the_whole_of_it_and_is_c
     monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.05)
     who, completion = identity(Quota(tokens_per_minute=1000)), 0
     async with routers(redis_url, 1) as (quotas,):
-        first = await quotas.open(requested(who, prompt=500, new=4000, by_now=lambda: progress(500, completion)))
+        first = await quotas.open(asked(who, prompt=500, new=4000, by_now=lambda: progress(500, completion)))
         assert headers(first)["x-ratelimit-remaining-tokens"] == "0"
         completion = 1500  # 2000 in all, of which 1000 were there
 
@@ -196,7 +197,7 @@ async def test_what_is_computed_beyond_the_reservation_is_charged_as_it_goes(
     monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.05)
     who = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 1) as (quotas,):
-        await quotas.open(requested(who, prompt=100, new=100, by_now=lambda: progress(500, 400)))
+        await quotas.open(asked(who, prompt=100, new=100, by_now=lambda: progress(500, 400)))
 
         async def is_charged() -> bool:
             return (await left(quotas, who))["tokens"] < 500
@@ -209,16 +210,16 @@ async def test_answers_at_once_are_counted_over_routers_and_let_go_at_their_end(
 ) -> None:
     who = identity(Quota(concurrent_streams=2), Quota(concurrent_streams=5))
     async with routers(redis_url, 2) as (here, there):
-        first, _ = await here.open(requested(who)), await there.open(requested(who))
+        first, _ = await here.open(asked(who)), await there.open(asked(who))
         assert headers(first)["x-ratelimit-remaining-streams"] == "1"
-        refused = await try_open(there, requested(who))
+        refused = await try_open(there, asked(who))
         assert isinstance(refused, ApiError)
         assert refused.detail.code == "rate_limit_exceeded"
         assert headers(refused)["Retry-After"] == "1"
         assert headers(refused)["x-ratelimit-remaining-streams"] == "0"
         first.settle(ending())
         async with asyncio.timeout(PATIENCE_S):
-            while isinstance(await try_open(there, requested(who)), ApiError):  # noqa: ASYNC110
+            while isinstance(await try_open(there, asked(who)), ApiError):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
@@ -229,15 +230,15 @@ async def test_streams_of_a_killed_router_end_and_those_of_a_living_one_do_not(
     monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.1)
     who = identity(Quota(concurrent_streams=2))
     async with routers(redis_url, 1) as (living,):
-        kept = await living.open(requested(who))
+        kept = await living.open(asked(who))
         async with routers(redis_url, 1) as (killed,):
-            await killed.open(requested(who))
-            assert isinstance(await try_open(living, requested(who)), ApiError)
+            await killed.open(asked(who))
+            assert isinstance(await try_open(living, asked(who)), ApiError)
         async with asyncio.timeout(PATIENCE_S):
-            while isinstance(await try_open(living, requested(who)), ApiError):  # noqa: ASYNC110
+            while isinstance(await try_open(living, asked(who)), ApiError):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         await asyncio.sleep(2.0)  # longer than a lease: both of the living one's count
-        assert isinstance(await try_open(living, requested(who)), ApiError)
+        assert isinstance(await try_open(living, asked(who)), ApiError)
         kept.settle(ending())
 
 
@@ -249,23 +250,23 @@ async def test_a_place_is_renewed_although_the_tenant_had_no_stream_for_a_while(
     monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.1)
     who = identity(Quota(requests_per_minute=4, concurrent_streams=1))
     async with routers(redis_url, 2) as (here, there):
-        (await here.open(requested(who))).settle(ending())
+        (await here.open(asked(who))).settle(ending())
         await until(partial(is_left, there, who, {"streams": 1}))
         await asyncio.sleep(1.0)
-        await here.open(requested(who))
+        await here.open(asked(who))
         await asyncio.sleep(2.0)  # longer than a lease
-        assert isinstance(await try_open(there, requested(who)), ApiError)
+        assert isinstance(await try_open(there, asked(who)), ApiError)
 
 
 async def test_a_resumed_stream_is_admitted_and_charged_for_what_it_uses(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(requests_per_minute=2, tokens_per_minute=1000, concurrent_streams=1))
     async with routers(redis_url, 2) as (lost, other):
-        await lost.open(requested(who, prompt=400, new=500, response_id="cmpl-1"))  # and its router is no more
-        again = await other.open(requested(who, prompt=400, new=500, response_id="cmpl-1", is_resumed=True))
+        await lost.open(asked(who, prompt=400, new=500, response_id="cmpl-1"))  # and its router is no more
+        again = await other.open(asked(who, prompt=400, new=500, response_id="cmpl-1", is_resumed=True))
         assert headers(again)["x-ratelimit-remaining-requests"] == "1"
         assert int(headers(again)["x-ratelimit-remaining-tokens"]) < 150
         assert headers(again)["x-ratelimit-remaining-streams"] == "0"
-        refused = await try_open(other, requested(who))
+        refused = await try_open(other, asked(who))
         assert isinstance(refused, ApiError), "it has the only place"
         again.settle(ending(prompt=0, completion=100))
         now = await left(other, who)
@@ -279,8 +280,8 @@ async def test_a_stream_that_was_taken_over_is_charged_once(redis_client: Redis,
     """The gang goes on with it, and reports what it has computed for both connections to the later one."""
     who = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 2) as pair:
-        first = await pair[0].open(requested(who, prompt=300, new=200, response_id="cmpl-1"))
-        again = await pair[place].open(requested(who, prompt=300, new=200, response_id="cmpl-1", is_resumed=True))
+        first = await pair[0].open(asked(who, prompt=300, new=200, response_id="cmpl-1"))
+        again = await pair[place].open(asked(who, prompt=300, new=200, response_id="cmpl-1", is_resumed=True))
         first.settle(ending(prompt=300, completion=100, error="taken_over"))
         again.settle(ending(prompt=300, completion=200))
         async with asyncio.timeout(10):  # if it was charged twice that much is left after 24 s
@@ -291,18 +292,18 @@ async def test_what_another_router_holds_of_an_earlier_limit_is_no_debt(redis_cl
     async with routers(redis_url, 2) as (first, other):
         before, after = identity(Quota(tokens_per_minute=100_000)), identity(Quota(tokens_per_minute=1))
         for _ in range(3):  # so it holds some that it may need soon
-            await first.open(requested(before, prompt=400, new=400))
-        assert not isinstance(await try_open(other, requested(after, response_id="cmpl-1", is_resumed=True)), ApiError)
+            await first.open(asked(before, prompt=400, new=400))
+        assert not isinstance(await try_open(other, asked(after, response_id="cmpl-1", is_resumed=True)), ApiError)
 
 
 async def test_all_streams_of_a_dead_router_may_be_resumed_at_once(redis_client: Redis, redis_url: str) -> None:
     who, names = identity(Quota(concurrent_streams=8)), [f"cmpl-{number}" for number in range(8)]
     async with routers(redis_url, 2) as (lost, other):
         for name in names:
-            await lost.open(requested(who, response_id=name))
-        returns = [try_open(other, requested(who, response_id=name, is_resumed=True)) for name in names]
+            await lost.open(asked(who, response_id=name))
+        returns = [try_open(other, asked(who, response_id=name, is_resumed=True)) for name in names]
         assert not any(isinstance(one, ApiError) for one in await asyncio.gather(*returns))
-        assert isinstance(await try_open(other, requested(who)), ApiError)
+        assert isinstance(await try_open(other, asked(who)), ApiError)
 
 
 async def test_a_place_that_was_taken_over_is_no_second_one_where_its_stream_was(
@@ -310,15 +311,15 @@ async def test_a_place_that_was_taken_over_is_no_second_one_where_its_stream_was
 ) -> None:
     who = identity(Quota(concurrent_streams=2))
     async with routers(redis_url, 2) as (here, there):
-        first = await here.open(requested(who, response_id="cmpl-1"))
-        other = await here.open(requested(who))
-        again = await there.open(requested(who, response_id="cmpl-1", is_resumed=True))
+        first = await here.open(asked(who, response_id="cmpl-1"))
+        other = await here.open(asked(who))
+        again = await there.open(asked(who, response_id="cmpl-1", is_resumed=True))
         first.settle(ending(error="taken_over"))
         for quotas in (here, there):
-            assert isinstance(await try_open(quotas, requested(who)), ApiError)
+            assert isinstance(await try_open(quotas, asked(who)), ApiError)
         other.settle(ending())
-        third = await here.open(requested(who))
-        assert isinstance(await try_open(there, requested(who)), ApiError)
+        third = await here.open(asked(who))
+        assert isinstance(await try_open(there, asked(who)), ApiError)
         for account in (again, third):
             account.settle(ending())
         await until(partial(is_left, there, who, {"streams": 2}))
@@ -329,10 +330,10 @@ async def test_who_comes_back_again_and_again_pays_for_what_is_computed(redis_cl
     who = identity(Quota(tokens_per_minute=2000))
     of_answer: dict[str, Any] = {"prompt": 500, "new": 500, "response_id": "cmpl-1"}
     async with routers(redis_url, 2) as pair:
-        (await pair[0].open(requested(who, **of_answer))).settle(ending(prompt=500, completion=500))
+        (await pair[0].open(asked(who, **of_answer))).settle(ending(prompt=500, completion=500))
         num_returns = 0
         while not isinstance(
-            again := await try_open(pair[num_returns % 2], requested(who, **of_answer, is_resumed=True)), ApiError
+            again := await try_open(pair[num_returns % 2], asked(who, **of_answer, is_resumed=True)), ApiError
         ):
             again.settle(ending(prompt=500, completion=500))
             num_returns += 1
@@ -347,8 +348,8 @@ async def test_a_resumed_stream_that_is_not_admitted_takes_no_place_with_it(
 ) -> None:
     who = identity(Quota(concurrent_streams=1))
     async with routers(redis_url, 2) as (quotas, other):
-        first = await quotas.open(requested(who, response_id="cmpl-1"))
-        resuming = asyncio.create_task(quotas.open(requested(who, response_id="cmpl-1", is_resumed=True)))
+        first = await quotas.open(asked(who, response_id="cmpl-1"))
+        resuming = asyncio.create_task(quotas.open(asked(who, response_id="cmpl-1", is_resumed=True)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # it asks Redis, and its client leaves
         if ends_meanwhile:
@@ -367,10 +368,10 @@ async def test_a_stream_that_may_not_be_resumed_for_its_tenants_debt_takes_no_pl
 ) -> None:
     who = identity(Quota(tokens_per_minute=1000, concurrent_streams=2))
     async with routers(redis_url, 1) as (quotas,):
-        first = await quotas.open(requested(who, prompt=100, new=100, response_id="cmpl-1"))
-        second = await quotas.open(requested(who, prompt=100, new=100))
+        first = await quotas.open(asked(who, prompt=100, new=100, response_id="cmpl-1"))
+        second = await quotas.open(asked(who, prompt=100, new=100))
         second.settle(ending(prompt=100, completion=4000))  # four minutes' worth
-        refused = await try_open(quotas, requested(who, prompt=100, new=100, response_id="cmpl-1", is_resumed=True))
+        refused = await try_open(quotas, asked(who, prompt=100, new=100, response_id="cmpl-1", is_resumed=True))
         assert isinstance(refused, ApiError) and refused.detail.code == "rate_limit_exceeded"
         first.settle(ending(prompt=100, completion=100))
         await until(partial(is_left, quotas, who, {"streams": 2}))
@@ -379,15 +380,15 @@ async def test_a_stream_that_may_not_be_resumed_for_its_tenants_debt_takes_no_pl
 async def test_who_comes_back_again_and_again_takes_places(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(concurrent_streams=2))
     async with routers(redis_url, 1) as (quotas,):
-        await quotas.open(requested(who, response_id="cmpl-1"))
-        returns = [await try_open(quotas, requested(who, response_id="cmpl-1", is_resumed=True)) for _ in range(20)]
+        await quotas.open(asked(who, response_id="cmpl-1"))
+        returns = [await try_open(quotas, asked(who, response_id="cmpl-1", is_resumed=True)) for _ in range(20)]
         assert sum(not isinstance(account, ApiError) for account in returns) <= 2 * MAX_TAKEOVERS + 1
 
 
 async def test_a_request_that_leaves_before_it_is_answered_holds_nothing(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(tokens_per_minute=1000, concurrent_streams=1))
     async with routers(redis_url, 2) as (quotas, other):
-        leaving = asyncio.create_task(quotas.open(requested(who, prompt=400, new=500)))
+        leaving = asyncio.create_task(quotas.open(asked(who, prompt=400, new=500)))
         await asyncio.sleep(0)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -395,10 +396,10 @@ async def test_a_request_that_leaves_before_it_is_answered_holds_nothing(redis_c
         await until(partial(is_left, other, who, {"tokens": 1000, "streams": 1}))
 
 
-async def test_without_quotas_redis_is_not_queried(redis_client: Redis, redis_url: str) -> None:
+async def test_without_quotas_redis_is_not_asked(redis_client: Redis, redis_url: str) -> None:
     await redis_client.config_resetstat()
     async with routers(redis_url, 1) as (quotas,):
-        account = await quotas.open(requested(identity()))
+        account = await quotas.open(asked(identity()))
         account.settle(ending())
         assert headers(account) == {}
         assert quotas.precheck(identity()) == []
@@ -409,7 +410,7 @@ async def test_without_quotas_redis_is_not_queried(redis_client: Redis, redis_ur
 async def test_a_quota_of_zero_is_refused_without_a_time_to_come_back(redis_client: Redis, redis_url: str) -> None:
     async with routers(redis_url, 1) as (quotas,):
         for quota in (Quota(requests_per_minute=0), Quota(tokens_per_minute=0), Quota(concurrent_streams=0)):
-            refused = await try_open(quotas, requested(identity(quota)))
+            refused = await try_open(quotas, asked(identity(quota)))
             assert isinstance(refused, ApiError)
             assert refused.detail.code == "insufficient_quota"
             assert headers(refused) == {"x-should-retry": "false"}
@@ -419,14 +420,14 @@ async def test_a_quota_of_zero_is_refused_without_a_time_to_come_back(redis_clie
 async def test_a_changed_limit_holds_at_once(redis_client: Redis, redis_url: str) -> None:
     before, after = (identity(Quota(requests_per_minute=n, concurrent_streams=n)) for n in (1000, 2))
     async with routers(redis_url, 2) as fleet:
-        accounts = [await fleet[0].open(requested(before)) for _ in range(50)]
+        accounts = [await fleet[0].open(asked(before)) for _ in range(50)]
         for quotas in fleet:
-            assert isinstance(await try_open(quotas, requested(after)), ApiError), "50 are made at once"
+            assert isinstance(await try_open(quotas, asked(after)), ApiError), "50 are made at once"
         for account in accounts:
             account.settle(ending())
         raised = identity(Quota(requests_per_minute=2000, concurrent_streams=3))
-        three = [await quotas.open(requested(raised)) for quotas in (fleet[0], fleet[1], fleet[0])]
-        assert isinstance(await try_open(fleet[1], requested(raised)), ApiError)
+        three = [await quotas.open(asked(raised)) for quotas in (fleet[0], fleet[1], fleet[0])]
+        assert isinstance(await try_open(fleet[1], asked(raised)), ApiError)
         assert len(three) == 3
 
 
@@ -442,7 +443,7 @@ async def test_precheck_refuses_who_has_no_requests_left_without_redis(redis_cli
     async with routers(redis_url, 1) as (quotas,):
         for _ in range(2):
             quotas.precheck(who)
-            await quotas.open(requested(who))
+            await quotas.open(asked(who))
         while await runs_scripts(redis_client):  # until everything is reported
             pass
         with pytest.raises(ApiError, match="requests a minute: limit 2, left 0"):
@@ -454,9 +455,9 @@ async def test_precheck_refuses_who_has_no_requests_left_without_redis(redis_cli
 async def test_tenants_do_not_share(redis_client: Redis, redis_url: str) -> None:
     quota = Quota(requests_per_minute=1)
     async with routers(redis_url, 1) as (quotas,):
-        await quotas.open(requested(identity(quota)))
-        assert not isinstance(await try_open(quotas, requested(identity(quota, name="zenith"))), ApiError)
-        assert isinstance(await try_open(quotas, requested(identity(quota))), ApiError)
+        await quotas.open(asked(identity(quota)))
+        assert not isinstance(await try_open(quotas, asked(identity(quota, name="zenith"))), ApiError)
+        assert isinstance(await try_open(quotas, asked(identity(quota))), ApiError)
 
 
 async def test_an_error_of_one_grant_is_that_grants_alone(
@@ -469,32 +470,32 @@ async def test_an_error_of_one_grant_is_that_grants_alone(
     await redis_client.set(key, "no hash")
     async with routers(redis_url, 1) as (quotas,):
         for _ in range(2):
-            refused, *answered = await asyncio.gather(*(try_open(quotas, requested(who)) for who in (broken, *others)))
+            refused, *answered = await asyncio.gather(*(try_open(quotas, asked(who)) for who in (broken, *others)))
             assert isinstance(refused, ApiError) and refused.status_code == 503
             assert not any(isinstance(answer, ApiError) for answer in answered)
         assert [record.getMessage().partition(": WRONG")[0] for record in caplog.records] == [
             f"quotas: redis refused the message of {key}"
         ]
         await redis_client.delete(key)
-        assert not isinstance(await try_open(quotas, requested(broken)), ApiError)
+        assert not isinstance(await try_open(quotas, asked(broken)), ApiError)
 
 
 async def test_who_gets_the_name_of_a_deleted_tenant_begins_anew(redis_client: Redis, redis_url: str) -> None:
     quota = Quota(requests_per_minute=1, tokens_per_minute=100, concurrent_streams=1)
     async with routers(redis_url, 1) as (quotas,):
-        await quotas.open(requested(identity(quota), prompt=10, new=90))
-        assert isinstance(await try_open(quotas, requested(identity(quota))), ApiError)
+        await quotas.open(asked(identity(quota), prompt=10, new=90))
+        assert isinstance(await try_open(quotas, asked(identity(quota))), ApiError)
         following = identity(quota, num_ended=1)
         quotas.precheck(following)
-        again = await quotas.open(requested(following, prompt=10, new=90))
+        again = await quotas.open(asked(following, prompt=10, new=90))
         assert headers(again)["x-ratelimit-remaining-requests"] == "0"
-        assert isinstance(await try_open(quotas, requested(identity(quota))), ApiError)
+        assert isinstance(await try_open(quotas, asked(identity(quota))), ApiError)
 
 
 async def test_all_keys_are_in_the_slot_of_their_tenant_and_none_stays(redis_client: Redis, redis_url: str) -> None:
     quota = Quota(requests_per_minute=5, tokens_per_minute=100, concurrent_streams=2)
     async with routers(redis_url, 1) as (quotas,):
-        account = await quotas.open(requested(identity(quota, quota)))
+        account = await quotas.open(asked(identity(quota, quota)))
         keys = sorted(map(str, await redis_client.keys("*")))
         assert [key.startswith("motet:{tenant:acme}:quota:") for key in keys] == [True] * 6
         assert all([0 < await redis_client.pttl(key) <= 200_000 for key in keys])
@@ -509,10 +510,10 @@ async def test_users_who_are_idle_leave_nothing(redis_url: str) -> None:
         accounts = []
         for number in range(40):
             key = KeyRecord(key_id=f"k{number}", tenant="acme", user=f"u{number // 2}")
-            accounts.append(await quotas.open(requested(Identity(tenant, key))))
+            accounts.append(await quotas.open(asked(Identity(tenant, key))))
         assert len(quotas._grants) == 20
         third = KeyRecord(key_id="another", tenant="acme", user="u7")
-        refused = await try_open(quotas, requested(Identity(tenant, third)))
+        refused = await try_open(quotas, asked(Identity(tenant, third)))
         assert isinstance(refused, ApiError) and "This user may have 2 answers" in str(refused.detail.message)
         for account in accounts:
             account.settle(ending())

@@ -42,7 +42,7 @@ from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLo
 
 TOKEN = "a secret"
 PASSAGE = "the quick 你猫 brown fox jumps 🎉 over the lazy dog. héllo wörld "
-ORPHAN_S = 3.0  # long beside all that a test does before a router requests an orphan
+ORPHAN_S = 3.0  # long beside all that a test does before somebody asks for an orphan
 
 
 class ReadingEngine(StandInEngine):
@@ -120,7 +120,7 @@ class Router:
         return bytes(got if num_bytes is None else got[:num_bytes])
 
     async def die(self) -> None:
-        self._is_dead = True  # its clients receive no more of it
+        self._is_dead = True  # its clients hear no more of it
         for wire in self.wires:
             wire.cut()
         await self.dispatcher.close()
@@ -166,7 +166,7 @@ class Cluster:
 
     @property
     def num_kept(self) -> int:
-        """Sequences that the gangs hold for routers that request them again, ended ones too."""
+        """Sequences that the gangs hold for whoever asks again, ended ones too."""
         return sum(len(gang.server._sequences._journal._entries) for gang in self.gangs)
 
     @property
@@ -194,7 +194,7 @@ async def cluster(text: TextService, tmp_path: Path) -> AsyncIterator[Cluster]:
     await cluster.close()
 
 
-def received(events: list[Event]) -> dict[Any, Any]:
+def heard(events: list[Event]) -> dict[Any, Any]:
     """Text, token ids, log-probabilities and finish reasons of each choice, and the usage."""
     found: dict[Any, Any] = {}
     for event in events:
@@ -252,10 +252,10 @@ async def test_every_token_once_whenever_routers_die(cluster: Cluster, number: i
     for _ in range(4):
         ends = [rng.randrange(1, num_bytes // 2) for _ in range(3)]
         events = await stream_through_deaths(cluster, path, body, rng, ends)
-        assert received(events) == received(undisturbed)
+        assert heard(events) == heard(undisturbed)
         assert len({event.chunk["id"] for event in events[:-1]}) == 1
         assert [event.data for event in events].count("[DONE]") == 1
-    await eventually(lambda: cluster.num_running == 0)  # what stop strings ended or no client wants is cancelled
+    await eventually(lambda: cluster.num_running == 0)  # what stop strings or nobody wanted is cancelled in time
 
 
 async def test_what_was_computed_is_not_computed_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,11 +268,11 @@ async def test_what_was_computed_is_not_computed_again(cluster: Cluster, monkeyp
     events += events_of(await second.stream("/v1/completions", body, events[-1].id, None))
     assert len(cluster.submitted) == 1
     undisturbed = events_of(await second.stream("/v1/completions", body, "", None))
-    assert received(events) == received(undisturbed)
+    assert heard(events) == heard(undisturbed)
 
 
 async def test_without_a_seed_any_router_draws_alike(cluster: Cluster) -> None:
-    """From the beginning, because no router requested in time the sequence that the gang had kept."""
+    """From the beginning, because no router asked in time for the sequence that the gang had kept."""
     body = {"prompt": "hello", "max_tokens": 70}
     events = events_of(await (await cluster.add_router()).stream("/v1/completions", body, "", 700))
     assert events
@@ -284,13 +284,13 @@ async def test_without_a_seed_any_router_draws_alike(cluster: Cluster) -> None:
     assert len(set(seeds)) == 1
     seed = seeds[0]
     undisturbed = events_of(await router.stream("/v1/completions", {**body, "seed": seed}, "", None))
-    assert received(events) == received(undisturbed)
+    assert heard(events) == heard(undisturbed)
     other = events_of(await router.stream("/v1/completions", body, "", None))
     assert other[-1].data == "[DONE]"
     assert len({request.sampling.seed for request in cluster.submitted}) == 2
 
 
-async def test_an_orphan_that_no_router_requests_ends(cluster: Cluster) -> None:
+async def test_an_orphan_that_nobody_asks_for_ends(cluster: Cluster) -> None:
     for gang in cluster.gangs:
         gang.engine.paused = True
     router = await cluster.add_router()
@@ -299,7 +299,7 @@ async def test_an_orphan_that_no_router_requests_ends(cluster: Cluster) -> None:
     await eventually(lambda: cluster.num_running == 1)
     await router.die()
     await lost
-    await eventually(lambda: all(gang.server.num_sequences == 0 for gang in cluster.gangs))  # it has no client
+    await eventually(lambda: all(gang.server.num_sequences == 0 for gang in cluster.gangs))  # it is nobody's
     assert cluster.num_running == 1
     await eventually(lambda: cluster.num_running == 0)
 
@@ -318,7 +318,7 @@ async def test_a_client_that_leaves_leaves_no_orphan(cluster: Cluster) -> None:
 
 async def test_a_second_connection_takes_the_stream_over(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client resumes before its router knows that the connection is lost: the first answer ends with an error."""
-    monkeypatch.setattr(dispatch, "NEWS_WAIT_S", 0.02)  # no gang will report an orphan
+    monkeypatch.setattr(dispatch, "NEWS_WAIT_S", 0.02)  # no gang will tell of an orphan
     await cluster.gangs.pop().server.stop()
     router, other = await cluster.add_router(), await cluster.add_router()
     body = {"prompt": "hello", "max_tokens": 70, "seed": 59}
@@ -333,5 +333,5 @@ async def test_a_second_connection_takes_the_stream_over(cluster: Cluster, monke
     *_, last = events_of(await first)
     assert last.chunk["error"]["code"] == "taken_over"
     engine.most_tokens = math.inf
-    assert received([*had, *events_of(await second)]) == received(whole)
+    assert heard([*had, *events_of(await second)]) == heard(whole)
     assert len(engine.submitted) == 2

@@ -121,9 +121,9 @@ async def test_a_tenants_questions_are_answered_one_after_the_other(
         num_reading -= 1
 
     monkeypatch.setattr(usage_rows.UsageSums, "rows", counted)
-    requested = [client.get(f"/v1/usage?by=day&{SPAN}") for _ in range(5)]
+    asked = [client.get(f"/v1/usage?by=day&{SPAN}") for _ in range(5)]
     other = client.get(f"/v1/usage?by=day&{SPAN}", headers={"Authorization": "Bearer key-of-zenith"})
-    *answers, others = await asyncio.gather(*requested, other)
+    *answers, others = await asyncio.gather(*asked, other)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429, 429]
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert refused.json()["error"]["code"] == "too_many_requests" and int(refused.headers["Retry-After"]) >= 1
@@ -164,7 +164,7 @@ async def slow_reader(client: httpx.AsyncClient) -> tuple[asyncio.Task[None], li
 
 
 async def test_who_does_not_read_is_cut_off(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And until then holds up only itself."""
+    """And until then holds up nobody but itself."""
     monkeypatch.setattr(csv_answer, "LONGEST_S", 4.0)  # more than its first parts take on a busy machine
     stuck, sent = await slow_reader(client)
     other = await client.get(f"/v1/usage?{SPAN}", headers={"Authorization": "Bearer key-of-zenith"})
@@ -180,16 +180,16 @@ async def test_slow_readers_hold_no_more_than_there_is_room_for(
     num_sums = NUM_ADAPTERS * len(DAYS)
     monkeypatch.setattr(held_sums, "MAX_HELD_FOR_CSV", num_sums + 1000)
     monkeypatch.setattr(held_sums, "MAX_HELD", 2 * num_sums)
-    requested = f"/v1/admin/usage?by=day,adapter&{SPAN}"
+    asked = f"/v1/admin/usage?by=day,adapter&{SPAN}"
     stuck, _ = await slow_reader(client)
     for _ in range(2):  # what is refused holds nothing
-        refused = await client.get(f"{requested}&format=csv", headers=OPERATORS)
+        refused = await client.get(f"{asked}&format=csv", headers=OPERATORS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
         assert int(refused.headers["Retry-After"]) >= 1
-        assert (await client.get(requested, headers=OPERATORS)).status_code == 200  # that needs no reader
+        assert (await client.get(asked, headers=OPERATORS)).status_code == 200  # that needs no reader
     monkeypatch.setattr(held_sums, "MAX_HELD", 2 * num_sums - 1)
-    assert (await client.get(requested, headers=OPERATORS)).status_code == 429
+    assert (await client.get(asked, headers=OPERATORS)).status_code == 429
     stuck.cancel()  # the client leaves
     await asyncio.gather(stuck, return_exceptions=True)
     for _ in range(2):  # what was sent holds nothing
-        assert (await client.get(f"{requested}&format=csv", headers=OPERATORS)).status_code == 200
+        assert (await client.get(f"{asked}&format=csv", headers=OPERATORS)).status_code == 200

@@ -202,7 +202,7 @@ def test_the_status_shows_no_paths(motet: RunningMotet) -> None:
 
 
 @dataclass(frozen=True)
-class Received:
+class Heard:
     """A completion of 450 tokens as its client received it."""
 
     text: str
@@ -220,7 +220,7 @@ ENDLESS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def endless(client: openai.OpenAI, model: str, options: dict[str, Any], after_a_while: Callable[[], None]) -> Received:
+def endless(client: openai.OpenAI, model: str, options: dict[str, Any], after_a_while: Callable[[], None]) -> Heard:
     """Streams a completion without end; calls `after_a_while` once some tokens have come."""
     text, tokens, logprobs = "", list[str](), list[float]()
     finish_reason = None
@@ -246,17 +246,17 @@ def endless(client: openai.OpenAI, model: str, options: dict[str, Any], after_a_
             finish_reason = choice.finish_reason or finish_reason
         if chunk.usage is not None:
             num_tokens = chunk.usage.completion_tokens
-    return Received(text, tokens, logprobs, finish_reason, num_tokens)
+    return Heard(text, tokens, logprobs, finish_reason, num_tokens)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(motet: RunningMotet) -> list[Received]:
+def undisturbed(motet: RunningMotet) -> list[Heard]:
     with motet.openai() as client, ThreadPoolExecutor(len(ENDLESS)) as pool:
         return list(pool.map(lambda job: endless(client, job[0], job[1], lambda: None), ENDLESS))
 
 
 @pytest.mark.parametrize("num_killed", [1, 2], ids=["one of two gangs", "both gangs"])
-def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Received], num_killed: int) -> None:
+def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Heard], num_killed: int) -> None:
     """Which gang serves which stream is the router's choice: rounds go on until one was lost with streams on it."""
     num_resumed = resumed(motet)
     for number in range(6):
@@ -272,7 +272,7 @@ def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Rece
 
 
 def _disturb(
-    motet: RunningMotet, undisturbed: list[Received], victims: list[psutil.Process], gangs: list[psutil.Process]
+    motet: RunningMotet, undisturbed: list[Heard], victims: list[psutil.Process], gangs: list[psutil.Process]
 ) -> None:
     """Kills the victims while streams run; every stream must be as if undisturbed."""
     jobs = [job for job in ENDLESS for _ in range(2)]
@@ -289,8 +289,8 @@ def _disturb(
                     gang.resume()
 
     with motet.openai() as client, ThreadPoolExecutor(len(jobs)) as pool:
-        received = list(pool.map(lambda job: endless(client, job[0], job[1], kill_in_the_midst), jobs))
-    for number, got in enumerate(received):
+        heard = list(pool.map(lambda job: endless(client, job[0], job[1], kill_in_the_midst), jobs))
+    for number, got in enumerate(heard):
         expected = undisturbed[number // 2]
         assert got.text == expected.text
         assert (got.finish_reason, got.num_tokens) == ("length", 450)
@@ -306,7 +306,7 @@ def resumed(motet: RunningMotet) -> int:
 
 def test_without_redis_chats_go_on_and_uploads_wait(motet: RunningMotet) -> None:
     redis = motet.redis_process()
-    redis.suspend()  # silent, as a lost host is; it is not restarted meanwhile
+    redis.suspend()  # silent, as a lost host is; nobody restarts it meanwhile
     try:
         assert ask(motet, "pirate") == answer_of("pirate")
         refused = motet.upload("later", DEMO / "adapters" / "json")

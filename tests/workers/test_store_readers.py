@@ -108,7 +108,7 @@ def test_one_that_hangs_is_given_up_and_its_place_is_taken(hasty: Rig) -> None:
     for event in hasty.disk.hanging.values():
         event.set()
     eventually(lambda: hasty.readers.num_hung == 0)
-    assert hasty.ends.empty(), "the end of a read was reported twice"
+    assert hasty.ends.empty(), "the end of a read was told twice"
 
 
 def test_when_all_hang_reads_fail_at_once_until_one_comes_back(hasty: Rig) -> None:

@@ -114,7 +114,7 @@ def test_nothing_more_is_measured_where_one_step_takes_long() -> None:
 
 @pytest.mark.slow
 def test_a_worker_measures_and_then_serves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its pool is as it was, and its answers are those of a worker with that number from the start."""
+    """Its pool is as it was, and its answers are those of a worker that was told the number."""
     if not COMPILERS:
         pytest.skip("no C++ compiler is known")
     model_path = write_model("llama", tmp_path / "model")
