@@ -23,8 +23,7 @@ from motet.examples.resuming_client import resume_stream
 from motet.tests.rigs.listening_sockets import differences
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, holds_nothing, running_motet
-from motet.tests.rigs.token_streams import Job, Meter, read_stream, stream_all
-from motet.tests.rigs.token_streams import Received as Heard
+from motet.tests.rigs.token_streams import Heard, Job, Meter, read_stream, stream_all
 
 pytestmark = pytest.mark.cluster
 

@@ -16,7 +16,7 @@ import pytest
 from motet.cluster.launch.local_serve import free_ports
 from motet.tests.rigs.patience import eventually
 from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, running_motet
-from motet.tests.rigs.token_streams import Job, Meter, Received, stream_all
+from motet.tests.rigs.token_streams import Heard, Job, Meter, stream_all
 
 pytestmark = pytest.mark.cluster
 
@@ -60,7 +60,7 @@ class Load:
         self._motet = motet
         self._over = threading.Event()
 
-    def run(self, undisturbed: list[Received], change: Callable[[], None]) -> None:
+    def run(self, undisturbed: list[Heard], change: Callable[[], None]) -> None:
         """Calls `change` when every client has had an answer, and stops when each has had another one after it."""
         clients: list[Callable[[str], None]] = [self._kept_alive(pause_s) for pause_s in (0.0, 0.1, 1.0)]
         clients += [self._new_each_time, self._upload, self._upload_kept_alive, self._stream(undisturbed)]
@@ -120,14 +120,14 @@ class Load:
         with self._motet.http() as http:
             self._repeat(name, ask)
 
-    def _stream(self, undisturbed: list[Received]) -> Callable[[str], None]:
+    def _stream(self, undisturbed: list[Heard]) -> Callable[[str], None]:
         def client(name: str) -> None:
             self._repeat(name, lambda: _check_streams(self._motet, undisturbed))
 
         return client
 
 
-def _check_streams(motet: RunningMotet, undisturbed: list[Received]) -> None:
+def _check_streams(motet: RunningMotet, undisturbed: list[Heard]) -> None:
     assert stream_all(motet, JOBS, Meter()) == undisturbed
 
 

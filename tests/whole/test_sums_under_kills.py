@@ -18,7 +18,7 @@ from motet.examples.resuming_client import resume_stream
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, running_motet
 from motet.tests.rigs.scraping import Prometheus, scraping
-from motet.tests.rigs.token_streams import Job, Meter, Received, read_stream, stream_all
+from motet.tests.rigs.token_streams import Heard, Job, Meter, read_stream, stream_all
 
 pytestmark = pytest.mark.cluster
 
@@ -198,7 +198,7 @@ def set_quota(motet: RunningMotet, quota: Mapping[str, int]) -> None:
         http.patch("/v1/admin/tenants/acme", json={"quota": quota}, headers=operators).raise_for_status()
 
 
-def expected_usage(heard: Sequence[Received]) -> Counter[str]:
+def expected_usage(heard: Sequence[Heard]) -> Counter[str]:
     return Counter(
         requests=len(heard),
         prompt_tokens=sum(one.usage["prompt_tokens"] for one in heard),
