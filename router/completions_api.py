@@ -39,6 +39,7 @@ from .fleet.dispatch import Dispatcher
 from .generation.end_rules import EndRules
 from .generation.generation import Generation, GenerationRequest, Prompt
 from .grammars.grammar_check import GrammarCheck
+from .loop_share import LoopShare
 from .metrics import Metrics
 from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion
 from .openai_api.embedding_list import EmbeddingList
@@ -265,7 +266,9 @@ class CompletionsApi:
         if style is not None and kind.is_resumable:
             num_seen = () if position is None else position.num_tokens
             generation = replace(generation, key=head.id, num_seen=num_seen)
+        share = LoopShare()
         running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at)
+        await share.pause()
         account = await self._accounts.open(
             AnswerRequest(
                 identity=identity,

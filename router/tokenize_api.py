@@ -28,7 +28,7 @@ from .openai_api.tokenize_schema import (
 )
 from .openai_api.unsupported_fields import refuse_unsupported
 from .requests.chat_prompt import chat_prompt
-from .requests.model_limits import check_num_tokens, check_text, check_token_ids, last_tokens
+from .requests.model_limits import check_num_tokens, check_text, check_token_ids, num_kept
 from .route import route
 from .tenants.identity import Identity
 from .text.text import TextService
@@ -78,12 +78,11 @@ class TokenizeApi:
             elif request.messages:
                 raise invalid_value("prompt", "it cannot go with messages.")
             else:
-                kept = request.truncate_prompt_tokens
-                if kept is None:
+                most = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
+                if most is None:
                     check_text(request.prompt, text, gang, "prompt")
                 add_special_tokens = request.add_special_tokens is not False
-                token_ids = await text.encode(request.prompt, add_special_tokens=add_special_tokens)
-                token_ids = last_tokens(token_ids, kept, request.max_tokens, gang)
+                token_ids = await text.encode(request.prompt, add_special_tokens=add_special_tokens, most=most)
         answer = bytearray(_encode({"count": len(token_ids), "max_model_len": gang.max_model_len})[:-1])
         answer += b',"tokens":' + await _listed(token_ids)
         if request.return_token_strs:

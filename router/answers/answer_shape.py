@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, Protocol
 
 import msgspec
@@ -49,8 +50,8 @@ class AnswerShape(Protocol):
     def choice(self, index: int, whole: WholeChoice) -> msgspec.Struct:
         """The choice at this place of a whole answer."""
 
-    def without_choices(self, usage: Usage, wholes: Sequence[WholeChoice]) -> msgspec.Struct:
-        """A whole answer whose list of choices is empty. `wholes`: all choices that were gathered."""
+    def without_choices(self, usage: Usage, first: WholeChoice) -> msgspec.Struct:
+        """A whole answer whose list of choices is empty. `first`: of the choices that were gathered."""
 
 
 class WholeChoice:
@@ -68,7 +69,7 @@ class WholeChoice:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self._texts: list[str] = []
-        self._long: list[list[bytes]] = []  # JSON of long fields, in the order of the fields
+        self._long: list[Iterator[bytes]] = []  # JSON of long fields, in the order of the fields
         self._logprobs = logprobs
 
     def add(self, delta: Delta) -> None:
@@ -95,17 +96,15 @@ class WholeChoice:
         """As `logprobs`."""
         return UNSET if self.prompt is None else self._later(self.prompt.whole())
 
-    def json(self, encoded: bytes) -> list[bytes]:
+    def json(self, encoded: bytes) -> Iterator[bytes]:
         """The encoded choice, in pieces, with the long fields that were requested since the last call, in this order.
 
         Joining tens of megabytes would block the event loop.
         """
-        pieces, *rest = [[part] for part in encoded.split(_MARK)]
-        for long, after in zip(self._long, rest, strict=True):
-            pieces += long + after
-        self._long.clear()
-        return pieces
+        long, self._long = self._long, []
+        first, *rest = encoded.split(_MARK)
+        return chain([first], *(chain(pieces, [after]) for pieces, after in zip(long, rest, strict=True)))
 
-    def _later(self, pieces: list[bytes]) -> msgspec.Raw:
+    def _later(self, pieces: Iterator[bytes]) -> msgspec.Raw:
         self._long.append(pieces)
         return msgspec.Raw(_MARK)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from msgspec import UNSET
 
 from ..generation.choice import Delta
@@ -91,10 +89,10 @@ class ChatAnswer:
             whole.stop_reason,
         )
 
-    def without_choices(self, usage: Usage, wholes: Sequence[WholeChoice]) -> ChatCompletion:
+    def without_choices(self, usage: Usage, first: WholeChoice) -> ChatCompletion:
         head = self._head
         prompt = self._prompt if self._with_token_ids else UNSET
-        return ChatCompletion(head.id, head.created, head.model, [], usage, prompt, wholes[0].prompt_logprobs)
+        return ChatCompletion(head.id, head.created, head.model, [], usage, prompt, first.prompt_logprobs)
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         return chat_logprobs(delta.logprobs, self._bytes_of) if self._with_logprobs else None

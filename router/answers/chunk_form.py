@@ -41,24 +41,24 @@ class ChunkForm:
         """`style`: None for one JSON document."""
         self.is_stream = style is not None
         self._shape, self._style, self._generation = shape, style, generation
-        self._wholes: list[WholeChoice] = []
+        self._wholes: dict[int, WholeChoice] = {}  # by the index of the choice
         num_drawn = generation.request.n
         num_answered = generation.request.num_best or num_drawn
         for index in range(0 if self.is_stream else len(generation.choices)):
             number, place = divmod(index, num_drawn)
             first = self._wholes[index - place] if place else None
-            self._wholes.append(shape.gathering(number * num_answered, first))
+            self._wholes[index] = shape.gathering(number * num_answered, first)
 
     def take(self, index: int, delta: Delta) -> None:
         self._wholes[index].add(delta)
 
     def document(self, usage: Usage) -> Iterator[bytes]:
         # Only the answer's own list can contain this: within a text its quotes would be escaped.
-        before, after = _encode(self._shape.without_choices(usage, self._wholes)).split(_NO_CHOICES, 1)
+        before, after = _encode(self._shape.without_choices(usage, self._wholes[0])).split(_NO_CHOICES, 1)
         endings = self._wholes[0].json(after)
         yield before + b'"choices":['
         for place, index in enumerate(self._generation.answers()):
-            whole = self._wholes[index]
+            whole = self._wholes.pop(index)  # freed before the next one: all at once would take long
             yield b"," if place else b""
             yield from whole.json(_encode(self._shape.choice(place, whole)))
         yield b"]"

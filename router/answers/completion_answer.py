@@ -84,7 +84,7 @@ class CompletionAnswer:
             whole.stop_reason,
         )
 
-    def without_choices(self, usage: Usage, wholes: Sequence[WholeChoice]) -> Completion:
+    def without_choices(self, usage: Usage, first: WholeChoice) -> Completion:
         return self._completion([], usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: ChunkUsage) -> Completion:

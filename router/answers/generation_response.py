@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
@@ -119,14 +120,18 @@ class GenerationResponse:
             async for index, delta in arriving:
                 form.take(index, delta)
         share = LoopShare()
-        pieces: list[bytes] = []
+        bodies, body = list[bytes](), bytearray()
         for piece in form.document(generation.usage()):
-            pieces.append(piece)
+            body += piece
+            if len(body) >= _PIECE_BYTES:
+                bodies.append(bytes(body))
+                body.clear()
             await share.pause()
+        bodies.append(bytes(body))
         self.status_code = 200
         self._has_started = True
         self._settle()
-        await self._send_document(send, pieces, share)
+        await self._send_document(send, bodies, share)
 
     async def _send_events(self, send: Send) -> None:
         generation, form = self._generation, self._form
@@ -188,22 +193,17 @@ class GenerationResponse:
         self._num_sent_bytes += len(body)
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def _send_document(self, send: Send, pieces: list[bytes], share: LoopShare) -> None:
+    async def _send_document(self, send: Send, bodies: Sequence[bytes], share: LoopShare) -> None:
         """Sends JSON, which may be long, piece by piece."""
         headers = [
-            (b"content-length", str(sum(map(len, pieces))).encode()),
+            (b"content-length", str(sum(map(len, bodies))).encode()),
             (b"content-type", b"application/json"),
             *self.raw_headers,
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        body = bytearray()
-        for piece in pieces:
-            body += piece
-            if len(body) >= _PIECE_BYTES:
-                await self._send_body(send, bytes(body))
-                body.clear()
-                await share.pause()
-        await self._send_body(send, bytes(body), more=False)
+        for number, body in enumerate(bodies, 1):
+            await self._send_body(send, body, more=number < len(bodies))
+            await share.pause()
 
     def _settle(self, error: str = "", *, reason: str = "", is_cancelled: bool = False) -> None:
         """Settles the account, once: now if the answer is complete or its cost is known, else when it is known.

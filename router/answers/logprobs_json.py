@@ -5,7 +5,8 @@ To format those of thousands of tokens at the end would hold the event loop for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final, Protocol
 
 import msgspec
@@ -22,7 +23,7 @@ class LogprobsJson(Protocol):
 
     def add(self, tokens: Sequence[ShownToken]) -> None: ...
 
-    def whole(self) -> list[bytes]:
+    def whole(self) -> Iterator[bytes]:
         """JSON of the choice's field `logprobs` with all tokens that were added, in pieces."""
 
 
@@ -43,12 +44,13 @@ class CompletionLogprobsJson:
         for field, parts in self._fields.items():
             parts.append(_elements(getattr(found, field)))
 
-    def whole(self) -> list[bytes]:
+    def whole(self) -> Iterator[bytes]:
         before = {} if self._echoed is None else self._echoed.fields
-        pieces = [b"{"]
-        for field, parts in self._fields.items():
-            pieces += [b'"', field.encode(), b'":[', *listed([*before.get(field, ()), *parts]), b"],"]
-        return [*pieces[:-1], b"]}"]
+        for number, (field, parts) in enumerate(self._fields.items()):
+            yield (b',"' if number else b'{"') + field.encode() + b'":['
+            yield from listed(chain(before.get(field, ()), parts))
+            yield b"]"
+        yield b"}"
 
 
 class ChatLogprobsJson:
@@ -61,8 +63,10 @@ class ChatLogprobsJson:
     def add(self, tokens: Sequence[ShownToken]) -> None:
         self._parts.append(_elements(chat_logprobs(tokens, self._bytes_of).content))
 
-    def whole(self) -> list[bytes]:
-        return [b'{"content":[', *listed(self._parts), b'],"refusal":null}']
+    def whole(self) -> Iterator[bytes]:
+        yield b'{"content":['
+        yield from listed(self._parts)
+        yield b'],"refusal":null}'
 
 
 def _elements(values: Sequence[object]) -> bytes:

@@ -5,7 +5,7 @@ The first token of a prompt has none: null takes its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -77,17 +77,20 @@ class PromptLogprobs:
             rows.append(row)
         self._parts.append(_encode(rows)[1:-1])
 
-    def whole(self) -> list[bytes]:
+    def whole(self) -> Iterator[bytes]:
         """JSON of the field, in pieces."""
-        return [b"[", *listed(self._parts), b"]"]
+        yield b"["
+        yield from listed(self._parts)
+        yield b"]"
 
     def _entry(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": logprob, "rank": rank, "decoded_token": readable(self._bytes_of(token_id))}
 
 
-def listed(parts: Sequence[bytes]) -> list[bytes]:
+def listed(parts: Iterable[bytes]) -> Iterator[bytes]:
     """The parts with a comma between each two."""
-    return [piece for part in parts for piece in (b",", part)][1:]
+    for number, part in enumerate(parts):
+        yield b"," + part if number else part
 
 
 def _lists(scores: PromptScores) -> tuple[list[float], list[int], list[list[int]], list[list[float]]]:

@@ -16,7 +16,7 @@ import msgspec
 
 from ...workers.wire.beams import BeamRound, BeamRules
 from ...workers.wire.messages import FinishReason, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
-from ...workers.wire.sequence_usage import SequenceUsage
+from ...workers.wire.sequence_usage import SequenceUsage, total_usage
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..loop_share import LoopShare
@@ -64,7 +64,7 @@ class BeamRun:
 
     @property
     def usage(self) -> SequenceUsage:
-        return self._ended_usage if self._stream is None else self._ended_usage + self._stream.usage
+        return self._ended_usage if self._stream is None else total_usage([self._ended_usage, self._stream.usage])
 
     @property
     def is_reported(self) -> bool:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ...workers.wire.beams import BeamRules
 from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
-from ...workers.wire.sequence_usage import SequenceUsage
+from ...workers.wire.sequence_usage import SequenceUsage, total_usage
 from ..accounts.account import Progress
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
@@ -218,8 +218,10 @@ class Generation:
     def progress(self) -> Progress:
         """What gangs have computed for the answer so far, whether its client received it or not."""
         n, usages = self.request.n, [self._sequence_usage(index) for index in range(len(self._streams))]
-        of_prompts = [sum(usages[start : start + n], SequenceUsage()) for start in range(0, len(usages), n)]
-        total = sum(of_prompts, SequenceUsage())
+        of_prompts = (
+            usages if n == 1 else [total_usage(usages[start : start + n]) for start in range(0, len(usages), n)]
+        )
+        total = total_usage(usages)
         # Tokens that were found in the cache count once for a prompt, however many sequences share it.
         num_prompt_tokens = sum(
             max(

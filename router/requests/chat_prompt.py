@@ -13,7 +13,7 @@ from ..openai_api.request_schema import ChatRequest
 from ..text.chat_renderer import ChatTemplateError
 from ..text.template_forms import TemplateForms
 from ..text.text import MAX_CHARS_ON_LOOP, MAX_MESSAGES_ON_LOOP, TextService
-from .model_limits import check_text, last_tokens
+from .model_limits import check_text, num_kept
 from .template_messages import template_messages, template_tools, template_variables
 
 
@@ -39,12 +39,12 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
         )
     except ChatTemplateError as error:
         raise ApiError(400, f"{error}.", param="messages", code="invalid_messages") from error
-    if request.truncate_prompt_tokens is None:
+    max_tokens = request.max_completion_tokens or request.max_tokens
+    most = num_kept(request.truncate_prompt_tokens, max_tokens, gang)
+    if most is None:
         check_text(prompt.text, text, gang, "messages")
     # The template writes the special tokens itself.
-    token_ids = await text.encode_chat(prompt, add_special_tokens=bool(request.add_special_tokens))
-    max_tokens = request.max_completion_tokens or request.max_tokens
-    token_ids = last_tokens(token_ids, request.truncate_prompt_tokens, max_tokens, gang)
+    token_ids = await text.encode_chat(prompt, add_special_tokens=bool(request.add_special_tokens), most=most)
     if not token_ids:
         raise invalid_value("messages", "the chat template made an empty prompt of them.")
     return token_ids, prompt.text if begins or continues else ""

@@ -10,7 +10,7 @@ from ..openai_api.errors import invalid_value
 from ..openai_api.prompt_field import same_kind
 from ..openai_api.request_schema import CompletionRequest
 from ..text.text import TextService
-from .model_limits import check_length, check_text, check_token_ids, last_tokens
+from .model_limits import check_length, check_text, check_token_ids, num_kept
 
 
 def count_prompts(request: CompletionRequest) -> int:
@@ -30,21 +30,24 @@ async def completion_prompts(request: CompletionRequest, text: TextService, gang
     await share.pause()
     texts = [(param, prompt) for param, prompt in prompts if isinstance(prompt, str)]
     token_lists = [(param, prompt) for param, prompt in prompts if not isinstance(prompt, str)]
-    kept = request.truncate_prompt_tokens
-    for _, prompt in texts if kept is None else ():
+    most = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
+    for _, prompt in texts if most is None else ():
         check_text(prompt, text, gang, "prompt")
         await share.pause()
     for param, token_ids in token_lists:
         await share.pause()
-        if kept is None:
+        if most is None:
             check_length(len(token_ids), _least_new(request), gang, prompt_param="prompt")
         check_token_ids(token_ids, gang.vocab_size, param)
     if texts:  # then all prompts are texts
         encoded = await text.encode_all(
-            [prompt for _, prompt in texts], add_special_tokens=request.add_special_tokens is not False
+            [prompt for _, prompt in texts],
+            add_special_tokens=request.add_special_tokens is not False,
+            most=most,
         )
         token_lists = [(param, token_ids) for (param, _), token_ids in zip(texts, encoded, strict=True)]
-    token_lists = [(param, last_tokens(ids, kept, request.max_tokens, gang)) for param, ids in token_lists]
+    elif most is not None:
+        token_lists = [(param, ids[max(len(ids) - most, 0) :]) for param, ids in token_lists]
     for param, token_ids in token_lists:
         if not token_ids:
             raise invalid_value(param, "the prompt is empty, and at least one token is needed.")

@@ -34,13 +34,14 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo,
         )
 
 
-def last_tokens(token_ids: list[int], num_tokens: int | None, max_tokens: int | None, gang: GangInfo) -> list[int]:
-    """The last tokens of a prompt. -1: as many as leave room for `max_tokens`, or for one token. None: all."""
-    if num_tokens is None:
-        return token_ids
+def num_kept(num_tokens: int | None, max_tokens: int | None, gang: GangInfo) -> int | None:
+    """How many of a prompt's last tokens are kept. -1: as many as leave room for `max_tokens`, or for one token.
+
+    None: all.
+    """
     if num_tokens == -1:
-        num_tokens = max(1, gang.max_model_len - (1 if max_tokens is None else max_tokens))
-    return token_ids[max(len(token_ids) - num_tokens, 0) :]
+        return max(1, gang.max_model_len - (1 if max_tokens is None else max_tokens))
+    return num_tokens
 
 
 def check_num_tokens(num_tokens: int, gang: GangInfo, param: str) -> None:

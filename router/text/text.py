@@ -162,22 +162,24 @@ class TextService:
         num_bytes = len(text.encode("utf-8", "surrogatepass")) if is_short else len(text)  # at least
         return -(-num_bytes // self._max_bytes_per_token)
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a client's text; off the event loop when it is long."""
-        return (await self.encode_all([text], add_special_tokens=add_special_tokens))[0]
+    async def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
+        """Token ids of a client's text, the last `most` of them; off the event loop when it is long."""
+        return (await self.encode_all([text], add_special_tokens=add_special_tokens, most=most))[0]
 
-    async def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of clients' texts; off the event loop when they are long together."""
+    async def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool, most: int | None = None
+    ) -> list[list[int]]:
+        """Token ids of clients' texts, the last `most` of each; off the event loop when they are long together."""
         encode = self._tokens.encode_as_text if self._control_tokens == "nowhere" else self._encode_all
-        work = partial(encode, texts, add_special_tokens=add_special_tokens)
+        work = partial(_last_of_each, encode, texts, most, add_special_tokens=add_special_tokens)
         return await self._done(work, sum(map(len, texts)) <= MAX_CHARS_ON_LOOP)
 
-    async def encode_chat(self, chat: RenderedChat, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a chat's prompt; off the event loop when it is long."""
+    async def encode_chat(self, chat: RenderedChat, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
+        """Token ids of a chat's prompt, the last `most` of them; off the event loop when it is long."""
         encode, text = self._encode_all, chat.text
         if chat.aliased is not None:
             encode, text = self._tokens.encode, chat.aliased
-        work = partial(encode, [text], add_special_tokens=add_special_tokens)
+        work = partial(_last_of_each, encode, [text], most, add_special_tokens=add_special_tokens)
         return (await self._done(work, len(text) <= MAX_CHARS_ON_LOOP))[0]
 
     async def decode_all(self, token_lists: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
@@ -293,6 +295,14 @@ class TextService:
         return [encoding.ids for encoding in found]
 
 
+def _last_of_each(
+    encode: Callable[..., list[list[int]]], texts: Sequence[str], most: int | None, *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Cut where they were made: millions of tokens that are not kept would take long to free on the event loop."""
+    token_lists = encode(texts, add_special_tokens=add_special_tokens)
+    return [ids if most is None else ids[max(len(ids) - most, 0) :] for ids in token_lists]
+
+
 def _template_of(tokenizer: Any) -> str:
     """The chat template's source, of several that it may have all."""
     template = tokenizer.chat_template or ""
@@ -333,7 +343,7 @@ class Detokenizer:
         self._stream = self._stream_after(context)
         self._pending: list[int] = []  # tokens since the last piece
         # Context that may end inside of a character, as long as it is not clear what becomes of that.
-        self._cut_context = list(context) if self._decode(context).endswith(_CUT) else None
+        self._cut_context = list(context) if context and self._decode(context).endswith(_CUT) else None
 
     def step(self, token_id: int) -> str:
         """The text that this token completes; empty for a special token or in the middle of a character."""

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from motet.router.text.text import TextService
-from motet.tests.rigs.loop_holds import measured_holds, slowness
+from motet.tests.rigs.loop_holds import measured_holds
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
 
 MOST_S = 0.010
-ATTEMPTS = 3  # of which all must hold it: time that a hypervisor takes from this machine looks like a hold
+ATTEMPTS = 5  # of which all must hold it: time that a host takes from this machine looks like a hold
 CONTEXT = 131_072
 WORDS = "hello world, the quick brown fox "
 HEAD = f'{{"model":"{BASE}",'.encode()
@@ -174,6 +174,6 @@ async def test_no_request_holds_the_loop(rig: RouterRig, route: str, body: bytes
                     response = await client.send(request, stream=True)  # the client joins the answer's pieces later
             await response.aclose()
             assert response.status_code in (200, 400, 404, 413)
-            if holds.longest_s <= MOST_S * slowness():
+            if holds.within(MOST_S):
                 return
     raise AssertionError(holds)

@@ -15,7 +15,7 @@ from ..fairness.tenant_counters import TenantCounters
 from ..memory.paged_memory import PagedMemory
 from ..plan import SampledToken
 from ..wire.beams import BeamRound
-from ..wire.sequence_usage import SequenceUsage
+from ..wire.sequence_usage import SequenceUsage, total_usage
 from .beam_group import BeamGroup
 from .growing_sequence import GrowingSequence
 from .running_sequences import RunningSequences
@@ -119,7 +119,7 @@ class BeamSearches:
     def usage(self, group: BeamGroup) -> SequenceUsage:
         """What the search has cost: of a round, each beam generates a token."""
         root = group.root
-        pages = sum([self._times.usage(place.held) for place in group.places], SequenceUsage())
+        pages = total_usage(self._times.usage(place.held) for place in group.places)
         return SequenceUsage(
             pages.kv_page_s,
             pages.adapter_page_s,

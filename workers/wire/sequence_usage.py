@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -22,6 +24,8 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     def after(self, seconds: float) -> SequenceUsage:
         """The usage `seconds` later, if the sequence has held the same pages all the time."""
+        if not seconds:
+            return self
         return msgspec.structs.replace(
             self,
             kv_page_s=self.kv_page_s + self.num_kv_pages * seconds,
@@ -34,5 +38,7 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
             return self
         return msgspec.structs.replace(self, num_generated_tokens=num_tokens)
 
-    def __add__(self, other: SequenceUsage) -> SequenceUsage:
-        return SequenceUsage(*[getattr(self, name) + getattr(other, name) for name in SequenceUsage.__struct_fields__])
+
+def total_usage(usages: Iterable[SequenceUsage]) -> SequenceUsage:
+    columns = zip(*map(msgspec.structs.astuple, usages), strict=True)
+    return SequenceUsage(*map(sum, columns))
