@@ -10,8 +10,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from motet.benchmarks.rigs.published_bases import published_base
-from motet.workers.costs.balance import (
+from motet.benchmarks.papers.step_balance import (
     Balance,
     Lengths,
     full_batch,
@@ -19,6 +18,7 @@ from motet.workers.costs.balance import (
     most_tokens_per_s,
     step_balance,
 )
+from motet.benchmarks.rigs.published_bases import published_base
 from motet.workers.costs.devices import DEVICES
 from motet.workers.costs.operations import Batch, Chunk, step_operations
 

@@ -90,5 +90,5 @@ def power_of_two(context: int) -> Callable[[Job], int]:
 
 
 def known(job: Job) -> int:
-    """Orca (oracle): exactly what it will need, which nobody knows."""
+    """Orca (oracle): exactly what it will need, which no scheduler knows."""
     return job.prompt + job.answer

@@ -54,7 +54,7 @@ class Adapters:
 
     @staticmethod
     def by_power_law(number: int, exponent: float, ranks: tuple[int, ...] = (16,)) -> Adapters:
-        """The i-th is asked for in proportion to i ** -exponent; 0: all alike. The base is not asked for."""
+        """The i-th is requested in proportion to i ** -exponent; 0: all alike. The base is not requested."""
         if number < 0 or not isfinite(exponent) or exponent < 0:
             raise ValueError(f"{number} adapters, popularity {exponent:g}: neither is below 0")
         if number > MOST_ADAPTERS:
@@ -71,7 +71,7 @@ class Adapters:
         return float(np.sum(1 - (1 - np.array(self.shares)) ** num_sequences)) if self.shares else 0.0
 
     def missed(self, num_resident: float) -> float:
-        """The part of the requests whose adapter is not among the so many that are asked for most."""
+        """The part of the requests whose adapter is not among the so many that are requested most."""
         shares = sorted(self.shares, reverse=True)
         whole = int(min(num_resident, len(shares)))
         part = shares[whole] * (num_resident - whole) if whole < len(shares) else 0.0

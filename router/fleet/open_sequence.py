@@ -232,7 +232,7 @@ class OpenSequence:
         self._wake()
 
     def lose_gang(self, *, is_fault: bool, had_arrived: bool) -> None:
-        """Counts the loss of its gang. `is_fault`: the gang died or broke, and was not asked to stop.
+        """Counts the loss of its gang. `is_fault`: the gang died or broke, and was not stopped.
 
         `had_arrived`: the sequence is known to have reached the gang, and may be what killed it.
         """

@@ -37,10 +37,10 @@ def folder_below(path: str, folders: str, tenant: str) -> tuple[Path, Path]:
         raise invalid_value("lora_path", "this server loads no folders: its operator has allowed none.")
     roots = [Path(folder.replace(TENANT, tenant)) for folder in folders.split(",")]
     try:
-        asked = Path(os.path.normpath(path))
+        requested = Path(os.path.normpath(path))
         for root in roots:
-            if asked.is_relative_to(root) and ".." not in Path(path).parts:
-                resolved, top = asked.resolve(), root.resolve()
+            if requested.is_relative_to(root) and ".." not in Path(path).parts:
+                resolved, top = requested.resolve(), root.resolve()
                 if resolved.is_relative_to(top):
                     return top, resolved.relative_to(top)
     except (OSError, ValueError, RuntimeError):  # a loop of links, a name that no file may have

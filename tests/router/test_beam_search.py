@@ -29,7 +29,7 @@ def random_model(seed: int, vocab_size: int) -> Model:
     return model
 
 
-def told(model: Model, beam: Beam, num_top: int) -> TokenLogprobs:
+def reported(model: Model, beam: Beam, num_top: int) -> TokenLogprobs:
     """The update of an engine."""
     logprobs = model(beam.token_ids)
     top = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])[:num_top]
@@ -50,7 +50,7 @@ def search(
     """The search at its end, and the number of its rounds."""
     state, num_rounds = NEW_SEARCH, 0
     while state.live:
-        state = advanced(state, [told(model, beam, rules.num_candidates) for beam in state.live], rules, is_stopped)
+        state = advanced(state, [reported(model, beam, rules.num_candidates) for beam in state.live], rules, is_stopped)
         num_rounds += 1
     return state, num_rounds
 
@@ -143,7 +143,7 @@ def test_a_token_without_any_chance_is_no_candidate() -> None:
     assert [beam.token_ids for beam in state.live] == [(4,), (5,)]
 
 
-def test_beams_remember_as_many_alternatives_as_asked_for() -> None:
+def test_beams_remember_as_many_alternatives_as_requested() -> None:
     rules = BeamRules(1, 1, frozenset({9}), num_logprobs=1)
     assert rules.num_candidates == 2
     state = advanced(NEW_SEARCH, [TokenLogprobs(0.0, [4, 9], [-0.1, -2.5])], rules)
@@ -166,7 +166,7 @@ def test_a_search_is_fixed_by_its_rounds(seed: int, width: int, max_tokens: int,
     is_stopped: Callable[[Beam], bool] = lambda beam: stops and sum(beam.token_ids) % 7 == 3  # noqa: E731
     state, path = NEW_SEARCH, SearchPath(rules)
     while state.live:
-        rows = [told(model, beam, rules.num_candidates) for beam in state.live]
+        rows = [reported(model, beam, rules.num_candidates) for beam in state.live]
         one = best_candidates([beam.total for beam in state.live], rows, rules)
         assert len(one.candidates) <= 2 * (1 + stops) * width
         state, has_stopped = followed(state, one, rules, is_stopped)

@@ -41,8 +41,8 @@ def searching(
     ends: frozenset[int] = frozenset(),
     tenant: str = "t",
 ) -> SequenceRequest:
-    asked = asking(sequence_id, prompt, max_tokens, tenant=tenant)
-    return msgspec.structs.replace(asked, beams=BeamRules(width, max_tokens, ends))
+    requested = asking(sequence_id, prompt, max_tokens, tenant=tenant)
+    return msgspec.structs.replace(requested, beams=BeamRules(width, max_tokens, ends))
 
 
 def rounds_of(request: SequenceRequest) -> list[BeamRound]:

@@ -73,9 +73,9 @@ class Gang:
         self, tenant: str, prompt: list[int], max_tokens: int, adapter: str | None = None, **more: object
     ) -> int:
         number = len(self.requests)
-        asked = msgspec.structs.replace(asking(number, prompt, max_tokens, adapter, tenant), **more)
-        assert self.scheduler.add(asked, 1) is None
-        self.requests[number] = asked
+        requested = msgspec.structs.replace(asking(number, prompt, max_tokens, adapter, tenant), **more)
+        assert self.scheduler.add(requested, 1) is None
+        self.requests[number] = requested
         self._open[tenant].append(number)
         return number
 
@@ -95,9 +95,9 @@ class Gang:
         """Prompts whose first token came, and tokens, by weight."""
         worth, weight = 0.0, 1.0
         for number in self.first_token_at:
-            if (asked := self.requests[number]).tenant == tenant:
-                worth += len(asked.prompt_token_ids) + OUTPUT_TOKEN * self.num_tokens[number]
-                weight = asked.weight
+            if (requested := self.requests[number]).tenant == tenant:
+                worth += len(requested.prompt_token_ids) + OUTPUT_TOKEN * self.num_tokens[number]
+                weight = requested.weight
         return worth / weight
 
 
@@ -246,7 +246,7 @@ def test_a_quiet_tenants_prompt_is_in_the_next_plan_that_is_made(num_prompt: int
             gang.step()
 
 
-def test_prompts_of_a_flood_make_no_step_long_while_somebody_comes_who_is_clearly_behind() -> None:
+def test_prompts_of_a_flood_make_no_step_long_while_a_tenant_arrives_that_is_clearly_behind() -> None:
     gang = Gang(GangLimits(64, 100, 4, 600, 64, 16), random.Random(1))
 
     def num_prompt_tokens(count: int) -> list[int]:
@@ -269,7 +269,7 @@ def test_prompts_of_a_flood_make_no_step_long_while_somebody_comes_who_is_clearl
         assert len(part.token_ids) > 16, "its own prompt is not held"
         assert max(num_prompt_tokens(7)) <= 16
         assert sum(num_prompt_tokens(4)) > 0, "the flood goes on"
-    assert max(num_prompt_tokens(300)) > 50, "nobody comes any more"
+    assert max(num_prompt_tokens(300)) > 50, "no sequence arrives any more"
 
 
 def test_who_is_held_goes_on_in_the_smallest_steps() -> None:
@@ -283,12 +283,12 @@ def test_who_is_held_goes_on_in_the_smallest_steps() -> None:
     assert gang.ended == {came, held}
 
 
-def test_background_work_has_only_what_nobody_else_could_use() -> None:
+def test_background_work_has_only_what_others_could_not_use() -> None:
     gang = Gang(limits(200, 16, 4), random.Random(1))
     background = [gang.add("a", 4, 30, is_background=True) for _ in range(4)]
     gang.step()
     gang.step()
-    assert all(gang.num_tokens[number] for number in background)  # nobody else is there
+    assert all(gang.num_tokens[number] for number in background)  # no other tenant is there
     assert gang.scheduler.load().gauges.num_running_background == 4
     others = [gang.add("a", 4, 20), *(gang.add("b", 4, 20) for _ in range(7))]
     before = gang.num_tokens.copy()
@@ -351,7 +351,7 @@ def test_tokens_that_are_found_are_charged_less() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32))
-def test_whoever_is_first_goes_on_and_nobody_changes_places_without_end(seed: int) -> None:
+def test_the_first_goes_on_and_places_do_not_change_without_end(seed: int) -> None:
     """Many tenants on few pages: no victim comes before who needed its pages, all end, and little is done twice."""
     rng = random.Random(seed)
     of = limits(rng.randint(18, 40), rng.randint(6, 16), rng.randint(2, 6))

@@ -77,7 +77,7 @@ def prompts() -> list[list[int]]:
     return found
 
 
-def asked(
+def requested(
     rig: EngineRig, of: list[list[int]] | None = None, after_step: Callable[[], None] = lambda: None
 ) -> list[SequenceOutput]:
     """The answers to the prompts `of`, two for each adapter."""
@@ -100,7 +100,7 @@ def on_the_cpu(llama: Stock) -> list[list[int]]:
     with on_a_cpu(), llama.engine(120, max_tokens_per_step=512, prefix_cache=False, **FLOAT8) as rig:
         assert rig.engine.info.kernels == "torch; attention by torch on KV in float8"
         assert rig.engine.info.page_bytes == page_bytes(llama)
-        return tokens(asked(rig))
+        return tokens(requested(rig))
 
 
 def test_pages_shared_and_moved_give_the_same_tokens(llama: Stock, on_the_cpu: list[list[int]], tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_pages_shared_and_moved_give_the_same_tokens(llama: Stock, on_the_cpu: l
         small = {"pool_bytes": needed * size, "host_bytes": 60 * size, "max_tokens_per_step": 24}
         with llama.engine(0, device="cuda", **small, **tiers, **FLOAT8) as rig:
             rig.prefer_copies()
-            first, again = tokens(asked(rig)), tokens(asked(rig))
+            first, again = tokens(requested(rig)), tokens(requested(rig))
             counters = rig.engine.load().counters
         assert not [c for c in gpu.tally.copies_of("page-mover") if c.waits]
     assert (first, again) == (on_the_cpu, on_the_cpu)
@@ -139,16 +139,16 @@ def test_a_gang_of_two_answers_as_one_worker_does(llama: Stock, on_the_cpu: list
     """Scales are of a head, so that it does not matter who has it."""
     config = llama.gang_config(120, 2, device="cuda", **FLOAT8)
     with gang(config, run_worker_on_gpu) as (engine, workers):
-        there = tokens(asked(EngineRig(engine, llama.refs)))
+        there = tokens(requested(EngineRig(engine, llama.refs)))
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert there == on_the_cpu
 
 
 def test_layers_with_and_without_a_window_share_pages_and_give_the_same_tokens(mixed: Stock) -> None:
     with on_a_cpu(), mixed.engine(240, max_tokens_per_step=512, prefix_cache=False, **FLOAT8) as rig:
-        alone = tokens(asked(rig))
+        alone = tokens(requested(rig))
     with gpu_of_twins(), mixed.engine(240, device="cuda", max_tokens_per_step=24, **FLOAT8) as rig:
-        first, again = tokens(asked(rig)), tokens(asked(rig))
+        first, again = tokens(requested(rig)), tokens(requested(rig))
         assert rig.engine.load().counters.num_cached_tokens > 0
     assert (first, again) == (alone, alone)
 
@@ -164,7 +164,7 @@ def test_dense_pages_hold_kv_of_eight_bits(mixed: Stock, device: str) -> None:
     of = {"max_tokens_per_step": 24, **FLOAT8}
     no_window = mock.patch.object(ModelConfig, "window", None)
     with on_a_cpu(), no_window, mixed.engine(240, prefix_cache=False, **of) as rig:
-        whole = tokens(asked(rig, long))
+        whole = tokens(requested(rig, long))
     num_dense = 0
     place = on_a_cpu() if device == "cpu" else gpu_of_twins()
     few_keys = mock.patch.object(window_pages, "_TILE_KEYS", 6)  # twins read no tiles
@@ -178,7 +178,7 @@ def test_dense_pages_hold_kv_of_eight_bits(mixed: Stock, device: str) -> None:
                 assert isinstance(executor, LocalExecutor)
                 executor.runner.pool[torch.tensor(scheduler.memory.allocator._free)] = torch.nan
 
-        first, again = (tokens(asked(rig, long, look)) for _ in range(2))
+        first, again = (tokens(requested(rig, long, look)) for _ in range(2))
         num_cached = rig.engine.load().counters.num_cached_tokens
     assert num_dense > 0 and num_cached > 0
     assert (first, again) == (whole, whole)
@@ -191,14 +191,14 @@ def test_the_answers_are_those_of_transformers_with_rounded_kv(
     """K as it comes from its rotation, V as it comes from its linear and adapter."""
     stock: Stock = request.getfixturevalue(base)
     with gpu_of_twins(), stock.engine(240, device="cuda", **FLOAT8) as rig:
-        output = asked(rig)
+        output = requested(rig)
     folders = {name: stock.model_path.parent / "adapters" / name for name in stock.refs}
 
     def differences(oracle: Oracle) -> torch.Tensor:
         found = []
-        for index, (prompt, heard) in enumerate(zip(prompts(), output, strict=True)):
-            logits = oracle.logits([*prompt, *heard.token_ids[:-1]], ADAPTERS[index // 2])[len(prompt) - 1 :]
-            for row, said in zip(logits.log_softmax(-1), heard.logprobs, strict=True):
+        for index, (prompt, received) in enumerate(zip(prompts(), output, strict=True)):
+            logits = oracle.logits([*prompt, *received.token_ids[:-1]], ADAPTERS[index // 2])[len(prompt) - 1 :]
+            for row, said in zip(logits.log_softmax(-1), received.logprobs, strict=True):
                 found.append((row[said.top_ids] - torch.tensor(said.top_logprobs)).abs().max())
         return torch.stack(found)
 

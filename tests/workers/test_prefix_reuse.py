@@ -77,7 +77,7 @@ def test_samples_of_one_prompt_store_it_once_though_they_come_together() -> None
 
 
 def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
-    """A preempted sequence looks anew: its pages may have gone, and that of its last look-up may be somebody else's."""
+    """A preempted sequence looks anew: its pages may have gone, and that of its last look-up may be another's."""
     s, worker = rig(budget=2)
     ask(s, worker, asking(0, PROMPT, max_tokens=1))
     keys = next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, 4, 7)
@@ -92,7 +92,7 @@ def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
     s.memory.prefixes.forget(keys[1:2])
     s._prefixes._coming[keys[5]] = other  # it has begun, and is beyond the page that is not there any more
     found = s._prefixes.find(preempted, frozenset())
-    assert found is not None or s._prefixes.key_to_await(preempted) in s._prefixes._coming, "nobody would wake it"
+    assert found is not None or s._prefixes.key_to_await(preempted) in s._prefixes._coming, "nothing would wake it"
 
 
 def test_who_waits_for_another_goes_on_alone_when_that_one_is_cancelled() -> None:
@@ -187,9 +187,9 @@ def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> Non
     resident: set[int] = set()
     for i in range(40):
         prompt = [rng.choice([1, 1, 1, 2]) for _ in range(rng.randint(1, 30))]
-        asked = asking(i, prompt, rng.randint(1, 8), rng.choice([None, "a1", "b2"]), rng.choice("tu"))
-        own = [*map(short_key, next_keys(first_link(asked), prompt, 0, 4, (len(prompt) - 1) // 4))]
-        assert s.add(asked, 0) is None
+        requested = asking(i, prompt, rng.randint(1, 8), rng.choice([None, "a1", "b2"]), rng.choice("tu"))
+        own = [*map(short_key, next_keys(first_link(requested), prompt, 0, 4, (len(prompt) - 1) // 4))]
+        assert s.add(requested, 0) is None
         start = None
         while s.has_work():
             found = next((depth for depth, key in enumerate(own) if key not in resident), len(own))
@@ -203,7 +203,7 @@ def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> Non
             resident = (resident - set(change.pages_went)) | set(change.pages_came)
             worker.check_residence(s)
         assert start is not None
-        full = next_keys(first_link(asked), prompt, 0, 4, len(prompt) // 4)
+        full = next_keys(first_link(requested), prompt, 0, 4, len(prompt) // 4)
         assert {short_key(key) for key in full} <= resident, "what was computed is not kept"
 
 
@@ -248,7 +248,7 @@ def test_a_tier_that_is_too_small_keeps_the_latest_and_the_rest_is_computed(tier
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_tier_that_fails_is_given_up_and_nobody_notices(tier: str) -> None:
+def test_a_tier_that_fails_is_given_up_and_answers_stay_the_same(tier: str) -> None:
     s, worker = rig(num_pages=12, tiers=TierSizes(host=16, disk=100))
     worker.failing_tiers = {tier}
     first = ask(s, worker, asking(0, PROMPT))

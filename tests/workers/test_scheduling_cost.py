@@ -365,14 +365,14 @@ def test_work_that_is_spread_over_steps_leaks_nothing_and_ends(seed: int, bound:
         patch.setattr(paged_memory, "MOST_EVICTED", bound)
         patch.setattr(prefix_reuse, "MOST_KEYS", bound)
         ended: set[int] = set()
-        asked: set[int] = set()
+        requested: set[int] = set()
         for i in range(600):
             if i < 60 and rng.random() < 0.6:
                 prompt = [rng.randrange(2)] * rng.randint(1, 50)
                 adapter, tenant = rng.choice([None, "a1", "b3"]), rng.choice("tu")
                 if s.add(asking(i, prompt, rng.randint(1, 12), adapter, tenant), 0) is None:
-                    asked.add(i)
-            if asked and rng.random() < 0.1 and s.cancel(chosen := rng.choice([*asked])) is not None:
+                    requested.add(i)
+            if requested and rng.random() < 0.1 and s.cancel(chosen := rng.choice([*requested])) is not None:
                 ended.add(chosen)
             if i >= 60 and not s.has_work():
                 break
@@ -380,5 +380,5 @@ def test_work_that_is_spread_over_steps_leaks_nothing_and_ends(seed: int, bound:
             s.check_integrity()
             ended |= {update.sequence_id for update in s.commit(plan, worker.execute(plan)) if update.finish_reason}
             s.check_integrity()
-        assert ended == asked
+        assert ended == requested
         assert not s.is_clearing

@@ -58,7 +58,7 @@ def test_on_a_gpu_a_tile_before_the_window_is_kept_too() -> None:
 
 
 def test_a_sequence_of_any_length_takes_a_window_of_pages() -> None:
-    """On a pool that holds a tenth of it. The worker checks that each token's window is there, and nobody else's."""
+    """On a pool that holds a tenth of it. The worker checks that each token's window is there, and is its own."""
     s, worker = rig(num_pages=MOST)
     assert MOST < 400 // BLOCK // 5
     assert s.add(asking(0, [1, 2, 3] * 50, max_tokens=200), 0) is None

@@ -41,7 +41,7 @@ class BeamCandidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     parent: int  # the beam's place among the live ones
     token_id: int
     logprob: float  # natural
-    top_ids: list[int] = []  # the likeliest tokens at its place, as many as asked for
+    top_ids: list[int] = []  # the likeliest tokens at its place, as many as requested
     top_logprobs: list[float] = []
 
 
