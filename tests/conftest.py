@@ -17,6 +17,7 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
+from motet.adapters.format import patterns
 from motet.adapters.registry import registry_view
 from motet.adapters.registry.batches.batch_registry import BatchRegistry
 from motet.adapters.registry.batches.file_registry import FileRegistry
@@ -27,6 +28,8 @@ from motet.adapters.registry.redis_deadline import answered_within
 from motet.adapters.registry.registry import Registry, connect
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.answers import generation_response
+from motet.router.bodies import body_decoder
+from motet.router.grammars import grammar_check
 from motet.router.openapi import openapi_api
 from motet.tests.rigs.cost_report import CostReport
 from motet.tests.rigs.described_routes import described_routes
@@ -141,6 +144,9 @@ def patient_routers() -> Iterator[None]:
             (registry_view, "_LOOKUP_S"),
             (registry_view, "_CATCH_UP_S"),
             (generation_response, "HEADERS_AFTER_S"),
+            (body_decoder, "DEADLINE_S"),  # of processes that yield to all others
+            (grammar_check, "DEADLINE_S"),
+            (patterns, "TIMEOUT_S"),
         ):
             patch.setattr(module, name, PATIENCE_S)
         for function in ASKS_REDIS:

@@ -50,6 +50,7 @@ class BatchWorker:
         return len(self._running)
 
     def start(self) -> None:
+        assert self._working is None or self._working.done(), "it works already, and only the later task could be ended"
         self._working = asyncio.create_task(self._work())
 
     async def stop(self) -> None:
@@ -122,11 +123,13 @@ class BatchWorker:
             _log.exception("a batch cannot be run now", extra={"fields": {"batch": runner.batch_id}})
             await asyncio.sleep(self._pace.disk_s)  # what failed may be back by then
         finally:
-            await end_tasks(running, keeping)
-            del self._running[runner.tenant_id]
-            self._metrics.num_running_batches = len(self._running)
-            with suppress(RegistryUnavailable):
-                await lease.hold(self._holder, 0)
+            try:
+                await end_tasks(running, keeping)
+            finally:  # even if it is cancelled once more
+                del self._running[runner.tenant_id]
+                self._metrics.num_running_batches = len(self._running)
+                with suppress(RegistryUnavailable):
+                    await lease.hold(self._holder, 0)
 
     async def _keep(self, lease: Lease) -> None:
         """Returns when another router has the lease. Without Redis no router can take it: files are locked."""

@@ -291,7 +291,7 @@ async def test_an_upload_whose_answer_got_lost_can_be_repeated(parts: Parts, red
 
     proxy = await asyncio.start_server(drop_the_answer, "127.0.0.1", 0, family=socket.AF_INET)
     port = proxy.sockets[0].getsockname()[1]
-    client = connect(f"redis://127.0.0.1:{port}", timeout_s=1.0)
+    client = connect(f"redis://127.0.0.1:{port}", PATIENCE_S)
     unlucky = UploadService(parts.store, Registry(client), parts.view, [LAYOUT], LIMITS)
     files = lora_files()
     with pytest.raises(RegistryUnavailable):

@@ -36,6 +36,7 @@ from motet.tests.rigs.metrics_node import LOOPBACK, metrics_node, requests_of
 from motet.tests.rigs.part_configs import DEFAULTS, leader_config
 from motet.tests.rigs.patience import PATIENCE_S, eventually, eventually_in_loop
 from motet.tests.rigs.prometheus_binaries import promtool
+from motet.tests.rigs.quota_rig import until
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.requested_adapters import RequestedAdapters
@@ -156,6 +157,9 @@ def test_a_pods_processes_die_hang_and_come_behind_one_port() -> None:
     def are_up(wanted: dict[str, int]) -> bool:
         return up_in(page()) == wanted
 
+    def with_series() -> set[str]:
+        return {process for name, process in series_of(page()) if name != "motet_process_up"}
+
     with metrics_node(port, names, read_s=PATIENCE_S) as pids:
         processes = dict(zip(names, pids, strict=True))
         eventually(lambda: are_up(dict.fromkeys(names, 1)))
@@ -173,7 +177,7 @@ def test_a_pods_processes_die_hang_and_come_behind_one_port() -> None:
             os.kill(processes[stopped], signal.SIGSTOP)  # it listens too, and takes no connection
             os.kill(processes[killed], signal.SIGKILL)
             eventually(partial(are_up, {stopped: 0, "router_r2": 1}))
-            assert {process for name, process in series_of(page()) if name != "motet_process_up"} == {"router_r2"}
+            eventually(lambda: with_series() == {"router_r2"})
             os.kill(processes[stopped], signal.SIGCONT)
             eventually(partial(are_up, {stopped: 1, "router_r2": 1}))
     with socket.create_server((LOOPBACK, port)):
@@ -195,7 +199,11 @@ async def test_a_process_that_is_slow_is_missing_and_the_others_are_there(monkey
     await slow.start(LOOPBACK, port)
     await broken.start(LOOPBACK, port)
     async with page_of(port):
-        assert up_in((await scrape(port)).text) == {"router_r1": 1, "gang_g1": 0, "gang_g2": 0}
+
+        async def others_are_there() -> bool:
+            return up_in((await scrape(port)).text) == {"router_r1": 1, "gang_g1": 0, "gang_g2": 0}
+
+        await until(others_are_there)
     assert (await scrape(port)).status_code == 401  # no process says that the key is right
     await broken.stop()
     await slow.stop()

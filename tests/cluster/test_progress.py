@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from contextlib import suppress
 
 import pytest
@@ -11,6 +10,7 @@ from rich.console import Console
 
 from motet.cluster.progress_display import ProgressDisplay
 from motet.cluster.progress_log import step
+from motet.tests.rigs.patience import eventually
 
 LONG_S = 3600.0
 
@@ -43,10 +43,8 @@ def test_nobody_waits_in_silence_or_without_a_reason() -> None:
         num_before = len(lines_of(output))
         progress("loading weights", 1, 7)
         progress("starting a router", 0, 1)
-        deadline = time.monotonic() + 60
-        while not any(line.startswith("still loading weights, starting a router, after ") for line in lines_of(output)):
-            assert time.monotonic() < deadline, lines_of(output)
-            time.sleep(0.01)
+        told = "still loading weights, starting a router, after "
+        eventually(lambda: any(line.startswith(told) for line in lines_of(output)), output.getvalue)
     assert not any(line.startswith("still") and "Ray" in line for line in lines_of(output)[num_before:])
 
 
@@ -57,6 +55,10 @@ def test_a_step_that_fails_is_told_to_have_ended() -> None:
     assert events == [("starting Ray", 0, 1), ("starting Ray", 1, 1)]
 
 
+def still(output: io.StringIO, num_before: int) -> list[str]:
+    return [line for line in lines_of(output)[num_before:] if line.startswith("still ")]
+
+
 def test_what_has_failed_is_not_still_being_done() -> None:
     output = io.StringIO()
     with display(output, silence_s=0.01) as progress:
@@ -64,11 +66,8 @@ def test_what_has_failed_is_not_still_being_done() -> None:
             raise TimeoutError
         with step(progress, "starting Ray"):
             num_before = len(lines_of(output))
-            deadline = time.monotonic() + 60
-            while not any(line.startswith("still ") for line in lines_of(output)[num_before:]):
-                assert time.monotonic() < deadline, lines_of(output)
-                time.sleep(0.01)
-            told = next(line for line in lines_of(output)[num_before:] if line.startswith("still "))
+            eventually(lambda: still(output, num_before), output.getvalue)
+            told = still(output, num_before)[0]
     assert told.startswith("still starting Ray, after ")
 
 

@@ -87,7 +87,7 @@ def test_state_survives_stop_and_start(server: RedisServer, make_server: MakeSer
 async def test_nothing_acknowledged_is_lost_by_kill_9(
     server: RedisServer, make_server: MakeServer, tmp_path: Path
 ) -> None:
-    client = connect(await asyncio.to_thread(server.start), timeout_s=1.0)
+    client = connect(await asyncio.to_thread(server.start), PATIENCE_S)
     registry = Registry(client)
     acknowledged: set[tuple[str, int, str]] = set()
     enough = asyncio.Event()

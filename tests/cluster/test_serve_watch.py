@@ -11,6 +11,7 @@ import pytest
 from motet.cluster.replicas import serve_watch
 from motet.cluster.replicas.serve_watch import ServeWatch
 from motet.router.serve_facts import ServeFacts
+from motet.tests.rigs.patience import PATIENCE_S
 
 
 class Controller:
@@ -79,13 +80,13 @@ async def test_a_head_that_is_away_leaves_what_was_known() -> None:
 
 
 async def test_one_question_at_a_time_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_watch, "ANSWER_S", 0.01)
     controller = Controller()
     await controller.look()
+    monkeypatch.setattr(serve_watch, "ANSWER_S", 0.01)
     controller.answers.clear()
     for _ in range(3):
         assert not (await controller.look()).is_head_connected
     assert controller.num_asked == 2
     controller.answers.set()
-    monkeypatch.setattr(serve_watch, "ANSWER_S", 10.0)
+    monkeypatch.setattr(serve_watch, "ANSWER_S", PATIENCE_S)
     assert (await controller.look()).is_head_connected and controller.num_asked == 2

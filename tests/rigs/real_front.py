@@ -6,8 +6,9 @@ users of one tenant have keys that are no administrators', and one of them has a
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from motet.adapters.registry.batches.records import BatchRecord, FileRecord
 from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import Registry, connect, hash_key
+from motet.adapters.registry.registry_keys import BATCH_LEASE
 from motet.adapters.registry.registry_view import CAPACITY, RegistryView
 from motet.adapters.registry.tenants.records import KeyRecord, Scope, TenantRecord
 from motet.adapters.store.store import AdapterStore
@@ -58,9 +60,17 @@ BADGERS_OWN = "badgers-adapter"
 BADGERS_ADAPTER = f"~{BADGER}/{BADGERS_OWN}"
 SCOPES: Final[frozenset[Scope]] = frozenset(get_args(Scope))
 QUICK: Final = BatchPace(
-    look_s=0.02, lease_s=1.0, flush_s=0.01, retry_s=0.01, longest_retry_s=0.05, disk_s=0.02, turn_s=0.1, stop_s=0.5
+    look_s=0.02, lease_s=30.0, flush_s=0.01, retry_s=0.01, longest_retry_s=0.05, disk_s=0.02, turn_s=0.1, stop_s=30.0
 )
 SPOOL_BYTES = 1 << 30  # of the ledger
+_READS: Final[Mapping[str, Callable[[Any, str], Any]]] = {  # all of a key, by its type
+    "string": lambda redis, key: redis.get(key),
+    "hash": lambda redis, key: redis.hgetall(key),
+    "set": lambda redis, key: redis.smembers(key),
+    "zset": lambda redis, key: redis.zrange(key, 0, -1, withscores=True),
+    "list": lambda redis, key: redis.lrange(key, 0, -1),
+    "stream": lambda redis, key: redis.xrange(key),
+}
 LIMITS = UploadLimits(max_config_bytes=10_000, max_tensors_bytes=50_000)
 
 
@@ -117,6 +127,7 @@ class RealFront:
     batches: Batches  # not started
     config: CurrentConfig
     metrics: Metrics
+    canaries: CanaryBook
 
     def client(self) -> httpx.AsyncClient:
         """Without credentials."""
@@ -166,14 +177,32 @@ class RealFront:
         )
         await self.batches.batches.add(batch, kept_until=until)
 
+    async def expire_lease(self, batch_id: str) -> None:
+        """As if the router that died with it were silent for long. A living one on a busy machine may well be."""
+        await self.redis.delete(BATCH_LEASE + batch_id)
+
     async def stored(self) -> Any:
-        """All that a request could leave: what the registry says, and files in the store and of uploads."""
+        """All that a request could leave: what the registry says, and files of adapters, uploads and batches.
+
+        What earlier requests have begun beside their answers has ended by then.
+        """
+        if begun := [task for task in asyncio.all_tasks() if task.get_name() in ("preload", "shadow")]:
+            await asyncio.wait(begun)
+        await self.canaries.flush()
+        folders = (self.folder / name for name in ("store", "spool", "files"))  # the ledger's change by themselves
+        files = sorted(str(path) for folder in folders for path in folder.rglob("*") if path.is_file())
+        return await self._records(), files
+
+    async def _records(self) -> dict[str, Any]:
+        """What is in each key, in an order of its own: reads alone may change that of a hash, and so its DUMP."""
         keys = sorted([key async for key in self.redis.scan_iter(match="motet:{registry}:*")])
-        files = sorted(str(path) for path in self.folder.rglob("*") if path.is_file())
         async with self.redis.pipeline(transaction=False) as pipeline:
             for key in keys:
-                pipeline.dump(key)
-            return [*zip(keys, await pipeline.execute(), strict=True)], files
+                pipeline.type(key)
+            kinds = await pipeline.execute()
+            for key, kind in zip(keys, kinds, strict=True):
+                _READS[kind](pipeline, key)
+            return dict(zip(keys, await pipeline.execute(), strict=True))
 
     async def _upload(self, tenant: str, name: str, files: LoraFiles) -> None:
         tensors = files.write(self.folder)
@@ -238,7 +267,7 @@ async def real_front(
         more_routes=usage.routes,
     )
     document = described_routes(app.state.routes)
-    front = RealFront(app, redis, registry, view, uploads, fake, folder, document, batches, config, metrics)
+    front = RealFront(app, redis, registry, view, uploads, fake, folder, document, batches, config, metrics, canaries)
     try:
         if is_first:
             await front.furnish()

@@ -124,6 +124,7 @@ async def test_a_batch_outlives_the_router_that_works_it_off(
             killed, other = sorted(routers.processes, key=routers.computed, reverse=True)
             assert not routers.computed(other), "one router works off a batch"
             routers.kill(killed)
+            await front.expire_lease(batch_id)
             batch = await owner.batch(batch_id)
             assert batch["status"] == "in_progress"
             acknowledged = await on_disk(front, batch_id)

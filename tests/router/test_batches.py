@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from motet.adapters import ended_tasks
 from motet.adapters.ended_tasks import end_tasks
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.batches import batch_registry
@@ -135,12 +136,13 @@ def another_router(front: RealFront) -> Batches:
     return batches
 
 
-async def kill(batches: Batches) -> None:
+async def kill(front: RealFront, batches: Batches) -> None:
     """As its process' death: nothing is written or noted any more, and its lease stays until it expires."""
-    holder, batches._worker._holder = batches._worker._holder, "a dead router"
-    assert holder
-    running = [one.task for one in batches._worker._running.values()]
-    await end_tasks(batches._worker._working, batches._sweeping, *running)
+    batches._worker._holder = "a dead router"
+    running = [*batches._worker._running.values()]
+    await end_tasks(batches._worker._working, batches._sweeping, *(one.task for one in running))
+    for one in running:
+        await front.expire_lease(one.runner.batch_id)
 
 
 async def forgotten_at(front: RealFront, one: str) -> float:
@@ -641,8 +643,8 @@ async def test_tenants_share_a_router(front: RealFront, charges: Charges) -> Non
     batches = [await owner.create(await owner.upload(work(20))) for _ in range(2)]
     other = await asker.create(await asker.upload([line(f"b-{n}", model="moles-adapter", user="b") for n in range(20)]))
     async with started(front.batches):
-        await until(condition(lambda: charges.num_open >= 8))
-        assert front.batches._worker.num_running == 2  # one of each tenant
+        # One of each tenant.
+        await until(condition(lambda: charges.num_open >= 8 and front.batches._worker.num_running == 2))
         charges.opening.set()
         for client, batch_id in ((asker, other), *((owner, one) for one in batches)):
             assert (await client.ended(batch_id))["request_counts"]["completed"] == 20
@@ -678,6 +680,33 @@ async def test_another_router_waits_for_the_lease_and_for_the_files(front: RealF
         assert not charges.complete
         held.close()
         assert (await owner.ended(batch_id))["request_counts"]["completed"] == 3
+
+
+async def test_a_router_that_stops_gives_its_lease_back_however_long_a_line_takes_to_end(
+    front: RealFront, charges: Charges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cancelled again and again meanwhile."""
+    monkeypatch.setattr(ended_tasks, "_AGAIN_S", 0.01)
+    num_cancelled = 0
+
+    async def open_slowly(request: AnswerRequest) -> None:
+        nonlocal num_cancelled
+        charges.num_open += 1
+        while num_cancelled < 5:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                num_cancelled += 1
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(charges, "open", open_slowly)
+    owner, router = BatchClient(front), another_router(front)
+    router._worker._pace = replace(QUICK, stop_s=0.0)
+    batch_id = await owner.create(await owner.upload(work(1)))
+    async with started(router):
+        await until(condition(lambda: charges.num_open == 1))
+    assert (num_cancelled, router._worker.num_running) == (5, 0)
+    assert await front.batches.batches.lease(batch_id).hold("another router", 60)
 
 
 def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
@@ -731,7 +760,7 @@ async def test_every_line_has_one_result_whatever_happens(
             match rng.choice(["start", "start", "kill", "stop", "cancel"]):
                 case "kill" if routers:
                     num_killed += 1
-                    await kill(routers.pop(rng.randrange(len(routers))))
+                    await kill(front, routers.pop(rng.randrange(len(routers))))
                 case "stop" if routers:
                     await routers.pop(rng.randrange(len(routers))).stop()
                 case "cancel" if cancels:

@@ -207,9 +207,11 @@ async def test_results_of_a_batch_that_ends_while_files_are_swept_stay(
     read = front.batches.batches.pages_of
 
     async def pages_of(tenant_id: str) -> AsyncIterator[Any]:
-        front.batches.start()
-        await owner.ended(batch_id)
-        await front.batches.stop()
+        front.batches._worker.start()  # alone: what `start` begins beside it would sweep, too, and come here again
+        try:
+            await owner.ended(batch_id)
+        finally:
+            await front.batches._worker.stop()
         async for page in read(tenant_id):
             yield page
 

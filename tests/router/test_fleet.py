@@ -299,7 +299,7 @@ async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_told(
     holders = gangs.where(ref)
     assert len({*holders}) == 2
     assert all(engine.submitted[0].wait_s == PATIENCE_S for engine in gangs.engines.values() if engine.submitted)
-    brought = routers[0].bring(request, 9, wait_s=1.0)
+    brought = routers[0].bring(request, 9, wait_s=PATIENCE_S)
     assert len(brought) == 3  # all that there are
     for stream in brought.values():
         await finish(stream)
@@ -310,7 +310,7 @@ async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_told(
     async def told(tiers: Callable[[], list[str]], expected: list[str]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while tiers() != expected:
-                for stream in routers[0].bring(msgspec.structs.replace(request, adapter=None), 3, 1.0).values():
+                for stream in routers[0].bring(msgspec.structs.replace(request, adapter=None), 3, PATIENCE_S).values():
                     await finish(stream)  # a gang tells with its steps
 
     assert tiers("acme", routers[0]) == ["device"] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,49 @@ def headers(account: Account | ApiError) -> dict[str, str]:
     if isinstance(account, ApiError):
         return dict(account.headers)
     return {name.decode(): value.decode() for name, value in account.headers}
+
+
+class Refill:
+    """What comes back of a limit by itself, however slow this machine is."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._began_s = limit, time.monotonic()
+
+    @property
+    def most(self) -> float:
+        """Units until now."""
+        return self._limit * (time.monotonic() - self._began_s) * 1e6 / PERIOD_US
+
+
+class Lease:
+    """A router's, of a tenant's answers at once, in Redis."""
+
+    def __init__(self, client: Redis, who: Identity, quotas: Quotas) -> None:
+        (limit,) = [one for one in limits_of(who) if one.kind == "streams"]
+        self._client: Any = client
+        self._key, self._begins = redis_key(who.tenant.tenant_id, limit), f"router:{quotas._router}."
+
+    async def end(self) -> None:
+        """As if the router had been silent for long."""
+        field, value = await self._read()
+        await self._client.hset(self._key, field, f"{value.rpartition(' ')[0]} 1")
+
+    async def is_renewed(self) -> None:
+        """Returns when it has been prolonged."""
+        before = await self._end()
+
+        async def is_later() -> bool:
+            return await self._end() > before
+
+        await until(is_later)
+
+    async def _end(self) -> int:
+        return int((await self._read())[1].rpartition(" ")[2])
+
+    async def _read(self) -> tuple[str, str]:
+        fields: dict[str, str] = await self._client.hgetall(self._key)
+        (found,) = [(field, value) for field, value in fields.items() if field.startswith(self._begins)]
+        return found
 
 
 async def hammer(client: Redis, fleet: list[Quotas], limit: int) -> tuple[int, float]:
@@ -73,7 +117,10 @@ async def test_a_quota_of_one_works_at_each_of_many_routers(redis_client: Redis,
                 assert isinstance(await try_open(other, asked(who)), ApiError)
 
 
-async def test_what_another_router_holds_in_reserve_is_waited_for(redis_client: Redis, redis_url: str) -> None:
+async def test_what_another_router_holds_in_reserve_is_waited_for(
+    redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("motet.router.quotas.quotas._RETURNED_S", 3.0)  # by then it has returned it on a busy machine
     who = identity(Quota(requests_per_minute=40, concurrent_streams=40))
     async with routers(redis_url, 1) as (here,):
         for _ in range(20):
@@ -97,11 +144,13 @@ async def test_a_request_with_a_grant_does_not_wait_for_redis(redis_client: Redi
     async with routers(redis_url, 1) as (quotas,):
         for _ in range(100):
             (await quotas.open(asked(who))).settle(ending())
+        began_s = time.monotonic()
         await redis_client.config_resetstat()
         for _ in range(10):
             (await quotas.open(asked(who))).settle(ending())
-        calls = await redis_client.info("commandstats")
-        assert calls.get("cmdstat_evalsha", {"calls": 0})["calls"] <= 6  # of its three limits, beside requests
+        calls = (await redis_client.info("commandstats")).get("cmdstat_evalsha", {"calls": 0})["calls"]
+        # Of its three limits, beside requests.
+        assert calls <= 3 * (2 + (time.monotonic() - began_s) * 1e6 // grants.REPORT_INTERVAL_US)
 
 
 async def test_a_request_is_let_through_by_all_of_its_quotas_or_takes_of_none(
@@ -111,18 +160,20 @@ async def test_a_request_is_let_through_by_all_of_its_quotas_or_takes_of_none(
         Quota(requests_per_minute=100, tokens_per_minute=1000, concurrent_streams=5), Quota(requests_per_minute=1)
     )
     async with routers(redis_url, 1) as (quotas,):
+        tokens, seconds = Refill(1000), Refill(60)
         first = await quotas.open(asked(who, prompt=50, new=50))
         assert headers(first)["x-ratelimit-limit-requests"] == "1"  # the key's, which has less left
         assert headers(first)["x-ratelimit-remaining-requests"] == "0"
-        assert headers(first)["x-ratelimit-remaining-tokens"] == "900"
+        assert 900 <= int(headers(first)["x-ratelimit-remaining-tokens"]) <= 900 + tokens.most
         refused = await try_open(quotas, asked(who, prompt=50, new=50))
         assert isinstance(refused, ApiError)
         assert (refused.status_code, refused.detail.code) == (429, "rate_limit_exceeded")
         assert "this key's requests a minute: limit 1" in str(refused)
-        assert 55 <= int(headers(refused)["Retry-After"]) <= 60
+        assert 60 - seconds.most <= int(headers(refused)["Retry-After"]) <= 60
+        requests = Refill(100)
         now = await left(quotas, who)
-        assert now["requests"] == 99  # of the tenant's: the refused one took none
-        assert 900 <= now["tokens"] < 1000
+        assert 99 <= now["requests"] <= 99 + requests.most  # of the tenant's: the refused one took none
+        assert 900 <= now["tokens"] <= 900 + tokens.most
         assert now["streams"] == 4
 
 
@@ -136,8 +187,9 @@ async def test_tokens_are_reserved_and_given_back(redis_client: Redis, redis_url
         assert "max_tokens" in str(refused)
         first.settle(ending(prompt=100, completion=20))
         await until(partial(is_left, there, who, {"tokens": 880}))
+        refill = Refill(1000)
         second = await there.open(asked(who, prompt=100, new=700))
-        assert int(headers(second)["x-ratelimit-remaining-tokens"]) < 200
+        assert int(headers(second)["x-ratelimit-remaining-tokens"]) < 200 + refill.most
 
 
 async def test_tokens_that_have_drained_do_not_come_back_once_more(redis_client: Redis, redis_url: str) -> None:
@@ -145,9 +197,10 @@ async def test_tokens_that_have_drained_do_not_come_back_once_more(redis_client:
     async with routers(redis_url, 1) as (quotas,):
         first = await quotas.open(asked(who, prompt=0, new=400))
         await until(partial(is_left, quotas, who, {"tokens": 60_000}))
+        refill = Refill(60_000)
         second = await quotas.open(asked(who, prompt=0, new=30_000))
         first.settle(ending(prompt=0, completion=0))
-        assert (await left(quotas, who))["tokens"] < 31_000
+        assert (await left(quotas, who))["tokens"] <= 30_000 + refill.most
         second.settle(ending(prompt=0, completion=30_000))
 
 
@@ -158,8 +211,9 @@ async def test_an_answer_that_failed_before_anything_was_computed_costs_no_token
     async with routers(redis_url, 1) as (quotas,):
         account = await quotas.open(asked(who, prompt=900, new=100))
         account.settle(ending(prompt=0, error="overloaded"))
+        refill = Refill(1000)
         again = await quotas.open(asked(who, prompt=900, new=100))  # after it, in the same batch or the next
-        assert headers(again)["x-ratelimit-remaining-tokens"] == "0"
+        assert int(headers(again)["x-ratelimit-remaining-tokens"]) <= refill.most
 
 
 async def test_an_answer_that_failed_costs_the_prompt_that_was_computed(redis_client: Redis, redis_url: str) -> None:
@@ -176,8 +230,9 @@ async def test_what_is_larger_than_a_minutes_quota_gets_the_whole_of_it_and_is_c
     monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.05)
     who, completion = identity(Quota(tokens_per_minute=1000)), 0
     async with routers(redis_url, 1) as (quotas,):
+        refill = Refill(1000)
         first = await quotas.open(asked(who, prompt=500, new=4000, by_now=lambda: progress(500, completion)))
-        assert headers(first)["x-ratelimit-remaining-tokens"] == "0"
+        assert int(headers(first)["x-ratelimit-remaining-tokens"]) <= refill.most
         completion = 1500  # 2000 in all, of which 1000 were there
 
         async def backlog_s() -> float:
@@ -226,7 +281,6 @@ async def test_answers_at_once_are_counted_over_routers_and_let_go_at_their_end(
 async def test_streams_of_a_killed_router_end_and_those_of_a_living_one_do_not(
     redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grants, "LEASE_US", 1_500_000)
     monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.1)
     who = identity(Quota(concurrent_streams=2))
     async with routers(redis_url, 1) as (living,):
@@ -234,10 +288,12 @@ async def test_streams_of_a_killed_router_end_and_those_of_a_living_one_do_not(
         async with routers(redis_url, 1) as (killed,):
             await killed.open(asked(who))
             assert isinstance(await try_open(living, asked(who)), ApiError)
+        lease = Lease(redis_client, who, killed)
+        await lease.end()
         async with asyncio.timeout(PATIENCE_S):
             while isinstance(await try_open(living, asked(who)), ApiError):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        await asyncio.sleep(2.0)  # longer than a lease: both of the living one's count
+        await Lease(redis_client, who, living).is_renewed()  # both of the living one's count
         assert isinstance(await try_open(living, asked(who)), ApiError)
         kept.settle(ending())
 
@@ -252,26 +308,28 @@ async def test_a_place_is_renewed_although_the_tenant_had_no_stream_for_a_while(
     async with routers(redis_url, 2) as (here, there):
         (await here.open(asked(who))).settle(ending())
         await until(partial(is_left, there, who, {"streams": 1}))
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # a lease
+        monkeypatch.setattr(grants, "LEASE_US", 20_000_000)
         await here.open(asked(who))
-        await asyncio.sleep(2.0)  # longer than a lease
+        await Lease(redis_client, who, here).is_renewed()
         assert isinstance(await try_open(there, asked(who)), ApiError)
 
 
 async def test_a_resumed_stream_is_admitted_and_charged_for_what_it_uses(redis_client: Redis, redis_url: str) -> None:
     who = identity(Quota(requests_per_minute=2, tokens_per_minute=1000, concurrent_streams=1))
     async with routers(redis_url, 2) as (lost, other):
+        requests, tokens = Refill(2), Refill(1000)
         await lost.open(asked(who, prompt=400, new=500, response_id="cmpl-1"))  # and its router is no more
         again = await other.open(asked(who, prompt=400, new=500, response_id="cmpl-1", is_resumed=True))
-        assert headers(again)["x-ratelimit-remaining-requests"] == "1"
-        assert int(headers(again)["x-ratelimit-remaining-tokens"]) < 150
+        assert 1 <= int(headers(again)["x-ratelimit-remaining-requests"]) <= 1 + requests.most
+        assert int(headers(again)["x-ratelimit-remaining-tokens"]) <= 100 + tokens.most
         assert headers(again)["x-ratelimit-remaining-streams"] == "0"
         refused = await try_open(other, asked(who))
         assert isinstance(refused, ApiError), "it has the only place"
         again.settle(ending(prompt=0, completion=100))
         now = await left(other, who)
-        assert now["requests"] == 1
-        assert now["tokens"] <= 20  # 900 were reserved by the lost router, and 100 used since
+        assert 1 <= now["requests"] <= 1 + requests.most
+        assert now["tokens"] <= tokens.most  # 900 were reserved by the lost router, and 100 used since
         assert now["streams"] == 1
 
 
@@ -284,7 +342,7 @@ async def test_a_stream_that_was_taken_over_is_charged_once(redis_client: Redis,
         again = await pair[place].open(asked(who, prompt=300, new=200, response_id="cmpl-1", is_resumed=True))
         first.settle(ending(prompt=300, completion=100, error="taken_over"))
         again.settle(ending(prompt=300, completion=200))
-        async with asyncio.timeout(10):  # if it was charged twice that much is left after 24 s
+        async with asyncio.timeout(20):  # if it was charged twice that much is left after 24 s
             await until(partial(is_left, pair[1], who, {"tokens": 500}))
 
 

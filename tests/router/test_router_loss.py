@@ -42,7 +42,7 @@ from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLo
 
 TOKEN = "a secret"
 PASSAGE = "the quick 你猫 brown fox jumps 🎉 over the lazy dog. héllo wörld "
-ORPHAN_S = 3.0  # long beside all that a test does before somebody asks for an orphan
+ORPHAN_S = 3.0  # unless a test asks for one
 
 
 class ReadingEngine(StandInEngine):
@@ -127,8 +127,9 @@ class Router:
 
 
 class Cluster:
-    def __init__(self, text: TextService, spool_path: Path) -> None:
+    def __init__(self, text: TextService, spool_path: Path, orphan_s: float) -> None:
         self.text = text
+        self._orphan_s = orphan_s
         self.gangs: list[Gang] = []
         self.routers: list[Router] = []
         self._spool_path = spool_path
@@ -136,7 +137,7 @@ class Cluster:
     async def add_gang(self) -> Gang:
         engine = ReadingEngine(encoded(self.text, PASSAGE))
         server = FrameServer(
-            engine, msgspec.structs.replace(INFO, vocab_size=320), TOKEN, leader_config(orphan_s=ORPHAN_S)
+            engine, msgspec.structs.replace(INFO, vocab_size=320), TOKEN, leader_config(orphan_s=self._orphan_s)
         )
         self.gangs.append(Gang(engine, server, await server.start("127.0.0.1")))
         return self.gangs[-1]
@@ -186,8 +187,8 @@ def text() -> TextService:
 
 
 @pytest.fixture
-async def cluster(text: TextService, tmp_path: Path) -> AsyncIterator[Cluster]:
-    cluster = Cluster(text, tmp_path / "spool")
+async def cluster(request: pytest.FixtureRequest, text: TextService, tmp_path: Path) -> AsyncIterator[Cluster]:
+    cluster = Cluster(text, tmp_path / "spool", orphan_s=getattr(request, "param", ORPHAN_S))
     for _ in range(2):
         await cluster.add_gang()
     yield cluster
@@ -258,6 +259,7 @@ async def test_every_token_once_whenever_routers_die(cluster: Cluster, number: i
     await eventually(lambda: cluster.num_running == 0)  # what stop strings or nobody wanted is cancelled in time
 
 
+@pytest.mark.parametrize("cluster", [PATIENCE_S], indirect=True)
 async def test_what_was_computed_is_not_computed_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gang that has the sequence continues with it for another router; other gangs stay idle."""
     monkeypatch.setattr(dispatch, "NEWS_WAIT_S", PATIENCE_S)  # the gang that holds it will say so

@@ -71,6 +71,7 @@ async def use_everything(front: RealFront) -> None:
             await requested(front, "POST", "/v1/completions", json={**body, "user": f"u{i}"})
             for i in range(NUM_ANSWERS // 2)
         ]
+        await front.canaries.flush()
         said = {"thumb": "up", "comment": COMMENT}
         reported = await asyncio.gather(
             *(requested(front, "POST", "/v1/feedback", json={"id": answer["id"], **said}) for answer in answers)

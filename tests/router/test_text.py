@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from motet.router.text.text import MAX_CHARS_ON_LOOP, NUM_THREADS, TextService
+from motet.router.text.text import MAX_CHARS_ON_LOOP, MOST_THREADS, TextService
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import CORPUS, byte_level_tokenizer, decoded, encoded, text_service
 
@@ -219,20 +219,28 @@ async def test_uploads_cannot_take_the_threads_of_texts(text: TextService) -> No
     await busy
 
 
-async def test_one_tenants_long_texts_hold_up_no_others(text: TextService) -> None:
-    """However many it has sent before."""
-    ended: list[str] = []
+async def test_one_tenants_long_texts_hold_up_no_others(text: TextService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many it has sent, and however long they take: they end after the other tenant's here."""
+    greedy, quiet = text.of("greedy"), text.of("quiet")
+    long, encode_all = "the quick brown fox " * MAX_CHARS_ON_LOOP, greedy._encode_all
+    has_ended, num_begun = threading.Event(), threading.Semaphore(0)
 
-    async def encode(tenant: str) -> None:
-        await text.of(tenant).encode("the quick brown fox " * MAX_CHARS_ON_LOOP, add_special_tokens=False)
-        ended.append(tenant)
+    def encode(*args: Any, **options: Any) -> list[list[int]]:
+        num_begun.release()
+        assert has_ended.wait(PATIENCE_S)
+        return encode_all(*args, **options)
 
-    async with asyncio.timeout(PATIENCE_S):
-        flood = [asyncio.create_task(encode("greedy")) for _ in range(20)]
-        await asyncio.sleep(0)  # they have begun, or wait
-        await encode("quiet")
-        await asyncio.gather(*flood)
-    assert len(ended) == 21 and ended.index("quiet") <= NUM_THREADS, ended
+    monkeypatch.setattr(greedy, "_encode_all", encode)
+    flood = [asyncio.create_task(greedy.encode(long, add_special_tokens=False)) for _ in range(20)]
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(MOST_THREADS):
+                assert await asyncio.to_thread(num_begun.acquire, timeout=PATIENCE_S)
+            await quiet.encode(long, add_special_tokens=False)
+        assert not num_begun.acquire(blocking=False)
+    finally:
+        has_ended.set()
+    assert len(await asyncio.gather(*flood)) == 20
 
 
 async def test_the_least_number_of_tokens_is_never_too_high(text: TextService, tokenizer: Tokenizer) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -165,10 +166,17 @@ async def slow_reader(client: httpx.AsyncClient) -> tuple[asyncio.Task[None], li
 
 async def test_who_does_not_read_is_cut_off(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """And until then holds up nobody but itself."""
-    monkeypatch.setattr(csv_answer, "LONGEST_S", 4.0)  # more than its first parts take on a busy machine
-    stuck, sent = await slow_reader(client)
+    made: dict[float, asyncio.Timeout] = {}
+
+    def timeout(longest_s: float) -> asyncio.Timeout:
+        return made.setdefault(longest_s, asyncio.timeout(longest_s))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(csv_answer, "asyncio", SimpleNamespace(timeout=timeout))
+        stuck, sent = await slow_reader(client)
     other = await client.get(f"/v1/usage?{SPAN}", headers={"Authorization": "Bearer key-of-zenith"})
     assert other.status_code == 200
+    made[csv_answer.LONGEST_S].reschedule(asyncio.get_running_loop().time())  # its time is over
     await asyncio.wait_for(stuck, PATIENCE_S)
     assert sent[-1]["more_body"]  # so no client takes it for whole
     assert (await client.get(f"/v1/usage?{SPAN}")).status_code == 200

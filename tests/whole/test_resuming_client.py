@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -103,7 +104,14 @@ def test_no_server_for_a_while() -> None:
     assert reported[3] is not None
 
 
-def test_gives_up_in_time() -> None:
+def test_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+
+    monkeypatch.setattr(resuming_client, "time", SimpleNamespace(monotonic=lambda: now_s[0], sleep=sleep))
+
     def refuse(request: httpx.Request, body: bytes) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
@@ -112,7 +120,7 @@ def test_gives_up_in_time() -> None:
     server = Server(1, lambda request, body: httpx.Response(503, text="no gang"))
     with pytest.raises(StreamFailedError, match="no gang"):
         next(resume_stream(server.client, PATH, BODY, give_up_s=0.05))
-    assert len(server.requests) > 1
+    assert len(server.requests) > 1 and 0.09 < now_s[0] <= 0.1
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 409, 429, 500])

@@ -13,6 +13,7 @@ from motet.adapters.format.tensor_file import Tensor
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.engine_rig import Stock
+from motet.tests.rigs.given_up_reads import give_up_reads
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.workers.copies import store_readers
@@ -74,7 +75,7 @@ def test_steps_go_on_while_an_adapter_is_coming(stock: Stock, monkeypatch: pytes
     let_go, get = threading.Event(), HostAdapterCache.get
 
     def slow(cache: HostAdapterCache, digest: str) -> torch.Tensor:
-        assert let_go.wait(30)
+        assert let_go.wait(PATIENCE_S)
         return get(cache, digest)
 
     monkeypatch.setattr(HostAdapterCache, "get", slow)
@@ -133,13 +134,14 @@ def test_a_read_that_hangs_holds_up_no_other(stock: Stock, monkeypatch: pytest.M
 
     monkeypatch.setattr(AdapterStore, "load_packed", hang)
     short = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-    with stock.engine(num_pages=200, store_deadline_s=3.0) as rig:
+    with stock.engine(num_pages=200, store_deadline_s=PATIENCE_S) as rig:
         rig.submit(0, [1, 2, 3], first, short)
         rig.step()
         rig.submit(1, [1, 2, 3], second, short)
         while not rig.outputs[1].ended:
             rig.step()
         assert (len(rig.outputs[1].token_ids), rig.outputs[0].ended) == (3, False)
+        give_up_reads(rig.engine.executor.loader._readers, 1)  # type: ignore[attr-defined]
         rig.finish()
         assert rig.outputs[0].error is not None
         assert rig.outputs[0].error.kind == "store_unavailable"

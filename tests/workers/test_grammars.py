@@ -22,7 +22,7 @@ from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.grammar_tokenizer import EOS, TOKENS, text_of, write_tokenizer
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
-from motet.tests.rigs.patience import eventually
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
 from motet.workers.grammar.compiled_grammars import CompiledGrammars
 from motet.workers.grammar.constraints import Constraints
@@ -324,7 +324,7 @@ def test_others_run_while_a_grammar_is_compiled(stock: Stock, monkeypatch: pytes
     may_compile, compile_now = threading.Event(), CompiledGrammars.matcher
 
     def held(*given: Any) -> LLMatcher:
-        assert may_compile.wait(60)
+        assert may_compile.wait(PATIENCE_S)
         return compile_now(*given)
 
     monkeypatch.setattr(CompiledGrammars, "matcher", held)

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 import pytest
 
 from motet.adapters.errors import AdapterCorrupt, StoreUnavailable
+from motet.tests.rigs.given_up_reads import give_up_reads
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.workers.copies import store_readers
 from motet.workers.copies.store_readers import StoreReaders
@@ -96,19 +97,19 @@ def test_others_are_read_beside_one_that_hangs(patient: Rig) -> None:
     assert patient.readers.num_hung == 0
 
 
-def test_one_that_hangs_is_given_up_and_its_place_is_taken(hasty: Rig) -> None:
+def test_one_that_hangs_is_given_up_and_its_place_is_taken(patient: Rig) -> None:
     stuck = [f"stuck {number}" for number in range(4)]
-    hasty.disk.hang(*stuck)
-    hasty.begin(*stuck)
-    assert all(isinstance(end, StoreUnavailable) for end in hasty.next_ends(4).values())
-    assert hasty.readers.num_hung == 4
-    hasty.readers._deadline_s = PATIENCE_S
-    hasty.begin("a")
-    assert hasty.next_ends(1) == {"a": "A"}
-    for event in hasty.disk.hanging.values():
+    patient.disk.hang(*stuck)
+    patient.begin(*stuck)
+    give_up_reads(patient.readers, 4)
+    assert all(isinstance(end, StoreUnavailable) for end in patient.next_ends(4).values())
+    assert patient.readers.num_hung == 4
+    patient.begin("a")
+    assert patient.next_ends(1) == {"a": "A"}
+    for event in patient.disk.hanging.values():
         event.set()
-    eventually(lambda: hasty.readers.num_hung == 0)
-    assert hasty.ends.empty(), "the end of a read was told twice"
+    eventually(lambda: patient.readers.num_hung == 0)
+    assert patient.ends.empty(), "the end of a read was told twice"
 
 
 def test_when_all_hang_reads_fail_at_once_until_one_comes_back(hasty: Rig) -> None:
@@ -117,7 +118,6 @@ def test_when_all_hang_reads_fail_at_once_until_one_comes_back(hasty: Rig) -> No
     num_threads = threading.active_count()
     hasty.begin(*stuck)
     hasty.next_ends(12)
-    eventually(lambda: hasty.readers.num_hung >= 4)
     while hasty.readers.num_hung < 12:  # those that had waited behind the first ones were given up there
         hasty.begin(*(digest for digest in stuck if not hasty.disk.num_reads[digest]))
         eventually(lambda: not hasty.ends.empty())
