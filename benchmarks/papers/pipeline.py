@@ -23,7 +23,7 @@ from motet.benchmarks.papers.pipeline_search import (
     in_sequence,
     shortest_ms,
 )
-from motet.workers.costs.balance import most_tokens_per_s
+from motet.benchmarks.papers.step_balance import most_tokens_per_s
 
 NUM_ROWS, NUM_LAYERS, DEGREE = 2048, 80, 8
 NUM_BATCHES, PUBLISHED_SIZES = 2, (768, 1280)
