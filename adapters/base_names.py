@@ -11,7 +11,7 @@ from typing import Final
 from .errors import shown
 
 _HUB_CACHE: Final = re.compile(r"models--(?:[^/]+?--)?([^/]+)")  # a folder in the hub's cache
-_TELLS_NOTHING: Final = re.compile(
+_UNINFORMATIVE: Final = re.compile(
     r"\.{0,2}|~|(?:base|final|latest|merged|model|output|weights|checkpoint)s?|(?:base|final|merged)[-_]model"
     r"|(?:checkpoint|step|epoch)[-_]?[0-9]+|[0-9a-f]{32,}"
 )
@@ -27,7 +27,7 @@ def base_name(path: str) -> str:
         if match := _HUB_CACHE.fullmatch(part):
             return match[1]
     name = parts[-1].rpartition("--")[2]  # owner--name, as downloads are kept
-    return "" if _TELLS_NOTHING.fullmatch(name) else name
+    return "" if _UNINFORMATIVE.fullmatch(name) else name
 
 
 def names_of_folder(folder: Path) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ AdapterError
 ├── NoSuchVersion         a name has no such version or alias (HTTP 404)
 │   └── NoSuchName        there is no such name (HTTP 404)
 ├── NameTaken             there is an adapter of this name already (HTTP 409)
-├── VersionRefused        what a version is asked to be it cannot be now; the message says why (HTTP 409)
+├── VersionRefused        a version cannot become what was requested now; the message says why (HTTP 409)
 ├── UploadTooLarge        the upload is over a size limit (HTTP 413)
 ├── UploadUnchecked       the upload could not be checked now; the same may be sent again (HTTP 503)
 ├── QuotaExceeded         a tenant, or a key, may not have so much (HTTP 429, code insufficient_quota)
@@ -14,7 +14,7 @@ AdapterError
 │   └── RegistryFull      Redis has no memory left for more (HTTP 507)
 ├── StoreUnavailable      the store cannot be read now: it may be later, or from another machine (HTTP 503)
 ├── AdapterCorrupt        the store has an adapter no longer, or damaged; requests for this adapter fail, others do not
-├── TenantGone            the tenant that asked was deleted meanwhile (HTTP 401)
+├── TenantGone            the request's tenant was deleted meanwhile (HTTP 401)
 ├── TenantExists          there is a tenant of this name already (HTTP 409)
 ├── TenantEnding          the tenant's deletion has not ended (HTTP 409)
 ├── NoSuchTenant          (HTTP 404)

@@ -29,18 +29,18 @@ class Sight:
         owner, _ = split_private(name)
         return owner is None or self.sees_all or (owner == self.user and owner != "")
 
-    def names(self, asked: str) -> tuple[str, ...]:
-        """The registered names that `asked` may mean: the first one that exists is meant.
+    def names(self, requested: str) -> tuple[str, ...]:
+        """The registered names that `requested` may mean: the first one that exists is meant.
 
         `~user/name` is that user's, `~/name` the tenant's. A plain name is the caller's own private adapter, else the
         tenant's. Empty: the caller may not see such an adapter, so nothing is looked up.
         """
-        owner, name = split_private(asked)
+        owner, name = split_private(requested)
         if owner == "":
             return (name,)
         if owner is not None:
-            return (asked,) if self.sees(asked) else ()
-        return (private_name(self.user, asked), asked) if self.user else (asked,)
+            return (requested,) if self.sees(requested) else ()
+        return (private_name(self.user, requested), requested) if self.user else (requested,)
 
     def ranges(self) -> tuple[Range, ...]:
         """Of the names that the caller sees, in their order."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Place:
-    rest_s: float = 0.0  # after it, for so long its tenant gets no other for it: set by who holds it
+    rest_s: float = 0.0  # for which its tenant gets no other place afterwards: set by the holder
 
 
 class TenantPlaces:

@@ -139,15 +139,15 @@ class UploadService:
         """The name with its history, if the caller sees it. Raises NoSuchName, RegistryUnavailable."""
         return await self._registry.names.get(tenant, await self._registered(tenant, name, sight))
 
-    async def _registered(self, tenant: str, asked: str, sight: Sight) -> str:
+    async def _registered(self, tenant: str, requested: str, sight: Sight) -> str:
         """The registered name that the caller means; there may be no such adapter. Raises NoSuchName."""
-        names = sight.names(asked)
+        names = sight.names(requested)
         if not names:
-            raise no_such_name(asked)
+            raise no_such_name(requested)
         if len(names) == 1:
             return names[0]
         found = await self._registry.get_many([(tenant, name) for name in names])
-        return next((adapter.name for adapter in found if adapter is not None), asked)
+        return next((adapter.name for adapter in found if adapter is not None), requested)
 
     async def change(
         self,

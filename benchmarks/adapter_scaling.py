@@ -27,9 +27,10 @@ from typing import Any
 
 from motet.benchmarks.many_adapters import StoredAdapter, draw_adapters, write_store
 from motet.benchmarks.rigs import random_model
-from motet.benchmarks.rigs.engine_side import BLOCK_SIZE, worker_cpu_s
+from motet.benchmarks.rigs.engine_side import BLOCK_SIZE
 from motet.benchmarks.rigs.workload import Job, draw_jobs
 from motet.cluster.config import MotetConfig
+from motet.workers.costs.measured_steps import computing_s
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, Submit
@@ -63,7 +64,7 @@ class Clients:
         open_ids: set[int] = set()
         first_token_s: list[float] = []
         num_tokens = num_finished = num_submitted = 0
-        started, cpu_started = time.perf_counter(), worker_cpu_s()
+        started, cpu_started = time.perf_counter(), computing_s()
         while num_submitted < len(jobs):
             now = time.perf_counter() - started
             while num_submitted < len(jobs) and arrivals_s[num_submitted] <= now:
@@ -84,7 +85,7 @@ class Clients:
                     num_finished += 1
             if not updates:
                 time.sleep(0.0005)
-        wall_s, cpu_s = time.perf_counter() - started, worker_cpu_s() - cpu_started
+        wall_s, cpu_s = time.perf_counter() - started, computing_s() - cpu_started
         first_token_s.extend(wall_s - at for at in arrived.values())
         for sequence_id in open_ids:
             self._engine.receive(Cancel(sequence_id))
@@ -118,8 +119,8 @@ def make_load(
     arrivals_s = [0.0] * BATCH_SIZE  # begins with a full batch
     while arrivals_s[-1] < seconds:
         arrivals_s.append(arrivals_s[-1] + generator.expovariate(rate))
-    asked = draw_adapters(len(arrivals_s), num_adapters, exponent, seed)
-    return draw_jobs(len(arrivals_s), asked, random_model.VOCAB_SIZE, seed), arrivals_s
+    requested = draw_adapters(len(arrivals_s), num_adapters, exponent, seed)
+    return draw_jobs(len(arrivals_s), requested, random_model.VOCAB_SIZE, seed), arrivals_s
 
 
 def main() -> None:

@@ -23,8 +23,9 @@ from pathlib import Path
 
 from motet.benchmarks.many_adapters import StoredAdapter, write_store
 from motet.benchmarks.rigs import random_model
-from motet.benchmarks.rigs.engine_side import BLOCK_SIZE, worker_cpu_s
+from motet.benchmarks.rigs.engine_side import BLOCK_SIZE
 from motet.cluster.config import MotetConfig
+from motet.workers.costs.measured_steps import computing_s
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, Submit
@@ -40,7 +41,7 @@ KINDS = ("alone", "warm", "cold")
 class Window:
     gaps_s: list[float] = field(default_factory=list)  # between two tokens of a stream
     answers_s: list[float] = field(default_factory=list)  # from asking to the token, of the other requests
-    num_asked: int = 0
+    num_requested: int = 0
     num_loads: int = 0
     wall_s: float = 0.0
     step_cpu_s: float = 0.0  # mean, of the thread that computes the steps
@@ -68,30 +69,30 @@ class Bench:
         for _ in range(3):
             engine.step()
         loads_before, steps_before = engine.load().counters.num_adapter_loads, engine.load().counters.num_steps
-        asked: dict[int, float] = {}
-        started, cpu_started = time.perf_counter(), worker_cpu_s()
+        requested: dict[int, float] = {}
+        started, cpu_started = time.perf_counter(), computing_s()
         next_at = started + self._rng.expovariate(self._rate)
         while (now := time.perf_counter()) - started < seconds:
             while kind != "alone" and next_at <= now:
-                asked[self._submit(self._adapters[0] if kind == "warm" else next(self._cold), 1, 1)] = next_at
+                requested[self._submit(self._adapters[0] if kind == "warm" else next(self._cold), 1, 1)] = next_at
                 next_at += self._rng.expovariate(self._rate)
-                window.num_asked += 1
+                window.num_requested += 1
             updates = engine.step()
             now = time.perf_counter()
             for update in updates:
                 if update.error is not None:
                     raise RuntimeError(update.error.message)
                 if update.sequence_id not in streams:
-                    window.answers_s.append(now - asked.pop(update.sequence_id))
+                    window.answers_s.append(now - requested.pop(update.sequence_id))
                     continue
                 if streams[update.sequence_id]:
                     window.gaps_s.append(now - streams[update.sequence_id])
                 streams[update.sequence_id] = now
         window.wall_s = time.perf_counter() - started
         load = engine.load()
-        window.step_cpu_s = (worker_cpu_s() - cpu_started) / (load.counters.num_steps - steps_before)
+        window.step_cpu_s = (computing_s() - cpu_started) / (load.counters.num_steps - steps_before)
         window.num_loads = load.counters.num_adapter_loads - loads_before
-        for sequence_id in (*streams, *asked):
+        for sequence_id in (*streams, *requested):
             engine.receive(Cancel(sequence_id))
         while engine.has_work():
             engine.step()
@@ -148,7 +149,7 @@ def main() -> None:
 
 def _report(windows: dict[str, list[Window]]) -> None:
     print(
-        f"{'':6} {'gap p50 ms':>10} {'p99 ms':>7} {'least p99':>9} {'step CPU ms':>11} {'asked/s':>7} {'loads/s':>7} "
+        f"{'':6} {'gap p50 ms':>10} {'p99 ms':>7} {'least p99':>9} {'step CPU ms':>11} {'req/s':>7} {'loads/s':>7} "
         f"{'answer mean ms':>14}"
     )
     p99_s = {kind: statistics.median(w.p99_s for w in done) for kind, done in windows.items()}
@@ -160,7 +161,7 @@ def _report(windows: dict[str, list[Window]]) -> None:
             f"{kind:6} {1e3 * statistics.median(w_gap for w in done for w_gap in w.gaps_s):10.1f} "
             f"{1e3 * p99_s[kind]:7.1f} {1e3 * least_s[kind]:9.1f} "
             f"{1e3 * statistics.median(w.step_cpu_s for w in done):11.1f} "
-            f"{sum(w.num_asked for w in done) / wall_s:7.1f} {sum(w.num_loads for w in done) / wall_s:7.1f} "
+            f"{sum(w.num_requested for w in done) / wall_s:7.1f} {sum(w.num_loads for w in done) / wall_s:7.1f} "
             f"{1e3 * statistics.mean(answers_s) if answers_s else 0:14.1f}"
         )
     summary: dict[str, str | float] = {"benchmark": "cold_adapter"}

@@ -27,11 +27,10 @@ import torch
 
 from motet.benchmarks.gpu.engine_bench import RANK, TINY, Bench, Size
 from motet.benchmarks.gpu.machine import Machine
-from motet.benchmarks.rigs.sleeping_device import Replays, SleepingDevice, copied
+from motet.benchmarks.rigs.sleeping_device import Replays, SleepingDevice, copied, late_arriving
 from motet.kernels import joint_sampling
 from motet.kernels.backend import plain_kernels
 from motet.kernels.gpu.lora import TritonLora
-from motet.kernels.staging import Arriving
 from motet.workers.decoding.token_choice import begin_sample, sampled
 from motet.workers.execution import device_rows, inputs, runner
 from motet.workers.execution.executor import LocalExecutor
@@ -112,15 +111,6 @@ def sleeping(host: Host) -> Iterator[None]:
     """The host's passes are its device's, and tokens are chosen as on a GPU."""
     device, logits = host.device, torch.zeros(SIZE.num_sequences, VOCAB_SIZE)
 
-    class LateArriving(Arriving):
-        def __init__(self, parts: Any) -> None:
-            super().__init__(parts)
-            self._mark = device.mark()
-
-        def read(self) -> list[torch.Tensor]:
-            device.wait(self._mark)
-            return super().read()
-
     def forward(token_ids: torch.Tensor, attention: Any, adapters: Any, sample_rows: Any) -> torch.Tensor:
         device.launch()
         return logits[: len(token_ids if sample_rows is None else sample_rows)]
@@ -131,7 +121,7 @@ def sleeping(host: Host) -> Iterator[None]:
     with ExitStack() as stack:
         for where, name, to in (
             (host.bench.runner, "_forward", forward),
-            (joint_sampling, "Arriving", LateArriving),
+            (joint_sampling, "Arriving", late_arriving(device)),
             (joint_sampling, "staged", copied),
             (inputs, "staged", copied),
             (device_rows, "staged", copied),

@@ -125,7 +125,7 @@ def attention(bench: Bench, shape: Shape, name: str, generator: torch.Generator)
 
     None: not all sequences decode with the same context, so SDPA cannot compute them together.
     """
-    batch, kv = _paged(shape, ATTENTION_CASES[name], generator)
+    batch, kv = paged_batch(shape, ATTENTION_CASES[name], generator)
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     qkv = torch.randn(batch.query_starts[-1], sum(heads), shape.head_dim, generator=generator).bfloat16()
     q, k, v = qkv.split(heads, dim=1)
@@ -152,7 +152,7 @@ def attention(bench: Bench, shape: Shape, name: str, generator: torch.Generator)
     return bench.against(what, lambda: attend(bench.native), gathered, "index_select + SDPA")
 
 
-def _paged(
+def paged_batch(
     shape: Shape, sequences: list[tuple[int, int]], generator: torch.Generator
 ) -> tuple[AttentionBatch, tuple[torch.Tensor, ...]]:
     """A batch, and its KV by layer, in pages of random order."""

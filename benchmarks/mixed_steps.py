@@ -26,10 +26,9 @@ from triton.runtime.jit import JITFunction
 
 from motet.benchmarks.gpu.engine_bench import RANK, TINY, Bench, Size
 from motet.benchmarks.gpu.machine import Machine
-from motet.benchmarks.rigs.sleeping_device import SleepingDevice, copied
+from motet.benchmarks.rigs.sleeping_device import SleepingDevice, copied, late_arriving
 from motet.kernels import joint_sampling
 from motet.kernels.backend import triton_kernels
-from motet.kernels.staging import Arriving
 from motet.workers.execution import device_rows
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.execution.feeding_executor import FeedingExecutor
@@ -77,7 +76,7 @@ class Host:
     def __init__(self, way: Way, device: SleepingDevice, num_adapters: int) -> None:
         kernels = replace(triton_kernels(torch.device("cpu"), torch.float32), linear=zeros)
         self.bench = bench = Bench(Machine(torch.device("cpu"), torch.float32, is_dry=True), SIZE, kernels)
-        self.way, self.device, self._num_adapters, self._num_asked = way, device, num_adapters, 0
+        self.way, self.device, self._num_adapters, self._num_requested = way, device, num_adapters, 0
         bench.runner.keep_tables(SIZE.num_sequences, 512)
         bench.runner.record_decodes(SIZE.max_tokens, Replayed.record)
         if way == "recorded":
@@ -88,19 +87,19 @@ class Host:
 
     def ask(self, num_prompt_tokens: int, num_tokens: int) -> None:
         modules = dict.fromkeys(self.bench._layout.shape.modules, RANK)
-        adapter = AdapterRef(str(self._num_asked % self._num_adapters), modules) if self._num_adapters else None
+        adapter = AdapterRef(str(self._num_requested % self._num_adapters), modules) if self._num_adapters else None
         self.bench.engine.receive(
             Submit(
                 SequenceRequest(
-                    sequence_id=self._num_asked,
-                    prompt_token_ids=random.Random(self._num_asked).choices(range(VOCAB_SIZE), k=num_prompt_tokens),
+                    sequence_id=self._num_requested,
+                    prompt_token_ids=random.Random(self._num_requested).choices(range(VOCAB_SIZE), k=num_prompt_tokens),
                     sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
                     tenant="one",
                     adapter=adapter,
                 )
             )
         )
-        self._num_asked += 1
+        self._num_requested += 1
 
     def steps(self, num_prompt_tokens: int) -> list[tuple[float, float]]:
         """Of each step with a prompt of so many tokens: for how long the device idled, and the host's CPU time."""
@@ -125,7 +124,7 @@ class Host:
         return found[4:]
 
     def run(self) -> None:
-        """Until nothing is asked for any more."""
+        """Until nothing is requested any more."""
         while self.bench.engine.has_work():
             self.bench.engine.step()
 
@@ -143,15 +142,6 @@ def zeros(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 def without_a_driver(stack: ExitStack, device: SleepingDevice, hosts: list[Host]) -> None:
     """Kernels compute nothing, a step is the device's pass, and tokens arrive when it has ended."""
 
-    class LateArriving(Arriving):
-        def __init__(self, parts: Any) -> None:
-            super().__init__(parts)
-            self._mark = device.mark()
-
-        def read(self) -> list[torch.Tensor]:
-            device.wait(self._mark)
-            return super().read()
-
     def launching(compute: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def timed(inputs: Any) -> Any:
             began_s = time.perf_counter()
@@ -162,7 +152,7 @@ def without_a_driver(stack: ExitStack, device: SleepingDevice, hosts: list[Host]
         return timed
 
     for where, name, to in (
-        (joint_sampling, "Arriving", LateArriving),
+        (joint_sampling, "Arriving", late_arriving(device)),
         (joint_sampling, "staged", copied),
         (device_rows, "staged", copied),
         *((host.bench.runner, "_launch", launching(host.bench.runner._launch)) for host in hosts),

@@ -27,7 +27,7 @@ from motet.workers.wire.engine_load import EngineCounters
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, Submit
 
 NUM_TURNS = 10
-NUM_ASKED, NUM_ANSWERED = 36, 12  # tokens a turn
+NUM_REQUESTED, NUM_ANSWERED = 36, 12  # tokens a turn
 PAGE_BYTES = 368_640  # of SmolLM2-135M's shape in bfloat16, 16 tokens
 
 
@@ -42,9 +42,9 @@ class Outcome:
 def talk(engine: Engine, num_conversations: int, adapters: Sequence[AdapterRef], seed: int) -> Outcome:
     """Runs all conversations at once; each turn is sent as soon as the turn before it is answered."""
     rng = random.Random(seed)
-    said = [[rng.randrange(1, 4000) for _ in range(NUM_ASKED)] for _ in range(num_conversations)]
+    said = [[rng.randrange(1, 4000) for _ in range(NUM_REQUESTED)] for _ in range(num_conversations)]
     later = [
-        [[rng.randrange(1, 4000) for _ in range(NUM_ASKED)] for _ in range(NUM_TURNS - 1)]
+        [[rng.randrange(1, 4000) for _ in range(NUM_REQUESTED)] for _ in range(NUM_TURNS - 1)]
         for _ in range(num_conversations)
     ]
     before = engine.load().counters
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=16, help="at once (default 16)")
     parser.add_argument("--repetitions", type=int, default=3, help="of the roomy comparison (default 3)")
     arguments = parser.parse_args()
-    num_tokens = NUM_TURNS * (NUM_ASKED + NUM_ANSWERED)
+    num_tokens = NUM_TURNS * (NUM_REQUESTED + NUM_ANSWERED)
     num_pages = arguments.conversations * -(-num_tokens // BLOCK_SIZE)
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
         model_path = random_model.write_model(Path(folder) / "model")

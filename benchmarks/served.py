@@ -1,4 +1,4 @@
-"""What a served motet computes on this machine's CPUs: tokens per second and CPU seconds, with one thread and with two.
+"""What a served motet computes on this machine's CPUs: tokens per second and CPU seconds, by number of threads.
 
 `motet serve` of a random model of SmolLM2-135M's shape is started for each number of threads. With `--before FOLDER`, a
 checkout of other code with its own FOLDER/.venv, that code is started in turn with this one. Streaming completions are
@@ -60,13 +60,14 @@ class Round:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--streams", type=int, default=32, help="sent at once (default 32)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers to try (default 1 2)")
     parser.add_argument("--dtype", default="bfloat16", help="of the base (default bfloat16)")
     parser.add_argument("--before", type=Path, help="a checkout of other code, with its .venv")
     parser.add_argument("--turns", type=int, default=2, help="starts of each kind (default 2)")
     parser.add_argument("--rounds", type=int, default=2, help="bursts of a start, after one that warms up (default 2)")
     arguments = parser.parse_args()
     codes = {"now": HERE} | ({"before": arguments.before.resolve()} if arguments.before else {})
-    kinds = [(code, threads) for threads in (1, 2) for code in codes]
+    kinds = [(code, threads) for threads in arguments.threads for code in codes]
     rounds: dict[tuple[str, int], list[Round]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as name:
         model_path, jobs = _prepare(Path(name), arguments.streams)
@@ -86,15 +87,17 @@ def main() -> None:
             f"a token ({own} s); first token p50 {statistics.median(found.first_token_s):.2f} s, "
             f"p99 {found.p99_over_p50:.2f} times"
         )
-    one, two = best["now", 1], best["now", 2]
-    line: dict[str, str | float] = {
-        "benchmark": "served",
-        "threads_2_over_1": round(two.tokens_per_s / one.tokens_per_s, 2),
-        "cpu_per_token_2_over_1": round(two.cpu_per_token / one.cpu_per_token, 2),
-        "burst_ttft_p99_over_p50": round(max(one.p99_over_p50, two.p99_over_p50), 2),
-    }
+    least, *more = arguments.threads
+    one, line = best["now", least], dict[str, str | float](benchmark="served")
+    for threads in more:
+        found = best["now", threads]
+        line[f"threads_{threads}_over_{least}"] = round(found.tokens_per_s / one.tokens_per_s, 2)
+        line[f"cpu_per_token_{threads}_over_{least}"] = round(found.cpu_per_token / one.cpu_per_token, 2)
+    line["burst_ttft_p99_over_p50"] = round(max(best["now", threads].p99_over_p50 for threads in arguments.threads), 2)
     if arguments.before:
-        ratios = [best["now", count].tokens_per_s / best["before", count].tokens_per_s for count in (1, 2)]
+        ratios = [
+            best["now", threads].tokens_per_s / best["before", threads].tokens_per_s for threads in arguments.threads
+        ]
         line["over_before"] = round(min(ratios), 2)
     print(json.dumps(line))
 

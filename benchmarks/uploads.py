@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--adapters", type=int, default=2000, help="to upload (default 2000)")
     parser.add_argument("--clients", type=int, default=4, help="that upload at a time (default 4)")
-    parser.add_argument("--asked", type=int, default=100, help="requests after each tenth (default 100)")
+    parser.add_argument("--requests", type=int, default=100, help="requests after each tenth (default 100)")
     arguments = parser.parse_args()
     rng = random.Random(1)
     rows: list[Row] = []
@@ -101,10 +101,10 @@ def main() -> None:
                 started = time.perf_counter()
                 uploader.upload(range(num_uploaded, until))
                 uploaded_at = time.perf_counter()
-                uploader.ask(rng.randrange(until) for _ in range(arguments.asked))
-                asked_s = time.perf_counter() - uploaded_at
+                uploader.ask(rng.randrange(until) for _ in range(arguments.requests))
+                requested_s = time.perf_counter() - uploaded_at
                 speed = (until - num_uploaded) / (uploaded_at - started)
-                rows.append(Row(until, speed, arguments.asked / asked_s, _memory(server.pid)))
+                rows.append(Row(until, speed, arguments.requests / requested_s, _memory(server.pid)))
                 num_uploaded = until
                 _print(rows[-1], first=number == 1)
         finally:

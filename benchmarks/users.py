@@ -216,7 +216,7 @@ async def passed(url: str, num_users: int) -> dict[str, float]:
 async def _ask(quotas: Quotas, tenant: TenantRecord, user: str) -> None:
     """One answer of a user with a token, from its account's opening to its end."""
     key = KeyRecord(key_id=f"token-{user}", tenant=tenant.name, user=user)
-    asked = AnswerRequest(
+    requested = AnswerRequest(
         identity=Identity(tenant, key, subject=user),
         response_id=f"cmpl-{user}",
         model="base",
@@ -228,7 +228,7 @@ async def _ask(quotas: Quotas, tenant: TenantRecord, user: str) -> None:
         is_resumed=False,
         progress=lambda: _SPENT,
     )
-    account = await quotas.open(asked)
+    account = await quotas.open(requested)
     account.settle(Ending(progress=_SPENT, error="", is_cancelled=False, first_token_s=0.1, duration_s=0.2))
 
 

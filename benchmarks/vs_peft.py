@@ -2,7 +2,7 @@
 
 64 requests over 64 adapters of ranks 8/16/32/64 on random weights of SmolLM2-135M's shape, bfloat16, greedy, lengths
 log-normal (prompts of 60, outputs of 80 tokens on average). motet gets all 64 requests at once. There are two
-baselines, which get the first requests only, because they are slow. On both sides only tokens that requests asked for
+baselines, which get the first requests only, because they are slow. On both sides only tokens that were requested
 count.
 
 - tuned: PEFT's mixed-batch generation (`generate(adapter_names=[...])`) in static batches of 16, the fastest size here,

@@ -1,8 +1,8 @@
 """How many gangs there should be: a pure function of the fleet's load, the settings, and what was needed before.
 
 All measures are summed over the fleet, so the number of gangs that they call for does not depend on how many there are:
-a gang that is starting is neither missing nor a reason to start another. More gangs are asked for at once. Fewer are
-asked for only after the load has been small enough for a while; the history remembers for how long.
+a gang that is starting is neither missing nor a reason to start another. More gangs are requested at once. Fewer are
+requested only after the load has been small enough for a while; the history remembers for how long.
 
 One tenant's backlog calls for no more than its part of the gangs that there may be, whatever it sends: fair scheduling
 holds the rest of it back, and the gangs that others need come on top. So more of one tenant never calls for fewer.
@@ -76,7 +76,7 @@ class GangLoad:
 @dataclass(frozen=True, kw_only=True)
 class FleetState:
     now_s: float
-    target: int  # gangs that Serve is asked for at present
+    target: int  # gangs that Serve is to have at present
     num_running: int  # gangs that serve
     gangs: tuple[GangLoad, ...] = ()  # running gangs that have reported a load
     is_awaited: bool = False  # a request waits because no gang serves
@@ -101,7 +101,7 @@ class ScalingHistory:
 
     @classmethod
     def start(cls, state: FleetState, config: ScalingConfig) -> ScalingHistory:
-        """A history without a past: all gangs that are asked for count as needed now."""
+        """A history without a past: all gangs that are requested count as needed now."""
         last_needed_s = _mark((-math.inf,) * config.max_gangs, state.target, state.now_s)
         return cls(last_needed_s, state.target, state.now_s)
 
@@ -166,7 +166,7 @@ def _called_for(num_gangs: float, parts: Iterable[tuple[str, float]], most: floa
 def decide(state: FleetState, config: ScalingConfig, history: ScalingHistory) -> int:
     """The number of gangs to ask for now. `history` has observed everything up to and including this state.
 
-    Never 0 while there are requests, nor before a gang that was asked for has reported its load.
+    Never 0 while there are requests, nor before a gang that was requested has reported its load.
     """
     kept = min(state.target, history.held(state.now_s, config))
     return min(max(gangs_needed(state, config), kept, config.min_gangs), config.max_gangs)

@@ -11,7 +11,7 @@ from ..workers.machine_memory import CGROUPS, MEMBERSHIP, groups_of
 # step in which one of the threads must wait for its core makes all others wait.
 CORES_KEPT = 1
 # Not kept where it would leave a gang alone with fewer than these: on two cores, two threads serve 1.2 to 1.4 times
-# what one does, with router, HAProxy and clients on the same cores (benchmarks/threads.py).
+# what one does, with router, HAProxy and clients on the same cores (benchmarks/served.py).
 FEWEST_CORES = 2
 
 

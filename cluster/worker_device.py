@@ -56,13 +56,13 @@ class WorkerDevice:
             raise ConfigError("--kv-dtype", self.kv_dtype, problem)
 
     def num_pools_on_a_gpu(self, num_workers: int) -> int:
-        """Of so many workers on one node. Those for which Ray counts no GPU all take the first."""
+        """Of `num_workers` on one node. Those for which Ray counts no GPU all take the first."""
         if not self.gang_num_gpus:
             return num_workers
         return max(1, min(num_workers, int(1 / self.gang_num_gpus + ROUNDING)))
 
     def check_shared(self, facts: DeviceFacts, num_workers: int) -> None:
-        """Raises ConfigError if so many workers must not come to one node because Ray counts no GPU for them."""
+        """Raises ConfigError if `num_workers` must not be on one node because Ray counts no GPU for them."""
         if facts.kind == "cpu" or self.gang_num_gpus or num_workers < 2:
             return
         if self.tensor_parallel > 1:

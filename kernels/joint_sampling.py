@@ -34,7 +34,7 @@ class RowChoice:
 
 class Chosen(NamedTuple):
     token_id: int
-    logprob: float | None  # before any shaping; None: not asked for
+    logprob: float | None  # before any shaping; None: not requested
     top_ids: list[int]
     top_logprobs: list[float]
 

@@ -53,7 +53,7 @@ class PromptTokens:
     echoes: Sequence[str] = ()  # the text of each prompt, where the answer repeats it; empty: it does not
     reader: ResponseReader | None = None  # of the answers' text; None: it is shown as it is
     wanted: WantedGrammar | None = None  # the form of the answers; None: any
-    pooling: Pooling | None = None  # None: no embeddings are asked for
+    pooling: Pooling | None = None  # None: no embeddings are requested
     thinking: ThinkingBudget | None = None  # None: thoughts may go on
     num_id_chars: int = NUM_ID_CHARS  # of a call's id
 
@@ -88,18 +88,18 @@ class AnswerKind(Protocol[R]):
     def num_logprobs(self, request: R) -> int | None:
         """Alternatives to show for each token; None: no log probabilities."""
 
-    def form(self, asked: Asked[R]) -> AnswerForm: ...
+    def form(self, parts: FormParts[R]) -> AnswerForm: ...
 
 
 @dataclass(frozen=True)
-class Asked(Generic[R]):
+class FormParts(Generic[R]):
     """What the form of an answer is made of."""
 
     head: AnswerHead
     request: R
     prompts: PromptTokens
     text: TextService
-    style: StreamStyle | None  # None: one JSON document is asked for
+    style: StreamStyle | None  # None: one JSON document is requested
     generation: Generation
 
     @property
@@ -146,16 +146,16 @@ class OfChat(Generic[C]):
     def num_logprobs(self, request: C) -> int | None:
         return (request.top_logprobs or 0) if request.logprobs else None
 
-    def shape(self, asked: Asked[C]) -> ChatAnswer:
-        request = asked.request
+    def shape(self, parts: FormParts[C]) -> ChatAnswer:
+        request = parts.request
         return ChatAnswer(
-            asked.head,
-            named_by_id if request.return_tokens_as_token_ids else asked.text.token_bytes,
+            parts.head,
+            named_by_id if request.return_tokens_as_token_ids else parts.text.token_bytes,
             num_choices=request.n or 1,
-            prompt=asked.prompts.token_lists[0],
+            prompt=parts.prompts.token_lists[0],
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
-            message=MessageShape(asked.head.id, asked.prompts.num_id_chars, is_old(request)),
+            message=MessageShape(parts.head.id, parts.prompts.num_id_chars, is_old(request)),
             num_prompt_logprobs=request.prompt_logprobs,
         )
 
@@ -166,24 +166,24 @@ class Chat(OfChat[ChatRequest]):
     is_resumable = True
     names: Mapping[str, str] = MappingProxyType({})
 
-    def form(self, asked: Asked[ChatRequest]) -> ChunkForm:
-        return ChunkForm(self.shape(asked), asked.style, asked.generation)
+    def form(self, parts: FormParts[ChatRequest]) -> ChunkForm:
+        return ChunkForm(self.shape(parts), parts.style, parts.generation)
 
 
 class ResponseItems(OfChat[ResponseChat]):
-    """A chat, asked for and answered as OpenAI's Responses API does."""
+    """A chat, requested and answered as OpenAI's Responses API does."""
 
     schema = ResponseChat
     id_prefix = "resp_"
     prompt_param = "input"
     names: Mapping[str, str] = response_chat.NAMES
 
-    def form(self, asked: Asked[ResponseChat]) -> ResponseForm:
-        return ResponseForm(asked.head, self.shape(asked), asked.request, is_stream=asked.is_stream)
+    def form(self, parts: FormParts[ResponseChat]) -> ResponseForm:
+        return ResponseForm(parts.head, self.shape(parts), parts.request, is_stream=parts.is_stream)
 
 
 class MessageBlocks(OfChat[C]):
-    """A chat, asked for and answered as Anthropic's Messages API does."""
+    """A chat, requested and answered as Anthropic's Messages API does."""
 
     id_prefix = "msg_"
     names: Mapping[str, str] = message_chat.NAMES
@@ -191,8 +191,8 @@ class MessageBlocks(OfChat[C]):
     def __init__(self, schema: type[C]) -> None:
         self.schema = schema
 
-    def form(self, asked: Asked[C]) -> MessageForm:
-        return MessageForm(asked.head, self.shape(asked), is_stream=asked.is_stream)
+    def form(self, parts: FormParts[C]) -> MessageForm:
+        return MessageForm(parts.head, self.shape(parts), is_stream=parts.is_stream)
 
 
 class TextCompletion:
@@ -228,22 +228,22 @@ class TextCompletion:
     def num_logprobs(self, request: CompletionRequest) -> int | None:
         return request.logprobs
 
-    def form(self, asked: Asked[CompletionRequest]) -> ChunkForm:
-        request, prompts = asked.request, asked.prompts
+    def form(self, parts: FormParts[CompletionRequest]) -> ChunkForm:
+        request, prompts = parts.request, parts.prompts
         n = request.n or 1
         echoes = prompts.echoes or [""] * len(prompts.token_lists)
         shape = CompletionAnswer(
-            asked.head,
-            named_by_id if request.return_tokens_as_token_ids else asked.text.token_bytes,
+            parts.head,
+            named_by_id if request.return_tokens_as_token_ids else parts.text.token_bytes,
             echoes=[echo for echo in echoes for _ in range(n)],
             prompts=[token_ids for token_ids in prompts.token_lists for _ in range(n)],
             with_logprobs=request.logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
             num_prompt_logprobs=request.prompt_logprobs,
             num_echoed_logprobs=num_echoed_logprobs(request),
-            detokenizer=asked.text.detokenizer,
+            detokenizer=parts.text.detokenizer,
         )
-        return ChunkForm(shape, asked.style, asked.generation)
+        return ChunkForm(shape, parts.style, parts.generation)
 
 
 class Embeddings:
@@ -278,10 +278,10 @@ class Embeddings:
     def num_logprobs(self, request: EmbeddingPrompts) -> int | None:
         return None
 
-    def form(self, asked: Asked[EmbeddingPrompts]) -> EmbeddingForm:
-        request = asked.request
-        is_normalised = request.pooling is not None or asked.text.pooling.is_normalised
-        num_inputs = len(asked.prompts.token_lists)
+    def form(self, parts: FormParts[EmbeddingPrompts]) -> EmbeddingForm:
+        request = parts.request
+        is_normalised = request.pooling is not None or parts.text.pooling.is_normalised
+        num_inputs = len(parts.prompts.token_lists)
         return EmbeddingForm(
-            asked.head.model, num_inputs, request.encoding_format, request.dimensions, is_normalised=is_normalised
+            parts.head.model, num_inputs, request.encoding_format, request.dimensions, is_normalised=is_normalised
         )

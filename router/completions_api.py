@@ -18,9 +18,9 @@ from .access.request_record import NUM_ANSWER_CHARS, record_of
 from .accounts.account import Accounts, AnswerRequest
 from .answer_kinds import (
     AnswerKind,
-    Asked,
     Chat,
     Embeddings,
+    FormParts,
     MessageBlocks,
     PromptTokens,
     ResponseItems,
@@ -232,7 +232,7 @@ class CompletionsApi:
             raise renamed(error, kind.names) from error.__cause__
 
     async def _admitted(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> GenerationResponse:
-        """Each step raises the errors of the API, and none is asked again what one has decided."""
+        """Each step raises the errors of the API, and what one has decided is decided once."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
         record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
@@ -287,7 +287,7 @@ class CompletionsApi:
         )
         if self._shadows is not None:
             self._shadows.send(choice, generation, head.id, identity)
-        form = kind.form(Asked(head, request, prompts, self._text, style, running))
+        form = kind.form(FormParts(head, request, prompts, self._text, style, running))
         response = GenerationResponse(running, form, self._metrics, account)
         if choice.version is not None:
             response.raw_headers.append(version_header(choice.version))

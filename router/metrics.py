@@ -52,7 +52,7 @@ class Metrics:
         self.starts: Sequence[StartReport] = ()  # of replicas that cannot start, a few seconds ago
         self.taken_back: str | None = None  # why a newer configuration of the application was; None: none was
         self.serve: ServeFacts | None = None  # a while ago; None: its controller has not answered yet
-        self.sweep_asked_at: float | None = None  # time.time() when a sweep was made, or found not to be due
+        self.sweep_tried_at: float | None = None  # time.time() when a sweep was made, or found not to be due
         self.first_token_s = Histogram(FIRST_TOKEN_BOUNDS_S)
         self.queue_wait_s = Histogram(QUEUE_WAIT_BOUNDS_S)  # of sequences that got a first token
         self.inter_token_s = Histogram(INTER_TOKEN_BOUNDS_S)  # between updates of a sequence

@@ -1,10 +1,10 @@
-"""The key of those who operate this motet."""
+"""The key of this motet's operators."""
 
 from __future__ import annotations
 
 
 class OperatorKey:
-    """The key that counts now. Its maker may put another in its place; readers ask for each request."""
+    """The key that counts now. Its maker may put another in its place; readers read it for each request."""
 
     def __init__(self, key: str) -> None:
         self.now = key

@@ -13,4 +13,4 @@ class ServeFacts:
     num_wanted_gangs: int  # that Serve is to run now
     max_gangs: int  # that there may be
     rollout_s: float  # for how long the application has been DEPLOYING; 0: it is not
-    is_head_connected: bool  # whether the controller answered when it was asked last
+    is_head_connected: bool  # whether the controller answered the last call

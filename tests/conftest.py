@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     scale.hostile_scale = scale.hostile_scale or (1.0 if whole else 0.1)
     if scale.by_file:
         config.pluginmanager.register(CostReport())
-    if scale.note_passed and not hasattr(config, "workerinput"):  # the controller hears of all workers' tests
+    if scale.note_passed and not hasattr(config, "workerinput"):  # the controller gets all workers' reports
         if scale.keyword or scale.markexpr not in ("", "not cluster") or any("::" in name for name in config.args):
             raise pytest.UsageError("--note-passed is for runs of all tests of a file")
         config.pluginmanager.register(PassingRuns())

@@ -189,7 +189,7 @@ def test_names_say_what_is_inside() -> None:
     assert relative([path for path in FILES if path.stem.strip("_") in EMPTY_NAMES]) == []
 
 
-def test_no_file_names_a_path_of_somebodys_machine() -> None:
+def test_no_file_names_a_path_of_one_machine() -> None:
     wrong = []
     for path in FILES:
         try:

@@ -81,7 +81,7 @@ def test_what_either_lane_may_take_runs_once_and_by_the_lane_that_is_through(run
 
 
 def test_the_files_that_either_lane_may_take_are_there() -> None:
-    """A lane of pytest would not miss what it is told to ignore."""
+    """A lane of pytest would not miss what its options ignore."""
     missing = [file for file in script().EITHER_LANES if not (ROOT / file).is_file()]
     assert missing == []
 

@@ -96,5 +96,5 @@ class EngineConfig:
             raise ValueError("kv_disk_bytes needs kv_host_bytes above 0: pages reach the disk by way of host memory")
 
     def context_of(self, max_position_embeddings: int) -> int:
-        """The longest sequence of a model of so many positions, in tokens."""
+        """The longest sequence of a model with these positions, in tokens."""
         return min(self.max_model_len or max_position_embeddings, max_position_embeddings)

@@ -36,7 +36,7 @@ def resolve_device(name: Device) -> torch.device:
     """The device of that name; "auto" is an NVIDIA GPU where torch sees one, and the CPU elsewhere.
 
     A worker's GPU is the first that its process sees: Ray shows each worker its own. Raises ValueError if a GPU is
-    asked for and there is none.
+    requested and there is none.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Which device workers on this machine will compute on, asked by a process that does without torch."""
+"""Which device workers on this machine will compute on, for a process that does without torch."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def probe_device(name: Device) -> DeviceFacts:
     """
     if name == "cpu" or (name == "auto" and not has_driver()):
         return DeviceFacts("cpu")
-    return ask_torch(name)
+    return probe_torch(name)
 
 
 def probe_counted_device(name: Device) -> DeviceFacts:
     """`probe_device` for a process that Ray gives a GPU. From this one, which asked for none, Ray may hide all."""
     if name == "cpu" or (name == "auto" and not has_driver()):
         return DeviceFacts("cpu")
-    return _asked(name, {key: value for key, value in os.environ.items() if key != _VISIBLE or value})
+    return _probed_apart(name, {key: value for key, value in os.environ.items() if key != _VISIBLE or value})
 
 
 def has_driver() -> bool:
@@ -60,20 +60,20 @@ def has_driver() -> bool:
 
 
 @cache
-def ask_torch(name: Device) -> DeviceFacts:
-    return _asked(name, os.environ)
+def probe_torch(name: Device) -> DeviceFacts:
+    return _probed_apart(name, os.environ)
 
 
-def _asked(name: Device, environment: Mapping[str, str]) -> DeviceFacts:
+def _probed_apart(name: Device, environment: Mapping[str, str]) -> DeviceFacts:
     command = [sys.executable, "-P", "-m", __name__, name]  # -P: a torch/ in the current folder is not torch
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment)
+        requested = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired:
         raise ValueError(f"device = {name!r}: torch did not say within {_TIMEOUT_S:g} s what there is") from None
-    if asked.returncode:
-        reason = (asked.stderr.strip() or f"status {asked.returncode}").splitlines()[-1]
-        raise ValueError(f"device = {name!r}: torch cannot be asked for a GPU here: {reason}")
-    last_line = (asked.stdout.splitlines() or [""])[-1]  # what comes with torch may print, too
+    if requested.returncode:
+        reason = (requested.stderr.strip() or f"status {requested.returncode}").splitlines()[-1]
+        raise ValueError(f"device = {name!r}: torch cannot look for a GPU here: {reason}")
+    last_line = (requested.stdout.splitlines() or [""])[-1]  # what comes with torch may print, too
     try:
         answer = json.loads(last_line)
         refusal = answer.get("refusal")
@@ -102,6 +102,6 @@ def _answer(name: Device) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    asked_name = sys.argv[1]
-    assert asked_name in get_args(Device)
-    print(json.dumps(_answer(asked_name)))  # type: ignore[arg-type]  # which the line above has checked
+    device_name = sys.argv[1]
+    assert device_name in get_args(Device)
+    print(json.dumps(_answer(device_name)))  # type: ignore[arg-type]  # which the line above has checked

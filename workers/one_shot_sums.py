@@ -76,7 +76,7 @@ def one_shot_sums(
     try:
         buffer = symmetric_memory.empty(most_bytes // DTYPE.itemsize, dtype=DTYPE, device=device)
     except Exception as error:  # of a driver, a container or a torch that has no such memory
-        problem = _told(error)
+        problem = _problem_of(error)
     if not all_can(problem):
         return None
     try:
@@ -84,7 +84,7 @@ def one_shot_sums(
         sums = OneShotSums(buffer, group_name)
         problem = _wrong_sum(sums, rank, degree, device)
     except Exception as error:
-        problem = _told(error)
+        problem = _problem_of(error)
     return sums if all_can(problem) else None
 
 
@@ -104,5 +104,5 @@ def _home() -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _told(error: Exception) -> str:
+def _problem_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -122,7 +122,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     adapter: str | None  # digest
     sample: SamplePlan | None  # None: a prompt chunk that is not the last, or that is only pooled
     is_fed: bool = False  # its one token is chosen by the step before; `token_ids` has a placeholder
-    scores: ScorePlan | None = None  # None: none are asked for, or those of these tokens have been computed before
+    scores: ScorePlan | None = None  # None: none are requested, or those of these tokens have been computed before
     pool: PoolPlan | None = None  # None: none of these tokens is to be pooled
 
 

@@ -1,12 +1,12 @@
 """The tokenizer in an adapter's folder. It is not served: what it has beside the base's is compared with the base's.
 
-A client sends what is compared, which is small, and not the files.
+A client sends what is compared, which is small, and not the files. Of a folder of the server the router reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,14 +16,14 @@ from ..errors import AdapterInvalid
 from .strict_json import parse_object
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
-_ADDED_FILE, _FAST_FILE, _CONFIG_FILE = "added_tokens.json", "tokenizer.json", "tokenizer_config.json"
+_ADDED_FILE, FAST_FILE, _CONFIG_FILE = "added_tokens.json", "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_FILES: Final = (
     _ADDED_FILE,
     TEMPLATE_FILE,
     "chat_template.json",
     "merges.txt",
     "special_tokens_map.json",
-    _FAST_FILE,
+    FAST_FILE,
     "tokenizer.model",
     _CONFIG_FILE,
     "vocab.json",
@@ -50,26 +50,36 @@ def tokenizer_files(folder: Path) -> list[str]:
 
 def read_own_tokenizer(folder: Path) -> OwnTokenizer:
     """What the folder's tokenizer adds. Raises AdapterInvalid, which names the file, for one that cannot be read."""
-    config = _object(folder / _CONFIG_FILE)
-    added: dict[str, Any] = {**_object(folder / _ADDED_FILE)}
+
+    def read(name: str) -> bytes | None:
+        path = folder / name
+        return path.read_bytes() if path.is_file() else None
+
+    return own_tokenizer(read, str(folder))
+
+
+def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> OwnTokenizer:
+    """The same of files by name. `read`: None: there is no such file. `where`: named in the error."""
+
+    def object_of(name: str) -> dict[str, Any]:
+        data = read(name)
+        return {} if data is None else parse_object(data, name)
+
+    config = object_of(_CONFIG_FILE)
+    added: dict[str, Any] = {**object_of(_ADDED_FILE)}
     try:
         added |= {token["content"]: int(number) for number, token in config.get("added_tokens_decoder", {}).items()}
-        added |= {token["content"]: token["id"] for token in _object(folder / _FAST_FILE).get("added_tokens", [])}
-        template = _template(folder, config)
+        added |= {token["content"]: token["id"] for token in object_of(FAST_FILE).get("added_tokens", [])}
+        template = _template(read(TEMPLATE_FILE), config)
         return msgspec.convert({"added_tokens": added, "chat_template": template}, OwnTokenizer)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        message = f"the tokenizer in {folder} cannot be read ({error}): save it again, or remove it"
+        message = f"the tokenizer in {where} cannot be read ({error}): save it again, or remove it"
         raise AdapterInvalid(message) from error
 
 
-def _template(folder: Path, config: Mapping[str, Any]) -> str:
+def _template(own: bytes | None, config: Mapping[str, Any]) -> str:
     """The digest of the template of chats: a file of its own goes first, as in transformers."""
-    path = folder / TEMPLATE_FILE
-    template = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
+    template = own.decode("utf-8") if own is not None else config.get("chat_template")
     if isinstance(template, list):  # several, each with its name
         template = next((one["template"] for one in template if one["name"] == "default"), None)
     return template_digest(template) if template else ""
-
-
-def _object(path: Path) -> dict[str, Any]:
-    return parse_object(path.read_bytes(), path.name) if path.is_file() else {}

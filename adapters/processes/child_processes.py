@@ -78,7 +78,7 @@ class ChildProcesses:
 
 class ChildProcess:
     def __init__(self, process: subprocess.Popen[bytes], threads: ThreadPoolExecutor, deadline_s: float) -> None:
-        self.is_last = False  # it can be asked no more
+        self.is_last = False  # it takes no more calls
         self._process, self._threads, self._deadline_s = process, threads, deadline_s
 
     async def ask(self, frames: Sequence[bytes | bytearray], read: Callable[[list[bytes]], T]) -> T:
@@ -87,7 +87,7 @@ class ChildProcess:
         Raises TimeoutError, ChildEnded and OSError.
         """
         assert not self.is_last
-        self.is_last = True  # also if this is cancelled: then the process is busy in vain
+        self.is_last = True  # also if this is cancelled: then the process works for no caller
         async with asyncio.timeout(self._deadline_s):
             loop = asyncio.get_running_loop()
             answer, is_last = await loop.run_in_executor(self._threads, self._answer, frames, read)

@@ -16,7 +16,7 @@ def yield_to_others(niceness: int) -> None:
 
 
 def yield_wholly(process_id: int) -> None:
-    """Has another process run only where a processor would idle: whoever wakes then has it at once."""
+    """Has another process run only where a processor would idle: a process that wakes then has it at once."""
     if sys.platform == "linux":
         os.sched_setscheduler(process_id, os.SCHED_IDLE, os.sched_param(0))
     else:

@@ -79,8 +79,8 @@ class AdapterLookups:
     async def _run(self) -> None:
         while self._waiting:
             names = list(self._waiting)[:PAGE_SIZE]
-            asked = {name: self._waiting.pop(name) for name in names}
-            self._under_way = asked
+            requested = {name: self._waiting.pop(name) for name in names}
+            self._under_way = requested
             try:
                 answers: Sequence[_Found] = await self._get_many(names)
             except RegistryUnavailable as error:
@@ -88,7 +88,7 @@ class AdapterLookups:
             except Exception as error:  # the waiters get the error, and the next lookups are made
                 _LOG.exception("a lookup in the registry failed")
                 answers = [RegistryUnavailable(f"the registry could not be read: {error!r}")] * len(names)
-            if self._under_way is not asked:
+            if self._under_way is not requested:
                 continue  # forgotten
             for name, found in zip(names, answers, strict=True):
                 if not isinstance(found, RegistryUnavailable):

@@ -25,7 +25,7 @@ class _Owner:
 
 
 class KnownKeys:
-    """Keys are kept as bytes, since a router may know a million; a record is made of one when it is asked for."""
+    """Keys are kept as bytes, since a router may know a million; a record is made of one when it is requested."""
 
     def __init__(self) -> None:
         self._table = KeyTable()

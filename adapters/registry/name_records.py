@@ -72,7 +72,7 @@ class NameRecords:
         The current version with the same two is taken for the same upload; where the new one would not be current,
         any version of the name is. Raises VersionRefused for the first version of a name that is not to be current,
         NameTaken for a name that there is, if it `must_be_new`, and QuotaExceeded if what is stored would be over one
-        of the bounds: that is decided where it is counted. `incarnation`: of the tenant that asked; None: it is not
+        of the bounds: that is decided where it is counted. `incarnation`: of the request's tenant; None: it is not
         looked at. Raises TenantGone if that tenant is being deleted, or was: the next tenant of its name gets nothing
         of it. `entry`: for the audit log.
         """

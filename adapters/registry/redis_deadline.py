@@ -16,9 +16,9 @@ TIMEOUT_S: Final = 3.0  # of one call
 
 @asynccontextmanager
 async def answered_within(timeout_s: float = TIMEOUT_S) -> AsyncIterator[None]:
-    """Raises RegistryUnavailable if what is asked of Redis in the block fails, or has no answer in time.
+    """Raises RegistryUnavailable if a command in the block fails, or has no answer in time.
 
-    RegistryFull says that Redis refused a write for want of memory: then nothing was written.
+    RegistryFull says that Redis refused a write because its memory is full: then nothing was written.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -69,7 +69,7 @@ class NumberedEvent:
 def connect(url: str, timeout_s: float = 2.0, credentials: CredentialProvider | None = None) -> Redis:
     """A client that fails after `timeout_s` and does not retry: motet's own clients may.
 
-    `credentials`: asked whenever a connection is made, for a `url` without a password.
+    `credentials`: called whenever a connection is made, for a `url` without a password.
     """
     client: Redis = Redis.from_url(
         url,

@@ -36,7 +36,7 @@ class _EventsMissed(Exception):  # noqa: N818
 
 
 class RegistryView:
-    """All API keys, all tenants, and the adapters that are asked for most, up to `capacity`: all if no more are there.
+    """All API keys, all tenants, and the adapters that are requested most, up to `capacity`: all if no more are there.
 
     It applies every event, and reads the adapters page by page; a name that is not kept is looked up on request.
     After an outage it goes on with the events where it stopped, or loads again if some are lost. While Redis is down it

@@ -26,8 +26,8 @@ class StartReport(msgspec.Struct, frozen=True, kw_only=True):
     replica: str  # its id; Serve gives each new try another one
     reason: str  # text: what it waits for, or why it failed
     has_failed: bool  # else it waits, and goes on by itself
-    began_at: float  # Unix seconds, as `told_at`
-    told_at: float
+    began_at: float  # Unix seconds, as `reported_at`
+    reported_at: float = msgspec.field(name="told_at")  # its name in Redis and in /status
 
 
 class Starts:
@@ -50,7 +50,7 @@ class Starts:
             found: dict[str, str] = await self._client.hgetall(self._key)
             reports = [*_decoded(found.values())]
             now = self._clock()
-            held = [one for one in reports if now - one.told_at < (KEPT_S if one.has_failed else FRESH_S)]
+            held = [one for one in reports if now - one.reported_at < (KEPT_S if one.has_failed else FRESH_S)]
             if gone := [one.replica for one in reports if one not in held]:
                 await self._client.hdel(self._key, *gone)
         return sorted(held, key=lambda report: report.began_at)

@@ -64,7 +64,7 @@ def time_long_beside_short(machine: Machine, kernels: Kernels | None) -> Iterato
             case = PagedCase(machine, [(length, 1) for length in lengths], 32, 8, 128)
             calls = [lambda i=i, case=case: _attend(chosen, case, i) for i in range(2)]
             floor_s = machine.floor_s(sum(lengths) * 2 * 8 * 128 * case.pool.element_size())
-            yield _row(Row("decode attention", name, time_s=machine.time_s(calls), floor_s=floor_s))
+            yield Row("decode attention", name, time_s=machine.time_s(calls), floor_s=floor_s).record
             del case, calls
     config = (TINY if machine.is_dry else FULL_SIZE.config) | {"max_position_embeddings": max(contexts) + 256}
     size = decode_size(
@@ -88,12 +88,12 @@ def time_layers(machine: Machine, kernels: Kernels | None) -> Iterator[Record]:
         calls = [lambda i=i, case=case: _attend(chosen, case, i) for i in range(2)]
         floor_s = machine.floor_s(count * context * 2 * 8 * 128 * case.pool.element_size())
         what = f"pages of {layers} layers"
-        yield _row(Row("decode attention", what, time_s=machine.time_s(calls), floor_s=floor_s)) | {
+        yield Row("decode attention", what, time_s=machine.time_s(calls), floor_s=floor_s).record | {
             "num_layers": layers
         }
         del case, calls
         lora = LoraCase(machine, [16] * adapters, TINY_SIDES if machine.is_dry else LLAMA, layers, 7)
-        yield _row(_lora_row(machine, chosen, lora, what)) | {"num_layers": layers}
+        yield _lora_row(machine, chosen, lora, what).record | {"num_layers": layers}
         del lora
     base = decode_size(64, machine.is_dry).config | {"num_hidden_layers": 2}
     small = {} if machine.is_dry else {"pool_bytes": 4 << 30, "host_bytes": 1 << 30}
@@ -145,7 +145,3 @@ def _lora_row(machine: Machine, kernels: Kernels, case: LoraCase, what: str) -> 
     num_bytes = 16 * count * sum(sum(case.sides[module]) for module in modules) * x.element_size()
     time_s = machine.time_s([lambda layer=layer: call(layer) for layer in range(2)])  # type: ignore[misc]
     return Row("LoRA of q, k, v", what, time_s=time_s, floor_s=machine.floor_s(num_bytes))
-
-
-def _row(row: Row) -> Record:
-    return {"kind": "row", **asdict(row), "of_floor": row.of_floor, "is_wrong": row.is_wrong}

@@ -72,7 +72,7 @@ class Size:
 class Served:
     steps_s: tuple[float, ...]  # of the steps in which every sequence decodes
     token_ids: list[list[int]]  # by sequence
-    logprobs: torch.Tensor  # of all tokens, if asked for
+    logprobs: torch.Tensor  # of all tokens, if requested
 
     @property
     def step_s(self) -> float:

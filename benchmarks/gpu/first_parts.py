@@ -7,14 +7,14 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import triton
 
-from motet.benchmarks.gpu.machine import Machine, Row
+from motet.benchmarks.gpu.machine import Machine
 
 Record = dict[str, Any]  # plain values with a "kind": fact, row, step, waits, sweep
 
@@ -98,7 +98,7 @@ def _kernels(is_dry: bool, names: tuple[str, ...]) -> Iterator[Record]:
     for name, section in sections(machine, "kernels"):
         if name.split(" ")[0] in names:
             for row in section():
-                yield _row(row)
+                yield row.record
 
 
 def _decodes(is_dry: bool, num_sequences: int) -> Iterator[Record]:
@@ -157,7 +157,3 @@ def _twins(is_dry: bool) -> Any:
 
 def _fact(name: str, value: object) -> Record:
     return {"kind": "fact", "name": name, "value": value}
-
-
-def _row(row: Row) -> Record:
-    return {"kind": "row", **asdict(row), "of_floor": row.of_floor, "is_wrong": row.is_wrong}

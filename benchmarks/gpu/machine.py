@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -98,6 +99,10 @@ class Row:
     def of_floor(self) -> float | None:
         """Time over floor: 1 is the machine's limit."""
         return None if self.time_s is None or not self.floor_s else self.time_s / self.floor_s
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return {"kind": "row", **asdict(self), "of_floor": self.of_floor, "is_wrong": self.is_wrong}
 
 
 def relative_error(actual: torch.Tensor, reference: torch.Tensor) -> float:

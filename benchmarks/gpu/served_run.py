@@ -107,8 +107,8 @@ async def _measured(arguments: argparse.Namespace, url: str, adapters: list[Path
         for number in (1, *arguments.at_once):
             for what, models in (("base", ["base"]), (f"{len(names)} adapters", names)):
                 begun = time.monotonic()
-                asked = (models[at % len(models)] for at in range(number))
-                coming = (stream(client, model, arguments.prompt, arguments.tokens) for model in asked)
+                requested = (models[at % len(models)] for at in range(number))
+                coming = (stream(client, model, arguments.prompt, arguments.tokens) for model in requested)
                 streams = await asyncio.gather(*coming)
                 found[f"{number} at once, {what}"] = said = summary(streams, time.monotonic() - begun)
                 print(f"{number} at once, {what}: {said}", flush=True)

@@ -80,10 +80,10 @@ def main() -> None:
         stock = Stock.make(BASE, {}, Path(folder) / "store", block_size=16)
         for num_prompt in options.prompts:
             for width in options.widths:
-                for name, asked in (("beams", search), ("samples", samples)):
+                for name, requested in (("beams", search), ("samples", samples)):
                     prompt = [random.Random(num_prompt * width).randrange(10, 400) for _ in range(num_prompt)]
                     with stock.engine(1200, max_num_sequences=64, num_threads=1, kv_host_bytes=0) as rig:
-                        cost = asyncio.run(asked(rig, prompt, width))
+                        cost = asyncio.run(requested(rig, prompt, width))
                     need = num_prompt + width * (NUM_TOKENS - 1)
                     ratio = cost.num_tokens / need
                     worst[name] = max(worst[name], ratio)

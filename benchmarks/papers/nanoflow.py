@@ -10,8 +10,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from motet.benchmarks.rigs.published_bases import published_base
-from motet.workers.costs.balance import (
+from motet.benchmarks.papers.step_balance import (
     Balance,
     Lengths,
     full_batch,
@@ -19,6 +18,7 @@ from motet.workers.costs.balance import (
     most_tokens_per_s,
     step_balance,
 )
+from motet.benchmarks.rigs.published_bases import published_base
 from motet.workers.costs.devices import DEVICES
 from motet.workers.costs.operations import Batch, Chunk, step_operations
 
@@ -29,8 +29,8 @@ LENGTHS = {  # means of the paper's three loads, table 4
     "LMSYS": Lengths(102, 222),
     "ShareGPT": Lengths(246, 322),
 }
-CONTEXT = LENGTHS["Splitwise"].prompt + LENGTHS["Splitwise"].answer
-BATCH = Batch((CONTEXT,) * 1024, (Chunk(0, 1024),))  # B = 2,048
+# B = 2,048 of prompts of 512 tokens and answers of 1,024, halfway through: two of three rows decode.
+BATCH = Batch((512 + 1024 // 2,) * 1365, (Chunk(0, 512), Chunk(0, 171)))
 
 
 @dataclass(frozen=True)

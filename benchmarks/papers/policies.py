@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, Iterable, MutableSequence
 
 from motet.benchmarks.papers.virtual_load import Job
 
@@ -45,6 +45,16 @@ class Dynamic(Continuous):
         return max(num_tokens, self._batch)
 
 
+def first_fit(slots: Iterable[tuple[int, int]], size: int) -> int:
+    """Where the first gap of this size begins beside slots, each with its start and size; the last gap has no end."""
+    start = 0
+    for taken, length in sorted(slots):
+        if taken - start >= size:
+            break
+        start = taken + length
+    return start
+
+
 class Reserved(Continuous):
     """Continuous, but a request joins only when there is room for all that its answer may need, and keeps it."""
 
@@ -55,12 +65,9 @@ class Reserved(Continuous):
 
     def admit(self, waiting: MutableSequence[Job], num_running: int, now_s: float, is_last: bool) -> int:
         for number, job in enumerate(waiting):
-            start, size = 0, self._size_of(job)
+            size = self._size_of(job)
             if self._is_contiguous:
-                for taken, length in sorted(self._slots.values()):
-                    if taken - start >= size:
-                        break
-                    start = taken + length
+                start = first_fit(self._slots.values(), size)
             else:
                 start = sum(length for _, length in self._slots.values())
             if start + size > self._num_tokens:
@@ -83,5 +90,5 @@ def power_of_two(context: int) -> Callable[[Job], int]:
 
 
 def known(job: Job) -> int:
-    """Orca (oracle): exactly what it will need, which nobody knows."""
+    """Orca (oracle): exactly what it will need, which no scheduler knows."""
     return job.prompt + job.answer

@@ -11,10 +11,13 @@ import argparse
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, MutableSequence
+from dataclasses import dataclass
+from statistics import fmean
 
-from motet.benchmarks.papers.policies import Continuous
-from motet.benchmarks.papers.virtual_load import BLOCK_SIZE, Job, run
+from motet.benchmarks.papers.policies import Continuous, first_fit
+from motet.benchmarks.papers.virtual_load import BLOCK_SIZE, Job, Outcome, run
 from motet.benchmarks.rigs.published_bases import published_base
 from motet.workers.costs.devices import DEVICES
 from motet.workers.costs.model_size import kv_bytes_of_a_token, model_size
@@ -32,12 +35,19 @@ _SIDES = MODEL.num_layers * sum(num_in + num_out for num_in, num_out in MODEL.sh
 POOL_SHARE = 0.2  # of the separate pool of adapters
 
 
+FRAGMENTED_ADAPTERS = 100  # of the table of what memory holds
+
+
 def rank_of(adapter: str) -> int:
     return RANKS[int(adapter) % len(RANKS)]
 
 
 def pages_of(rank: int) -> int:
-    return -(-2 * rank * _SIDES // PAGE_BYTES)
+    return -(-bytes_of(rank) // PAGE_BYTES)
+
+
+def bytes_of(rank: int) -> int:
+    return 2 * rank * _SIDES
 
 
 def jobs_of(num_adapters: int, number: int = NUM_JOBS) -> list[Job]:
@@ -61,7 +71,7 @@ class Merged(Continuous):
         if not num_running and waiting[0].adapter != self._merged:
             self._merged = waiting[0].adapter
             assert self._merged is not None
-            loaded_s = 2 * rank_of(self._merged) * _SIDES / HOST_BYTES_PER_S
+            loaded_s = bytes_of(rank_of(self._merged)) / HOST_BYTES_PER_S
             self._pause_s += loaded_s + 2 * 2 * WEIGHTS_BYTES / DEVICE.bytes_per_s  # the one before is taken out
         ours = [job for job in waiting if job.adapter == self._merged]
         others = [job for job in waiting if job.adapter != self._merged]
@@ -79,44 +89,133 @@ class OwnPool(Continuous):
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        self._users: dict[str, int] = {}
+        self._users = Counter[str]()
+        self.used: list[int] = []  # pages, in each step
 
     def admit(self, waiting: MutableSequence[Job], num_running: int, now_s: float, is_last: bool) -> int:
-        for number, job in enumerate(waiting):
+        number = 0
+        for number, job in enumerate(waiting, start=1):
             assert job.adapter is not None
-            taken = sum(pages_of(rank_of(adapter)) for adapter in {*self._users, job.adapter})
-            if taken > self._num_pages:
-                return number
-            self._users[job.adapter] = self._users.get(job.adapter, 0) + 1
-        return len(waiting)
+            if self._taken(job.adapter) > self._num_pages:
+                number -= 1
+                break
+            self._users[job.adapter] += 1
+        self.used.append(self._taken())
+        return number
+
+    def _taken(self, *more: str) -> int:
+        return sum(pages_of(rank_of(adapter)) for adapter in {*self._users, *more})
 
     def end(self, job: Job) -> None:
         assert job.adapter is not None
         self._users[job.adapter] -= 1
+        self._users += Counter()  # without those that nothing uses
+
+
+class OnePiece(Continuous):
+    """One memory without pages: each adapter that is in use, and each sequence's KV, lies in one piece (first fit).
+
+    A sequence has room for exactly what it will need.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._slots: dict[Job | str, tuple[int, int]] = {}  # start and size
+        self._users = Counter[str]()
+        self.free: list[float] = []  # the share that is free when a request must wait
+        self.adapters: list[float] = []  # and that of adapters
+
+    def admit(self, waiting: MutableSequence[Job], num_running: int, now_s: float, is_last: bool) -> int:
+        for number, job in enumerate(waiting):
+            if not self._place(job):
+                self.free.append(1 - sum(size for _, size in self._slots.values()) / self._num_bytes)
+                sizes = [size for key, (_, size) in self._slots.items() if isinstance(key, str)]
+                self.adapters.append(sum(sizes) / self._num_bytes)
+                return number
+        return len(waiting)
+
+    def _place(self, job: Job) -> bool:
+        assert job.adapter is not None
+        pieces: dict[Job | str, int] = {job: (job.prompt + job.answer) * PAGE_BYTES // BLOCK_SIZE}
+        if job.adapter not in self._slots:
+            pieces[job.adapter] = bytes_of(rank_of(job.adapter))
+        placed = dict(self._slots)
+        for key, size in pieces.items():
+            start = first_fit(placed.values(), size)
+            if start + size > self._num_bytes:
+                return False
+            placed[key] = start, size
+        self._slots = placed
+        self._users[job.adapter] += 1
+        return True
+
+    def end(self, job: Job) -> None:
+        assert job.adapter is not None
+        del self._slots[job]
+        self._users[job.adapter] -= 1
         if not self._users[job.adapter]:
-            del self._users[job.adapter]
+            del self._slots[job.adapter]
+
+
+def one_pool(jobs: list[Job], rank: Callable[[str], int] = rank_of) -> Outcome:
+    def size(ref: AdapterRef) -> int:
+        return pages_of(rank(ref.digest))
+
+    return run(jobs, Continuous(), NUM_PAGES, pages_of_adapter=size, load_page_s=PAGE_BYTES / HOST_BYTES_PER_S)
+
+
+def own_pool(jobs: list[Job]) -> tuple[Outcome, OwnPool]:
+    num_pages = int(POOL_SHARE * NUM_PAGES)
+    policy = OwnPool(num_pages)
+    return run(jobs, policy, NUM_PAGES - num_pages, pages_of_adapter=lambda _: 0), policy
 
 
 def measure(num_adapters: int, number: int = NUM_JOBS) -> dict[str, float]:
     """Tokens a second of each."""
     jobs = jobs_of(num_adapters, number)
-
-    def paged(rank: Callable[[str], int]) -> float:
-        def size(ref: AdapterRef) -> int:
-            return pages_of(rank(ref.digest))
-
-        page_s = PAGE_BYTES / HOST_BYTES_PER_S
-        return run(jobs, Continuous(), NUM_PAGES, pages_of_adapter=size, load_page_s=page_s).tokens_per_s
-
-    own = int(POOL_SHARE * NUM_PAGES)
     base = [Job(job.prompt, job.answer) for job in jobs]
     return {
         "base alone": run(base, Continuous(), NUM_PAGES).tokens_per_s,
-        "one pool": paged(rank_of),
-        "padded ranks": paged(lambda _: RANKS[-1]),
-        "own pool": run(jobs, OwnPool(own), NUM_PAGES - own, pages_of_adapter=lambda _: 0).tokens_per_s,
+        "one pool": one_pool(jobs).tokens_per_s,
+        "padded ranks": one_pool(jobs, lambda _: RANKS[-1]).tokens_per_s,
+        "own pool": own_pool(jobs)[0].tokens_per_s,
         "merged": run(jobs, Merged(), NUM_PAGES, pages_of_adapter=lambda _: 0).tokens_per_s,
     }
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Shares of the memory beside the base, on average while requests wait."""
+
+    tokens: float  # KV of tokens
+    adapters: float  # those that running sequences use
+    lost: float  # held, without anything in it
+    free: float  # or held by what may go at any time
+    running: float  # sequences
+
+
+def fragmentation(num_adapters: int, number: int = NUM_JOBS) -> dict[str, Filled]:
+    """What memory holds where a request must wait for it."""
+    jobs, num_tokens = jobs_of(num_adapters, number), NUM_PAGES * BLOCK_SIZE
+    padded = fmean(pages_of(rank) for rank in RANKS) * PAGE_BYTES / fmean(bytes_of(rank) for rank in RANKS)
+    found = {}
+    paged = one_pool(jobs)
+    tokens, pages = paged.filled(num_tokens), fmean(paged.adapter_pages) / NUM_PAGES
+    held = fmean(paged.held_tokens) / num_tokens
+    found["one pool"] = _filled(paged, tokens, pages / padded, held - tokens + pages * (1 - 1 / padded))
+    apart, policy = own_pool(jobs)
+    tokens, pages = apart.filled(num_tokens), fmean(policy.used) / NUM_PAGES
+    held = fmean(apart.held_tokens) / num_tokens
+    found["own pool"] = _filled(apart, tokens, pages / padded, held - tokens + pages * (1 - 1 / padded))
+    pieces = OnePiece(NUM_PAGES * PAGE_BYTES)
+    whole = run(jobs, pieces, NUM_PAGES, pages_of_adapter=lambda _: 0)
+    tokens, adapters = whole.filled(num_tokens), fmean(pieces.adapters)
+    found["one piece"] = _filled(whole, tokens, adapters, 1 - fmean(pieces.free) - adapters - tokens)
+    return found
+
+
+def _filled(outcome: Outcome, tokens: float, adapters: float, lost: float) -> Filled:
+    return Filled(tokens, adapters, lost, 1 - tokens - adapters - lost, outcome.num_running)
 
 
 def main() -> None:
@@ -130,7 +229,15 @@ def main() -> None:
         ours = found["one pool"]
         over[num_adapters] = {name: round(ours / rate, 3) for name, rate in found.items() if name != "one pool"}
         print(f"{num_adapters:5} adapters: " + ", ".join(f"{name} {rate:.0f}" for name, rate in found.items()))
-    print(json.dumps({"one_pool_over": over}))
+    print(f"\n{FRAGMENTED_ADAPTERS} adapters, shares of the memory while requests wait: tokens, adapters, lost, free")
+    shares = fragmentation(FRAGMENTED_ADAPTERS)
+    for name, one in shares.items():
+        print(f"{name:10} {one.tokens:.3f} {one.adapters:.3f} {one.lost:.3f} {one.free:.3f}, {one.running:.1f} running")
+    print(
+        json.dumps(
+            {"one_pool_over": over, "tokens_of_memory": {name: round(one.tokens, 3) for name, one in shares.items()}}
+        )
+    )
 
 
 if __name__ == "__main__":

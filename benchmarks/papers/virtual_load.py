@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Protocol
 
-from motet.workers.plan import SampledToken, StepResult
+from motet.workers.plan import SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
@@ -54,10 +54,13 @@ class Outcome:
     num_computed: int = 0
     num_preemptions: int = 0
     waits_s: list[float] = field(default_factory=list)  # from arrival to the first token, of each request
+    token_s: dict[Job, float] = field(default_factory=dict)  # from arrival to the last token, for each of its answer
     running: list[int] = field(default_factory=list)  # sequences
     kept_tokens: list[int] = field(default_factory=list)
     held_tokens: list[int] = field(default_factory=list)  # that their pages have room for; shared pages count once
     apart_tokens: list[int] = field(default_factory=list)  # the same if none were shared
+    adapter_pages: list[int] = field(default_factory=list)  # of adapters that running sequences use
+    kept_pages: list[int] = field(default_factory=list)  # of other adapters and of KV that nothing uses now
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,8 +89,12 @@ def run(
     block_size: int = BLOCK_SIZE,
     pages_of_adapter: Callable[[AdapterRef], int] = lambda _: 1,
     load_page_s: float = 0.0,
+    step_s: Callable[[StepPlan], float] | None = None,
 ) -> Outcome:
-    """All jobs, in the order of their arrival, to their ends. Adapters are copied one by one, beside the steps."""
+    """All jobs, in the order of their arrival, to their ends. Adapters are copied one by one, beside the steps.
+
+    `step_s`: what a plan takes; None: a constant, and more for each row.
+    """
     limits = GangLimits(8192, VOCAB_SIZE, block_size, num_pages, max_tokens_per_step, max_num_sequences)
     scheduler = Scheduler(limits, frozenset(), pages_of_adapter, scheduling="fifo")
     coming, waiting, found = deque(sorted(jobs, key=lambda job: job.arrives_s)), deque[Job](), Outcome()
@@ -109,7 +116,7 @@ def run(
             loads.append((begins_s + load_page_s * len(load.residence.pages), load.residence.digest))
         num_tokens = sum([len(part.token_ids) for part in plan.sequences])
         if num_tokens:
-            found.seconds += STEP_S + TOKEN_S * policy.num_rows(num_tokens)
+            found.seconds += STEP_S + TOKEN_S * policy.num_rows(num_tokens) if step_s is None else step_s(plan)
             found.num_steps += 1
         elif loads:
             found.seconds = max(found.seconds, loads[0][0])
@@ -132,6 +139,7 @@ def run(
             if update.finish_reason is not None:
                 left[job] -= 1
                 if not left[job]:
+                    found.token_s[job] = (found.seconds - job.arrives_s) / job.answer
                     del left[job]
                     policy.end(job)
     counters = scheduler.load().counters
@@ -160,3 +168,6 @@ def _note(scheduler: Scheduler, found: Outcome, block_size: int) -> None:
     found.kept_tokens.append(sum([sequence.num_computed + sequence.num_planned for sequence in sequences]))
     found.held_tokens.append(len(held) * block_size)
     found.apart_tokens.append(sum([len(sequence.pages) for sequence in sequences]) * block_size)
+    gauges = scheduler.load().gauges
+    found.adapter_pages.append(gauges.num_adapter_pages - gauges.num_idle_adapter_pages)
+    found.kept_pages.append(gauges.num_idle_adapter_pages + gauges.num_idle_prefix_pages)

@@ -53,8 +53,8 @@ class Churn:
             elif rng.random() < self.bursts:
                 yield f"of moment {number // 300}", outdated
             else:
-                asked = popular()
-                yield f"{asked} of version {version[asked]}", outdated
+                requested = popular()
+                yield f"{requested} of version {version[requested]}", outdated
 
 
 CHURN = {

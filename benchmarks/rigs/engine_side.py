@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,13 +38,6 @@ def fill_store(root: Path, model_path: Path, adapters: Sequence[Path]) -> list[A
         store.put(content, [layout])
         refs.append(AdapterRef(content.digest, content.module_ranks))
     return refs
-
-
-def worker_cpu_s() -> float:
-    """CPU seconds, so far, of the thread that computes the steps of this process's one engine; 0 before the first."""
-    found = [thread.ident for thread in threading.enumerate() if thread.name.startswith("worker")]
-    assert len(found) <= 1, "one engine"
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in found if ident is not None)
 
 
 class EngineSide:

@@ -26,11 +26,11 @@ _SALT = 9_999_999  # each request has another number in its place, so that no fo
 
 
 def bodies(kind: str) -> list[bytes]:
-    asked: dict[str, object] = {"model": BASE, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+    requested: dict[str, object] = {"model": BASE, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
     if kind == "refused":
-        return [json.dumps({**asked, "best_of": -1, "user": f"s{_SALT}"}).encode()]
+        return [json.dumps({**requested, "best_of": -1, "user": f"s{_SALT}"}).encode()]
     forms = hostile_grammars(_SALT)
-    return [json.dumps({**asked, "structured_outputs": {form.form: form.value}}).encode() for form in forms]
+    return [json.dumps({**requested, "structured_outputs": {form.form: form.value}}).encode() for form in forms]
 
 
 def main() -> None:

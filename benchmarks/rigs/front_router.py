@@ -170,7 +170,7 @@ async def main() -> None:
 
 
 def _app(view: Any, text: TextService, folder: Path, **tenancy: Any) -> FastAPI:
-    nothing: Any = None  # its routes are not asked for
+    nothing: Any = None  # its routes are not requested
     dispatcher: Any = InstantDispatcher()
     config = part_config(RouterConfig, Settings(), model_name=BASE, spool_path=folder, scales_from_zero=False)
     return create_app(

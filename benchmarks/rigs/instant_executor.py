@@ -16,7 +16,7 @@ class InstantExecutor:
     feeds_tokens = False
 
     def __init__(self, loads_end: bool = True) -> None:
-        """`loads_end`: adapters are there with the step that asked for them; else they never come."""
+        """`loads_end`: adapters are there with the step that requested them; else they never come."""
         self._loads_end = loads_end
         self.moves_end = True  # copies of KV between tiers are made in their step; else they go on and on
         self._plan: StepPlan | None = None

@@ -16,7 +16,7 @@ from motet.benchmarks.rigs.workload import Job
 
 @dataclass(frozen=True)
 class BaselineRun:
-    num_output_tokens: int  # that the jobs asked for; what a batch makes beyond them does not count
+    num_output_tokens: int  # that the jobs requested; what a batch makes beyond them does not count
     wall_s: float
     cpu_s: float
     num_threads: int
@@ -96,4 +96,4 @@ class PeftBaseline:
             pad_token_id=0,
         )
         if made.shape[1] != width + num_tokens:
-            raise RuntimeError(f"generate() made {made.shape[1] - width} tokens where {num_tokens} were asked for")
+            raise RuntimeError(f"generate() made {made.shape[1] - width} tokens where {num_tokens} were requested")

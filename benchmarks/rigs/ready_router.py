@@ -125,7 +125,7 @@ class ReadyRouter:
             ),
             dispatcher=dispatcher,
             view=view,
-            uploads=nothing,  # its routes are not asked for
+            uploads=nothing,  # its routes are not requested
             text=TextService.from_folder(model_path),
             operator_key=secrets.token_hex(),
         )

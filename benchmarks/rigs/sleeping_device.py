@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
+
+from motet.kernels.staging import Arriving
 
 
 class SleepingDevice:
@@ -38,6 +41,21 @@ class SleepingDevice:
         left_s = mark - time.perf_counter()
         if left_s > 0:
             time.sleep(left_s)
+
+
+def late_arriving(device: SleepingDevice) -> type[Arriving]:
+    """In place of `Arriving`: what it reads is there once the device has done all that was launched before."""
+
+    class LateArriving(Arriving):
+        def __init__(self, parts: Any) -> None:
+            super().__init__(parts)
+            self._mark = device.mark()
+
+        def read(self) -> list[torch.Tensor]:
+            device.wait(self._mark)
+            return super().read()
+
+    return LateArriving
 
 
 class Replays:

@@ -126,7 +126,7 @@ def start_and_end_of_a_long_one_ms() -> dict[str, float]:
     """Turns in which a sequence of 120k tokens arrives, starts in a pool full of kept pages, and ends."""
     long_pages = LONG // BLOCK_SIZE + 8
     leader = Leader(long_pages + 512, 16)
-    for number in range(1, 9):  # full of pages that are kept for nobody
+    for number in range(1, 9):  # full of pages that are kept for no sequence
         leader.add(own_prompt(number, (long_pages + 512) * BLOCK_SIZE // 8 - 64), max_tokens=1)
         leader.finish()
     run_others(leader, 8)

@@ -21,7 +21,7 @@ from motet.workers.wire.messages import SamplingParams, SequenceRequest
 
 BLOCK_SIZE = 16
 NUM_CONVERSATIONS, FIRST_TOKENS = 20, 1600
-NUM_ROUNDS, NUM_ASKED, NUM_ANSWERED = 6, 40, 56  # turns of each after the first, and tokens of a turn
+NUM_ROUNDS, NUM_REQUESTED, NUM_ANSWERED = 6, 40, 56  # turns of each after the first, and tokens of a turn
 ORDERS = ("in turns", "at random", "come and go")
 SIZES = (0.5, 0.75, 0.9, 1.0, 1.2)  # of the tier, over all pages of the conversations at their end
 _WORD = 1
@@ -35,7 +35,7 @@ def computed_share(
     `window`: newest tokens that layers see, but for those of `layers`.
     """
     rng = random.Random(seed)
-    num_pages_each = -(-(FIRST_TOKENS + NUM_ROUNDS * (NUM_ASKED + NUM_ANSWERED)) // BLOCK_SIZE)
+    num_pages_each = -(-(FIRST_TOKENS + NUM_ROUNDS * (NUM_REQUESTED + NUM_ANSWERED)) // BLOCK_SIZE)
     num_pages = NUM_CONVERSATIONS * num_pages_each
     limits = GangLimits(1 << 14, 1 << 16, BLOCK_SIZE, num_pages // 5, 512, 8, window, layers)
     scheduler = Scheduler(limits, frozenset(), lambda _: 0, tiers=TierSizes(int(size * num_pages)))
@@ -49,7 +49,7 @@ def computed_share(
             histories[number] = _words(rng, FIRST_TOKENS)
             _answer(scheduler, number, histories[number])
             continue
-        histories[number] += _words(rng, NUM_ASKED)
+        histories[number] += _words(rng, NUM_REQUESTED)
         num_prompt += len(histories[number])
         num_computed += _answer(scheduler, number, histories[number]) - (NUM_ANSWERED - 1)
     return num_computed / num_prompt

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from motet.benchmarks.rigs.virtual_gang import BLOCK_SIZE, INFO, MAX_LEN, VOCAB_SIZE, VirtualCosts, VirtualExecutor
+from motet.benchmarks.rigs.virtual_gang import BLOCK_SIZE, INFO, MAX_LEN, VOCAB_SIZE, VirtualCosts
+from motet.workers.costs.replay import VirtualExecutor
 from motet.workers.engine import Engine
 from motet.workers.plan import SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
@@ -106,10 +107,8 @@ class MixedGang:
 
     def __init__(self) -> None:
         self._executor = _EndingExecutor()
-        self._scheduler = Scheduler(
-            _LIMITS, frozenset({_EOS}), lambda _: _ADAPTER_PAGES, clock=lambda: self._executor.now_s
-        )
-        self._engine = Engine(self._scheduler, self._executor, INFO, clock=lambda: self._executor.now_s)
+        self._scheduler = Scheduler(_LIMITS, frozenset({_EOS}), lambda _: _ADAPTER_PAGES, clock=self._executor.clock)
+        self._engine = Engine(self._scheduler, self._executor, INFO, clock=self._executor.clock)
         self._begun: deque[tuple[float, int]] = deque()  # when prompts left the queue, and their tokens
         self._num_waiting_tokens = 0  # of prompts whose first token has not come
         self.admitted: list[Request] = []
@@ -120,7 +119,6 @@ class MixedGang:
         while executor.now_s < seconds:
             while coming and coming[0].arrives_s <= executor.now_s:
                 self._arrive(coming.popleft(), refuses=refuses)
-            before_s = executor.now_s
             for update in self._engine.step():
                 request = self.admitted[update.sequence_id]
                 assert update.error is None, update.error
@@ -132,8 +130,8 @@ class MixedGang:
                     request.last_s = executor.now_s
                     request.num_tokens += len(update.token_ids)
             self._engine.take_residency_changes()
-            if executor.now_s == before_s and not self._scheduler.has_work():
-                executor.now_s = max(executor.now_s, min(coming[0].arrives_s if coming else seconds, seconds))
+            if self._engine.waits:
+                executor.wait(min(coming[0].arrives_s, seconds) if coming else seconds)
 
     def figures(self, load: float, seconds: float) -> WeekFigures:
         answers = [request for request in self.admitted if request.num_tokens >= request.num_output]

@@ -1,4 +1,4 @@
-"""The settings of motet as a Serve application: its arguments, which Serve shows to everybody who asks.
+"""The settings of motet as a Serve application: its arguments, which Serve shows to every client of its API.
 
 The arguments have the keys of the file of `motet serve --config`, and `model`. What others say in Serve's place, and
 secrets, are refused (`not_in_args` of `Setting`).

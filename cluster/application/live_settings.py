@@ -28,7 +28,7 @@ def live_values(part: Part, user_config: Mapping[str, Any]) -> dict[str, Any]:
 def user_config_of(part: Part, config: MotetConfig) -> dict[str, Any]:
     """All that the replicas of `part` can take over, as `config` has it."""
     live = [field for field in fields_of(Settings) if field.mark.live_in == part]
-    return {field.flags[0]: written_value(field, config.value(field.name)) for field in live}
+    return {field.flags[0]: written_value(config.value(field.name)) for field in live}
 
 
 def without_live(config: C) -> C:

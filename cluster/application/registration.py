@@ -105,11 +105,11 @@ async def _check_objectives(
     registry: Registry, config: MotetConfig, owner: str, keys: Sequence[tuple[str, str]]
 ) -> None:
     known = {tenant for tenant, _ in keys}
-    asked = [(tenant, seconds) for tenant, seconds in config.batching.latency_objectives_s if tenant not in known]
-    if not asked:
+    unknown = [(tenant, seconds) for tenant, seconds in config.batching.latency_objectives_s if tenant not in known]
+    if not unknown:
         return
     known |= await registry.tenants_besides(owner)
-    for tenant, seconds in asked:
+    for tenant, seconds in unknown:
         if tenant not in known:
             names = ", ".join(sorted(known)) or "none"
             accepted = f"there is no tenant {tenant}; those with a key are: {names}"

@@ -37,7 +37,7 @@ def values_of(given: Mapping[str, Any], place: str, why_not: WhyNot) -> dict[str
     return values
 
 
-def written_value(field: SettingField, value: Any) -> Any:
+def written_value(value: Any) -> Any:
     """A setting's value as JSON and YAML have it, of which `values_of` makes the same again."""
     if isinstance(value, tuple):
         return ["=".join(map(str, pair)) for pair in value]

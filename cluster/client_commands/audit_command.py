@@ -26,8 +26,8 @@ def audit(client: MotetClient, tenant: str | None, user: str | None, limit: int,
     found: list[dict[str, Any]] = []
     more, after = True, ""
     while more and len(found) < limit:
-        asked = {"limit": min(limit - len(found), 1000), "after": after, "tenant": tenant or "", "user": user or ""}
-        page = client.call("GET", f"{PATH}?{urlencode({name: value for name, value in asked.items() if value})}")
+        query = {"limit": min(limit - len(found), 1000), "after": after, "tenant": tenant or "", "user": user or ""}
+        page = client.call("GET", f"{PATH}?{urlencode({name: value for name, value in query.items() if value})}")
         found += page["data"]
         more, after = page["has_more"], page["last_id"]
     if as_json:

@@ -55,9 +55,9 @@ class Chat:
 
     def _answer(self, question: str) -> None:
         """Streams the answer. A question that failed or was stopped by Ctrl-C is not kept."""
-        asked = [*self.history, {"role": "user", "content": question}]
+        messages = [*self.history, {"role": "user", "content": question}]
         answer = ""
-        pieces = self._client.chat(self.model, asked)
+        pieces = self._client.chat(self.model, messages)
         try:
             for piece in pieces:
                 answer += piece.text
@@ -67,7 +67,7 @@ class Chat:
             self._show(" (stopped)\n")
             return
         self._show("\n")
-        self.history = [*asked, {"role": "assistant", "content": answer}]
+        self.history = [*messages, {"role": "assistant", "content": answer}]
 
     def _known(self, name: str) -> str:
         if name not in self._names:

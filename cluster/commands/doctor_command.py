@@ -11,7 +11,7 @@ from ..settings.flags import GroupedCommand, options_of
 from ..settings.settings import Settings
 
 # Settings whose values say what is right.
-ASKED_FOR = ("address", "data_dir", "redis_url", "port", "max_connections", "pool_bytes", "tensor_parallel", "device")
+EXAMINED = ("address", "data_dir", "redis_url", "port", "max_connections", "pool_bytes", "tensor_parallel", "device")
 
 
 @click.command(cls=GroupedCommand)
@@ -60,4 +60,4 @@ def doctor(as_json: bool, **settings: Any) -> None:
         raise click.exceptions.Exit(1)
 
 
-doctor.params += [option for option in options_of(Settings) if option.name in ASKED_FOR]
+doctor.params += [option for option in options_of(Settings) if option.name in EXAMINED]

@@ -146,10 +146,10 @@ def plan(
                     name = f"{chosen.num_gangs} gangs of {chosen.degree} {chosen.gang.device.name}"
                     replayed[name] = replay_on_gangs(model, chosen, trace)
         report = Report(model.name, tuple(plans), refused, replayed)
-    except ValueError as error:
+        if page_path is not None:
+            page_path.write_text(report.page())
+    except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    if page_path is not None:
-        page_path.write_text(report.page())
     if as_json:
         click.echo(json.dumps(report.as_json()))
     else:

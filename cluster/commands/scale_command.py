@@ -13,8 +13,8 @@ TIMEOUT_S = 60.0
 
 
 @click.command()
-@click.option("--gangs", "min_gangs", type=click.IntRange(min=0), metavar="N", help="At least so many gangs.")
-@click.option("--max-gangs", type=click.IntRange(min=1), metavar="N", help="At most so many under load.")
+@click.option("--gangs", "min_gangs", type=click.IntRange(min=0), metavar="N", help="The fewest gangs.")
+@click.option("--max-gangs", type=click.IntRange(min=1), metavar="N", help="The most gangs under load.")
 @click.option("--routers", "num_routers", type=click.IntRange(min=1), metavar="N", help="So many routers.")
 @click.option("--namespace", "-n", default="motet", show_default=True, help="Of the RayService.")
 @click.option("--name", default="motet", show_default=True, help="Of the RayService.")

@@ -102,7 +102,7 @@ def show(console: Console, url: str, *, keep_live: bool) -> bool:
         tenant = clients[AGENT_TENANT]
         shown = [show_tool_use(console, tenant, question) for question in held_out_tool_questions(2)]
         shown.append(show_schema(console, tenant, SCHEMA_VOICE.model, _one_of_each_kind()[0]))
-        live = _upload_and_ask(console, clients[LIVE_VOICE.tenant])
+        live = _upload_and_question(console, clients[LIVE_VOICE.tenant])
         if not keep_live:
             clients[LIVE_VOICE.tenant].delete_adapter(LIVE_VOICE.model)
     wrong = [reply for reply in (*replies, live) if not reply.is_right]
@@ -123,7 +123,7 @@ def _upload_all(console: Console, clients: dict[str, MotetClient]) -> None:
     clients[AGENT_TENANT].upload_adapter(AGENT, EXAMPLES / "adapters" / AGENT)
 
 
-def _upload_and_ask(console: Console, client: MotetClient) -> Reply:
+def _upload_and_question(console: Console, client: MotetClient) -> Reply:
     """A reply of a new adapter, of which nothing can be cached."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

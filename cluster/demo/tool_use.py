@@ -26,11 +26,13 @@ def show_tool_use(console: Console, client: MotetClient, question: ToolQuestion)
 
     True: call and answer were right.
     """
-    asked, _, result, _ = question.messages()
+    message, _, result, _ = question.messages()
     try:
-        called = _message(client, AGENT, [asked], tools=list(TOOLS))
+        called = _message(client, AGENT, [message], tools=list(TOOLS))
         calls = [each["function"] for each in called.get("tool_calls") or ()]
-        answered = _message(client, AGENT, [asked, called, _of(called, result)], tools=list(TOOLS)) if calls else called
+        answered = (
+            _message(client, AGENT, [message, called, _of(called, result)], tools=list(TOOLS)) if calls else called
+        )
     except ClientError as error:
         console.print(f"[red]{AGENT} was to call a tool: {error}[/red]", highlight=False)
         return False

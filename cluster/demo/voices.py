@@ -13,7 +13,7 @@ from ..client.client import ClientError, MotetClient
 
 @dataclass(frozen=True)
 class Voice:
-    """The base or an adapter, asked by a tenant."""
+    """The base or an adapter, as a tenant uses it."""
 
     model: str
     style: Style  # what its answers are checked against
@@ -56,7 +56,7 @@ class Speed:
 
 
 def ask_all(inquiries: Sequence[Inquiry], clients: dict[str, MotetClient]) -> list[Reply]:
-    """One reply to each, in their order; all are asked at the same moment. `clients` is by tenant."""
+    """One reply to each, in their order; all are sent at the same moment. `clients` is by tenant."""
     with ThreadPoolExecutor(len(inquiries)) as pool:
         released = time.monotonic()
         replies = [pool.submit(_ask, inquiry, clients[inquiry.voice.tenant], released) for inquiry in inquiries]

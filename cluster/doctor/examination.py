@@ -83,11 +83,11 @@ def _gathered(nodes: Sequence[Mapping[str, Any]], questions: Questions) -> tuple
     import ray
 
     gather = ray.remote(gather_node)
-    asked = [_on(gather, node).remote(questions, int(node["Resources"].get("GPU", 0))) for node in nodes]
-    done, _ = ray.wait(asked, num_returns=len(asked), timeout=TIMEOUT_S)
+    calls = [_on(gather, node).remote(questions, int(node["Resources"].get("GPU", 0))) for node in nodes]
+    done, _ = ray.wait(calls, num_returns=len(calls), timeout=TIMEOUT_S)
     facts: dict[str, NodeFacts] = {}
     findings: list[Finding] = []
-    for node, answer in zip(nodes, asked, strict=True):
+    for node, answer in zip(nodes, calls, strict=True):
         name, problem = node["NodeManagerAddress"], f"it did not answer within {TIMEOUT_S:g} s"
         if answer in done:
             try:

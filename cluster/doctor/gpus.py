@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs: what the driver says, and what torch makes of it. torch is asked in a process of its own."""
+"""NVIDIA's GPUs: what the driver says, and what torch makes of it. torch is loaded in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .finding import Finding, error, ok, warning
 CHECK = "gpus"
 TIMEOUT_S = 120.0  # torch comes from a cold disk
 QUERY = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current", "compute_mode")
-ASK_TORCH = """
+PROBE_TORCH = """
 import json, torch
 nccl = torch.cuda.nccl.version() if torch.distributed.is_available() and torch.distributed.is_nccl_available() else None
 names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -49,25 +49,25 @@ class GpuFacts:
 
 
 def gather_gpus(wanted_by_ray: int = 0) -> GpuFacts:
-    """Without a driver nothing is asked, and it takes no time."""
+    """Without a driver nothing is loaded, and it takes no time."""
     if not has_driver():
         return GpuFacts(has_driver=False, wanted_by_ray=wanted_by_ray)
     listed, problem = _run("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
     devices, _ = _run("nvidia-smi", "-L")
-    answer, torch_problem = _run(sys.executable, "-P", "-c", ASK_TORCH)
+    answer, torch_problem = _run(sys.executable, "-P", "-c", PROBE_TORCH)
     try:
-        asked = json.loads(answer.splitlines()[-1]) if answer else {}
+        facts = json.loads(answer.splitlines()[-1]) if answer else {}
     except ValueError:
-        asked, torch_problem = {}, answer
+        facts, torch_problem = {}, answer
     return GpuFacts(
         has_driver=True,
         gpus=parse_gpus(listed),
         smi_problem=problem,
         num_mig_devices=sum(line.strip().startswith("MIG ") for line in devices.splitlines()),
-        torch_cuda=asked.get("cuda"),
-        torch_names=tuple(asked.get("names", ())),
+        torch_cuda=facts.get("cuda"),
+        torch_names=tuple(facts.get("names", ())),
         torch_problem=torch_problem,
-        nccl=asked.get("nccl"),
+        nccl=facts.get("nccl"),
         wanted_by_ray=wanted_by_ray,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from .versions import gather_versions
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """What every node is asked. Plain data, because it travels."""
+    """What every node is to look at. Plain data, because it travels."""
 
     data_dir: Path
     redis_url: str | None  # None: a node looks into its folder of secrets
@@ -45,7 +44,6 @@ class Expectations:
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
     host: str
-    clock_s: float  # seconds since the epoch, when it was asked
     redis: RedisFacts
     serve: NodeServeFacts
     limits: LimitFacts
@@ -57,12 +55,11 @@ class NodeFacts:
 
 
 def gather_node(questions: Questions, num_gpus_of_ray: int = 0) -> NodeFacts:
-    """Looks at this machine. It takes a second or two; torch is asked only where there is a GPU's driver."""
+    """Looks at this machine. It takes a second or two; torch is loaded only where there is a GPU's driver."""
     secrets = gather_secrets()
     url = questions.redis_url or redis_url_in(secrets.folder)
     return NodeFacts(
         host=socket.gethostname(),
-        clock_s=time.time(),
         redis=gather_redis(url),
         serve=gather_serve(),
         limits=gather_limits(),

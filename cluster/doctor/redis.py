@@ -29,7 +29,7 @@ class RedisFacts:
     """`address` has no password; None: no server is named, and motet brings its own."""
 
     address: str | None
-    problem: str = ""  # why it could not be asked
+    problem: str = ""  # why it could not be reached
     own_server: str = ""  # the program that motet would start
     version: str = ""
     config: dict[str, str] | None = None  # None: it may not be read

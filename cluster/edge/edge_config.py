@@ -37,7 +37,7 @@ def edge_config(
 ) -> str:
     """`serves`, changed for the reasons that stand beside each edit. Raises TemplateChanged.
 
-    `max_connections`: so many has the machine room for. `error_files`: the folder of `write_error_files`. `front_host`:
+    `max_connections`: that the machine has room for. `error_files`: the folder of `write_error_files`. `front_host`:
     where the front listens; None: where Serve says.
     """
     head, sections = _sections(serves)
@@ -74,7 +74,7 @@ def _edited(
     name, *body = section
     match name.rstrip():
         case "global":
-            # Who may write to the socket may change everything.
+            # A process that may write to the socket may change everything.
             body = _replaced(name, body, r"( *stats socket .*) mode 666\b", lambda found: f"{found[1]} mode 600")
             body = _replaced(
                 name, body, r"( *)tune.bufsize \d+$", lambda found: f"{found[1]}tune.bufsize {BUFFER_BYTES}"

@@ -31,15 +31,15 @@ class EdgeWatch:
     """Belongs to one event loop. Of the routers of one node one watches at a time, so that sums over routers are right.
 
     `refused`: requests by each of `REASONS`, since this HAProxy has started; empty: another router watches, or HAProxy
-    cannot be asked.
+    does not answer.
     """
 
     def __init__(self, socket_path: str) -> None:
         self.refused: Mapping[str, int] = {}
         self._socket_path = socket_path
         self._lock: int | None = None  # the file descriptor that makes this router the one that watches
-        self._told: Mapping[str, int] = {}  # as of the last line of the log
-        self._told_at = 0.0  # time.monotonic()
+        self._logged: Mapping[str, int] = {}  # as of the last line of the log
+        self._logged_at = 0.0  # time.monotonic()
         self._has_failed = False
         self._task: asyncio.Task[None] | None = None
 
@@ -81,14 +81,14 @@ class EdgeWatch:
         return True
 
     def _tell(self, refused: Mapping[str, int], last: str) -> None:
-        before, now = self._told, time.monotonic()
+        before, now = self._logged, time.monotonic()
         if sum(refused.values()) < sum(before.values()):  # another HAProxy has taken over
-            self._told = before = {}
+            self._logged = before = {}
         more = {reason: count - before.get(reason, 0) for reason, count in refused.items()}
         more = {reason: count for reason, count in more.items() if count > 0}
-        if not more or now - self._told_at < LOG_S:
+        if not more or now - self._logged_at < LOG_S:
             return
-        self._told, self._told_at = refused, now
+        self._logged, self._logged_at = refused, now
         by_reason = ", ".join(f"{reason} {count}" for reason, count in more.items())
         _log.info("the edge has refused %d requests (%s); one of them: %s", sum(more.values()), by_reason, last or "-")
 

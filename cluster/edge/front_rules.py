@@ -2,7 +2,7 @@
 
 Each client that can be identified is bounded: a source (an address, for IPv6 its /64) and a key. A connection has
 `HEADERS_TIMEOUT_S` for its headers and again for its body, or as much of that as fits into a buffer: what is longer is
-the router's to measure, who knows what it is for.
+the router's to measure, which knows what it is for.
 
 A source may hold more than its share of connections as long as half of the front is free, so that many clients behind
 one address are not refused for nothing; then its next ones are closed at once. Requests under way, of a source or a

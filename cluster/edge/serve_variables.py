@@ -34,7 +34,7 @@ PATIENT_STARTS = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120",
 }
-# Serve gives a deployment up for good once so many starts have failed for each of its replicas, 3 by default. motet's
+# Serve gives a deployment up for good after this number of failed starts for each replica, 3 by default. motet's
 # replicas pause after a failed start (`replicas/replica_start.py`), and go on for as long as it takes.
 LASTING_STARTS = {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1000000"}
 # Makes the C library allocate huge pages, which speeds up reading weights. Native linears allocate them by themselves;

@@ -15,8 +15,8 @@ from ...router.exposition.families import Families
 from ...router.exposition.gang_families import GANG, gang_families
 from ...router.exposition.router_families import BUILD_INFO
 from ...router.histogram import Histogram
-from ...workers.leader.asked_adapters import AskedAdapters
 from ...workers.leader.frame_server import FrameServer
+from ...workers.leader.requested_adapters import RequestedAdapters
 from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import GangInfo
 from .loaded_adapters import MOST_LISTED, LoadedAdapter, loaded_adapters
@@ -36,7 +36,7 @@ class GangFacts:
     num_ended: Mapping[str, int]  # sequences, by finish reason or kind of error
     num_routers: int
     num_orphans: int
-    asked: AskedAdapters
+    requested: RequestedAdapters
     resident: AbstractSet[str]  # digests of adapters
     hosted: AbstractSet[int]  # short digests
     pinned: AbstractSet[str]  # digests
@@ -49,7 +49,7 @@ class GangFacts:
             dict(server.num_ended),
             server.num_routers,
             server.num_orphans,
-            server.asked_adapters.copy(),
+            server.requested_adapters.copy(),
             frozenset(server.resident_adapters),
             frozenset(server.hosted_adapters),
             frozenset(server.pinned_adapters),
@@ -111,13 +111,13 @@ class GangMetrics:
         yield make.gauges(
             "vllm:cache_config_info", "For gateways: 1; the labels are the pool's size.", names, [(sizes, 1)]
         )
-        asked = facts.asked
-        labels = lora_requests(asked.names, asked.num_open, facts.resident, self._info.max_num_sequences)
+        requested = facts.requested
+        labels = lora_requests(requested.names, requested.num_open, facts.resident, self._info.max_num_sequences)
         help_text = "For gateways: time of this list of adapters that run or are at hand, and of those waited for."
         yield Families({GANG: self._info.gang_id}).gauges(
             "vllm:lora_requests_info", help_text, tuple(labels), [(tuple(labels.values()), time.time())]
         )
-        loaded = loaded_adapters(asked, facts.resident, facts.hosted, facts.pinned)
+        loaded = loaded_adapters(requested, facts.resident, facts.hosted, facts.pinned)
         help_text = (
             f"For gateways: 1 for each adapter in the pool (level gpu) or in host memory, {MOST_LISTED} at most."
         )

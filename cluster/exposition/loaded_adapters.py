@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Final, Literal, NamedTuple
 
-from ...workers.leader.asked_adapters import AskedAdapters
+from ...workers.leader.requested_adapters import RequestedAdapters
 from ...workers.wire.short_digest import short_digest
 
 # Each is a series of a page that is made anew at each scrape, some 120 bytes long. A gateway asks for a page several
@@ -28,20 +28,20 @@ class LoadedAdapter(NamedTuple):
 
 
 def loaded_adapters(
-    asked: AskedAdapters, resident: AbstractSet[str], hosted: AbstractSet[int], pinned: AbstractSet[str]
+    requested: RequestedAdapters, resident: AbstractSet[str], hosted: AbstractSet[int], pinned: AbstractSet[str]
 ) -> list[LoadedAdapter]:
-    """Those with a name, at most MOST_LISTED, each at the nearest level, the pool's first, asked for last first.
+    """Those with a name, at most MOST_LISTED, each at the nearest level, the pool's first, requested last first.
 
     `resident` and `pinned`: digests of adapters in the pool, and of those that host memory keeps. `hosted`: short
     digests of those in host memory.
     """
     found: dict[str, LoadedAdapter] = {}
-    for digest, level in _nearest_first(asked.names, resident, hosted):
+    for digest, level in _nearest_first(requested.names, resident, hosted):
         if len(found) == MOST_LISTED:
             break
-        name = asked.names[digest]
+        name = requested.names[digest]
         is_pinned: Literal["true", "false"] = "true" if digest in pinned else "false"
-        found.setdefault(name, LoadedAdapter(name, level, is_pinned, str(asked.ranks[digest])))
+        found.setdefault(name, LoadedAdapter(name, level, is_pinned, str(requested.ranks[digest])))
     return [*found.values()]
 
 

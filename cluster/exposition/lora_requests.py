@@ -16,11 +16,11 @@ MAX_CHARS: Final = 8 << 10  # of each list
 def lora_requests(
     names: Mapping[str, str], num_open: Mapping[str, int], resident: Collection[str], max_adapters: int
 ) -> dict[str, str]:
-    """The labels. `names`: by digest, the one that was asked for last comes last. `resident`: digests in the pool.
+    """The labels. `names`: by digest, the one that was requested last comes last. `resident`: digests in the pool.
 
     `num_open`: unfinished sequences, by digest. `max_adapters`: that can run at once, as every sequence may have its
     own. Those of unfinished sequences come first. Idle ones in the pool follow as long as one place is left, since they
-    make room for another adapter. A list that grows too long leaves out those that were asked for least recently.
+    make room for another adapter. A list that grows too long leaves out those that were requested least recently.
     """
     newest_first = [*names][::-1]
     active = [digest for digest in newest_first if digest in num_open]

@@ -15,7 +15,7 @@ from ...router.exposition.gang_families import GANG
 from ...router.exposition.router_families import RouterFacts, router_families
 from ...router.metrics import Metrics
 from ...router.serve_facts import ServeFacts
-from ...workers.leader.asked_adapters import AskedAdapters
+from ...workers.leader.requested_adapters import RequestedAdapters
 from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import GangInfo
 from .gang_metrics import GangFacts, GangMetrics
@@ -30,7 +30,7 @@ def example_router() -> Iterator[Metric]:
     metrics = Metrics()
     metrics.requests["POST /v1/completions", 200] += 1
     metrics.errors[404, "not_found"] += 1
-    metrics.store_free_bytes, metrics.sweep_asked_at, metrics.redis_memory = 1, 1.0, (1, 1)
+    metrics.store_free_bytes, metrics.sweep_tried_at, metrics.redis_memory = 1, 1.0, (1, 1)
     metrics.edge_refused = lambda: {"keyless": 1}
     metrics.serve = ServeFacts(status="RUNNING", num_wanted_gangs=1, max_gangs=1, rollout_s=0.0, is_head_connected=True)
     facts = RouterFacts(num_gangs=1, num_resumed=0, num_moved=0, num_gang_faults={}, is_registry_connected=True)
@@ -52,14 +52,14 @@ def example_gang() -> Iterator[Metric]:
         num_threads=1,
         vocab_size=1,
     )
-    asked = AskedAdapters()
-    asked.names["d"], asked.ranks["d"] = "adapter", 8
+    requested = RequestedAdapters()
+    requested.names["d"], requested.ranks["d"] = "adapter", 8
     facts = GangFacts(
         EngineLoad(),
         {},
         num_routers=0,
         num_orphans=0,
-        asked=asked,
+        requested=requested,
         resident=frozenset({"d"}),
         hosted=frozenset(),
         pinned=frozenset(),

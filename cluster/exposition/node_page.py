@@ -29,7 +29,7 @@ READ_S: Final = 4.0  # for all pages: less than Prometheus waits
 MAX_READERS: Final = 256  # of one process's page at once: each of a node's processes may answer several scrapes
 MAX_PAGE_BYTES: Final = 8 << 20
 _MAX_SOCKET_BYTES: Final = 100  # the kernel's limit is 104 on macOS and 108 on Linux
-_ASK_S: Final = 1.0  # for another process to hand its listening socket over
+_CONNECT_S: Final = 1.0  # for another process to hand its listening socket over
 RETRY_S: Final = 1.0
 _BACKLOG: Final = 64
 _PAGE, _LISTENER = ".page", ".listener"  # suffixes of sockets
@@ -49,7 +49,7 @@ class NodePage:
     def __init__(self, process: str, name: str, page: Callable[[bytes], Awaitable[bytes | None]]) -> None:
         """`process`: router or gang, and `name` is its label of that name.
 
-        `page`: the process's own, for who has a key; None: another key opens it.
+        `page`: the process's own, for requests with a key; None: another key opens it.
         """
         self._own, self._name = MetricsServer(page, max_connections=MAX_READERS), f"{process}_{name}"
         self._shared = MetricsServer(self.text)
@@ -164,7 +164,7 @@ def _found_listener(host: str, port: int, others: Iterable[Path]) -> socket.sock
     for path in others:
         try:
             with socket.socket(socket.AF_UNIX) as asking:
-                asking.settimeout(_ASK_S)
+                asking.settimeout(_CONNECT_S)
                 asking.connect(str(path))
                 _, files, _, _ = socket.recv_fds(asking, 1, 1)
         except ConnectionRefusedError:

@@ -64,7 +64,7 @@ def check_nodes(config: MotetConfig) -> None:
     )
     of_each = [replace(expected, worker=config.worker_device if room else None, num_workers=room) for room in rooms]
     with expected.prepared(MARKER_TTL_S):
-        problems = _ask_nodes(hosts, of_each)
+        problems = _examine_nodes(hosts, of_each)
     if problems:
         raise CannotJoin("the cluster is not ready for motet:\n" + "\n".join(f"- {line}" for line in problems))
 
@@ -113,13 +113,13 @@ def _node(node: Mapping[str, Any], resources: Mapping[str, float]) -> Node:
     return Node(name=node["NodeManagerAddress"], resources=dict(resources), labels=labels)
 
 
-def _ask_nodes(nodes: Sequence[Node], of_each: Sequence[NodeExpectations]) -> list[str]:
-    """The problems of all nodes, each after its node's name. That a node cannot be asked is a problem, too."""
+def _examine_nodes(nodes: Sequence[Node], of_each: Sequence[NodeExpectations]) -> list[str]:
+    """The problems of all nodes, each after its node's name. A node without an answer is a problem, too."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ask = ray.remote(problems_of_this_node)
-    asked = [
+    calls = [
         ask.options(
             num_cpus=0,
             max_retries=0,
@@ -127,9 +127,9 @@ def _ask_nodes(nodes: Sequence[Node], of_each: Sequence[NodeExpectations]) -> li
         ).remote(expected)
         for node, expected in zip(nodes, of_each, strict=True)
     ]
-    done, _ = ray.wait(asked, num_returns=len(asked), timeout=CHECK_TIMEOUT_S)
+    done, _ = ray.wait(calls, num_returns=len(calls), timeout=CHECK_TIMEOUT_S)
     found = []
-    for node, answer in zip(nodes, asked, strict=True):
+    for node, answer in zip(nodes, calls, strict=True):
         if answer not in done:
             found.append(f"{node.name}: it did not answer within {CHECK_TIMEOUT_S:g} s")
             continue

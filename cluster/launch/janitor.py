@@ -50,7 +50,7 @@ def find_processes(session: str) -> list[psutil.Process]:
             if process.pid != os.getpid() and process.environ().get(SESSION_VARIABLE) == session:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue  # ended meanwhile, or someone else's
+            continue  # ended meanwhile, or another user's
     return found
 
 

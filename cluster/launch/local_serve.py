@@ -2,7 +2,7 @@
 
 The folder, HAProxy's sockets and its side ports are private, so that they do not clash with another Ray or HAProxy on
 the machine. Ray itself, the routers' own HTTP ports and HAProxy's statistics listen on loopback only, where strangers
-do not reach them. Only HAProxy's front listens where the user asked.
+do not reach them. Only HAProxy's front listens at the port of the settings.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def start_serve(
         try:
             _start_serve(session_path, port, num_cpus, note_step)
             return
-        except ValueError:  # of what was asked for: another attempt would not change it
+        except ValueError:  # of what was requested: another attempt would not change it
             raise
         except Exception as error:  # Ray has no class of its own for a start that took too long
             if attempt == NUM_START_ATTEMPTS:

@@ -46,7 +46,7 @@ class LogFile:
 
 
 def forget_old_files(folder: Path, keep: int) -> None:
-    """Removes the files of processes that are gone, except the newest. `keep`: so many files may be there.
+    """Removes the files of processes that are gone, except the newest. `keep`: the most files.
 
     A file's name is KIND-PID-TIME of its process.
     """

@@ -10,7 +10,9 @@ from statistics import NormalDist, fmean, pstdev
 
 import numpy as np
 
-from ...workers.costs.trace import TracedRequest
+from ...workers.costs.trace import MOST_TOKENS, TracedRequest
+
+MOST_ADAPTERS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,10 @@ class Spread:
     deviation: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (1 <= self.mean < float("inf")) or not (0 <= self.deviation < float("inf")):
-            raise ValueError(f"{self.mean:g} tokens, deviation {self.deviation:g}: 1 and 0 are the least")
+        if not 1 <= self.mean <= MOST_TOKENS or not 0 <= self.deviation <= MOST_TOKENS:
+            raise ValueError(
+                f"{self.mean:g} tokens, deviation {self.deviation:g}: 1 and 0 are the least, {MOST_TOKENS} the most"
+            )
 
     @property
     def square_mean(self) -> float:
@@ -50,11 +54,13 @@ class Adapters:
 
     @staticmethod
     def by_power_law(number: int, exponent: float, ranks: tuple[int, ...] = (16,)) -> Adapters:
-        """The i-th is asked for in proportion to i ** -exponent; 0: all alike. The base is not asked for."""
+        """The i-th is requested in proportion to i ** -exponent; 0: all alike. The base is not requested."""
         if number < 0 or not isfinite(exponent) or exponent < 0:
             raise ValueError(f"{number} adapters, popularity {exponent:g}: neither is below 0")
-        weights = [(place + 1.0) ** -exponent for place in range(number)]
-        return Adapters(tuple(weight / sum(weights) for weight in weights), ranks)
+        if number > MOST_ADAPTERS:
+            raise ValueError(f"{number} adapters: at most {MOST_ADAPTERS} are planned for")
+        weights = np.arange(1.0, number + 1) ** -exponent
+        return Adapters(tuple((weights / weights.sum()).tolist()), ranks)
 
     @property
     def mean_rank(self) -> float:
@@ -65,7 +71,7 @@ class Adapters:
         return float(np.sum(1 - (1 - np.array(self.shares)) ** num_sequences)) if self.shares else 0.0
 
     def missed(self, num_resident: float) -> float:
-        """The part of the requests whose adapter is not among the so many that are asked for most."""
+        """The part of the requests whose adapter is not among the so many that are requested most."""
         shares = sorted(self.shares, reverse=True)
         whole = int(min(num_resident, len(shares)))
         part = shares[whole] * (num_resident - whole) if whole < len(shares) else 0.0

@@ -20,7 +20,7 @@ EFFICIENCY = 0.35
 
 @dataclass(frozen=True)
 class Demand:
-    """A model, and who uses it. Sizes in bytes and floating-point operations of one token."""
+    """A model and its load. Sizes in bytes and floating-point operations of one token."""
 
     name: str
     weights_bytes: float

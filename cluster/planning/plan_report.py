@@ -170,7 +170,7 @@ def _bars(values: Mapping[str, float], full: float) -> str:
 
 
 def _curves(plan: ServingPlan) -> str:
-    """Both objectives as shares of what is asked for, so that they have one axis."""
+    """Both objectives as shares of what is requested, so that they have one axis."""
     gang = plan.gang
     most = plan.most.num_sequences / gang.traffic.answer.mean  # arrivals in a step
     states = [gang.at(1.15 * most * (number + 1) / _NUM_POINTS) for number in range(_NUM_POINTS)]

@@ -116,11 +116,6 @@ class ServingPlan:
             assert found is not None, "more of a resource never serves less"
             yield name, found.requests_per_s / self.most.requests_per_s - 1
 
-    @property
-    def spare_requests_per_s(self) -> float:
-        """That these gangs could serve in addition."""
-        return self.num_gangs * self.most.requests_per_s - self.gang.traffic.requests_per_s
-
 
 def options(
     model: ModelConfig,

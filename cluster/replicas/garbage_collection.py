@@ -6,7 +6,7 @@ import gc
 
 # A search of the second generation goes through all that was made and kept since the one before: 25,000 objects at
 # most, 2 ms. What survives it lives long, and a search of all objects, which takes 100 ms where thousands of sequences
-# are under way, comes after so many of these searches that it hardly ever does.
+# are under way, comes after a number of these searches that is hardly ever reached.
 THRESHOLDS = (5_000, 4, 10_000)
 
 

@@ -350,7 +350,7 @@ class RouterReplica:
         while True:
             try:
                 num_removed = await self._uploads.sweep(rest_s=SWEEP_INTERVAL_S)
-                self._metrics.sweep_asked_at = time.time()
+                self._metrics.sweep_tried_at = time.time()
                 self._metrics.store_free_bytes = (await asyncio.to_thread(shutil.disk_usage, store_path)).free
                 if num_removed:
                     _log.info("removed %d adapters that no name points to from the store", num_removed)

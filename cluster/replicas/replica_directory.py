@@ -66,7 +66,7 @@ class ReplicaDirectory:
                 try:
                     # In a thread: where the head is gone as well, Ray waits a minute or two before it says so.
                     self._listen(await asyncio.to_thread(serve_controller))
-                except Exception as error:  # Ray's are many, and none may keep it from hearing of the next controller
+                except Exception as error:  # Ray's are many, and none may end the watch for the next controller
                     _log.warning("the Serve controller is away; replicas known before stay in use: %s", error)
 
     def _update(self, targets: DeploymentTargetInfo) -> None:

@@ -24,7 +24,7 @@ from ..application.model_source import ModelUnavailable
 from ..progress_log import OnEvent, ignore_event
 
 MAX_FAILED_STARTS: Final = 1_000_000  # of a deployment, in a row: Serve begins no other one after them
-AWAY: Final = (RegistryUnavailable, ModelUnavailable, OSError)  # what is asked for may be there later
+AWAY: Final = (RegistryUnavailable, ModelUnavailable, OSError)  # what is needed may be there later
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 LOG_INTERVAL_S = 300.0
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def pause_s(num_failures: int) -> float:
-    """How long to wait after so many failures in a row."""
+    """How long to wait after `num_failures` in a row."""
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(num_failures - 1, 30))
 
 
@@ -96,7 +96,7 @@ class ReplicaStart:
         num_failures: int | None = None
         try:
             await self._report(str(error) or type(error).__name__, has_failed=True)
-            num_failures = await self._asked(self._num_failures)
+            num_failures = await self._with_registry(self._num_failures)
         except Exception as why:  # such as a URL that is none
             _log.warning("the failed start of this %s cannot be reported: %s", self._kind, why)
         pause = pause_s(num_failures or 1)
@@ -105,7 +105,7 @@ class ReplicaStart:
 
     async def succeeded(self) -> None:
         """The replica serves: deletes what was reported."""
-        await self._asked(lambda starts: starts.succeeded(self._kind, self._replica))
+        await self._with_registry(lambda starts: starts.succeeded(self._kind, self._replica))
 
     async def _report(self, reason: str, *, has_failed: bool) -> None:
         report = StartReport(
@@ -114,14 +114,14 @@ class ReplicaStart:
             reason=reason,
             has_failed=has_failed,
             began_at=self._began_at,
-            told_at=time.time(),
+            reported_at=time.time(),
         )
-        await self._asked(lambda starts: starts.report(report))
+        await self._with_registry(lambda starts: starts.report(report))
 
     async def _num_failures(self, starts: Starts) -> int:
         return sum(one.has_failed and one.kind == self._kind for one in await starts.reports())
 
-    async def _asked(self, ask: Callable[[Starts], Awaitable[Answer]]) -> Answer | None:
+    async def _with_registry(self, ask: Callable[[Starts], Awaitable[Answer]]) -> Answer | None:
         """None: there is no Redis that answers; then the log has it alone."""
         if self.redis_url is None:
             return None

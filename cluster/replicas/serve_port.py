@@ -11,7 +11,7 @@ def serve_only_at(host: str) -> None:
     """Has Serve listen at this address alone, in this process, for calls of this replica by other replicas.
 
     To be called in the replica's constructor: Serve begins to listen after it. Its server unpickles whatever it is
-    sent, so who reaches it runs code as motet; by default that is everybody, also where all else listens on loopback.
+    sent, so a process that reaches it runs code as motet; by default all can, also where all else listens on loopback.
     Serve itself calls it at the node's address.
     """
     add_port = serves_replica.add_port_to_grpc_server

@@ -1,4 +1,4 @@
-"""What Ray Serve's controller says of motet, asked again and again."""
+"""The state of motet as Ray Serve's controller reports it, polled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ServeWatch:
         ask: Callable[[], Awaitable[Details]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ask`: the details of all applications, as Serve's REST API has them; None: the controller is asked."""
+        """`ask`: the details of all applications, as Serve's REST API has them; None: read from the controller."""
         self._app, self._gang, self._on_change, self._clock = app, gang_deployment, on_change, clock
         self._ask = ask or _ask_controller
         self._facts: ServeFacts | None = None

@@ -38,7 +38,7 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_sequences_per_request: Annotated[
         Count,
         Setting(
-            "Sequences that one request may ask for: its prompts times n. At /v1/embeddings so many of its inputs, at "
+            "Sequences that one request may ask for: its prompts times n. At /v1/embeddings its inputs, at "
             "most 2,048, are computed at once.",
             "live",
             live_in="router",

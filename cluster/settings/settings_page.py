@@ -50,11 +50,11 @@ def _row(field: SettingField) -> str:
     flags = ", ".join(f"`--{flag}`" for flag in field.flags)
     live = "live" if field.mark.change == "live" else ""
     what = field.mark.help + (f" Environment variable: `{field.mark.env}`." if field.mark.env else "")
-    cells = (flags, field.accepted, field.shown_default, live, what, _door(field))
+    cells = (flags, field.accepted, field.shown_default, live, what, _way_to_change(field))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
-def _door(field: SettingField) -> str:
+def _way_to_change(field: SettingField) -> str:
     if field.mark.not_in_args:
         return "elsewhere"
     if field.mark.live_in is not None:

@@ -1,7 +1,7 @@
-"""Which settings a running motet may change, and by which door.
+"""Which settings a running motet may change, and in which way.
 
 `change` and `live_in` of each setting's mark decide it; this module enforces and explains it. `motet serve` has one
-door, its file, and rolls out what differs. An application that a Ray cluster deploys by itself has three: `user_config`
+way, its file, and rolls out what differs. An application that a Ray cluster deploys by itself has three: `user_config`
 of a deployment, which replaces no process; Serve's own options of a deployment; and the application's arguments, a
 change of which replaces every process, as Serve takes it for new code.
 """
@@ -40,10 +40,10 @@ def check_update(running: Settings, wanted: Settings) -> None:
 
 def why_not_live(part: Part, field: SettingField) -> str | None:
     """What changes the setting instead, if replicas of `part` cannot take another value over; None: they can."""
-    return None if field.mark.live_in == part else f"replicas of {part} do not take this over: {door_of(field)}"
+    return None if field.mark.live_in == part else f"replicas of {part} do not take this over: {way_to_change(field)}"
 
 
-def door_of(field: SettingField) -> str:
+def way_to_change(field: SettingField) -> str:
     """Where another value of the setting is given to an application that serves."""
     if field.mark.not_in_args:
         return field.mark.not_in_args

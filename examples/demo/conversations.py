@@ -121,12 +121,12 @@ class ConversationSampler:
             if message["role"] != "assistant":
                 continue
             prompt = chat_prompt(self._tokenizer, messages[:position], tools)
-            asked = self._encode(prompt.removeprefix(written))
+            requested = self._encode(prompt.removeprefix(written))
             reply = answered(self._tokenizer, messages[: position + 1], tools)
             replied = self._encode(reply)
             written = prompt + reply
-            token_ids += asked + replied
-            labels += [_IGNORED] * len(asked) + replied
+            token_ids += requested + replied
+            labels += [_IGNORED] * len(requested) + replied
         return Example(token_ids, labels)
 
     def _encode(self, text: str) -> list[int]:

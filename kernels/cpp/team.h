@@ -1,6 +1,6 @@
 // The threads that share the work of a kernel: blocks are handed out one by one, to whichever thread is free.
 //
-// A thread that the system does not run takes no blocks, so nobody waits for it: the caller computes all blocks that no
+// A thread that the system does not run takes no blocks, so no thread waits for it: the caller computes all blocks that no
 // other thread has begun. OpenMP gives each thread a fixed share and waits at a barrier for all of them; on cores that
 // other processes use as well, a step then lasts as long as the slowest thread is kept from its core.
 #pragma once
@@ -92,7 +92,7 @@ class Team {
     static constexpr std::chrono::microseconds kSpin{50};
     static constexpr std::chrono::microseconds kBetweenWakes{300};
 
-    // Of the current work: its number (24 bits), helpers that may take part (8), blocks that nobody has begun (32).
+    // Of the current work: its number (24 bits), helpers that may take part (8), blocks that no thread has begun (32).
     alignas(64) std::atomic<uint64_t> ticket{0};
     alignas(64) std::atomic<int64_t> unfinished{0};
     // Written before the ticket. A helper reads them once it has a block, and until that is done they stay.
@@ -176,7 +176,7 @@ class Team {
     }
 };
 
-// Blocks into which `count` units are cut for so many threads.
+// Blocks into which `count` units are cut for the threads.
 inline int64_t blocks_of(int64_t count, int num_threads) {
     return num_threads < 2 ? 1 : std::min<int64_t>(count, int64_t(num_threads) * kBlocksOfAThread);
 }

@@ -109,7 +109,7 @@ class TritonExperts:
 
 
 def _tile_of(pairs: float) -> tuple[int, int, int, int, int]:
-    """Rows, columns and depth of a product's tile, warps and stages, for so many pairs of an expert.
+    """Rows, columns and depth of a product's tile, warps and stages, by the pairs of an expert.
 
     The fastest of some on an H100, with Mixtral's gate and up.
     """

@@ -199,7 +199,7 @@ def expand_kernel(
     if live_tiles == 0:
         return
     programs = tl.num_programs(0) // live_tiles
-    # Of WIDTH columns each, so many to a block that there are programs enough, with a short last block of each module.
+    # Of WIDTH columns each, few enough to a block for enough programs, with a short last block of each module.
     steps = tl.cdiv((OUT_0 + OUT_1 + OUT_2) // WIDTH, programs - (SLOTS - 1))
     block = tl.program_id(0) // live_tiles
     slot, module, width, column = 0, MODULE_0, OUT_0, 0

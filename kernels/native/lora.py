@@ -116,7 +116,7 @@ class NativeLora:
 
 
 def parts_of(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:
-    """The table of some modules, made when it is first asked for."""
+    """The table of some modules, made when it is first needed."""
     found = batch.parts.get(modules)
     if found is None:
         found = batch.parts[modules] = _make_parts(batch, modules)

@@ -38,7 +38,7 @@ class Cors:
 
     def preflight(self, request: Request) -> Response | None:
         """The answer to a preflight request, for any route; None: the request is none."""
-        asked = request.headers.get("access-control-request-headers", "")
+        requested = request.headers.get("access-control-request-headers", "")
         if request.method != "OPTIONS" or "access-control-request-method" not in request.headers:
             return None
         headers = self.headers(request.scope)
@@ -47,6 +47,6 @@ class Cors:
         response = Response(status_code=204)
         response.raw_headers += [*headers, (b"access-control-allow-methods", _METHODS)]
         response.raw_headers.append((b"access-control-max-age", str(MAX_AGE_S).encode()))
-        if asked:
-            response.raw_headers.append((b"access-control-allow-headers", asked.encode("latin-1")))
+        if requested:
+            response.raw_headers.append((b"access-control-allow-headers", requested.encode("latin-1")))
         return response

@@ -27,7 +27,7 @@ NUM_ANSWER_CHARS: Final = 21
 class RequestRecord:
     request_id: str
     method: str
-    route: str  # the route's own text, never the path that was asked for
+    route: str  # the route's own text, never the path that was requested
     started_at: float = field(default_factory=time.perf_counter)
     tenant: str = ""  # empty: the key is unknown, or none is needed
     model: str = ""  # a name that the registry has, or the base's; empty: none was found

@@ -70,7 +70,7 @@ class Deleted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UserShown(msgspec.Struct, frozen=True, kw_only=True):
-    """One who has a key or a private adapter."""
+    """A user with a key or a private adapter."""
 
     name: str
     object: Literal["user"] = "user"

@@ -60,7 +60,7 @@ class TenantChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class KeyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST …/keys."""
 
-    scopes: Scopes | None = None  # None: infer, upload and metrics, as far as who asks may give them
+    scopes: Scopes | None = None  # None: infer, upload and metrics, as far as the caller may give them
     label: Label = ""
     expires_in_s: Lifetime | None = None  # None: it does not expire, or with the key that makes it
     quota: QuotaBody = QuotaBody()

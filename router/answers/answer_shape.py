@@ -63,7 +63,7 @@ class WholeChoice:
         echoed: EchoedLogprobs | None = None,
         prompt: PromptLogprobs | None = None,
     ) -> None:
-        """`logprobs`: None if none are shown. `echoed`, `prompt`: of the prompt, if they are asked for."""
+        """`logprobs`: None if none are shown. `echoed`, `prompt`: of the prompt, if they are requested."""
         self.echoed, self.prompt = echoed, prompt
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -97,7 +97,7 @@ class WholeChoice:
         return UNSET if self.prompt is None else self._later(self.prompt.whole())
 
     def json(self, encoded: bytes) -> Iterator[bytes]:
-        """The encoded choice, in pieces, with the long fields that were asked for since the last call, in this order.
+        """The encoded choice, in pieces, with the long fields that were requested since the last call, in this order.
 
         Joining tens of megabytes would block the event loop.
         """

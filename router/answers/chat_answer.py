@@ -47,7 +47,7 @@ class ChatAnswer:
         self._num_prompt_logprobs = num_prompt_logprobs
 
     def opening(self, usage: ChunkUsage) -> list[ChatChunk]:
-        """A chunk with the role for each choice; the first one has the prompt's tokens, too, if they are asked for."""
+        """A chunk with the role for each choice; the first one has the prompt's tokens, too, if they are requested."""
         head = self._head
         prompts = [self._prompt if self._with_token_ids and index == 0 else UNSET for index in range(self._num_choices)]
         delta = ChatDelta(role="assistant", content="")

@@ -132,7 +132,7 @@ class BatchWorker:
                     await lease.hold(self._holder, 0)
 
     async def _keep(self, lease: Lease) -> None:
-        """Returns when another router has the lease. While Redis is away nobody can take it: files are locked, too."""
+        """Returns when another router has the lease. Without Redis no router can take it: files are locked."""
         while True:
             await asyncio.sleep(self._pace.lease_s / 4)
             with suppress(RegistryUnavailable):

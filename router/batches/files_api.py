@@ -28,7 +28,7 @@ from ..uploads.form_reader import FormReader, declared_bytes
 from ..uploads.upload_spool import UploadSpool
 from .file_content import FileContent
 from .file_store import FileStore
-from .ownership import ORDER_QUERY, asked_order, page_of, sees
+from .ownership import ORDER_QUERY, page_of, requested_order, sees
 from .schema import DeletedFile, File, FileForm, shown_file
 
 _PATH: Final = "/v1/files"
@@ -132,7 +132,7 @@ class FilesApi:
     )
     async def list(self, request: Request, identity: Identity) -> Response:
         """A user sees its own, keys that are no user's those of such keys, and administrators all."""
-        wanted, is_ascending = page_request(request), asked_order(request)
+        wanted, is_ascending = page_request(request), requested_order(request)
         purpose = request.query_params.get(_PURPOSE)
 
         def is_shown(file: FileRecord) -> bool:

@@ -1,4 +1,4 @@
-"""One line of a batch, asked as a client would ask: the same route, with all that it checks, charges and counts."""
+"""One line of a batch, sent as a client would: the same route, with all that it checks, charges and counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose a file or a batch is: they hold prompts and answers, so they are told apart as usage is."""
+"""Whose a file or a batch is: they hold prompts and answers, so they are separated as usage is."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def page_of(
     return shown[:limit], len(shown) > limit
 
 
-def asked_order(request: Request) -> bool:
+def requested_order(request: Request) -> bool:
     """Whether the oldest are to come first. Raises 400."""
     order = request.query_params.get(ORDER_QUERY, "desc")
     if order not in ("asc", "desc"):

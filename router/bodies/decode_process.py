@@ -26,7 +26,7 @@ _DECODERS: Final = {kind.__name__: RequestDecoder(kind) for kind in BODY_KINDS}
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What is asked, in a frame before that of the body."""
+    """The question, in a frame before that of the body."""
 
     kind: str  # name of the request's class
     context: int | None  # of the model

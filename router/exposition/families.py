@@ -16,7 +16,7 @@ class Families:
     """Makes metrics of one kind each. All of their samples have the same `labels`, and some have more."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        """`labels`: of who counts, for example {"router": "1f00", "base": "llama"}."""
+        """`labels`: of the process, for example {"router": "1f00", "base": "llama"}."""
         self._names, self._values = tuple(labels), tuple(labels.values())
 
     def gauge(self, name: str, text: str, value: float) -> Metric:

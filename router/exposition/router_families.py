@@ -39,7 +39,7 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
     yield from _uploads(metrics, make)
     yield from _batches(metrics, make)
     help_text = (
-        "Gangs that this router lost without having asked them to stop. engine: the gang reported that it cannot "
+        "Gangs that this router lost by a fault, and not by stopping them. engine: the gang reported that it cannot "
         "compute any more; connection: its process or the network died."
     )
     # Kinds without a fault, too, so that the first fault is an increase.
@@ -111,7 +111,7 @@ def _serve(metrics: Metrics, make: Families) -> Iterator[Metric]:
     if facts is None:
         return
     yield make.gauge("motet_wanted_gangs", "Gangs that Ray Serve is to run, as it said last.", facts.num_wanted_gangs)
-    help_text = "1 if Serve's controller, which runs on the head, answered when this router asked it last."
+    help_text = "1 if Serve's controller, which runs on the head, answered this router's last call."
     yield make.gauge("motet_head_connected", help_text, float(facts.is_head_connected))
     help_text = "1; the label is the status of motet's application in Serve, as its controller said last."
     yield make.gauges("motet_serve_status", help_text, ("status",), [((facts.status,), 1)])
@@ -197,9 +197,9 @@ def _uploads(metrics: Metrics, make: Families) -> Iterator[Metric]:
     if metrics.store_free_bytes is not None:
         help_text = "Free on the disk of the data folder, as of the last few minutes."
         yield make.gauge("motet_store_free_bytes", help_text, metrics.store_free_bytes)
-    if metrics.sweep_asked_at is not None:
+    if metrics.sweep_tried_at is not None:
         help_text = (
             "When this router last swept the store of unused adapters, or found that another one had: every "
             "five minutes, while registry and store can be reached."
         )
-        yield make.gauge("motet_sweep_timestamp_seconds", help_text, metrics.sweep_asked_at)
+        yield make.gauge("motet_sweep_timestamp_seconds", help_text, metrics.sweep_tried_at)

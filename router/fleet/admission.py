@@ -118,7 +118,7 @@ def _refusal(
         return None
     expectation = expect(request, gang, limit.num_new_tokens)
     if limit.timeout_s is not None and expectation.answer_s > limit.timeout_s:
-        is_hopeless = expectation.alone_s > limit.timeout_s  # also without a queue: a retry is in vain
+        is_hopeless = expectation.alone_s > limit.timeout_s  # also without a queue: a retry cannot succeed
         queue = (
             "even without a queue" if is_hopeless else f"as {_readable(expectation.queue_s)} are expected in the queue"
         )

@@ -1,7 +1,7 @@
 """Which gang a new sequence goes to: a pure policy of what a router knows at that moment.
 
 A gang that has the sequence's adapter, or is getting it, is preferred to one that would have to load it, as long as
-the longer queue there costs no more than the load would elsewhere. So an adapter that is asked for more than its gangs
+the longer queue there costs no more than the load would elsewhere. So an adapter that is requested more than its gangs
 can serve comes to further gangs, and a rare adapter stays where it is. Among gangs that are about equally good, every
 router takes the same one without talking to the others: the first in the adapter's rendezvous order. That keeps a new
 adapter's first requests together, and copies that a busy hour made fall idle and are evicted once it is over.

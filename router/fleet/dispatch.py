@@ -1,7 +1,7 @@
 """The way of a sequence from a request handler to a gang and back.
 
 Request handlers know `Dispatcher` and `SequenceStream`; `FleetDispatcher` is the implementation that talks to gangs. A
-sequence outlives its gang: when the gang dies or is asked to stop, the sequence continues at another one from its
+sequence outlives its gang: when the gang dies or stops, the sequence continues at another one from its
 prompt and the tokens so far, and its reader notices a pause. While no gang is connected, sequences wait for one a
 bounded time. A sequence that its client resumes after the loss of a router goes to the gang that has kept it; it waits
 a moment until that gang reports it. A sequence whose client does not read is paused until it does.
@@ -43,7 +43,7 @@ MAX_AWAITING_GANG = 1024
 # of it. A sequence that has begun is not refused while it waits for its gang or the store: all clients of a router that
 # died come back at the same time.
 MAX_AWAITING = 1024
-# A sequence is given up when so many gangs have died with it since its last token: it may be what kills them. A
+# A sequence is given up when this number of gangs has died with it since its last token: it may be what kills them. A
 # sequence that never had a token is the likelier cause, so it is given up earlier.
 MAX_LOSSES_BEFORE_BEGUN = 2
 MAX_LOSSES = 3
@@ -98,7 +98,7 @@ class Dispatcher(Protocol):
 
     @property
     def num_gang_faults(self) -> Mapping[FaultKind, int]:
-        """Gangs that were lost without having been asked to stop, by kind of fault."""
+        """Gangs that were lost by a fault and not by being stopped, by kind."""
 
     def submit(
         self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
@@ -346,7 +346,7 @@ class FleetDispatcher:
     def _connected(self) -> None:
         self._send_found()
         if not self._fleet.connected:
-            return  # the gang that connected was asked to stop meanwhile
+            return  # the gang that connected is being stopped meanwhile
         for sequence in self._awaiting_gang:
             self._awaiting_gang.remove(sequence)
             self._send(sequence)

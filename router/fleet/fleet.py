@@ -60,7 +60,7 @@ class Fleet:
         self._num_moved = 0
         self._on_store_failure = on_store_failure
         self._store_failed_at: dict[str, float] = {}  # by gang: when it could not read an adapter, for the last time
-        self.num_faults: Counter[FaultKind] = Counter()  # gangs that were lost without having been asked to stop
+        self.num_faults: Counter[FaultKind] = Counter()  # gangs that were lost by a fault and not by being stopped
         self._connections: dict[str, LeaderConnection] = {}
         self._relocator = Relocator(self._connections, adapter_pages)
         self._shares = FleetShares()

@@ -66,7 +66,7 @@ class Unbegun:
     """A sequence that was sent to a gang and has had no token."""
 
     num_cached_tokens: int  # of its prompt whose KV is kept there
-    target: str | None = None  # the key of the gang that it is asked back for
+    target: str | None = None  # the key of the gang that it is recalled for
 
 
 class _HandedOverError(Exception):
@@ -381,7 +381,7 @@ class LeaderConnection:
             sequence.end_reports()
 
     def _withdraw(self, sequence: OpenSequence) -> None:
-        """The sequence has left the gang's queue, to go where it was asked back for."""
+        """The sequence has left the gang's queue, to go where it was recalled for."""
         unbegun = self._unbegun.get(sequence)
         self._forget(sequence)
         sequence.move(self, None)

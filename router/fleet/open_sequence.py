@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from ...workers.wire.beams import BeamRound
+from ...workers.wire.beams import SearchPath
 from ...workers.wire.messages import ErrorKind, SequenceError, SequenceRequest, SequenceUpdate
 from ...workers.wire.sequence_usage import SequenceUsage
 from ...workers.wire.unread_update import UnreadUpdate
@@ -62,7 +62,8 @@ class OpenSequence:
         self.num_failed_sends = 0  # gangs that died before it had arrived, since its last token
         self.num_store_failures: Counter[str] = Counter()  # by gang: how often it could not read the adapter
         self._token_ids: list[int] = []  # all that arrived, read or not
-        self._beam_rounds: list[BeamRound] = []  # of a beam search, all that arrived
+        self._num_rounds = 0  # of a beam search, that arrived
+        self._search = None if request.beams is None else SearchPath(request.beams, request.beams_so_far)
         self._num_scored = request.num_scored  # tokens of the prompt whose scores arrived
         self._usage = SequenceUsage()  # as last reported
         self.usage_at: float | None = None  # when that was, by time.perf_counter(); None: it was not reported
@@ -89,7 +90,7 @@ class OpenSequence:
     @property
     def has_begun(self) -> bool:
         """A token has arrived, or a round of a beam search."""
-        return bool(self._token_ids or self._beam_rounds)
+        return bool(self._token_ids) or self._num_rounds > 0
 
     @property
     def usage(self) -> SequenceUsage:
@@ -159,7 +160,7 @@ class OpenSequence:
             was_admitted=self.num_moves > 0,
             wait_s=self._wait_s,
             timeout_s=left_s,
-            beam_rounds=[*self.request.beam_rounds, *self._beam_rounds],
+            beams_so_far=None if self._search is None else self._search.so_far,
         )
 
     def admit(self, wait_s: float | None) -> None:
@@ -209,7 +210,10 @@ class OpenSequence:
             return
         if update.token_ids or update.beam_rounds:
             self._token_ids += update.token_ids
-            self._beam_rounds += update.beam_rounds or ()
+            for one in update.beam_rounds or ():
+                self._num_rounds += 1
+                assert self._search is not None
+                self._search.add(one)
             self.num_losses = self.num_failed_sends = 0
             self.num_store_failures.clear()
         if update.prompt_scores is not None:
@@ -228,7 +232,7 @@ class OpenSequence:
         self._wake()
 
     def lose_gang(self, *, is_fault: bool, had_arrived: bool) -> None:
-        """Counts the loss of its gang. `is_fault`: the gang died or broke, and was not asked to stop.
+        """Counts the loss of its gang. `is_fault`: the gang died or broke, and was not stopped.
 
         `had_arrived`: the sequence is known to have reached the gang, and may be what killed it.
         """

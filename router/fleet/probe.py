@@ -1,6 +1,6 @@
 """Asks for one token, to prove that tokens can be served.
 
-Where gangs start only when they are asked for, this starts one.
+Where gangs start only when they are requested, this starts one.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from .relocation import GangQueue, RelocationConfig, WaitingSequence, relocation
 
 ROUND_S = 0.25  # between two rounds
 REST_S = 1.0  # after sequences were moved to a gang: by then its load includes them
-_MAX_ASKED_BACK = 256  # of one gang and not given back yet: no more are asked for
+_MAX_RECALLED = 256  # of one gang and not given back yet: no more are requested
 
 
 class Relocator:
@@ -58,30 +58,30 @@ class Relocator:
     def _queue(
         self, key: str, connection: LeaderConnection, candidates: list[OpenSequence], num_examined: int
     ) -> GangQueue:
-        """What waits there without what is asked back already. `candidates` gets the sequences of its `newest`."""
+        """What waits there without what is recalled already. `candidates` gets the sequences of its `newest`."""
         view = connection.known.view(key, None)
-        num_asked_back = num_tokens = 0
-        asked_back: Counter[str] = Counter()  # tokens, by tenant
+        num_recalled = num_tokens = 0
+        recalled: Counter[str] = Counter()  # tokens, by tenant
         newest: list[WaitingSequence] = []
         if view.num_waiting:
-            for sequence, unbegun in islice(connection.newest_unbegun(), _MAX_ASKED_BACK + num_examined):
+            for sequence, unbegun in islice(connection.newest_unbegun(), _MAX_RECALLED + num_examined):
                 if unbegun.target is not None:
-                    num_asked_back += 1
+                    num_recalled += 1
                     num_tokens += sequence.num_tokens - unbegun.num_cached_tokens
-                    asked_back[sequence.request.tenant] += sequence.num_tokens - unbegun.num_cached_tokens
+                    recalled[sequence.request.tenant] += sequence.num_tokens - unbegun.num_cached_tokens
                 elif len(newest) < num_examined:
                     candidates.append(sequence)
                     newest.append(self._waiting(sequence, unbegun.num_cached_tokens))
         return GangQueue(
             key,
             max(0, connection.known.num_queued_tokens - num_tokens),
-            max(0, view.num_waiting - num_asked_back),
+            max(0, view.num_waiting - num_recalled),
             connection.known.load.gauges.oldest_waiting_s,
             view.costs,
-            connection.num_unbegun - num_asked_back,
-            newest if num_asked_back < _MAX_ASKED_BACK else [],
+            connection.num_unbegun - num_recalled,
+            newest if num_recalled < _MAX_RECALLED else [],
             connection.known.has,
-            partial(_num_before, connection.known, num_tokens, asked_back),
+            partial(_num_before, connection.known, num_tokens, recalled),
             takes=key not in self._rests_until,
         )
 
@@ -100,14 +100,12 @@ class Relocator:
 
 def _num_before(
     known: KnownGang,
-    num_asked_back: int,
-    asked_back: Mapping[str, int],
+    num_recalled: int,
+    recalled: Mapping[str, int],
     tenant: str,
     weight: float,
     num_more: int,
     num_more_of_all: int,
 ) -> float:
-    """A `TokensBefore`. `asked_back`: tokens by tenant that are about to leave; `num_asked_back`: all of them."""
-    return known.num_tokens_before(
-        tenant, weight, num_more - asked_back.get(tenant, 0), num_more_of_all - num_asked_back
-    )
+    """A `TokensBefore`. `recalled`: tokens by tenant that are about to leave; `num_recalled`: all of them."""
+    return known.num_tokens_before(tenant, weight, num_more - recalled.get(tenant, 0), num_more_of_all - num_recalled)

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from msgspec.structs import replace
-
-from ...workers.wire.beams import BeamRound, BeamRules, SearchState, choose, score
+from ...workers.wire.beams import BeamRound, BeamRules, BeamsSoFar, SearchState, choose, score
 from ...workers.wire.messages import TokenLogprobs
 
 
@@ -29,15 +27,25 @@ class BeamSearch:
     live: tuple[Beam, ...]  # all of one length
     finished: tuple[Beam, ...]
 
+    def state(self, rules: BeamRules) -> SearchState:
+        """Of a search that is not over."""
+        totals, finished = [each.total for each in self.live], [each.score(rules) for each in self.finished]
+        return SearchState(totals, len(self.live[0].token_ids), finished)
+
+    def so_far(self, rules: BeamRules) -> BeamsSoFar | None:
+        """From where a gang goes on with a search that is not over; None: from its begin."""
+        beams = [each.token_ids for each in self.live]
+        return BeamsSoFar.of(self.state(rules), beams) if beams[0] else None
+
 
 NEW_SEARCH: Final = BeamSearch((Beam(),), ())
 
 
 def advanced(
     search: BeamSearch, one: BeamRound, rules: BeamRules, is_stopped: Callable[[Beam], bool] = lambda _: False
-) -> tuple[BeamSearch, BeamRound]:
-    """The search after a round, and the round with what was stopped in it: the gang does not know of that."""
-    grown, stopped = dict[int, Beam](), list[int]()
+) -> tuple[BeamSearch, bool]:
+    """The search after a round, and whether a beam was stopped in it: the gang does not know of that."""
+    grown, stopped = dict[int, Beam](), set[int]()
 
     def beam(index: int) -> Beam:
         if index not in grown:
@@ -51,15 +59,11 @@ def advanced(
 
     def is_stopped_here(index: int) -> bool:
         if is_stopped(beam(index)):
-            stopped.append(index)
+            stopped.add(index)
         return index in stopped
 
-    num_tokens = len(search.live[0].token_ids)
-    state = SearchState(
-        [each.total for each in search.live], num_tokens, [each.score(rules) for each in search.finished]
-    )
-    choice = choose(state, one.candidates, rules, is_stopped_here)
+    choice = choose(search.state(rules), one.candidates, rules, is_stopped_here)
     finished = [*search.finished, *map(beam, choice.finished)]
     finished.sort(key=lambda each: each.score(rules), reverse=True)
     after = BeamSearch(tuple(map(beam, choice.live)), tuple(finished[: rules.width]))
-    return after, replace(one, stopped=stopped)
+    return after, bool(stopped)

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from ...workers.wire.beams import BeamRound, BeamRules
+from ...workers.wire.beams import BeamRules
 from ...workers.wire.messages import FinishReason, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 from ...workers.wire.sequence_usage import SequenceUsage, total_usage
 from ..fleet.admission import TimeLimit
@@ -51,7 +51,6 @@ class BeamRun:
         self._is_stopped, self._limit = is_stopped, limit
         sampling = SamplingParams(max_tokens=rules.max_tokens, temperature=0.0, ignore_eos=True)
         self._request = msgspec.structs.replace(request, sampling=sampling, key="", beams=rules)
-        self._rounds: list[BeamRound] = []  # of the search so far
         self._num_cached_tokens: int | None = None  # of the prompt, as reported with the first round
         self._ended_usage = SequenceUsage()  # of the streams before
         self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
@@ -94,12 +93,13 @@ class BeamRun:
     async def _follow(self, search: BeamSearch) -> BeamSearch:
         """Has a gang go on with the search, to its end or until a beam is stopped. Raises _BeamsLostError."""
         limit = self._limit(self._request.sampling)
-        if self._rounds:  # a search that was admitted is not refused half-way
+        so_far = search.so_far(self._rules)
+        if so_far is not None:  # a search that was admitted is not refused half-way
             limit = replace(limit or TimeLimit(), has_begun=True)
             if self._stream is not None:
                 await self._stream.reported()
         self._ended_usage, self._stream = self.usage, None
-        request = msgspec.structs.replace(self._request, beam_rounds=[*self._rounds])
+        request = msgspec.structs.replace(self._request, beams_so_far=so_far)
         self._stream = stream = self._dispatcher.submit(request, limit=limit)
         share = LoopShare()
         async for update in stream:
@@ -110,9 +110,8 @@ class BeamRun:
             if self._began_at is None and update.computing_s is not None:
                 self._began_at = time.perf_counter() - update.computing_s
             for one in update.beam_rounds or ():
-                search, followed = advanced(search, one, self._rules, self._is_stopped)
-                self._rounds.append(followed)
-                if followed.stopped or not search.live:
+                search, has_stopped = advanced(search, one, self._rules, self._is_stopped)
+                if has_stopped or not search.live:
                     stream.cancel()  # no-op if it has ended
                     return search
                 await share.pause()

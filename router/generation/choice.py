@@ -28,7 +28,7 @@ class Delta(NamedTuple):
     """
 
     text: str
-    token_ids: list[int]  # kept only if asked for
+    token_ids: list[int]  # kept only if requested
     logprobs: list[ShownToken]
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None  # the stop string or token that stopped the choice; None: neither did

@@ -105,7 +105,7 @@ class Generation:
         self.first_token_at: float | None = None  # by `time.perf_counter()`; None: no token has come
         self._num_unfinished = len(self.choices)
         self._num_cached: list[int | None] = [None] * len(self.choices)  # tokens of its prompt that were not computed
-        self._total_logprobs = [0.0] * len(self.choices)  # as far as log-probabilities were asked for
+        self._total_logprobs = [0.0] * len(self.choices)  # as far as log-probabilities were requested
         self._num_sent_prompts = 0  # whose sequences are in `_streams`
         self._streams: list[SequenceStream] = []  # of the first choices
         self._pumps: list[asyncio.Task[None]] = []  # of the streams, if there are several

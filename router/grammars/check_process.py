@@ -168,7 +168,7 @@ def _answer(trial: GrammarTrial, question: Question, wanted: bytes) -> list[byte
     if not child:
         status = 1
         try:
-            # If the parent ends, the router must see it by its pipes, and this process by the one that nobody reads.
+            # If the parent ends, the router must see it by its pipes, and this process by the one that has no reader.
             for pipe in (sys.stdin.fileno(), sys.stdout.fileno(), source):
                 os.close(pipe)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # a panic may quote the grammar

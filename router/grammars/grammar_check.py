@@ -81,16 +81,16 @@ class GrammarCheck:
     def _end(self, key: tuple[str, bytes], task: asyncio.Task[Verdict]) -> None:
         del self._trials[key]
         if not task.cancelled():
-            task.exception()  # nobody may be left to see it
+            task.exception()  # else asyncio logs it where no request waits for it any more
 
     async def _verdict(self, tenant: str, digest: bytes, data: bytes, vocab_size: int) -> Verdict:
         async with self._places.of(tenant) as place:
-            verdict, cpu_s = await self._asked(data, vocab_size)
+            verdict, cpu_s = await self._run(data, vocab_size)
             place.rest_s = self._shares.rest_s(tenant, cpu_s)
         self.known.put(tenant, digest, verdict)
         return verdict
 
-    async def _asked(self, data: bytes, vocab_size: int) -> tuple[Verdict, float]:
+    async def _run(self, data: bytes, vocab_size: int) -> tuple[Verdict, float]:
         """The verdict, and the seconds of CPU that it took."""
 
         def read(frames: list[bytes]) -> tuple[Verdict, float]:

@@ -13,7 +13,7 @@ _FIXED_BYTES: Final = 512  # of each, about
 
 
 class KnownGrammars:
-    """Kept by tenant: how long an answer takes tells nobody what another tenant has asked for.
+    """Kept by tenant: the time of an answer shows no tenant what another has requested.
 
     Beyond its bound a tenant loses what it has not used for longest, and beyond that of all the tenant that has not
     asked for longest loses everything.

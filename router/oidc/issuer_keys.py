@@ -28,7 +28,7 @@ MAX_BYTES: Final = 256 << 10  # of each
 MAX_KEYS: Final = 100
 _FIRST_BACKOFF_S: Final = 1.0
 _MAX_BACKOFF_S: Final = 60.0
-ASKED_GAP_S: Final = 30.0  # between two fetches that tokens with unknown keys ask for
+REQUESTED_GAP_S: Final = 30.0  # between two fetches that tokens with unknown keys ask for
 _KINDS: Final = frozenset({"RSA", "EC", "OKP"})  # that have a public part
 
 
@@ -51,8 +51,8 @@ class IssuerKeys:
         self.keys: Mapping[str, PublicKey] | None = None  # by id; None: they were never fetched
         self.num_fetches = 0
         self._on_changed = on_changed
-        self._asked = asyncio.Event()
-        self._asked_at = float("-inf")
+        self._requested = asyncio.Event()
+        self._requested_at = float("-inf")
         self._documents: Any = None
         self._task: asyncio.Task[None] | None = None
 
@@ -68,7 +68,7 @@ class IssuerKeys:
 
     def ask(self) -> None:
         """A token names a key that is not here: the keys are fetched soon, but not more often than ASKED_GAP_S."""
-        self._asked.set()
+        self._requested.set()
 
     async def _follow(self, fetched: asyncio.Event) -> None:
         backoff_s = _FIRST_BACKOFF_S
@@ -88,14 +88,14 @@ class IssuerKeys:
             await self._rest(rest_s)
 
     async def _rest(self, rest_s: float) -> None:
-        """Until the next fetch is due, or a token has asked for one."""
+        """Until the next fetch is due, or a token has requested one."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._asked.wait(), rest_s)
-            since_s = time.monotonic() - self._asked_at
-            await asyncio.sleep(max(0.0, ASKED_GAP_S - since_s))
-        if self._asked.is_set():
-            self._asked_at = time.monotonic()
-        self._asked.clear()
+            await asyncio.wait_for(self._requested.wait(), rest_s)
+            since_s = time.monotonic() - self._requested_at
+            await asyncio.sleep(max(0.0, REQUESTED_GAP_S - since_s))
+        if self._requested.is_set():
+            self._requested_at = time.monotonic()
+        self._requested.clear()
 
     async def fetch(self) -> None:
         """Raises IssuerError, what httpx raises, and TimeoutError; the keys are then those of before."""

@@ -30,7 +30,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of answers that are taken apart
 
 
-ChunkUsage = Usage | None | UnsetType  # None in all chunks but the last, if usage was asked for; UNSET if it was not
+ChunkUsage = Usage | None | UnsetType  # None in all chunks but the last, if usage was requested; UNSET if it was not
 # The stop string, or the token of `stop_token_ids`, that has ended the choice; None: neither has. UNSET: it goes on.
 StopReason = str | int | None | UnsetType
 

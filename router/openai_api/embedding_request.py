@@ -10,7 +10,7 @@ from msgspec import Meta
 from .request_schema import MAX_TIMEOUT_S, CompletionRequest, Count
 
 EncodingFormat = Literal["float", "base64"]
-AskedPooling = Literal["last", "mean"]
+PoolingName = Literal["last", "mean"]
 _REFUSED = Meta(description="Refused but null.")
 
 
@@ -24,9 +24,9 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
     encoding_format: Annotated[
         EncodingFormat | None, Meta(description="`base64`: of numbers in float32, little endian.")
     ] = None
-    dimensions: Annotated[Count | None, Meta(description="Only so many of the first numbers.")] = None
+    dimensions: Annotated[Count | None, Meta(description="How many of the first numbers to return.")] = None
     pooling: Annotated[
-        AskedPooling | None, Meta(description="Of the last layer's states, in place of the model's own.")
+        PoolingName | None, Meta(description="Of the last layer's states, in place of the model's own.")
     ] = None
     user: Annotated[str, Meta(max_length=512, description="For whom you ask, in your own words.")] | None = None
     add_special_tokens: Annotated[bool | None, Meta(description="Begin and end as the model's tokenizer does.")] = None
@@ -49,4 +49,4 @@ class EmbeddingPrompts(CompletionRequest, frozen=True, kw_only=True):
 
     encoding_format: EncodingFormat
     dimensions: int | None
-    pooling: AskedPooling | None
+    pooling: PoolingName | None

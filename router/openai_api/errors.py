@@ -156,7 +156,7 @@ def from_adapter_error(error: AdapterError) -> ApiError | None:
         case RegistryFull():
             return ApiError(507, sentence, code="registry_full")
         case RegistryUnavailable():
-            return unavailable(f"The registry cannot be asked now: {message}", "registry_unavailable")
+            return unavailable(f"The registry cannot be read now: {message}", "registry_unavailable")
     return None
 
 
@@ -173,8 +173,8 @@ def from_sequence_error(error: SequenceError) -> ApiError:
             return unavailable(error.message, "store_unavailable")
         case "overloaded":
             # A timeout that is too short without any queue will be so the next time.
-            is_in_vain = error.reason == "timeout" and error.retry_after_s is None
-            headers = DO_NOT_RETRY if is_in_vain else {"Retry-After": _retry_after(error)}
+            is_hopeless = error.reason == "timeout" and error.retry_after_s is None
+            headers = DO_NOT_RETRY if is_hopeless else {"Retry-After": _retry_after(error)}
             return ApiError(429, error.message, code="overloaded", headers=headers)
         case "timeout":  # its client has given up, and a retry would compute it anew
             return ApiError(408, error.message, code="timeout", headers=DO_NOT_RETRY)

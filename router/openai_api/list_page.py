@@ -53,10 +53,10 @@ def page_request(request: Request) -> PageRequest:
 async def read_page(
     read: Callable[[str, int], Awaitable[Sequence[Entry]]], name_of: Callable[[Entry], str], wanted: PageRequest
 ) -> tuple[list[Entry], bool]:
-    """The entries that are asked for, and whether there are more after them.
+    """The entries that are requested, and whether there are more after them.
 
-    `read` gives at most so many entries, sorted by name, from behind a name. This need not be there any more: who goes
-    from page to page misses nothing when an entry is deleted meanwhile.
+    `read` gives entries sorted by name, from behind a name, at most as many as it is called with. That name need not be
+    there any more: a client that reads page after page misses nothing when an entry is deleted meanwhile.
     """
     entries: list[Entry] = []
     after, most = wanted.after or "", wanted.limit

@@ -101,7 +101,8 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     length_penalty: Annotated[float, Meta(ge=-10, le=10, description="Of beam search.")] | None = None
     prompt_logprobs: (
         Annotated[
-            int, Meta(ge=0, le=20, description="For each token of the prompt, its own and so many of the likeliest.")
+            int,
+            Meta(ge=0, le=20, description="For each token of the prompt, its own and this number of the likeliest."),
         ]
         | None
     ) = None
@@ -112,8 +113,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(max_length=1024, description="Makes no difference.")] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024, description="KV is shared only with equal salts.")] | None = None
     thinking_token_budget: (
-        Annotated[int, Meta(ge=-1, description="After so many tokens the model's thoughts end; -1: they may go on.")]
-        | None
+        Annotated[int, Meta(ge=-1, description="Most tokens of the model's thoughts; -1: no bound.")] | None
     ) = None
     # The form of the answer: one of these, of which the last eight are what older servers call them.
     response_format: Annotated[ResponseFormat | None, Meta(description="The form of the answer.")] = None
@@ -148,7 +148,8 @@ class CompletionRequest(RefusedInCompletions, frozen=True, kw_only=True):
     ]
     echo: Annotated[bool | None, Meta(description="Begin with the prompt; `logprobs` have its tokens, too.")] = None
     logprobs: (
-        Annotated[int, Meta(ge=0, le=20, description="For each token, its own and so many of the likeliest.")] | None
+        Annotated[int, Meta(ge=0, le=20, description="For each token, its own and this number of the likeliest.")]
+        | None
     ) = None
 
 
@@ -168,7 +169,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     reasoning_effort: Effort | None = None
     max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
     logprobs: Annotated[bool | None, Meta(description="For each token, its own.")] = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20, description="And so many of the likeliest.")] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20, description="Number of the likeliest beside it.")] | None = None
     echo: bool | None = None
     add_generation_prompt: Annotated[bool | None, Meta(description="True by default; of the chat template.")] = None
     continue_final_message: Annotated[bool | None, Meta(description="The answer goes on where the last ends.")] = None

@@ -54,7 +54,7 @@ class ReasoningConfig(msgspec.Struct, frozen=True):
     ] = None
 
 
-class AskedTool(msgspec.Struct, frozen=True):
+class ResponseTool(msgspec.Struct, frozen=True):
     """A tool of type `function`."""
 
     type: str
@@ -64,13 +64,13 @@ class AskedTool(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class AskedChoice(msgspec.Struct, frozen=True):
+class ResponseToolChoice(msgspec.Struct, frozen=True):
     """Of the type `function`, with its name, or `allowed_tools`, with a mode and tools."""
 
     type: str
     name: str | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[AskedTool] | None = None
+    tools: list[ResponseTool] | None = None
 
 
 class ResponseStreamOptions(StreamOptions, frozen=True):
@@ -93,8 +93,8 @@ class ResponsesRequest(OneAnswerFields, frozen=True, kw_only=True):
     input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: list[AskedTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | AskedChoice | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Annotated[Count | None, Meta(description="Of built-in tools, of which there are none.")] = None
     text: TextConfig | None = None

@@ -1,4 +1,4 @@
-"""Which fields of a request are refused, because an answer that ignores them would not be the one asked for."""
+"""Which fields of a request are refused, because an answer that ignores them would not be the one requested."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 from weakref import WeakSet
@@ -36,10 +35,10 @@ class GrantSender:
     def __init__(self, client: Redis, num_routers: Callable[[], int], wait_s: float) -> None:
         self._client: Any = client
         self._num_routers, self.wait_s = num_routers, wait_s
-        self._due: deque[tuple[float, Grant]] = deque()  # when grants give back what is idle
+        self._due: dict[Grant, float] = {}  # when each is reported, in this order
         self._unsent: dict[Grant, None] = {}  # with a message for Redis, in this order
         self._task: asyncio.Task[None] | None = None
-        self._is_away, self._away_until_s = False, 0.0
+        self._away_until_s = 0.0  # above 0 since Redis has failed, until it answers
         self._refused: WeakSet[Grant] = WeakSet()  # to whose last message Redis replied with an error
 
     async def drain(self) -> None:
@@ -63,9 +62,8 @@ class GrantSender:
 
     def queue(self, grant: Grant) -> None:
         """Has the grant reported to Redis within REPORT_INTERVAL_US, if there is anything to report."""
-        if not grant.is_queued and grant.needs_report:
-            grant.is_queued = True
-            self._due.append((clock_us() + REPORT_INTERVAL_US, grant))
+        if grant.needs_report:
+            self._due.setdefault(grant, clock_us() + REPORT_INTERVAL_US)
 
     def send(self, grant: Grant) -> None:
         """Has the grant reported to Redis now, or when its message under way is answered."""
@@ -78,10 +76,11 @@ class GrantSender:
 
     def send_due(self) -> None:
         """Sends the reports of grants that were queued REPORT_INTERVAL_US ago."""
-        now_us, is_away = clock_us(), asyncio.get_running_loop().time() < self._away_until_s
-        while self._due and self._due[0][0] <= now_us and not is_away:
-            grant = self._due.popleft()[1]
-            grant.is_queued = False
+        if asyncio.get_running_loop().time() < self._away_until_s:
+            return
+        now_us = clock_us()
+        for grant, _ in list(itertools.takewhile(lambda item: item[1] <= now_us, self._due.items())):
+            del self._due[grant]
             if grant.needs_report:
                 self.send(grant)
 
@@ -95,8 +94,8 @@ class GrantSender:
                 sent_at_us, num_routers = clock_us(), self._num_routers()
                 messages = [grant.message(sent_at_us, num_routers) for grant in batch]
                 replies = await self._call(messages)
-                if self._is_away:
-                    self._is_away = False
+                if self._away_until_s:
+                    self._away_until_s = 0.0
                     _log.info("quotas: redis is there again")
                 for grant, message, reply in zip(batch, messages, replies, strict=True):
                     if isinstance(reply, Exception):
@@ -132,21 +131,15 @@ class GrantSender:
 
     async def _execute(self, messages: Sequence[Message]) -> list[Any]:
         """The replies; a ResponseError in place of one is that message's alone."""
-        replies = await self._run(messages)
-        unrun = [index for index, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
-        if unrun:
-            await self._client.script_load(EXCHANGE.source)
-            for index, reply in zip(unrun, await self._run([messages[index] for index in unrun]), strict=True):
-                replies[index] = reply
-        return replies
-
-    async def _run(self, messages: Sequence[Message]) -> list[Any]:
-        pipeline = self._client.pipeline(transaction=False)
-        for message in messages:
-            keys, args = EXCHANGE.parameters(**message.parameters)
-            pipeline.evalsha(EXCHANGE.sha, len(keys), *keys, *args)
-        replies: list[Any] = await pipeline.execute(raise_on_error=False)
-        return replies
+        while True:
+            pipeline = self._client.pipeline(transaction=False)
+            for message in messages:
+                keys, args = EXCHANGE.parameters(**message.parameters)
+                pipeline.evalsha(EXCHANGE.sha, len(keys), *keys, *args)
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
+            if not any(isinstance(reply, NoScriptError) for reply in replies):
+                return replies
+            await self._client.script_load(EXCHANGE.source)  # those that Redis has run change nothing if sent again
 
     def _refuse(self, grant: Grant, error: Exception) -> None:
         """Redis cannot carry out the grant's message, which is sent again later; other grants go on."""
@@ -158,9 +151,9 @@ class GrantSender:
 
     def _fail(self, batch: Sequence[Grant], error: Exception) -> None:
         """Redis has not answered to the messages of the batch, which are sent again later."""
-        if not self._is_away:
+        if not self._away_until_s:
             _log.warning("quotas: redis is away, grants are all that is left: %s", error or type(error).__name__)
-        self._is_away, self._away_until_s = True, asyncio.get_running_loop().time() + RETRY_S
+        self._away_until_s = asyncio.get_running_loop().time() + RETRY_S
         grants, self._unsent = [*batch, *self._unsent], {}
         for grant in grants:
             grant.fail(RedisAway())

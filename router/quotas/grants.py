@@ -56,11 +56,9 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`parameters`: of the script. `used_us`: what was used of the grant, `charged_us`: and beyond it."""
+    """`parameters`: of the script. `charged_us`: what was used beyond the grant."""
 
     parameters: dict[str, Any]
-    limit: Limit
-    used_us: float
     charged_us: float
     waiters: Sequence[Waiter]
 
@@ -76,7 +74,6 @@ class Grant:
         self.in_use = 0  # answers at once
         self.waiters: list[Waiter] = []
         self.pending: Message | None = None  # sent, and perhaps not arrived
-        self.is_queued = False  # its owner will have it give back what is idle
         self._router = router
         self._used_us = self._charged_us = 0.0  # of the grant, and beyond it, which is in no message yet
         self._refunds: list[Taken] = []
@@ -84,7 +81,7 @@ class Grant:
         self._is_changed = False  # something must be reported although none of the numbers above shows it
         # As of Redis's last reply. Before the first one nothing counts as used.
         self._epoch, self._tail_us, self._backlog_us, self._known_at_us = 0, 0.0, 0.0, 0.0
-        self.held_elsewhere = self._in_use_elsewhere = 0
+        self._held_elsewhere = self._in_use_elsewhere = 0
         self._restart()
 
     def _restart(self) -> None:
@@ -147,7 +144,7 @@ class Grant:
 
     def level(self, now_us: float, *, with_held: bool = True) -> Level:
         """How full the limit is, as this router knows it. `with_held`: units that other routers hold count as used."""
-        held = self.held_elsewhere if with_held else 0
+        held = self._held_elsewhere if with_held else 0
         if not self.limit.is_rate:
             return Level(self.limit, in_use=self.in_use + self._in_use_elsewhere + held)
         drained_us = max(0.0, self._backlog_us - max(0.0, now_us - self._known_at_us))
@@ -188,7 +185,7 @@ class Grant:
                 for part in (refund.units * refund.unit_us, refund.position_us)
             ],
         }
-        message = Message(parameters, self.limit, self._used_us, self._charged_us, self.waiters)
+        message = Message(parameters, self._charged_us, self.waiters)
         self._used_us = self._charged_us = 0.0
         self._refunds, self.waiters, self._is_changed = [], [], False
         return message
@@ -196,19 +193,15 @@ class Grant:
     def apply(self, message: Message, reply: Sequence[Any], sent_at_us: float) -> None:
         """Takes in Redis's reply to the pending message, which was sent at that moment."""
         assert message is self.pending
-        is_known, epoch, held, tail_us, backlog_us, self.held_elsewhere, self._in_use_elsewhere = reply
+        is_known, epoch, held, tail_us, backlog_us, self._held_elsewhere, self._in_use_elsewhere = reply
         if epoch != self._epoch:
             self._refunds = []
-        self._epoch, self._tail_us, self._backlog_us, self._known_at_us = (
-            epoch,
-            float(tail_us),
-            float(backlog_us),
-            sent_at_us,
-        )
+        self._epoch, self._known_at_us = epoch, sent_at_us
+        self._tail_us, self._backlog_us = float(tail_us), float(backlog_us)
         granted = held - message.parameters["held"]
         if is_known:
             self.pending, self._lease_ends_us = None, sent_at_us + LEASE_US
-            if message.limit.limit == self.limit.limit or granted < 0:
+            if message.parameters["limit"] == self.limit.limit or granted < 0:
                 self.spare += granted
             else:
                 self._is_changed = True  # and it is given back
@@ -230,5 +223,5 @@ class Grant:
     @property
     def _unreported_us(self) -> float:
         """What was used and Redis has not confirmed."""
-        pending = self.pending
-        return self._used_us + self._charged_us + (pending.used_us + pending.charged_us if pending else 0.0)
+        sent_us: float = self.pending.parameters["used_us"] if self.pending else 0.0
+        return self._used_us + self._charged_us + sent_us

@@ -19,7 +19,7 @@ from .quotas import Quotas
 class LimitStatus(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None  # None: there is none
     remaining: int | None
-    reset_s: float | None = None  # until all of it is left again, if nothing is asked for; None: it is no rate
+    reset_s: float | None = None  # until all of it is left again, if nothing is requested; None: it is no rate
 
 
 class OwnersLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,12 +60,10 @@ class LimitsApi:
         stored = await self._uploads.stored(identity.name, identity.key.key_id)
         of_user = None
         if identity.user:
-            of_user = _of(
-                "user", identity, levels, (await self._uploads.stored(identity.name, user_owner(identity.user)))[1]
-            )
+            of_user = (await self._uploads.stored(identity.name, user_owner(identity.user)))[1]
         return LimitsAnswer(
             tenant=_of("tenant", identity, levels, stored[0]),
-            user=of_user,
+            user=None if of_user is None else _of("user", identity, levels, of_user),
             key=_of("key", identity, levels, stored[1]),
             is_fleet_wide=is_fleet_wide,
         )

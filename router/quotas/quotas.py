@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 from uuid import uuid4
 from weakref import WeakValueDictionary
@@ -59,20 +59,20 @@ class _Holder:
         return [*(grant.level(now_us) for grant in self.grants), *zeros]
 
 
+@dataclass(slots=True, eq=False)
 class QuotaAccount:
     """Of one answer. `places`: grants of `streams` of which it has a place; `reserved`: its tokens, by grant."""
 
-    def __init__(self, request: AnswerRequest, on_end: Callable[[QuotaAccount, Ending], None]) -> None:
-        self.request = request
-        self.headers: Headers = []
-        self.places: list[Grant] = []
-        self.reserved: list[tuple[Grant, Taken]] = []
-        self.has_own_places = True  # False: Redis does not know of them as this router's
-        self.num_takeovers = 0  # of its places, by connections that resumed its stream
-        self._on_end = on_end
+    request: AnswerRequest
+    on_end: Callable[[QuotaAccount, Ending], None]
+    headers: Headers = field(default_factory=list)
+    places: list[Grant] = field(default_factory=list)
+    reserved: list[tuple[Grant, Taken]] = field(default_factory=list)
+    has_own_places: bool = True  # False: Redis does not know of them as this router's
+    num_takeovers: int = 0  # of its places, by connections that resumed its stream
 
     def settle(self, ending: Ending) -> None:
-        self._on_end(self, ending)
+        self.on_end(self, ending)
 
 
 class Quotas:

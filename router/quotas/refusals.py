@@ -43,7 +43,7 @@ def refusal(lacking: Sequence[tuple[Level, int]], levels: Sequence[Level]) -> Ap
         wait_s = max(level.wait_s(cost), 1e-6)
         message = (
             f"Rate limit reached for this {limit.owner}'s {limit.kind} a minute: limit {limit.limit}, left "
-            f"{level.left}, asked for {cost}. Try again in {duration(wait_s)}."
+            f"{level.left}, requested {cost}. Try again in {duration(wait_s)}."
         )
         if limit.kind == "tokens":
             message += " The prompt is counted, and max_tokens of each sequence."

@@ -1,4 +1,4 @@
-"""`best_of` of a completion request: more sequences are generated than asked for, and the likeliest are the answer."""
+"""`best_of` of a completion request: more sequences are generated than requested, and the likeliest are the answer."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def embedding_prompts(request: EmbeddingsRequest) -> EmbeddingPrompts:
 def chosen_pooling(request: EmbeddingPrompts, own: OwnPooling, gang: GangInfo) -> Pooling:
     """The request's own pooling, or the model's. Raises a 400 for what the model's cannot do."""
     if request.dimensions is not None and request.dimensions > gang.hidden_size:
-        what = f"{request.dimensions} are asked for, and embeddings of this model have {gang.hidden_size}."
+        what = f"{request.dimensions} are requested, and embeddings of this model have {gang.hidden_size}."
         raise invalid_value("dimensions", what)
     num_inputs, num_each = count_prompts(request), request.dimensions or gang.hidden_size
     if num_inputs * num_each > (most := MAX_NUMBERS[request.encoding_format]):

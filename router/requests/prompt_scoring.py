@@ -18,8 +18,8 @@ def num_echoed_logprobs(request: GenerationFields) -> int | None:
 
 def num_prompt_logprobs(request: GenerationFields) -> int | None:
     """Likeliest tokens for each token of the prompt that gangs compute; None: no log-probabilities are needed."""
-    asked = (num_echoed_logprobs(request), request.prompt_logprobs)
-    return max((number for number in asked if number is not None), default=None)
+    requested = (num_echoed_logprobs(request), request.prompt_logprobs)
+    return max((number for number in requested if number is not None), default=None)
 
 
 def check_prompt_scoring(request: GenerationFields) -> None:

@@ -7,13 +7,13 @@ from typing import Any, Final
 from ..openai_api.errors import invalid_value, unsupported
 from ..openai_api.one_answer import OneAnswerFields
 from ..openai_api.response_request import (
-    AskedChoice,
-    AskedTool,
     InputItem,
     InputPart,
     ReasoningConfig,
     ResponseChat,
     ResponsesRequest,
+    ResponseTool,
+    ResponseToolChoice,
     TextConfig,
 )
 from ..openai_api.response_schema import (
@@ -44,7 +44,7 @@ _REFUSED: Final = {
     "use_beam_search": "a response has one answer: leave it out.",
     "return_token_ids": "a response shows none: leave it out.",
     "store": "answers are not stored here: send false, or leave it out.",
-    "background": "an answer goes to who asks for it, and is not kept: leave it out.",
+    "background": "an answer goes to the request's client, and is not kept: leave it out.",
     "previous_response_id": "answers are not stored here: send the items of the conversation as input.",
     "conversation": "conversations are not stored here: send their items as input.",
     "prompt": "prompts are not stored here: send its text as instructions.",
@@ -148,7 +148,7 @@ class _Conversation:
         parts = item.content if isinstance(item.content, list) else [InputPart("reasoning_text", item.content)]
         thought = "".join(part.text or "" for part in parts)
         if not thought and item.encrypted_content:
-            raise unsupported(f"{param}.encrypted_content", "only who has encrypted it can read it: send the content.")
+            raise unsupported(f"{param}.encrypted_content", "only its server can decrypt it: send the content.")
         if thought:
             turn = self._turn_without("content", "tool_calls")
             turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
@@ -184,7 +184,7 @@ def _part(part: InputPart, param: str) -> dict[str, Any]:
     raise unsupported(f"{param}.type", f"only texts are supported here, not {part.type[:40]!r}.")
 
 
-def _tool(tool: AskedTool, param: str) -> FunctionTool:
+def _tool(tool: ResponseTool, param: str) -> FunctionTool:
     if tool.type != "function":
         raise unsupported(f"{param}.type", f"there are no tools {tool.type[:40]!r} here, only functions.")
     return FunctionTool(needed(tool.name, f"{param}.name"), tool.description, tool.parameters, tool.strict)
@@ -196,22 +196,22 @@ def _given(tool: FunctionTool) -> dict[str, Any]:
     return {field: value for field, value in fields.items() if value is not None}
 
 
-def _choice(asked: Any) -> Any:
+def _choice(requested: Any) -> Any:
     """The choice as the response repeats it."""
-    if asked is None:
+    if requested is None:
         return "auto"
-    if not isinstance(asked, AskedChoice):
-        return asked
-    match asked.type:
+    if not isinstance(requested, ResponseToolChoice):
+        return requested
+    match requested.type:
         case "function":
-            return NamedFunctionTool(needed(asked.name, "tool_choice.name"))
+            return NamedFunctionTool(needed(requested.name, "tool_choice.name"))
         case "allowed_tools":
-            tools = needed(asked.tools, "tool_choice.tools")
+            tools = needed(requested.tools, "tool_choice.tools")
             names = [_tool(tool, f"tool_choice.tools[{position}]").name for position, tool in enumerate(tools)]
-            if asked.mode is None:
+            if requested.mode is None:
                 raise missing("tool_choice.mode")
-            return AllowedFunctionTools(asked.mode, [{"type": "function", "name": name} for name in names])
-    raise unsupported("tool_choice.type", f"there are no tools {asked.type[:40]!r} here, only functions.")
+            return AllowedFunctionTools(requested.mode, [{"type": "function", "name": name} for name in names])
+    raise unsupported("tool_choice.type", f"there are no tools {requested.type[:40]!r} here, only functions.")
 
 
 def _chat_choice(choice: Any) -> Any:
@@ -224,12 +224,12 @@ def _chat_choice(choice: Any) -> Any:
     return choice
 
 
-def _response_format(asked: TextFormat | None) -> dict[str, Any] | None:
-    if asked is None or asked.type == "text":
+def _response_format(requested: TextFormat | None) -> dict[str, Any] | None:
+    if requested is None or requested.type == "text":
         return None
-    if asked.type == "json_object":
+    if requested.type == "json_object":
         return {"type": "json_object"}
-    needed(asked.name, "text.format.name")
-    needed(asked.schema, "text.format.schema")
-    fields = {field: getattr(asked, field) for field in ("name", "description", "schema", "strict")}
+    needed(requested.name, "text.format.name")
+    needed(requested.schema, "text.format.schema")
+    fields = {field: getattr(requested, field) for field in ("name", "description", "schema", "strict")}
     return {"type": "json_schema", "json_schema": {k: v for k, v in fields.items() if v is not None}}

@@ -37,7 +37,7 @@ class PinPlaces:
         return self._at.keys()
 
     def pin(self, digest: str, num_gangs: int) -> None:
-        """Pins the adapter at so many gangs; 0: it is not pinned any more."""
+        """Pins the adapter at `num_gangs`; 0: it is not pinned any more."""
         if num_gangs:
             self._nums[digest] = num_gangs
             self._place(digest, _heaviest(digest, self._at, num_gangs))

@@ -67,7 +67,7 @@ class Authenticator:
         except TokensUnavailable as error:
             raise unavailable("Tokens cannot be verified now, try again.", "issuer_unavailable") from error
         if key is None or not self._view.keys.has_tenant(key.tenant):
-            return None, ""  # tenants are made by operators, not by who issues tokens
+            return None, ""  # tenants are made by operators, not by issuers of tokens
         tenant = self._view.tenant(key.tenant)
         if tenant.num_ended and key.created_at < tenant.created_at:
             return None, ""  # made for the tenant that had the name before
@@ -83,7 +83,7 @@ class Authenticator:
 def admitted(
     request: Request, view: RegistryView, key: KeyRecord | None, subject: str, scope: Scope, now: float
 ) -> Identity:
-    """Who asks with this key, or token if there is a subject. Raises as `Authenticator.identify`."""
+    """The caller with this key, or token if there is a subject. Raises as `Authenticator.identify`."""
     if key is None or (key.expires_at is not None and key.expires_at <= now):
         raise unknown_key()
     tenant = view.tenant(key.tenant)

@@ -1,4 +1,4 @@
-"""Who asks: what a request's credentials were found to mean."""
+"""The caller: what a request's credentials were found to mean."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MAX_CHARS_OF_OTHERS: Final = 16_384
 MAX_MARKS: Final = 16_384
 _MAX_MARKS_OF_PYTHON: Final = 2_048  # its parser is written in Python
 _MARKS: Final = ",;[{("
-# A region that has ended without a mark can be told from half of one.
+# A region that has ended without a mark can be distinguished from half of one.
 SELF_DELIMITING: Final = frozenset({"json", "python-call-list"})
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _QUOTED_IN_PYTHON: Final = re.compile(rf"{_QUOTED.pattern}|'(?:[^'\\]|\\.)*+'", re.DOTALL)

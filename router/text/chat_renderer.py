@@ -29,7 +29,7 @@ class RenderedChat:
 class ChatRenderer:
     """Renders messages so that control tokens in them are text.
 
-    The template is given messages in which one character of each such token is hidden, by one that nobody else can
+    The template is given messages in which one character of each such token is hidden, by one that no other can
     write. So whatever it does to them, the control tokens of the result are its own.
     """
 

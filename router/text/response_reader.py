@@ -96,7 +96,6 @@ class _Region:
     mark: str = ""  # the text that has opened it
     body: list[str] = field(default_factory=list)  # of a tool call
     calls: GrowingCalls | None = None  # that are shown as they are written
-    has_text: bool = False
 
 
 class ResponseReader:

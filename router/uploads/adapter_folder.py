@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from ...adapters.errors import AdapterInvalid, UploadTooLarge
+from ...adapters.format.own_tokenizer import FAST_FILE, OwnTokenizer, own_tokenizer
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from ..openai_api.errors import ApiError, invalid_value
 
 TENANT: Final = "{tenant}"  # in a folder's name: replaced by the tenant's name
 MAX_PATH_CHARS: Final = 4096
 _PIECE_BYTES: Final = 1 << 20
+_TOKENIZER_BYTES: Final = 2 << 20  # that are read of each file of a tokenizer: Gemma 3's thousands of added tokens
+_ADDED_TOKENS: Final = b'"added_tokens":'  # near the begin of a tokenizer.json, before its vocabulary
 
 
 class Limits(NamedTuple):
@@ -31,10 +37,10 @@ def folder_below(path: str, folders: str, tenant: str) -> tuple[Path, Path]:
         raise invalid_value("lora_path", "this server loads no folders: its operator has allowed none.")
     roots = [Path(folder.replace(TENANT, tenant)) for folder in folders.split(",")]
     try:
-        asked = Path(os.path.normpath(path))
+        requested = Path(os.path.normpath(path))
         for root in roots:
-            if asked.is_relative_to(root) and ".." not in Path(path).parts:
-                resolved, top = asked.resolve(), root.resolve()
+            if requested.is_relative_to(root) and ".." not in Path(path).parts:
+                resolved, top = requested.resolve(), root.resolve()
                 if resolved.is_relative_to(top):
                     return top, resolved.relative_to(top)
     except (OSError, ValueError, RuntimeError):  # a loop of links, a name that no file may have
@@ -64,12 +70,47 @@ def read_adapter(root: Path, folder: Path, tensors_path: Path, limits: Limits) -
         return os.read(config, limits.config_bytes)
 
 
+def read_tokenizer(root: Path, folder: Path) -> OwnTokenizer:
+    """What the folder's tokenizer adds. Blocking; raises AdapterInvalid, UploadTooLarge."""
+    with ExitStack() as stack:
+        return own_tokenizer(partial(_tokenizer_file, _below(stack, root, folder)), "the folder")
+
+
+def _tokenizer_file(folder: int, name: str) -> bytes | None:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    with ExitStack() as stack:
+        most = sys.maxsize if name == FAST_FILE else _TOKENIZER_BYTES
+        begin = os.read(_file(stack, name, folder, most), _TOKENIZER_BYTES)
+    return _added_tokens(begin) if name == FAST_FILE else begin
+
+
+def _added_tokens(begin: bytes) -> bytes:
+    """A tokenizer.json's added tokens alone: to parse its vocabulary would hold the interpreter's lock for long."""
+    _, _, rest = begin.partition(_ADDED_TOKENS)
+    try:
+        tokens, _ = json.JSONDecoder().raw_decode(rest.decode("utf-8", "ignore").lstrip())
+    except (ValueError, RecursionError) as error:
+        message = (
+            f"{FAST_FILE} has no added_tokens in its first {_TOKENIZER_BYTES >> 20} MiB: save it again, or remove it"
+        )
+        raise AdapterInvalid(message) from error
+    return json.dumps({"added_tokens": tokens}).encode()
+
+
 def _opened(stack: ExitStack, root: Path, folder: Path, limits: Limits) -> tuple[int, int]:
     """Its config and its tensors, open until the stack closes."""
+    at = _below(stack, root, folder)
+    return _file(stack, CONFIG_FILE, at, limits.config_bytes), _file(stack, TENSORS_FILE, at, limits.tensors_bytes)
+
+
+def _below(stack: ExitStack, root: Path, folder: Path) -> int:
     at = _folder(stack, root, None)
     for part in folder.parts:
         at = _folder(stack, part, at)
-    return _file(stack, CONFIG_FILE, at, limits.config_bytes), _file(stack, TENSORS_FILE, at, limits.tensors_bytes)
+    return at
 
 
 def _folder(stack: ExitStack, name: str | Path, above: int | None) -> int:

@@ -19,7 +19,15 @@ from ..openai_api.errors import invalid_value
 from ..route import route
 from ..tenants.identity import Identity
 from ..text.answer_formats import FORMATS
-from .adapter_folder import MAX_PATH_CHARS, Limits, folder_below, loaded_already, read_adapter, tensors_bytes
+from .adapter_folder import (
+    MAX_PATH_CHARS,
+    Limits,
+    folder_below,
+    loaded_already,
+    read_adapter,
+    read_tokenizer,
+    tensors_bytes,
+)
 from .adapters_api import AdaptersApi
 from .upload_form import MAX_CONFIG_BYTES, TEMPLATE_FIELD, UploadForm
 from .upload_spool import UploadRoom
@@ -68,10 +76,11 @@ class LoraAdaptersApi:
         if not body.load_inplace and await self._adapters.has(identity, _registered(body.lora_name)):
             raise loaded_already(body.lora_name)
         try:
-            await self._adapters.take(request, identity, partial(self._read, body, root, folder))
+            _, _, warnings = await self._adapters.take(request, identity, partial(self._read, body, root, folder))
         except NameTaken as error:  # by another upload meanwhile
             raise loaded_already(body.lora_name) from error
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        said = "".join(f" Warning: {warning}." for warning in warnings)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.{said}")
 
     @route(
         "POST",
@@ -97,5 +106,6 @@ class LoraAdaptersApi:
             body.lora_name,
             config,
             must_be_new=not body.load_inplace,
+            tokenizer=await asyncio.to_thread(read_tokenizer, root, folder),
             response_template=body.response_template or "",
         )

@@ -37,7 +37,7 @@ class UploadSpool:
 
     @contextmanager
     def room(self, num_bytes: int) -> Iterator[UploadRoom]:
-        """Room on the disk for an upload of so many bytes; see `UploadRoom`. It is given back when the block ends."""
+        """Room on the disk for an upload of `num_bytes`; see `UploadRoom`. It is given back when the block ends."""
         room = UploadRoom(self)
         try:
             room.grow(num_bytes)
@@ -77,13 +77,13 @@ class UploadRoom:
         self.num_written = 0
 
     def grow(self, num_bytes: int) -> None:
-        """The upload turns out to have so many bytes. Raises OSError (ENOSPC) where there is no room for them."""
+        """The upload turns out to have `num_bytes`. Raises OSError (ENOSPC) where there is no room for them."""
         if num_bytes > self._num_bytes:
             self._promise(self._spool.num_copies * num_bytes)
             self._num_bytes = num_bytes
 
     def pack(self, num_bytes: int) -> None:
-        """Its pages turn out to take so many bytes. Raises as `grow`."""
+        """Its pages turn out to take `num_bytes`. Raises as `grow`."""
         self._promise((self._spool.num_copies - 1) * self._num_bytes + num_bytes)
 
     def _promise(self, num_bytes: int) -> None:

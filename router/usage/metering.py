@@ -26,14 +26,16 @@ class Metering:
         self._spool = spool
         self._open: dict[_MeteredAnswer, None] = {}  # in the order in which they were opened
 
-    async def open(self, asked: AnswerRequest) -> Account:
+    async def open(self, request: AnswerRequest) -> Account:
         """Raises a 503 if the spool has no room for the answer's cost."""
-        key = asked.identity.key.key_id + asked.identity.user
-        num_bytes = _FIXED_BYTES + len(asked.response_id) + 6 * (len(asked.model) + len(key))  # JSON may escape names
+        key = request.identity.key.key_id + request.identity.user
+        num_bytes = (
+            _FIXED_BYTES + len(request.response_id) + 6 * (len(request.model) + len(key))
+        )  # JSON may escape names
         if not self._spool.reserve(num_bytes):
             message = "What the answer uses could not be recorded: the ledger waits for Redis, or for disk. Try again."
             raise unavailable(message, "ledger_full")
-        answer = _MeteredAnswer(self, self._spool, asked, num_bytes)
+        answer = _MeteredAnswer(self, self._spool, request, num_bytes)
         self._open[answer] = None
         return answer
 
@@ -56,8 +58,8 @@ class Metering:
 
 
 class _MeteredAnswer:
-    def __init__(self, metering: Metering, spool: Spool, asked: AnswerRequest, num_bytes: int) -> None:
-        self._metering, self._spool, self._asked, self._num_bytes = metering, spool, asked, num_bytes
+    def __init__(self, metering: Metering, spool: Spool, request: AnswerRequest, num_bytes: int) -> None:
+        self._metering, self._spool, self._requested, self._num_bytes = metering, spool, request, num_bytes
         self._written: tuple[Progress, int] | None = None  # and the segment that has it
 
     @property
@@ -74,7 +76,7 @@ class _MeteredAnswer:
 
     def write_progress(self) -> int:
         """Writes a line if there is news. Returns the segment of its newest line, or the current one."""
-        progress, number = self._asked.progress(), self._spool.current_number
+        progress, number = self._requested.progress(), self._spool.current_number
         if not progress.has_cost or (progress, number) == self._written:
             return number
         payload = _encode(self._entry(progress, Stage.UNDER_WAY, ""))
@@ -83,18 +85,18 @@ class _MeteredAnswer:
         return number if self._written is None else self._written[1]
 
     def _entry(self, progress: Progress, stage: Stage, error: str) -> Entry:
-        asked = self._asked
-        version, parsed = asked.version, parse_response_id(asked.response_id)
+        request = self._requested
+        version, parsed = request.version, parse_response_id(request.response_id)
         assert parsed is not None
         return Entry(
-            id=asked.response_id,
-            tenant=asked.identity.name,
-            num_ended=asked.identity.tenant.incarnation,
+            id=request.response_id,
+            tenant=request.identity.name,
+            num_ended=request.identity.tenant.incarnation,
             began_at=parsed.created,
             stage=stage,
-            key_id=asked.identity.key.key_id,
-            user=asked.identity.user,
-            adapter=asked.model if version is None else version.name,
+            key_id=request.identity.key.key_id,
+            user=request.identity.user,
+            adapter=request.model if version is None else version.name,
             version=0 if version is None else version.version,
             digest="" if version is None else version.digest,
             error=error,

@@ -1,7 +1,7 @@
 """One file of a router's spool: lines behind a header with the offset up to which they are acknowledged.
 
 The file has all of its room from the start, and is mapped: writing a line is a copy into memory that the kernel keeps
-when this process is killed, without a system call that a slow disk could hold, and never fails for want of room.
+when this process is killed, without a system call that a slow disk could hold, and never fails because a disk is full.
 """
 
 from __future__ import annotations

@@ -60,15 +60,15 @@ class CanaryJudge:
         ended = await asyncio.gather(
             *(self._take_back(of, one.canary_id, reason) for one, of, reason in bad), return_exceptions=True
         )
-        untold = set()
+        unreported = set()
         for (one, of, _), end in zip(bad, ended, strict=True):
             if isinstance(end, RegistryUnavailable):
-                untold.add(one)
+                unreported.add(one)
             elif isinstance(end, Exception):
                 _log.error("the canary of %s cannot be judged", of, exc_info=end)
             elif end is not None:
                 raise end
-        await self._counts.forget_news([one for one in news if one not in untold])
+        await self._counts.forget_news([one for one in news if one not in unreported])
 
     async def _take_back(self, of: str, canary_id: str, reason: str) -> None:
         tenant, name = of.split("/", 1)

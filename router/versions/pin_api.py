@@ -37,7 +37,7 @@ class PinAnswer(msgspec.Struct, frozen=True):
     version: int  # the current one
     gangs: int  # that are to keep it
     bytes: int  # that count for the tenant's quota
-    state: State  # "ready": so many gangs have it; "failed": one cannot, and none is getting it
+    state: State  # "ready": `gangs` have it; "failed": one cannot, and none is getting it
     reason: str | None
     data: list[PinnedAt]  # fewer than `gangs` where no more are connected
     object: Literal["pin"] = "pin"

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def may_begin(num_gangs: int, num_of_tenant: int, num_of_all: int) -> bool:
-    """Whether a tenant's preload at so many gangs begins, beside so many that are under way, each at one gang.
+    """Whether a tenant's preload at `num_gangs` begins, beside those under way, each counted once for each gang.
 
     The second half of the places is for tenants that have none, for one gang each: as many tenants as that bring
     something at once, before any of them can keep another one out.
@@ -55,7 +55,7 @@ class Preloader:
         self._num_of: Counter[str] = Counter()  # gangs that are awaited, by tenant
 
     async def begin(self, tenant: TenantRecord, version: AdapterVersion, num_gangs: int) -> int:
-        """Lets the version come to so many gangs, or to all that are connected; their number.
+        """Brings the version to `num_gangs`, or to all that are connected; returns their number.
 
         Raises 429 while too many preloads are under way, 503 if no gang is connected, and RegistryUnavailable.
         """

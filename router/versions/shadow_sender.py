@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def may_begin(num_of_tenant: int, num_of_all: int) -> bool:
-    """Whether one more request of a tenant is shadowed, beside so many that are.
+    """Whether one more request of a tenant is shadowed, beside those that are.
 
     The second half of the places is for tenants that have none: as many tenants as that are shadowed at once, before
     any of them can keep another one out.
@@ -101,7 +101,7 @@ class ShadowSender:
         started_at = time.perf_counter()
         generation = Generation(request, self._dispatcher, self._text, Metrics(), started_at)
         (prompt,) = request.prompts
-        asked = AnswerRequest(
+        answer = AnswerRequest(
             identity=identity,
             response_id=str(new_response_id(ID_PREFIX, int(time.time()), fingerprint_of(shadow.id))),
             model=f"{version.name}@{version.version}",
@@ -114,7 +114,7 @@ class ShadowSender:
             progress=generation.progress,
         )
         try:
-            account = await self._accounts.open(asked)
+            account = await self._accounts.open(answer)
         except ApiError:
             return
         error, is_cancelled = "internal_error", False
@@ -147,4 +147,4 @@ class ShadowSender:
                 )
                 account.settle(ending)
         tenant_id, of = identity.tenant.tenant_id, f"{version.tenant}/{version.name}"
-        self._book.count(Outcome(tenant_id, of, asked.response_id, shadow.id, "shadow", counted_of(ending)))
+        self._book.count(Outcome(tenant_id, of, answer.response_id, shadow.id, "shadow", counted_of(ending)))

@@ -30,7 +30,7 @@ class VersionChoice:
     """The version that answers, and the trials that the answer takes part in: none if the request names a version."""
 
     version: AdapterVersion | None = None  # None: the base
-    current: AdapterVersion | None = None  # of the name that was asked for; None: the base
+    current: AdapterVersion | None = None  # of the name that was requested; None: the base
     canary: Canary | None = None
     canary_place: bytes = b""  # of the request, among those of which the canary gets a share
     shadow: Shadow | None = None

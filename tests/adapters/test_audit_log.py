@@ -24,7 +24,7 @@ async def noted(client: Redis, tenant: str, kind: ActorKind, count: int = 1) -> 
     await APPEND_OFTEN.bind(client, SCRIPT_KEYS)(tenant=tenant, entry=entry, count=count)
 
 
-def told(entries: Sequence[WrittenEntry]) -> list[tuple[str, str, str]]:
+def reported(entries: Sequence[WrittenEntry]) -> list[tuple[str, str, str]]:
     return [(one.entry.tenant, one.entry.actor.kind, one.result) for one in entries]
 
 
@@ -35,10 +35,10 @@ async def test_a_tenant_pushes_out_its_own_entries_alone(kind: ActorKind, redis_
     await noted(redis_client, "loud", "operator")
     await noted(redis_client, "quiet", "key")
     await noted(redis_client, "loud", kind, 5 * most)
-    assert told(await log.read("", 10, "quiet")) == [("quiet", "key", "1"), ("quiet", "operator", "1")]
+    assert reported(await log.read("", 10, "quiet")) == [("quiet", "key", "1"), ("quiet", "operator", "1")]
     loud = [("loud", kind, str(number)) for number in range(5 * most, 4 * most, -1)]
-    assert told(await log.read("", 10 * most, "loud")) == [*loud, ("loud", "operator", "1")]
-    everything = told(await log.read("", 10 * most))
+    assert reported(await log.read("", 10 * most, "loud")) == [*loud, ("loud", "operator", "1")]
+    everything = reported(await log.read("", 10 * most))
     assert everything == [*loud, ("quiet", "key", "1"), ("loud", "operator", "1"), ("quiet", "operator", "1")]
     assert await redis_client.xlen(AUDIT_ORDER) == most + 3
 
@@ -50,7 +50,7 @@ async def test_operators_have_a_bound_of_their_own(redis_client: Redis) -> None:
         await noted(redis_client, "zoo", "operator", NUM_OPERATOR_ENTRIES // 10)
     assert await redis_client.xlen(AUDIT) == NUM_OPERATOR_ENTRIES
     assert await redis_client.xlen(AUDIT_ORDER) == NUM_OPERATOR_ENTRIES + 1
-    assert told(await AuditLog(redis_client).read("", 5, "acme")) == [("acme", "key", "1")]
+    assert reported(await AuditLog(redis_client).read("", 5, "acme")) == [("acme", "key", "1")]
 
 
 async def test_pages_go_on_where_the_last_one_ended(redis_client: Redis) -> None:

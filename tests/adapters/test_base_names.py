@@ -1,4 +1,4 @@
-"""What names of bases tell, and which are told apart."""
+"""Which names identify a base, and which differ."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def caught_up(view: RegistryView, registry: Registry) -> None:
     await eventually(lambda: view._event_number >= number)
 
 
-async def test_it_starts_without_reading_adapters_and_looks_up_what_is_asked_for(
+async def test_it_starts_without_reading_adapters_and_looks_up_what_is_requested(
     registry: CountingRegistry, view: RegistryView
 ) -> None:
     await caught_up(view, registry)
@@ -99,13 +99,13 @@ async def test_lookups_of_one_moment_share_a_command_and_those_of_one_name_an_an
     registry: CountingRegistry, view: RegistryView
 ) -> None:
     registry.gate.clear()
-    asked = [asyncio.create_task(view.resolve("acme", "n0")) for _ in range(5)]
+    requested = [asyncio.create_task(view.resolve("acme", "n0")) for _ in range(5)]
     await eventually(lambda: len(registry.looked_up) == 1)
-    asked += [asyncio.create_task(view.resolve("acme", f"n{i % 20}")) for i in range(60)]
-    asked[3].cancel()  # whoever else waits is not affected
+    requested += [asyncio.create_task(view.resolve("acme", f"n{i % 20}")) for i in range(60)]
+    requested[3].cancel()  # other waiting requests are not affected
     await asyncio.sleep(0)
     registry.gate.set()
-    found = await asyncio.gather(*asked, return_exceptions=True)
+    found = await asyncio.gather(*requested, return_exceptions=True)
     assert isinstance(found[3], asyncio.CancelledError)
     names = [adapter.name for adapter in found if isinstance(adapter, AdapterVersion)]
     assert names == ["n0"] * 4 + [f"n{i % 20}" for i in range(60)]
@@ -118,7 +118,7 @@ async def test_what_is_kept_follows_the_events(registry: CountingRegistry, view:
     newer = await register(registry, "n1", "b")
     await registry.delete("acme", "n2")
     new = await register(registry, "new")
-    await register(registry, "n3", "b")  # nobody has asked for it
+    await register(registry, "n3", "b")  # it was never requested
     await caught_up(view, registry)
     num_lookups = len(registry.looked_up)
     assert await view.resolve("acme", "n1") == newer
@@ -133,7 +133,7 @@ async def test_a_change_is_not_lost_to_a_lookup_that_read_before_it(
     registry: CountingRegistry, view: RegistryView, by_stream: bool
 ) -> None:
     registry.gate.clear()
-    asked = [asyncio.create_task(view.resolve("acme", name)) for name in ("n1", "n2", "new")]
+    requested = [asyncio.create_task(view.resolve("acme", name)) for name in ("n1", "n2", "new")]
     await eventually(lambda: registry.looked_up)
     await asyncio.sleep(0.05)  # the command has read
     newer, new = await register(registry, "n1", "b"), await register(registry, "new")
@@ -146,7 +146,7 @@ async def test_a_change_is_not_lost_to_a_lookup_that_read_before_it(
         view.apply(AdapterSet(new))
         view.apply(deleted)
     registry.gate.set()
-    found = await asyncio.gather(*asked)
+    found = await asyncio.gather(*requested)
     assert found == [newer, None, new]
     assert [await view.resolve("acme", name) for name in ("n1", "n2", "new")] == [newer, None, new]
 
@@ -178,7 +178,7 @@ async def test_missed_events_are_made_up_for_by_reading_what_is_kept_again(
     await register(registry, "n5", "b")
     await caught_up(view, registry)
     registry.gate.set()
-    await asyncio.gather(late, return_exceptions=True)  # its client may have been told that it takes too long
+    await asyncio.gather(late, return_exceptions=True)  # its client may have got a timeout
     await eventually(lambda: view._lookups._task is None)
     found = [await view.resolve("acme", name) for name in ("n1", "n2", "n3", "n4")]
     assert [adapter and adapter.version for adapter in found] == [9, None, 1, 9]
@@ -258,7 +258,7 @@ def version(number: int, name: str = "x") -> AdapterVersion:
     return AdapterVersion("acme", name, number, "a" * 64, {"q_proj": 8}, 1, 1.0)
 
 
-def test_what_is_used_most_stays_while_others_are_asked_for_once() -> None:
+def test_what_is_used_most_stays_while_others_are_requested_once() -> None:
     kept = KeptAdapters(100)
     used = [f"used{i}" for i in range(50)]
     for name in used:
@@ -337,7 +337,7 @@ def test_a_deletion_that_comes_late_does_not_hide_a_newer_version() -> None:
     assert kept.find(("acme", "x")) == (False, None)
 
 
-def test_names_that_nobody_has_do_not_end_the_filling() -> None:
+def test_unknown_names_do_not_end_the_filling() -> None:
     """Whoever asks for many of them while it fills would have each name looked up from then on."""
     kept = KeptAdapters(10, filling=True)
     kept.delete(("acme", "gone"), (0, 3))

@@ -57,8 +57,8 @@ async def test_redis_counts_what_the_policy_lets(counts: CanaryCounts) -> None:
 async def test_thumbs_of_one_key_are_few(counts: CanaryCounts) -> None:
     await counts.add([outcome(number, "a user") for number in range(30)])
     await counts.add([outcome(100 + number, f"{number}") for number in range(30)])
-    told = [await counts.rate("acme", f"cmpl-{number}", is_good=False, comment="bad") for number in range(30)]
-    assert sum(told) == 2
+    reported = [await counts.rate("acme", f"cmpl-{number}", is_good=False, comment="bad") for number in range(30)]
+    assert sum(reported) == 2
     assert len(await counts.comments("c")) == 2
     assert await counts.rate("acme", "cmpl-100", is_good=True)
     found = (await counts.read("c"))["canary"]
@@ -80,7 +80,7 @@ async def test_news_is_of_trials_in_which_something_counted_since_it_was_looked_
     await counts.add([outcome(1, "a"), outcome(2, "b")])
     (news,) = await counts.news(10)
     assert (news.canary_id, news.num) == ("c", 2)
-    await counts.add([outcome(3, "a")])  # while somebody looks
+    await counts.add([outcome(3, "a")])  # while the judge reads
     await counts.forget_news([news])
     (later,) = await counts.news(10)
     await counts.forget_news([later])

@@ -24,7 +24,7 @@ from motet.adapters.registry.versions.canary_policy import (
 
 
 class Trial:
-    """Answers come to both versions; the policy is asked every few answers, as by a judge."""
+    """Answers come to both versions; the policy is applied every few answers, as by a judge."""
 
     def __init__(self, chooser: random.Random) -> None:
         self._chooser = chooser
@@ -58,7 +58,7 @@ def length(seed: int, rates: tuple[float, float], times: tuple[float, float], nu
 
 @pytest.mark.parametrize("rate", [0.0, 0.01, 0.3])
 @pytest.mark.parametrize("share", [0.05, 0.5])
-def test_equal_versions_are_not_told_apart(rate: float, share: float) -> None:
+def test_equal_versions_are_not_distinguished(rate: float, share: float) -> None:
     trials = [length(seed, (rate, rate), (0.1, 0.1), 1000, share) for seed in range(60)]
     assert sum(end < 1000 for end in trials) == 0  # FALSE_ALARM of 60 trials is less than one
 

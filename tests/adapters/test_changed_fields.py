@@ -71,7 +71,7 @@ def test_a_shadow(state: NameState) -> None:
     }
 
 
-def test_a_note_is_not_told(state: NameState) -> None:
+def test_a_note_is_not_recorded(state: NameState) -> None:
     noted = name_state.with_note(state, "1", "a secret")
     assert changed_fields(state, noted) == {"notes": [1]}
     assert changed_fields(state, state) == {}

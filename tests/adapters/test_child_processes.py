@@ -1,4 +1,4 @@
-"""Processes that are asked: they live on, are replaced when they end, and are bounded."""
+"""Processes that take calls: they live on, are replaced when they end, and are bounded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from motet.adapters.processes.child_processes import ChildEnded, ChildProcesses
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 
-CHILD = "motet.tests.rigs.asked_child"
+CHILD = "motet.tests.rigs.scripted_child"
 
 
 async def ask(processes: ChildProcesses, *frames: bytes) -> list[bytes]:

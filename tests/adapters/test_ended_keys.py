@@ -1,4 +1,4 @@
-"""How many keys a tenant may have, whoever makes them how, and that those which have ended leave the registry."""
+"""How many keys a tenant may have, however they are made, and that those which have ended leave the registry."""
 
 from __future__ import annotations
 

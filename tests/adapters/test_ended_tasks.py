@@ -1,4 +1,4 @@
-"""Tasks end when they are told to, also where one cancellation is lost."""
+"""Tasks end when they are cancelled, also where one cancellation is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_a_cancellation_that_wait_for_hides() -> None:
     assert task.cancelled()
 
 
-async def test_all_end_whoever_goes_on_for_longest() -> None:
+async def test_all_end_whichever_takes_longest() -> None:
     hidden = []
 
     async def goes_on(times: int) -> None:

@@ -1,4 +1,4 @@
-"""Packed files stay for as long as somebody packs adapters so."""
+"""Packed files stay for as long as a router uses their layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from motet.tests.rigs.tensor_twins import identical
 BF16 = replace(LAYOUT, dtype="bfloat16")
 
 
-def test_packed_files_of_layouts_that_nobody_uses_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_files_of_unused_layouts_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An old application, which may be of a version that keeps nothing, beside a new one that packs otherwise."""
     monkeypatch.setattr(Repacked, "add", lambda *_: None)
     files, store = lora_files(), AdapterStore(tmp_path / "store")
@@ -36,7 +36,7 @@ def test_packed_files_of_layouts_that_nobody_uses_go(tmp_path: Path, monkeypatch
     for path in (old, new):
         os.utime(path, (0, 0))
     store.keep_layouts([BF16])
-    assert store.sweep_packed(beginning) == 0, "nobody has heard of the old one: its time begins now"
+    assert store.sweep_packed(beginning) == 0, "the old one was not seen before: its time begins now"
     pass_time(KEPT_S - 3600)
     store.keep_layouts([BF16])
     assert store.sweep_packed(beginning) == 0
@@ -44,5 +44,5 @@ def test_packed_files_of_layouts_that_nobody_uses_go(tmp_path: Path, monkeypatch
     assert store.sweep_packed(beginning) == 1
     assert new.exists() and not old.exists()
     assert store.load_content(content.digest).digest == content.digest
-    assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT)), "whoever needs it, packs it"
+    assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT)), "it is packed again"
     assert store.sweep_packed(beginning) == 0 and old.exists(), "and has it for as long"

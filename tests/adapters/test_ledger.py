@@ -32,13 +32,15 @@ DAY = date(2026, 11, 22)
 PREFIX = "motet:{tenant:acme}:ledger:"
 
 
-def entry(number: int = 1, **told: Any) -> Entry:
-    return Entry(**{"id": f"cmpl-{number}", "tenant": "acme", "began_at": NOON, "key_id": "k", "adapter": "a", **told})
+def entry(number: int = 1, **reported: Any) -> Entry:
+    return Entry(
+        **{"id": f"cmpl-{number}", "tenant": "acme", "began_at": NOON, "key_id": "k", "adapter": "a", **reported}
+    )
 
 
 @st.composite
 def stories(draw: st.DrawFn) -> list[Entry]:
-    """Entries of a few ids, as several routers may tell of them."""
+    """Entries of a few ids, as several routers may report them."""
     found = []
     for _ in range(draw(st.integers(1, 12))):
         number = draw(st.integers(1, 3))

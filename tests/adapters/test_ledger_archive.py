@@ -49,13 +49,13 @@ class SlowLedger(Ledger):
 
 
 @pytest.mark.parametrize("has_locks", [True, False])
-async def test_two_who_retire_one_life_lose_nothing(
+async def test_an_incarnation_that_is_retired_twice_loses_nothing(
     redis_url: str, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
 ) -> None:
     refused = asyncio.Event()
     loop, flock = asyncio.get_running_loop(), fcntl.flock
 
-    def told(file: Any, how: int) -> None:
+    def reported(file: Any, how: int) -> None:
         if not has_locks:
             raise OSError(95, "Operation not supported")
         try:
@@ -64,7 +64,7 @@ async def test_two_who_retire_one_life_lose_nothing(
             loop.call_soon_threadsafe(refused.set)
             raise
 
-    monkeypatch.setattr(fcntl, "flock", told)
+    monkeypatch.setattr(fcntl, "flock", reported)
     client = connect(redis_url, PATIENCE_S)
     slow, fast, now = SlowLedger(client), Ledger(redis_client, 0, PATIENCE_S), datetime.now(UTC)
     taken = entries(1500)
@@ -83,7 +83,7 @@ async def test_two_who_retire_one_life_lose_nothing(
 
 
 @pytest.mark.parametrize("damage", ["cut off", "no gzip", "no JSON"])
-async def test_a_damaged_file_is_kept_aside_and_stops_nobody(
+async def test_a_damaged_file_is_kept_aside_and_the_rest_goes_on(
     redis_client: Redis, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ledger = Ledger(redis_client, kept_days=0)

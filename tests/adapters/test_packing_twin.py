@@ -102,7 +102,7 @@ def test_pages_are_those_of_torch(case: tuple[AdapterContent, AdapterLayout], ch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_number_is_told_from_those_that_are_none(dtype: np.dtype[np.generic]) -> None:
+def test_every_number_is_distinguished_from_those_that_are_none(dtype: np.dtype[np.generic]) -> None:
     """All of 16 bits, and of 32 the first half of the bits, with which a few that matter are joined."""
     bits = np.arange(1 << 16, dtype=np.uint32)
     if dtype == np.float32:

@@ -158,7 +158,7 @@ def test_training_keys_and_unset_features_are_let_through() -> None:
             use_dora=False,
             modules_to_save=None,
             megatron_core="megatron.core",
-            unheard_of=None,
+            unknown_field=None,
         )
     )
 

@@ -71,10 +71,10 @@ def test_an_empty_object_turns_a_feature_on_in_peft(field: str) -> None:
 
 @pytest.mark.parametrize("value", [0, "", [], {}, 1])
 def test_an_unknown_field_may_only_be_unset(value: Any) -> None:
-    parse_config(config_bytes(unheard_of=None))
-    parse_config(config_bytes(unheard_of=False))
-    with pytest.raises(AdapterInvalid, match="unheard_of"):
-        parse_config(config_bytes(unheard_of=value))
+    parse_config(config_bytes(unknown_field=None))
+    parse_config(config_bytes(unknown_field=False))
+    with pytest.raises(AdapterInvalid, match="unknown_field"):
+        parse_config(config_bytes(unknown_field=value))
 
 
 @pytest.mark.parametrize("name", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "lora_ga"])
@@ -112,7 +112,7 @@ def test_a_converted_adapter_is_taken_and_one_that_was_not_is_refused(
     with pytest.raises(AdapterInvalid, match="init_lora_weights"):
         _content(tmp_path / "unconverted")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT tells that the base was changed, for the adapter beside it
+        warnings.simplefilter("ignore")  # PEFT reports that the base was changed, for the adapter beside it
         model.save_pretrained(
             tmp_path / "converted", path_initial_model_for_weight_conversion=str(tmp_path / "initial")
         )
@@ -121,7 +121,7 @@ def test_a_converted_adapter_is_taken_and_one_that_was_not_is_refused(
 
 def _model(init: Any, use_rslora: bool = False) -> PeftModel:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT tells that eva needs data, and of conversions
+        warnings.simplefilter("ignore")  # PEFT reports that eva needs data, and of conversions
         return get_peft_model(
             llama(),
             PeftLoraConfig(

@@ -231,7 +231,7 @@ async def test_a_registry_belongs_to_one_base(registry: Registry) -> None:
         await registry.claim_base(mine, "go away", if_empty=True)
 
 
-async def test_changes_are_told_in_order_and_only_once(registry: Registry) -> None:
+async def test_changes_are_reported_in_order_and_only_once(registry: Registry) -> None:
     start = await registry.position()
     assert start == Position("0-0", 0, num_adapters=0)
     adapter, *_ = await registry.names.register("acme", "x", **facts())

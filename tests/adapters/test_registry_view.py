@@ -31,7 +31,7 @@ class GatedRegistry(Registry):
         self.gate.set()
         self.num_loads = 0
         self.num_tries = 0
-        self.is_held = False  # somebody waits at the gate
+        self.is_held = False  # a reader waits at the gate
 
     async def read_events(self, after: str, wait_s: float) -> Sequence[NumberedEvent]:
         await self._pass_gate()
@@ -142,7 +142,7 @@ async def test_own_changes_are_seen_at_once_and_not_undone_by_the_stream(
 
 
 async def test_changes_made_while_it_loads_are_kept(registry: GatedRegistry) -> None:
-    """Whether they come before the page that holds them is read, or after it, and whoever made them."""
+    """Whether they come before the page that holds them is read, or after it, and whichever router made them."""
     for name in ("replaced", "deleted"):
         await register(registry, name)
     await give_key(registry, "acme", "old key")

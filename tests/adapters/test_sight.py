@@ -28,17 +28,17 @@ def test_a_list_has_what_is_seen(sight: Sight, name: str) -> None:
 
 
 @given(sights, names | st.builds(lambda name: f"~/{name}", plain))
-def test_a_name_means_only_what_is_seen(sight: Sight, asked: str) -> None:
-    meant = sight.names(asked)
+def test_a_name_means_only_what_is_seen(sight: Sight, requested: str) -> None:
+    meant = sight.names(requested)
     assert all(sight.sees(name) for name in meant)
-    if owner_of(asked):
-        assert meant == ((asked,) if sight.sees(asked) else ())
+    if owner_of(requested):
+        assert meant == ((requested,) if sight.sees(requested) else ())
     else:
-        assert meant[-1] == asked.removeprefix("~/") and meant[:-1] in (
+        assert meant[-1] == requested.removeprefix("~/") and meant[:-1] in (
             (),
-            (private_name(sight.user, asked),),
+            (private_name(sight.user, requested),),
         )
-        assert (len(meant) == 2) == bool(sight.user and not asked.startswith("~/"))
+        assert (len(meant) == 2) == bool(sight.user and not requested.startswith("~/"))
 
 
 @given(sights, names | st.builds(lambda name: f"~/{name}", plain), st.booleans())
@@ -61,7 +61,7 @@ def test_names_that_no_user_may_have(name: str) -> None:
         check_name(private_name(name, "x"))
 
 
-def test_a_version_is_told_from_a_users_name() -> None:
+def test_a_version_is_distinguished_from_a_users_name() -> None:
     assert split_selector("x@2") == ("x", "2")
     assert split_selector("~eve@id.example/x") == ("~eve@id.example/x", None)
     assert split_selector("~eve@id.example/x@prod") == ("~eve@id.example/x", "prod")
@@ -103,17 +103,17 @@ async def test_a_view_finds_ones_own_first_and_nothing_of_others(registry: Regis
     view = RegistryView(registry, capacity)
     await view.start()
 
-    async def found(sight: Sight, asked: str) -> str | None:
-        adapter = await view.resolve("acme", asked, sight)
+    async def found(sight: Sight, requested: str) -> str | None:
+        adapter = await view.resolve("acme", requested, sight)
         return None if adapter is None else adapter.name
 
     for _ in range(2):
         for sight, seen in SEEN.items():
-            for asked in ("x", "y", "z"):
-                own = private_name(sight.user, asked)
-                expected = own if sight.user and own in seen else asked if asked in seen else None
-                assert await found(sight, asked) == expected
-                assert await found(sight, f"~/{asked}") == (asked if asked in seen else None)
+            for requested in ("x", "y", "z"):
+                own = private_name(sight.user, requested)
+                expected = own if sight.user and own in seen else requested if requested in seen else None
+                assert await found(sight, requested) == expected
+                assert await found(sight, f"~/{requested}") == (requested if requested in seen else None)
             for name in ("~a/x", "~a.b/x", "~b/y", "~a/nothing"):
                 assert await found(sight, name) == (name if name in seen else None)
     assert [one.name for one in await view.list_adapters("acme", sight=Sight("a"))] == SEEN[Sight("a")]

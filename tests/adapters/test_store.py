@@ -82,7 +82,7 @@ class Later:
 
 @pytest.fixture
 def timers(store: AdapterStore) -> list[Later]:
-    """Those that tell what was packed again."""
+    """Those that report what was packed again."""
     found: list[Later] = []
 
     def timer(seconds: float, call: Callable[[], None]) -> Any:
@@ -104,8 +104,8 @@ def test_packs_for_a_new_layout_once(
         assert identical(store.load_packed(content.digest, BF16), pack(content, BF16))
     (timer,) = timers
     timer.call()
-    (told,) = warnings_in(caplog)
-    assert told.endswith(f"another way: 1, the first one for {BF16.key}.packed of {content.digest}")
+    (reported,) = warnings_in(caplog)
+    assert reported.endswith(f"another way: 1, the first one for {BF16.key}.packed of {content.digest}")
 
 
 def test_all_that_an_upgrade_packs_again_is_one_line(
@@ -144,7 +144,7 @@ def test_an_empty_store_may_change_hands(tmp_path: Path) -> None:
     assert (tmp_path / "base").read_text() == "b" * 64 + " a base\n"
 
 
-def test_a_damaged_mark_is_told(store: AdapterStore, tmp_path: Path) -> None:
+def test_a_damaged_mark_is_reported(store: AdapterStore, tmp_path: Path) -> None:
     (tmp_path / "deep" / "store" / "base").write_text("")
     with pytest.raises(ValueError, match="names no base"):
         store.check_base(BaseIdentity("a" * 64, "mine"), "go away")
@@ -184,11 +184,11 @@ def test_a_damaged_packed_file_is_made_again(
     spoil(path, how)
     assert identical(store.load_packed(content.digest, LAYOUT), pack(content, LAYOUT))
     assert path.read_bytes() == good
-    assert len(timers) == (how == "missing"), "what is damaged is told at once"
+    assert len(timers) == (how == "missing"), "damage is reported at once"
     for timer in timers:
         timer.call()
-    (told,) = warnings_in(caplog)
-    assert content.digest in told
+    (reported,) = warnings_in(caplog)
+    assert content.digest in reported
 
 
 def test_every_single_damaged_byte_of_a_packed_file_is_noticed(

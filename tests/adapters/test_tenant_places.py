@@ -86,7 +86,7 @@ async def test_a_free_place_goes_to_who_has_held_places_for_the_shortest_time() 
     await rig.end(waiting["slow"])
 
 
-async def test_what_was_held_while_nobody_waited_is_not_held_against_a_tenant() -> None:
+async def test_what_was_held_while_no_tenant_waited_does_not_count() -> None:
     rig = Places(num_places=1)
     for _ in range(10):
         task = rig.ask("often")

@@ -87,7 +87,9 @@ async def test_changes_at_once_are_all_made(tenants: TenantRegistry, redis_clien
     assert sorted(isinstance(one, TenantExists) for one in made) == [False] + [True] * 7
 
 
-async def test_a_key_is_told_once_and_stored_hashed(keys: KeyRegistry, view: RegistryView, redis_client: Redis) -> None:
+async def test_a_key_is_shown_once_and_stored_hashed(
+    keys: KeyRegistry, view: RegistryView, redis_client: Redis
+) -> None:
     wanted = KeyRecord(key_id="", tenant="acme", scopes=frozenset({"infer"}), label="ci", expires_at=NOW + 60)
     record, key = await keys.create(wanted, OPERATOR)
     assert key.startswith(KEY_PREFIX) and len(key) >= len(KEY_PREFIX) + 43
@@ -176,7 +178,7 @@ async def test_a_deleted_tenant_leaves_nothing(
     view.check_integrity()
 
 
-async def test_an_upload_of_a_deleted_tenant_comes_to_nobody(tenants: TenantRegistry, registry: Registry) -> None:
+async def test_an_upload_of_a_deleted_tenant_belongs_to_none(tenants: TenantRegistry, registry: Registry) -> None:
     await tenants.create(TenantRecord(name="acme"), OPERATOR)
     await register(registry, "acme", "before", incarnation=0)
     await tenants.delete("acme", OPERATOR)
@@ -218,7 +220,7 @@ class CutOff(Exception):  # noqa: N818
 async def test_a_deletion_that_was_cut_off_goes_on(
     moment: int, is_done: bool, registry: Registry, view: RegistryView, redis_client: Redis
 ) -> None:
-    """Whatever was done, the tenant is refused, and nobody else gets the name before the end."""
+    """Whatever was done, the tenant is refused, and no other tenant gets the name before the end."""
     num_names, ended = 500, []
 
     async def end(tenant: str) -> None:

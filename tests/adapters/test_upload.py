@@ -129,7 +129,7 @@ async def test_sweep_spares_what_is_referenced(parts: Parts) -> None:
     assert old not in (before, kept)
 
 
-async def test_a_full_disk_keeps_nobody_from_what_is_to_go(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_does_not_keep_what_is_to_go(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """To note which layouts are in use takes room, and what goes gives it."""
 
     def fail(*_: object) -> int:
@@ -157,7 +157,9 @@ async def test_one_router_sweeps_at_a_time_and_the_next_one_after_a_rest(parts: 
     assert await other.sweep() is None
 
 
-async def test_each_router_keeps_its_own_layouts_whoever_sweeps(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_router_keeps_its_own_layouts_whichever_sweeps(
+    parts: Parts, caplog: pytest.LogCaptureFixture
+) -> None:
     """As those of two clusters that share a store while clients move: the old one's files stay until it is gone."""
     caplog.set_level(logging.INFO)
     other = parts_of(parts.registry._client, parts.folder, replace(LAYOUT, dtype="bfloat16"))
@@ -507,7 +509,7 @@ async def test_a_process_that_ended_is_replaced(parts: Parts) -> None:
     assert (await parts.upload("x", lora_files(seed=2)))[:2] == (2, True)
 
 
-async def test_one_that_dies_of_an_upload_is_told_from_one_that_takes_too_long(
+async def test_one_that_dies_of_an_upload_is_distinguished_from_one_that_takes_too_long(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for status, expected in ((-signal.SIGPROF, AdapterInvalid), (-signal.SIGKILL, UploadUnchecked)):
@@ -522,11 +524,11 @@ async def test_one_that_dies_of_an_upload_is_told_from_one_that_takes_too_long(
     assert parts.store.digests() == []
 
 
-async def test_a_refusal_is_told_though_the_process_has_died(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, answered = list[bytes](), ChildProcess.ask
+async def test_a_refusal_is_reported_though_the_process_has_died(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    requested, answered = list[bytes](), ChildProcess.ask
 
     async def ask(process: ChildProcess, frames: Sequence[bytes], read: Any) -> Any:
-        asked.append(frames[0])
+        requested.append(frames[0])
         if frames[0] == FORGET:
             raise ChildEnded(-signal.SIGKILL)
         return await answered(process, frames, read)
@@ -535,4 +537,4 @@ async def test_a_refusal_is_told_though_the_process_has_died(parts: Parts, monke
     files, bounds = lora_files(), (StorageBound("", None, 10),)
     with pytest.raises(QuotaExceeded):
         await parts.uploads.upload("acme", "x", files.config_bytes, files.write(parts.folder), bounds=bounds)
-    assert asked == [CHECK, FORGET]
+    assert requested == [CHECK, FORGET]

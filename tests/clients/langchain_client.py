@@ -39,11 +39,11 @@ def stream() -> None:
 
 def tools() -> None:
     bound = chat(AGENT).bind_tools([TOOL])
-    asked = HumanMessage(TOOL_QUESTION)
-    called: Any = bound.invoke([asked])
+    requested = HumanMessage(TOOL_QUESTION)
+    called: Any = bound.invoke([requested])
     (call,) = called.tool_calls
     same((call["name"], call["args"]), ("weather", ARGUMENTS))
-    same(bound.invoke([asked, called, ToolMessage(RESULT, tool_call_id=call["id"])]).content, TOOL_ANSWER)
+    same(bound.invoke([requested, called, ToolMessage(RESULT, tool_call_id=call["id"])]).content, TOOL_ANSWER)
 
 
 def schema() -> None:

@@ -17,13 +17,13 @@ PAIRS = ((QUESTION, " " + ANSWER), ("The color of the sky is", " blue."), ("", "
 
 def scores() -> None:
     os.environ["OPENAI_API_KEY"] = KEY
-    asked: Any = LocalCompletionsAPI(base_url=f"{V1}/completions", model=BASE, tokenizer=FOLDER, num_concurrent=1)
+    requested: Any = LocalCompletionsAPI(base_url=f"{V1}/completions", model=BASE, tokenizer=FOLDER, num_concurrent=1)
     requests: Any = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(PAIRS)]
-    found = asked.loglikelihood(requests, disable_tqdm=True)
+    found = requested.loglikelihood(requests, disable_tqdm=True)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     for (context, continuation), (value, _) in zip(PAIRS, found, strict=True):
-        before, whole = asked._encode_pair(context, continuation) if context else ([tokenizer.bos_token_id], None)
+        before, whole = requested._encode_pair(context, continuation) if context else ([tokenizer.bos_token_id], None)
         rest = whole if whole is not None else tokenizer.encode(continuation, add_special_tokens=False)
         with torch.no_grad():
             logits = model(torch.tensor([[*before, *rest]])).logits[0].log_softmax(-1)

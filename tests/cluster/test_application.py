@@ -87,7 +87,7 @@ def test_a_gang_of_several_has_a_bundle_for_each() -> None:
     assert gangs.ray_actor_options["num_cpus"] == 0.1
 
 
-def test_a_gang_is_on_one_node_unless_asked() -> None:
+def test_a_gang_is_on_one_node_unless_requested() -> None:
     _, gangs = deployments(tensor_parallel=2)
     assert gangs._replica_config.placement_group_strategy == "STRICT_PACK"
     assert gangs._replica_config.placement_group_bundle_label_selector is None

@@ -16,7 +16,7 @@ from motet.cluster.settings.config_error import ConfigError
 from motet.cluster.settings.setting import Part
 from motet.cluster.settings.setting_field import fields_of
 from motet.cluster.settings.settings import Settings
-from motet.cluster.settings.update_rule import SERVES_OPTIONS, door_of
+from motet.cluster.settings.update_rule import SERVES_OPTIONS, way_to_change
 
 MODEL = {"model": "/models/base"}
 SECRETS = {"key": "acme=s3cret", "operator-key": "s3cret", "redis-url": "redis://:s3cret@host"}
@@ -99,9 +99,9 @@ def test_building_twice_gives_the_same() -> None:
     assert routers.init_args[1] is None  # each node has its secrets
 
 
-def test_every_setting_has_one_door() -> None:
+def test_every_setting_has_one_way_to_change_it() -> None:
     for field in fields_of(Settings):
-        assert door_of(field)
+        assert way_to_change(field)
         assert not (field.mark.not_in_args and field.mark.live_in)
         assert field.mark.live_in is None or field.mark.change == "live"
         if field.mark.secret:
@@ -115,7 +115,7 @@ def test_live_settings_are_read_as_they_were_written(part: Part) -> None:
     written = json.loads(json.dumps(user_config_of(part, config)))
     values = live_values(part, written)
     assert values == {name: config.value(name) for name in values}
-    assert written == {field.flags[0]: written_value(field, values[field.name]) for field in live_in(part)}
+    assert written == {field.flags[0]: written_value(values[field.name]) for field in live_in(part)}
     assert live_values(part, {}) == {}
 
 
@@ -123,13 +123,13 @@ def live_in(part: Part) -> list[Any]:
     return [field for field in fields_of(Settings) if field.mark.live_in == part]
 
 
-def test_a_key_at_the_wrong_door_is_told_the_right_one() -> None:
-    for part, key, door in (
+def test_a_key_in_the_wrong_place_is_refused_with_the_right_one() -> None:
+    for part, key, way in (
         ("router", "max-waiting-sequences", "user_config of gang"),
         ("gang", "max-queue-wait", "user_config of router"),
         ("gang", "pool-bytes", "belongs into args"),
         ("gang", "max-gangs", "max_replicas"),
         ("router", "redis-url", "folder of secrets"),
     ):
-        with pytest.raises(ConfigError, match=f"user_config of {part}: {key} = .*{door}"):
+        with pytest.raises(ConfigError, match=f"user_config of {part}: {key} = .*{way}"):
             live_values(part, {key: 1})  # type: ignore[arg-type]

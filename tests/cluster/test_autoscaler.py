@@ -27,7 +27,7 @@ CONFIG = autoscaling_config(SCALING)
 
 
 @dataclass(frozen=True)
-class Told:
+class Reported:
     """What one replica reported at two times, a second apart."""
 
     first: dict[str, float]
@@ -39,13 +39,13 @@ def stats(**load: int) -> dict[str, float]:
 
 
 def context(
-    target: int, told: Sequence[Told | None], num_calls: int = 0, state: dict[str, Any] | None = None
+    target: int, reported: Sequence[Reported | None], num_calls: int = 0, state: dict[str, Any] | None = None
 ) -> AutoscalingContext:
-    """A context with one entry of `told` for each running replica; None: it has reported nothing yet."""
-    replicas = [ReplicaID(unique_id=str(number), deployment_id=GANGS) for number in range(len(told))]
+    """A context with one entry of `reported` for each running replica; None: it has reported nothing yet."""
+    replicas = [ReplicaID(unique_id=str(number), deployment_id=GANGS) for number in range(len(reported))]
     series: dict[str, dict[ReplicaID, list[TimeStampedValue]]] = {}
     means: dict[str, dict[ReplicaID, float]] = {}
-    for replica, numbers in zip(replicas, told, strict=True):
+    for replica, numbers in zip(replicas, reported, strict=True):
         for name in numbers.last if numbers is not None else ():
             assert numbers is not None
             samples = [TimeStampedValue(10.0, numbers.first[name]), TimeStampedValue(11.0, numbers.last[name])]
@@ -55,7 +55,7 @@ def context(
         deployment_id=GANGS,
         deployment_name=GANGS.name,
         app_name=GANGS.app_name,
-        current_num_replicas=len(told),
+        current_num_replicas=len(reported),
         target_num_replicas=target,
         running_replicas=replicas,
         total_num_requests=num_calls,
@@ -96,21 +96,23 @@ def test_serve_takes_the_policy_as_json_and_brings_it_back() -> None:
 
 
 def test_what_serve_knows_becomes_a_state() -> None:
-    busy = Told(stats(num_computed_tokens=100), stats(num_computed_tokens=400, num_waiting=2, num_queued_tokens=700))
+    busy = Reported(
+        stats(num_computed_tokens=100), stats(num_computed_tokens=400, num_waiting=2, num_queued_tokens=700)
+    )
     state = fleet_state(context(3, [busy, None], num_calls=1), now_s=5.0)
     assert (state.now_s, state.target, state.num_running, state.is_awaited) == (5.0, 3, 2, True)
     assert state.gangs == (GangLoad(num_sequences=2, queued_tokens=700, computed_tokens_per_s=300),)
 
 
 def test_serve_adds_no_delay_on_the_way_up(policy: Any) -> None:
-    swamped = Told(stats(), stats(num_waiting=9, num_queued_tokens=2500))
+    swamped = Reported(stats(), stats(num_waiting=9, num_queued_tokens=2500))
     assert policy(context(1, [swamped]))[0] == 3
 
 
-def test_a_starting_gang_survives_until_it_has_told_its_load(policy: Any) -> None:
+def test_a_starting_gang_survives_until_it_has_reported_its_load(policy: Any) -> None:
     state: dict[str, Any] = {}
-    for told in ([], [], [None], [None]):
-        target, state = policy(context(1, told, state=state))
+    for reported in ([], [], [None], [None]):
+        target, state = policy(context(1, reported, state=state))
         assert target == 1
 
 
@@ -119,7 +121,7 @@ def test_a_waiting_call_brings_the_first_gang_and_no_call_none(policy: Any) -> N
     assert target == 0
     target, state = policy(context(0, [], num_calls=1, state=state))
     assert target == 1
-    assert policy(context(1, [], state=state))[0] == 1  # whoever called has left
+    assert policy(context(1, [], state=state))[0] == 1  # the caller has left
 
 
 def test_the_history_survives_serves_keeping(policy: Any) -> None:
@@ -127,7 +129,7 @@ def test_the_history_survives_serves_keeping(policy: Any) -> None:
     hasty = scaling_config(min_gangs=0, max_gangs=4, scale_down_after_s=0.0, scale_to_zero_after_s=1000.0, window_s=1.0)
     config = autoscaling_config(hasty)
     hasty_policy = _apply_autoscaling_config(config.policy.get_policy()(**config.policy.policy_kwargs))
-    idle = Told(stats(), stats())
+    idle = Reported(stats(), stats())
     target, state = hasty_policy(context(3, [idle] * 3))
     target, state = hasty_policy(context(3, [idle] * 3, state=state))
     assert target == 1
@@ -144,9 +146,9 @@ def test_pressure_is_of_the_scarcer_of_pages_and_places(num_kv: int, num_idle: i
         num_running=num_running,
         num_queued_tokens=num_running,
     )
-    told = gang_stats(load, max_num_sequences=20)
-    assert told["pool_pressure"] == max(num_kv / 250, num_running / 20)
-    assert told["queued_tokens"] == 0  # the next token of a running one does not wait
+    reported = gang_stats(load, max_num_sequences=20)
+    assert reported["pool_pressure"] == max(num_kv / 250, num_running / 20)
+    assert reported["queued_tokens"] == 0  # the next token of a running one does not wait
 
 
 def test_an_empty_pool_that_fills_is_no_reason_for_more_gangs() -> None:

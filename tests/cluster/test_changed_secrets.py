@@ -31,7 +31,7 @@ async def test_an_operators_key_counts_as_soon_as_it_is_read(folder: Path) -> No
     (folder / "operator-key").write_text("second\n")
     await watch.look()
     assert key.now == "second" and "second" not in repr(key)
-    (folder / "operator-key").unlink()  # no key would let nobody in: the last one stays
+    (folder / "operator-key").unlink()  # without a key no operator could get in: the last one stays
     await watch.look()
     assert key.now == "second"
     (folder / "nonsense").write_text("x")

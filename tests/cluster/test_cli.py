@@ -63,7 +63,7 @@ def test_upload_list_delete(fake: FakeMotet, folder: Path) -> None:
     assert fake.adapters == {}
 
 
-def test_what_is_not_served_of_an_adapter_is_told(fake: FakeMotet, folder: Path) -> None:
+def test_what_is_not_served_of_an_adapter_is_reported(fake: FakeMotet, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "added_tokens.json").write_text('{"<think>": 320}')
     fake.warnings = ["the adapter's chat template is not the base's"]
@@ -132,7 +132,7 @@ def test_status_lines_show_sections_and_lists() -> None:
     ]
 
 
-def test_what_cannot_start_is_told_first() -> None:
+def test_what_cannot_start_is_reported_first() -> None:
     starts = [
         {"kind": "gang", "reason": "it waits for the model: /m lacks config.json", "has_failed": False},
         {"kind": "router", "reason": "the port is taken", "has_failed": True},
@@ -147,7 +147,7 @@ def test_what_cannot_start_is_told_first() -> None:
     assert list(status_lines(status | {"starts": [], "taken_back": None})) == ["model: m"]
 
 
-def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
+def test_a_load_is_reported_in_words_since_the_start_and_by_the_second() -> None:
     load = engine_load(
         num_running=12,
         num_waiting=3,
@@ -201,7 +201,7 @@ def test_a_load_is_told_in_words_since_the_start_and_by_the_second() -> None:
     assert list(status_lines(now, before=another, seconds=2.0)) == since_the_start
 
 
-def test_a_gang_is_told_without_what_its_model_tells() -> None:
+def test_a_gang_is_shown_without_what_its_model_reports() -> None:
     info = GangInfo(
         gang_id="a",
         model=BASE,
@@ -251,7 +251,7 @@ def test_loads_are_summed_only_over_several_gangs(num_gangs: int) -> None:
     assert "load" not in lines
 
 
-def test_the_sum_too_is_told_by_the_second() -> None:
+def test_the_sum_too_is_reported_by_the_second() -> None:
     loads = [engine_load(num_generated_tokens=count) for count in (10, 30)]
     now = {"gangs": [{"gang_id": "a"}, {"gang_id": "b"}], "load": loads[1].flat()}
     lines = list(status_lines(now, before={**now, "load": loads[0].flat()}, seconds=2.0))
@@ -389,7 +389,7 @@ def test_without_a_key_it_says_which_one_it_wants(fake: FakeMotet, tmp_path: Pat
     assert f"{tmp_path} has none that can be read: set MOTET_OPERATOR_KEY, or use --key-file" in failed.stderr
 
 
-def test_a_wrong_key_is_told_as_the_server_tells_it(fake: FakeMotet) -> None:
+def test_a_wrong_key_is_reported_in_the_servers_words(fake: FakeMotet) -> None:
     failed = CliRunner().invoke(main, ["adapters", "list", "--key", "wrong"], env={"MOTET_URL": fake.url})
     assert failed.exit_code == 1
     assert "the API key is unknown" in failed.stderr

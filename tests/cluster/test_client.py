@@ -66,7 +66,7 @@ def test_upload_of_a_folder_that_is_no_adapter_names_the_file(client: MotetClien
         client.upload_adapter("pirate", folder)
 
 
-def test_an_adapter_in_pickle_is_told_how_to_be_saved(client: MotetClient, folder: Path) -> None:
+def test_an_adapter_in_pickle_is_refused_with_how_to_save_it(client: MotetClient, folder: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(ClientError, match=r"pickle is never read.*safe_serialization=True"):
         client.upload_adapter("pirate", folder)

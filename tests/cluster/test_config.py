@@ -42,15 +42,19 @@ def test_the_parts_get_what_was_set(paths: dict[str, Any]) -> None:
     assert (patient.leader.max_waiting_sequences, patient.leader.max_waiting_tokens) == (5, 6)
 
 
-def test_what_is_told_of_settings_has_no_secret(paths: dict[str, Any]) -> None:
+def test_what_is_shown_of_settings_has_no_secret(paths: dict[str, Any]) -> None:
     secrets: dict[str, Any] = {
         "keys": (("acme", "hush-1"),),
         "operator_key": "hush-2",
         "redis_url": "redis://:hush-3@localhost",
     }
-    told = MotetConfig.of(**paths, **secrets, latency_objectives_s=(("acme", 2.0),), max_queue_wait_s=3.0).written
-    assert "hush" not in str(told) and told["max-queue-wait"] == 3.0 and told["latency-objective"] == ["acme=2.0"]
-    assert msgspec.json.decode(msgspec.json.encode(told)) == told
+    reported = MotetConfig.of(**paths, **secrets, latency_objectives_s=(("acme", 2.0),), max_queue_wait_s=3.0).written
+    assert (
+        "hush" not in str(reported)
+        and reported["max-queue-wait"] == 3.0
+        and reported["latency-objective"] == ["acme=2.0"]
+    )
+    assert msgspec.json.decode(msgspec.json.encode(reported)) == reported
 
 
 def test_tokens_need_an_audience(paths: dict[str, Any]) -> None:
@@ -76,7 +80,7 @@ def test_the_number_of_gangs(paths: dict[str, Any]) -> None:
         MotetConfig.of(**paths, min_gangs=3, max_gangs=2)
 
 
-def test_what_does_not_hold_between_two_settings_is_told_of_their_options(paths: dict[str, Any]) -> None:
+def test_what_does_not_hold_between_two_settings_is_reported_with_their_options(paths: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^--kv-disk-bytes needs --kv-host-bytes above 0: pages reach the disk"):
         MotetConfig.of(**paths, kv_disk_bytes=1 << 30, kv_host_bytes=0)
     with pytest.raises(

@@ -89,7 +89,7 @@ def test_it_is_read_again(tmp_path: Path) -> None:
         ("count = 'many'\n", "'many': a whole number from 1 is accepted"),
     ],
 )
-def test_what_is_wrong_is_told_at_first_and_again(tmp_path: Path, text: str, problem: str) -> None:
+def test_what_is_wrong_is_reported_at_first_and_after_a_change(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "options.toml"
     file.write_text(text)
     result, seen = run(file)

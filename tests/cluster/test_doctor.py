@@ -282,7 +282,7 @@ NODE = NodeServeFacts(
         (replace(NODE, limits_problem="--max-connections = 1"), "error", "--max-connections = 1"),
     ],
 )
-def test_what_serve_is_told(facts: NodeServeFacts, level: str, says: str) -> None:
+def test_what_serve_is_configured_with(facts: NodeServeFacts, level: str, says: str) -> None:
     found = worst(check_node_serve(facts))
     assert found[0] == level and says in found[1]
 

@@ -50,7 +50,7 @@ def test_a_controller_that_hangs_is_a_finding_beside_the_others(monkeypatch: pyt
         raise ray.exceptions.GetTimeoutError("Get timed out: some object(s) not ready.")
 
     earlier = ok("cluster", "what was found before")
-    controller: Any = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda asked: "an answer to come"))
+    controller: Any = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda requested: "an answer to come"))
     monkeypatch.setattr(examination, "_gathered", lambda nodes, questions: ({}, [earlier]))
     monkeypatch.setattr(ray, "init", lambda **_options: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)

@@ -183,7 +183,7 @@ def test_odd_bytes_are_a_400(front: int, header: bytes) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [17_000, 20_000, 30_000])
-def test_long_headers_are_told_in_json(front: int, num_bytes: int) -> None:
+def test_long_headers_are_reported_in_json(front: int, num_bytes: int) -> None:
     answer = raw_answer(front, GET + b"a: " + b"x" * num_bytes + b"\r\n\r\n")
     assert answer[0] == 431
     assert error_of(answer)["code"] == "headers_too_large"
@@ -204,7 +204,7 @@ def test_long_headers_are_told_in_json(front: int, num_bytes: int) -> None:
         b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_told_in_json(front: int, request_bytes: bytes) -> None:
+def test_what_is_no_http_is_reported_in_json(front: int, request_bytes: bytes) -> None:
     answer = raw_answer(front, request_bytes)
     assert answer[0] == 400
     error_of(answer)

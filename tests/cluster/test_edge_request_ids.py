@@ -1,4 +1,4 @@
-"""Every request has an id at the edge, its own or a new one, and every answer of the edge tells it."""
+"""Every request has an id at the edge, its own or a new one, and every answer of the edge has it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_answer_of_the_edge_has_the_id(front: int, narrow: int, tmp_path: 
         answers[429] = status_soon(narrow, GET + mine + b"\r\n", 429, "127.0.0.2")
     with edge_front(tmp_path, edge_limits(), None) as port:
         answers[503] = raw_answer(port, GET + mine + b"\r\n")
-    for status, (told, headers, _) in answers.items():
-        assert (told, headers.get("x-request-id")) == (status, "mine-17")
+    for status, (reported, headers, _) in answers.items():
+        assert (reported, headers.get("x-request-id")) == (status, "mine-17")
     one, other = (raw_answer(front, GET + b"\r\n")[1]["x-request-id"] for _ in range(2))
     assert one != other

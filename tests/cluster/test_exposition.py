@@ -38,8 +38,8 @@ from motet.tests.rigs.patience import PATIENCE_S, eventually, eventually_in_loop
 from motet.tests.rigs.prometheus_binaries import promtool
 from motet.tests.rigs.quota_rig import until
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
-from motet.workers.leader.asked_adapters import AskedAdapters
 from motet.workers.leader.frame_server import FrameServer
+from motet.workers.leader.requested_adapters import RequestedAdapters
 from motet.workers.wire.engine_load import EngineCounters, EngineGauges, EngineLoad
 from motet.workers.wire.messages import AdapterRef, Cancel, Pinned, SamplingParams, SequenceRequest, Submit
 from motet.workers.wire.short_digest import short_digest
@@ -181,7 +181,7 @@ def test_a_pods_processes_die_hang_and_come_behind_one_port() -> None:
             os.kill(processes[stopped], signal.SIGCONT)
             eventually(partial(are_up, {stopped: 1, "router_r2": 1}))
     with socket.create_server((LOOPBACK, port)):
-        pass  # nobody is left with it
+        pass  # its holders are gone
 
 
 async def test_a_process_that_is_slow_is_missing_and_the_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +254,7 @@ def test_a_long_folder_of_temporary_files_is_not_used(tmp_path: Path, monkeypatc
     assert node_folder(30).parent == Path("/tmp")
 
 
-async def test_a_page_tells_where_it_is() -> None:
+async def test_a_page_shows_where_it_is() -> None:
     async with page_of(port := free_port()) as page, page_of(port, "g1", "gang") as other:
         assert page.metadata == other.metadata == {METRICS_ADDRESS: f"{LOOPBACK}:{port}"}
         config = part_config(ExpositionConfig, DEFAULTS, name="llama")
@@ -291,7 +291,7 @@ def stepped(number: int, num_tokens: int, busy_s: float) -> EngineLoad:
     )
 
 
-def told(families: Iterator[Metric]) -> dict[str, float]:
+def reported(families: Iterator[Metric]) -> dict[str, float]:
     return {sample.name: sample.value for family in families for sample in family.samples if "le" not in sample.labels}
 
 
@@ -301,7 +301,7 @@ async def test_a_gangs_steps_are_counted() -> None:
     metrics.observe(stepped(1, 40, 0.25))
     metrics.observe(stepped(2, 40, 0.26))  # a heartbeat
     metrics.observe(stepped(3, 50, 0.5))
-    found = told(metrics.families(GangFacts.of(frames)))
+    found = reported(metrics.families(GangFacts.of(frames)))
     assert found["motet_engine_step_seconds_count"] == found["motet_engine_step_tokens_count"] == 2
     assert found["motet_engine_step_seconds_sum"] == pytest.approx(0.25 + 0.24)
     assert found["motet_engine_step_tokens_sum"] == 50
@@ -312,7 +312,7 @@ async def test_a_gang_serves_what_gateways_ask_for() -> None:
     """Names and labels of the endpoint picker's defaults."""
     metrics = GangMetrics(INFO, "llama")
     engine = StandInEngine()
-    engine.paused = True  # what is asked of it stays until it is looked at
+    engine.paused = True  # requests stay queued until it is looked at
     frames = FrameServer(engine, INFO, TOKEN, leader_config(), metrics.observe)
     address = await frames.start(LOOPBACK)
     router = Router(address)
@@ -345,7 +345,7 @@ async def test_a_gang_serves_what_gateways_ask_for() -> None:
     assert lora.value > 1.7e9  # seconds since 1970: the newest list counts
     await router.send(Cancel(1))
     await eventually_in_loop(lambda: frames.num_sequences == 0)
-    assert not frames.asked_adapters.num_open
+    assert not frames.requested_adapters.num_open
     await router.channel.close()
     await frames.stop()
 
@@ -354,14 +354,14 @@ DIGESTS = st.lists(st.integers(0, 30), unique=True, max_size=20)
 
 
 @given(DIGESTS, st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)), st.integers(1, 40))
-def test_a_gangs_adapters_for_gateways(asked: list[int], open_: set[int], resident: set[int], places: int) -> None:
-    names = {str(digest): f"name-{digest}" for digest in asked}
+def test_a_gangs_adapters_for_gateways(requested: list[int], open_: set[int], resident: set[int], places: int) -> None:
+    names = {str(digest): f"name-{digest}" for digest in requested}
     labels = lora_requests(names, {str(d): 1 for d in open_}, {str(d) for d in resident}, places)
     running = [name for name in labels["running_lora_adapters"].split(",") if name]
     waiting = [name for name in labels["waiting_lora_adapters"].split(",") if name]
-    assert {f"name-{d}" for d in asked if d in open_ and d in resident} <= set(running)
-    assert set(waiting) == {f"name-{d}" for d in asked if d in open_ and d not in resident}
-    assert set(running) <= {f"name-{d}" for d in asked if d in resident}
+    assert {f"name-{d}" for d in requested if d in open_ and d in resident} <= set(running)
+    assert set(waiting) == {f"name-{d}" for d in requested if d in open_ and d not in resident}
+    assert set(running) <= {f"name-{d}" for d in requested if d in resident}
     idle = set(running) - {f"name-{d}" for d in open_}
     if idle:  # they leave a place, so that a gateway sends new adapters here too
         assert len(running) + len(waiting) < places
@@ -371,16 +371,16 @@ def test_ten_thousand_adapters_make_a_short_label() -> None:
     names = {str(number): f"adapter-of-somebody-{number}" for number in range(10_000)}
     labels = lora_requests(names, dict.fromkeys(names, 1), names.keys(), 4096)
     assert len(labels["running_lora_adapters"]) <= MAX_CHARS
-    assert labels["running_lora_adapters"].startswith("adapter-of-somebody-9999,")  # asked for last
+    assert labels["running_lora_adapters"].startswith("adapter-of-somebody-9999,")  # requested last
 
 
-async def test_a_gang_tells_which_adapters_it_has_at_hand() -> None:
+async def test_a_gang_reports_which_adapters_it_has_at_hand() -> None:
     metrics, engine = GangMetrics(INFO, "llama"), StandInEngine()
     frames = FrameServer(engine, INFO, TOKEN, leader_config(), metrics.observe)
     router = Router(await frames.start(LOOPBACK))
     await router.read()
 
-    def told() -> dict[str, dict[str, str]]:
+    def reported() -> dict[str, dict[str, str]]:
         (family,) = (one for one in metrics.families(GangFacts.of(frames)) if one.name == "vllm:lora_adapter_loaded")
         assert all(sample.value == 1 for sample in family.samples)
         return {sample.labels["adapter_name"]: sample.labels for sample in family.samples}
@@ -396,10 +396,10 @@ async def test_a_gang_tells_which_adapters_it_has_at_hand() -> None:
         )
         await router.send(Submit(request))
     await router.send(Pinned(["d2"]))
-    await eventually_in_loop(lambda: len(told()) == 2 and told()["sales"]["pinned"] == "true")
+    await eventually_in_loop(lambda: len(reported()) == 2 and reported()["sales"]["pinned"] == "true")
     facts = {"gang": INFO.gang_id, "model_name": "llama", "level": "gpu", "pinned": "false"}
-    assert told()["support"] == facts | {"adapter_name": "support", "rank": "8"}
-    assert told()["sales"] == facts | {"adapter_name": "sales", "rank": "16", "pinned": "true"}
+    assert reported()["support"] == facts | {"adapter_name": "support", "rank": "8"}
+    assert reported()["sales"] == facts | {"adapter_name": "sales", "rank": "16", "pinned": "true"}
     await eventually_in_loop(lambda: frames.num_sequences == 0)
     engine.host("d2")
     engine.evict("d1")
@@ -407,7 +407,7 @@ async def test_a_gang_tells_which_adapters_it_has_at_hand() -> None:
     params = SamplingParams(max_tokens=1)
     await router.send(Submit(SequenceRequest(sequence_id=3, prompt_token_ids=[1], sampling=params, tenant="acme")))
     # Its step reports both.
-    await eventually_in_loop(lambda: told().keys() == {"sales"} and told()["sales"]["level"] == "cpu")
+    await eventually_in_loop(lambda: reported().keys() == {"sales"} and reported()["sales"]["level"] == "cpu")
     await router.channel.close()
     await frames.stop()
 
@@ -416,15 +416,15 @@ NAMED = st.dictionaries(st.integers(0, 400), st.integers(0, 3), max_size=30)  # 
 
 
 @given(NAMED, st.sets(st.integers(0, 400)), st.sets(st.integers(0, 400)), st.sets(st.integers(0, 400)))
-def test_each_name_is_told_once_at_its_nearest_level(
+def test_each_name_is_reported_once_at_its_nearest_level(
     named: dict[int, int], resident: set[int], hosted: set[int], pinned: set[int]
 ) -> None:
     """Two samples of the same labels would make the whole page unreadable."""
-    asked = AskedAdapters()
-    asked.names = {str(digest): f"name-{name}" for digest, name in named.items()}
-    asked.ranks = dict.fromkeys(asked.names, 8)
+    requested = RequestedAdapters()
+    requested.names = {str(digest): f"name-{name}" for digest, name in named.items()}
+    requested.ranks = dict.fromkeys(requested.names, 8)
     hosted_shorts = {short_digest(str(digest)) for digest in hosted}
-    found = loaded_adapters(asked, {str(d) for d in resident}, hosted_shorts, {str(d) for d in pinned})
+    found = loaded_adapters(requested, {str(d) for d in resident}, hosted_shorts, {str(d) for d in pinned})
     levels = {adapter.adapter_name: adapter.level for adapter in found}
     assert len(levels) == len(found)
     in_pool = {f"name-{name}" for digest, name in named.items() if digest in resident}
@@ -432,11 +432,11 @@ def test_each_name_is_told_once_at_its_nearest_level(
     assert levels == dict.fromkeys(in_host, "cpu") | dict.fromkeys(in_pool, "gpu")
 
 
-def test_those_asked_for_last_are_told_of_too_many() -> None:
-    asked = AskedAdapters()
-    asked.names = {str(number): f"name-{number}" for number in range(4 * MOST_LISTED)}
-    asked.ranks = dict.fromkeys(asked.names, 8)
+def test_of_too_many_those_requested_last_are_reported() -> None:
+    requested = RequestedAdapters()
+    requested.names = {str(number): f"name-{number}" for number in range(4 * MOST_LISTED)}
+    requested.ranks = dict.fromkeys(requested.names, 8)
     in_pool = {str(number) for number in range(100)}
-    found = loaded_adapters(asked, in_pool, {short_digest(digest) for digest in asked.names}, set())
+    found = loaded_adapters(requested, in_pool, {short_digest(digest) for digest in requested.names}, set())
     newest_hosted = [f"name-{4 * MOST_LISTED - 1 - i}" for i in range(MOST_LISTED - 100)]
     assert [adapter.adapter_name for adapter in found] == [*(f"name-{99 - i}" for i in range(100)), *newest_hosted]

@@ -63,7 +63,7 @@ async def test_many_that_wait_make_one_call() -> None:
     router.demand.stop()
 
 
-async def test_the_call_ends_when_nobody_waits_any_more() -> None:
+async def test_the_call_ends_when_no_sequence_waits_any_more() -> None:
     router = Waiting()
     router.begin()
     await eventually(lambda: len(router.handle.calls) == 1)

@@ -17,7 +17,7 @@ BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 def test_what_a_gang_refuses_is_one_line_of_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a cluster whose nodes nobody could ask before; with the names that settings have for those who set them."""
+    """As on a cluster whose nodes could not be examined before; with the names that settings have."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = MotetConfig.of(model_path=BASE, data_dir=tmp_path, address="auto", weights_dtype="float8")
     with pytest.raises(ValueError, match="weights_dtype = 'float8'"):

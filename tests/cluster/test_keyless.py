@@ -123,7 +123,7 @@ def test_a_key_that_was_deleted_is_an_unknown_one(slow: int) -> None:
     assert status_soon(slow, with_key("/401", "mole"), 429)[0] == 429
 
 
-def test_a_tenant_that_asks_for_what_is_not_there_uses_up_nothing(slow: int) -> None:
+def test_a_tenant_that_requests_what_is_not_there_uses_up_nothing(slow: int) -> None:
     assert raw_answer(slow, with_key("/", "mole"))[0] == 200
     for _ in range(2 * RATE_S):
         assert raw_answer(slow, with_key("/404", "mole"))[0] == 404
@@ -148,13 +148,13 @@ def test_rates_can_be_unbounded() -> None:
 
 
 @pytest.mark.parametrize("request_bytes", [b"GARBAGE\r\n\r\n", KEYLESS + b"Transfer-Encoding: gzip, chunked\r\n\r\n"])
-def test_what_is_no_request_is_told_in_json(front: int, request_bytes: bytes) -> None:
+def test_what_is_no_request_is_reported_in_json(front: int, request_bytes: bytes) -> None:
     answer = raw_answer(front, request_bytes)
     assert 400 <= answer[0] < 500
     error_of(answer)
 
 
-def test_a_server_that_is_asked_what_it_can_do_says_so(front: int) -> None:
+def test_an_options_request_for_the_server_is_answered(front: int) -> None:
     status, headers, body = raw_answer(front, b"OPTIONS * HTTP/1.1\r\nHost: motet\r\n\r\n")
     assert (status, body) == (204, b"") and "POST" in headers["allow"]
 
@@ -165,7 +165,7 @@ async def test_refusals_are_counted_and_one_of_them_is_logged(
     with edge_front(tmp_path, SLOW, router_port) as port, caplog.at_level(logging.INFO):
         first, watch, other = (EdgeWatch(str(tmp_path / "a.sock")) for _ in range(3))
         await first.read()
-        before = first.refused["http"]  # whoever looked whether it listens has said nothing
+        before = first.refused["http"]  # the check whether it listens has sent nothing
         assert first.refused == dict.fromkeys(REASONS, 0) | {"http": before}
         await first.stop()
         caplog.clear()
@@ -192,7 +192,9 @@ async def test_refusals_are_counted_and_one_of_them_is_logged(
         await other.stop()
 
 
-async def test_a_haproxy_that_cannot_be_asked_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_haproxy_that_cannot_be_queried_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     watch = EdgeWatch(str(tmp_path / "a.sock"))
     for _ in range(2):
         await watch.read()

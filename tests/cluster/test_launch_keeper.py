@@ -71,7 +71,7 @@ async def test_keys_of_both_let_in_until_one_has_been_gone_for_long(redis_client
     assert await known(redis_client, "former", "both", "next") == [None, "acme", "zoo"]
 
 
-async def test_a_listener_that_was_away_takes_nobody_for_gone(redis_client: Redis, config: MotetConfig) -> None:
+async def test_a_listener_that_was_away_takes_no_launch_for_gone(redis_client: Redis, config: MotetConfig) -> None:
     old = Cluster("old", redis_client, config, (("acme", "former"),))
     new = Cluster("new", redis_client, config, (("acme", "next"),))
     await old.start()

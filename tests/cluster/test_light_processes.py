@@ -90,7 +90,7 @@ def those_of(modules: list[str], names: tuple[str, ...]) -> list[str]:
     return [module for module in modules if any(module == name or module.startswith(f"{name}.") for name in names)]
 
 
-def test_a_taken_port_is_told_before_anything_slow_is_loaded(tmp_path: Path) -> None:
+def test_a_taken_port_is_reported_before_anything_slow_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         modules = modules_of(TAKEN, tmp_path, str(taken.getsockname()[1]))
     assert "motet.cluster.commands.serve_command" in modules

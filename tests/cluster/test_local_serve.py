@@ -52,7 +52,7 @@ def test_a_host_of_another_machine_is_named() -> None:
         check_port_is_free("192.0.2.77", free_ports(1)[0])
 
 
-def test_free_ports_differ_and_the_kernel_gives_them_to_nobody() -> None:
+def test_free_ports_differ_and_the_kernel_gives_them_to_no_other() -> None:
     found = free_ports(20)
     assert len(set(found)) == 20
     assert max(found) < 32_768  # from there on it does
@@ -160,7 +160,7 @@ def test_signals_are_caught_again_once_a_failed_start_is_shut_down(
     stand_in.close()
 
 
-def test_flags_that_were_read_too_early_are_told_at_once(
+def test_flags_that_were_read_too_early_are_reported_at_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     stand_in = StandInRay(monkeypatch, TimeoutError("never raised"), 0)
@@ -172,7 +172,7 @@ def test_flags_that_were_read_too_early_are_told_at_once(
     stand_in.close()
 
 
-def test_a_failed_start_is_not_told_as_still_going_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_start_is_not_reported_as_still_going_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stand_in = StandInRay(monkeypatch, TimeoutError("HTTP proxies not available after 60s."), 1)
     events: list[tuple[str, int]] = []
     start_serve(tmp_path, 18000, 1, lambda what, done, total: events.append((what, done)))
@@ -197,7 +197,7 @@ def test_a_start_of_ray_that_cannot_be_is_given_up_and_says_what_was_waited_for(
     stand_in.close()
 
 
-def test_what_was_asked_wrongly_of_ray_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wrong_request_to_ray_is_not_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stand_in = StandInRay(monkeypatch, ValueError("bad"), 100)
     with pytest.raises(ValueError, match="bad"):
         start_serve(tmp_path, 18000, 1)

@@ -1,4 +1,4 @@
-"""MIG: placements are those that slices allow, plans hold what is asked for, and Kubernetes' checks accept them."""
+"""MIG: placements are those that slices allow, plans hold what is requested, and Kubernetes' checks accept them."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["/no/such/folder", "./nothing", "../nothing", "a/b/c"])
-def test_what_can_only_be_a_path_is_not_asked_of_the_hub(tmp_path: Path, hub: FakeHub, named: str) -> None:
+def test_what_can_only_be_a_path_is_not_looked_up_at_the_hub(tmp_path: Path, hub: FakeHub, named: str) -> None:
     with pytest.raises(ModelUnavailable, match="there is no folder"):
         resolve_model(named, tmp_path, ignore_progress)
     assert hub.calls == []
@@ -109,7 +109,7 @@ def test_a_hub_id_is_downloaded_once(tmp_path: Path, hub: FakeHub) -> None:
     assert resolve_model("org/tiny", tmp_path, ignore_progress) == folder
 
 
-def test_only_safetensors_are_asked_for_and_the_planned_revision(tmp_path: Path, hub: FakeHub) -> None:
+def test_only_safetensors_are_requested_and_the_planned_revision(tmp_path: Path, hub: FakeHub) -> None:
     resolve_model("org/tiny", tmp_path, ignore_progress)
     for options in hub.calls:
         assert not any(pattern.endswith((".bin", ".pt", ".pth", "*")) for pattern in options["allow_patterns"])

@@ -54,7 +54,7 @@ def test_a_fit_node_has_nothing_to_say(expected: NodeExpectations) -> None:
     assert problems_of_this_node(expected) == []
 
 
-def test_everything_that_is_wrong_is_told(expected: NodeExpectations, tmp_path: Path) -> None:
+def test_everything_that_is_wrong_is_reported(expected: NodeExpectations, tmp_path: Path) -> None:
     wrong = replace(
         expected,
         version="0.0.1",
@@ -71,7 +71,7 @@ def test_everything_that_is_wrong_is_told(expected: NodeExpectations, tmp_path: 
     assert memory.startswith("it has ") and memory.endswith(" of memory, less than the pool of one worker")
 
 
-def test_a_node_for_routers_alone_is_not_asked_for_a_device(expected: NodeExpectations) -> None:
+def test_a_node_for_routers_alone_is_not_checked_for_a_device(expected: NodeExpectations) -> None:
     wanted = replace(WORKER, device="cuda")
     assert problems_of_this_node(replace(expected, worker=wanted))
     assert problems_of_this_node(replace(expected, worker=None)) == []

@@ -236,3 +236,71 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
     ):
         ran = CliRunner().invoke(main, ["plan", str(model), *given_options])
         assert ran.exit_code != 0 and problem in ran.output, ran.output
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("config.json", b"[]", "no JSON object"),
+        ("config.json", b"\xff{", "is no JSON"),
+        ("config.json", b"[" * 100_000, "is no JSON"),
+        ("config.json", {"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ("config.json", {"num_hidden_layers": 10**12}, "num_hidden_layers = 1000000000000"),
+        ("config.json", {"vocab_size": None}, "vocab_size = None"),
+        ("config.json", {"hidden_size": "4096"}, "hidden_size = '4096'"),
+        ("config.json", {"rope_scaling": [1]}, "cannot be read"),
+        ("config.json", {"rms_norm_eps": {}}, "cannot be read"),
+        ("config.json", {"architectures": 3}, "cannot be read"),
+        ("trace.jsonl", b"\xff\n", "line 1"),
+        ("trace.jsonl", b'{"arrival_s": 1e999, "prompt_tokens": 1, "output_tokens": 1}', "line 1"),
+        ("trace.jsonl", b'{"arrival_s": 1, "prompt_tokens": 1%s, "output_tokens": 1}' % (b"0" * 400), "line 1"),
+        ("trace.jsonl", b'{"arrival_s": 1, "prompt_tokens": 10000000000, "output_tokens": 1}', "at most"),
+        ("costs.json", {"dtype": "float7"}, "float7"),
+        ("costs.json", {"device": "abacus"}, "abacus"),
+        ("costs.json", {"num_threads": 0}, "threads"),
+        ("costs.json", {"coefficients": [1.0]}, "coefficients"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, file: str, content: Any, problem: str) -> None:
+    model = base(tmp_path / "llama")
+    trace, kept = tmp_path / "trace.jsonl", tmp_path / "costs.json"
+    write_trace(trace, [TracedRequest(0.0, 300, 20), TracedRequest(1.0, 300, 20)])
+    coefficients = (1e-4,) * len(StepShape().features)
+    fields: dict[str, Any] = {"model": "llama", "machine": "m", "device": "cpu", "num_threads": 1, "dtype": "bfloat16"}
+    fields |= {"coefficients": coefficients, "store_load_s": 0, "store_page_s": 0, "copy_page_s": 0}
+    fields |= {"residual": 0, "num_steps": 16}
+    kept.write_text(json.dumps(fields))
+    wrong = model / file if file == "config.json" else tmp_path / file
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(wrong.read_text()) | content).encode()
+    arguments = ["plan", str(model), "--trace", str(trace)] + (["--costs", str(kept)] if file == "costs.json" else [])
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    wrong.write_bytes(content)
+    ran = CliRunner().invoke(main, arguments)
+    assert isinstance(ran.exception, SystemExit) and ran.exit_code == 1 and problem in ran.output, ran
+
+
+def test_very_many_adapters_and_very_long_prompts_take_no_time_and_no_memory(tmp_path: Path) -> None:
+    model, trace = base(tmp_path / "llama"), tmp_path / "trace.jsonl"
+    write_trace(trace, [TracedRequest(float(number), 300 if number else 1 << 31, 20) for number in range(9)])
+    kept = tmp_path / "costs.json"
+    StepCosts(
+        model="llama",
+        machine="m",
+        device="cpu",
+        num_threads=1,
+        dtype="bfloat16",
+        coefficients=(1e-4,) * len(StepShape().features),
+        store_load_s=0,
+        store_page_s=0,
+        copy_page_s=0,
+        residual=0,
+        num_steps=16,
+    ).write(kept)
+    ran = CliRunner().invoke(main, ["plan", str(model), "--trace", str(trace), "--costs", str(kept), "--json"])
+    (replayed,) = json.loads(ran.output)["replayed"].values()
+    assert replayed["requests answered"] == 8 and sum(replayed["refused"].values()) == 1
+    many = Adapters.by_power_law(300_000, 1.0)
+    assert sum(many.shares) == pytest.approx(1.0) and many.shares[1] == pytest.approx(many.shares[0] / 2)
+    with pytest.raises(ValueError, match="at most"):
+        Adapters.by_power_law(10**9, 1.0)

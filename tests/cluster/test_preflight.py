@@ -43,18 +43,18 @@ def test_a_pool_that_cannot_be(tmp_path: Path, pool_bytes: int, reason: str) -> 
 
 def test_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = ValueError("device = 'cuda': torch sees no NVIDIA GPU here")
-    monkeypatch.setattr(device_probe, "ask_torch", Mock(side_effect=refusal))
+    monkeypatch.setattr(device_probe, "probe_torch", Mock(side_effect=refusal))
     with pytest.raises(ValueError, match="torch sees no NVIDIA GPU here"):
         check_settings(config(tmp_path, device="cuda"))
 
 
 def test_the_pool_of_a_gpu_is_measured_by_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_probe, "has_driver", lambda: True)
-    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 30))
+    monkeypatch.setattr(device_probe, "probe_torch", lambda name: DeviceFacts("cuda", 1 << 30))
     assert check_settings(config(tmp_path, max_gangs=8, pool_bytes=900 << 20)) == []  # a GPU for each
     with pytest.raises(ConfigError, match=r"--pool-bytes.*a GPU here has 1 GiB"):
         check_settings(config(tmp_path, pool_bytes=2 << 30))
-    assert check_settings(config(tmp_path, gang_num_gpus=0.8, pool_bytes=None)) == []  # nobody else comes to that GPU
+    assert check_settings(config(tmp_path, gang_num_gpus=0.8, pool_bytes=None)) == []  # no other process uses that GPU
     thirds: dict[str, Any] = {"gang_num_gpus": 1 / 3, "pool_bytes": 400 << 20}
     assert check_settings(config(tmp_path, max_gangs=2, **thirds)) == []
     with pytest.raises(ConfigError, match=r"--pool-bytes.*a GPU here has 1 GiB"):
@@ -64,7 +64,7 @@ def test_the_pool_of_a_gpu_is_measured_by_its_memory(tmp_path: Path, monkeypatch
 def test_the_pool_of_a_gpu_need_not_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of it is known later; of a CPU the default, a share of its memory, is checked."""
     monkeypatch.setattr(device_probe, "has_driver", lambda: True)
-    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 20))
+    monkeypatch.setattr(device_probe, "probe_torch", lambda name: DeviceFacts("cuda", 1 << 20))
     assert check_settings(config(tmp_path, pool_bytes=None)) == []
     assert check_settings(config(tmp_path, pool_bytes=None, device="cpu")) == []
     monkeypatch.setattr(preflight, "usable_memory_bytes", lambda: 8 << 10)
@@ -74,7 +74,7 @@ def test_the_pool_of_a_gpu_need_not_be_given(tmp_path: Path, monkeypatch: pytest
 
 def test_float32_is_refused_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_probe, "has_driver", lambda: True)
-    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 40))
+    monkeypatch.setattr(device_probe, "probe_torch", lambda name: DeviceFacts("cuda", 1 << 40))
     with pytest.raises(ConfigError, match=r"--dtype.*float32 is not served on a GPU"):
         check_settings(config(tmp_path, dtype="float32"))
     assert check_settings(config(tmp_path, dtype="float32", device="cpu")) == []
@@ -84,7 +84,7 @@ def test_weights_of_eight_bits_are_for_dense_bases_on_gpus(tmp_path: Path, monke
     with pytest.raises(ConfigError, match=r"--weights-dtype = 'float8': .* CPUs serve those of dtype"):
         check_settings(config(tmp_path, weights_dtype="float8", device="cpu"))
     monkeypatch.setattr(device_probe, "has_driver", lambda: True)
-    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 40))
+    monkeypatch.setattr(device_probe, "probe_torch", lambda name: DeviceFacts("cuda", 1 << 40))
     assert check_settings(config(tmp_path, weights_dtype="float8")) == []
     model = write_model("mixtral", tmp_path / "model")
     with pytest.raises(ConfigError, match=r"--weights-dtype = 'float8': .* this one has experts"):
@@ -93,7 +93,7 @@ def test_weights_of_eight_bits_are_for_dense_bases_on_gpus(tmp_path: Path, monke
 
 def test_weights_of_eight_bits_need_a_gpu_that_multiplies_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_probe, "has_driver", lambda: True)
-    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 40, (8, 9)))
+    monkeypatch.setattr(device_probe, "probe_torch", lambda name: DeviceFacts("cuda", 1 << 40, (8, 9)))
     with pytest.raises(ConfigError, match=r"--weights-dtype = 'float8': this GPU has the compute capability 8\.9"):
         check_settings(config(tmp_path, weights_dtype="float8"))
 
@@ -152,7 +152,7 @@ def test_kv_of_eight_bits_is_for_gpus_and_heads_that_fit(tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match=r"--kv-dtype = 'float8': .* CPUs serve that of dtype"):
         check_settings(config(tmp_path, kv_dtype="float8", device="cpu"))
     monkeypatch.setattr(device_probe, "has_driver", lambda: True)
-    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 40))
+    monkeypatch.setattr(device_probe, "probe_torch", lambda name: DeviceFacts("cuda", 1 << 40))
     model = ModelConfig.from_folder(BASE)
     values = model.num_layers * 16 * 2 * model.num_kv_heads * model.head_dim
     page_bytes = values + values // model.head_dim * 4
@@ -163,7 +163,7 @@ def test_kv_of_eight_bits_is_for_gpus_and_heads_that_fit(tmp_path: Path, monkeyp
         check_settings(config(tmp_path, write_model("gemma2", tmp_path / "model"), kv_dtype="float8"))
 
 
-def test_what_is_served_otherwise_than_asked_is_said(tmp_path: Path) -> None:
+def test_what_is_served_otherwise_than_requested_is_reported(tmp_path: Path) -> None:
     (short,) = check_settings(config(tmp_path, pool_bytes=64 << 10))
     assert "--pool-bytes" in short
     (long,) = check_settings(config(tmp_path, max_model_len=1 << 30))

@@ -43,7 +43,7 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [Path("/dev/full"), Path("/no-such-folder/progress")])
-def test_what_cannot_be_written_stops_nobody(path: Path) -> None:
+def test_what_cannot_be_written_stops_no_caller(path: Path) -> None:
     assert path.exists() != path.parent.name.startswith("no-such")
     has_run = False
     with step(ProgressWriter(path), "loading torch"):

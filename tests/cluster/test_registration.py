@@ -98,7 +98,7 @@ async def test_an_objective_is_for_a_tenant_with_a_key(
     await check_objectives(other)
 
 
-async def test_a_damaged_owner_is_told(config: MotetConfig) -> None:
+async def test_a_damaged_owner_is_reported(config: MotetConfig) -> None:
     (config.serving.data_dir / OWNER_FILE).write_text("")
     with pytest.raises(ConfigError, match=OWNER_FILE):
         await launch(config)
@@ -109,7 +109,7 @@ async def test_another_base_is_refused_once_there_are_adapters(
 ) -> None:
     other = config.replaced(model_path=other_base, name="base")
     await launch(config)
-    await launch(other)  # nobody has an adapter yet
+    await launch(other)  # there is no adapter yet
     await launch(config)
     await upload(registry)
     await launch(config, ("acme", "key"))

@@ -14,18 +14,18 @@ from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 
 
 class Cluster:
-    """Stands for Ray and its controllers, each of which is gone as soon as somebody listens, but the last."""
+    """Stands for Ray and its controllers, each of which but the last is gone as soon as a client listens."""
 
     def __init__(self, lookups: list[Callable[[], str]]) -> None:
         """`lookups`: what becomes of each search for the controller, in turn."""
         self._lookups = iter(lookups)
-        self.heard: list[str] = []
+        self.received: list[str] = []
 
     def get_actor(self, name: str, namespace: str) -> str:
         return next(self._lookups)()
 
     def listen(self, controller: str, *_: object, **__: object) -> Any:
-        self.heard.append(controller)
+        self.received.append(controller)
         return Client(is_running=controller == "last")
 
 
@@ -46,19 +46,19 @@ def start(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> ReplicaDirectory
     return directory
 
 
-async def test_the_loop_turns_while_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_asked, has_turned = threading.Event(), threading.Event()
+async def test_the_loop_turns_while_no_answer_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_requested, has_turned = threading.Event(), threading.Event()
 
     def away() -> str:
-        is_asked.set()
+        is_requested.set()
         assert has_turned.wait(PATIENCE_S), "the loop was held"
         return "last"
 
     cluster = Cluster([lambda: "first", away])
     directory = start(cluster, monkeypatch)
-    await eventually_in_loop(is_asked.is_set)
+    await eventually_in_loop(is_requested.is_set)
     has_turned.set()
-    await eventually_in_loop(lambda: cluster.heard == ["first", "last"])
+    await eventually_in_loop(lambda: cluster.received == ["first", "last"])
     directory.stop()
 
 
@@ -69,5 +69,5 @@ async def test_it_looks_again_whatever_went_wrong(error: Exception, monkeypatch:
 
     cluster = Cluster([lambda: "first", fail, fail, lambda: "last"])
     directory = start(cluster, monkeypatch)
-    await eventually_in_loop(lambda: cluster.heard == ["first", "last"])
+    await eventually_in_loop(lambda: cluster.received == ["first", "last"])
     directory.stop()

@@ -1,4 +1,4 @@
-"""Lines of a process's log: what they say, that nobody forges them, and that nobody waits for them."""
+"""Lines of a process's log: what they say, that they cannot be forged, and that no caller waits for them."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def record(message: str, *args: Any, logger: str = "motet.router.x", **fields: A
 def test_whatever_is_logged_is_one_line_of_json(message: str, argument: str, value: str) -> None:
     line = JsonLines(ORIGIN).format(record("%s %s", message, argument, tenant=value))
     assert line.isascii() and line.isprintable()
-    told = json.loads(line)
-    assert told["message"] == f"{message} {argument}" and told["tenant"] == value
-    assert told.items() >= ORIGIN.items() and told["level"] == "warning"
+    reported = json.loads(line)
+    assert reported["message"] == f"{message} {argument}" and reported["tenant"] == value
+    assert reported.items() >= ORIGIN.items() and reported["level"] == "warning"
 
 
 @given(ANYTHING, ANYTHING, ANYTHING)
 def test_whatever_is_logged_is_one_line_of_text(message: str, argument: str, value: str) -> None:
     line = TextLines().format(record("%s %s", message, argument, tenant=value))
     assert len(line.splitlines()) == 1 and line.isprintable()
-    name, _, told = line.rpartition(" tenant=")[2].partition("\n")
-    assert told == "" and (name == value or json.loads(name) == value)
+    name, _, reported = line.rpartition(" tenant=")[2].partition("\n")
+    assert reported == "" and (name == value or json.loads(name) == value)
 
 
 def test_a_field_does_not_take_the_place_of_what_the_process_is() -> None:
-    told = json.loads(JsonLines(ORIGIN).format(record("a", process="gang", level="error", request_id="i")))
-    assert (told["process"], told["level"], told["request_id"]) == ("router", "warning", "i")
+    reported = json.loads(JsonLines(ORIGIN).format(record("a", process="gang", level="error", request_id="i")))
+    assert (reported["process"], reported["level"], reported["request_id"]) == ("router", "warning", "i")
 
 
 def test_time_is_utc_with_milliseconds() -> None:
@@ -84,7 +84,7 @@ def raised(logger: str) -> logging.LogRecord:
 
 
 @pytest.mark.parametrize("logger", ["motet.router.endpoint", "asyncio", "uvicorn.error", "motet.workersx"])
-def test_errors_that_meet_requests_are_told_without_what_they_say(logger: str) -> None:
+def test_errors_that_meet_requests_are_reported_without_what_they_say(logger: str) -> None:
     for form in (JsonLines({}), TextLines()):
         line = form.format(raised(logger))
         assert "sent" not in line
@@ -93,25 +93,25 @@ def test_errors_that_meet_requests_are_told_without_what_they_say(logger: str) -
         )
 
 
-def test_errors_of_gangs_are_told_with_what_they_say() -> None:
-    told = json.loads(JsonLines({}).format(raised("motet.workers.loop")))
-    assert told["exception"] == "ValueError: what a client\nsent"
+def test_errors_of_gangs_are_reported_with_what_they_say() -> None:
+    reported = json.loads(JsonLines({}).format(raised("motet.workers.loop")))
+    assert reported["exception"] == "ValueError: what a client\nsent"
     lines = TextLines().format(raised("motet.workers.loop")).splitlines()
     assert all(line.startswith("    | ") for line in lines[1:])
     assert lines[-1] == r"    | ValueError: what a client\nsent"
 
 
-def test_of_a_librarys_message_only_the_first_line_is_told() -> None:
+def test_of_a_librarys_message_only_the_first_line_is_reported() -> None:
     line = JsonLines({}).format(record("never retrieved\nfuture: <ValueError('sent')>", logger="asyncio"))
     assert json.loads(line)["message"] == "never retrieved"
 
 
 def test_long_texts_are_cut() -> None:
-    told = json.loads(JsonLines({}).format(record("a" * 100_000, tenant="b" * 100_000)))
-    assert len(told["message"]) == len(told["tenant"]) == MAX_CHARS + 1
+    reported = json.loads(JsonLines({}).format(record("a" * 100_000, tenant="b" * 100_000)))
+    assert len(reported["message"]) == len(reported["tenant"]) == MAX_CHARS + 1
 
 
-def test_nobody_waits_for_a_pipe_that_nobody_reads() -> None:
+def test_a_pipe_that_is_not_read_makes_no_thread_wait() -> None:
     reader, pipe = os.pipe()
     writer = LogWriter(to_descriptor(pipe), "a full pipe", max_waiting_bytes=1 << 20)
     line = b"x" * 999 + b"\n"
@@ -121,7 +121,7 @@ def test_nobody_waits_for_a_pipe_that_nobody_reads() -> None:
         writer.put(line)
         longest_s = max(longest_s, time.thread_time() - began)
     assert writer.num_dropped >= 3000 and longest_s < 0.1
-    assert writer.take_unreported_drops() == 0  # there is no room to tell of it
+    assert writer.take_unreported_drops() == 0  # there is no room to report it
     with os.fdopen(reader, "rb") as end:
         os.set_blocking(reader, False)
 
@@ -150,7 +150,7 @@ for _ in range(20000):
     logging.getLogger("motet.a").info("x" * 1000)
 print("done", log.num_dropped > 0, flush=True)
 """
-    reader, pipe = os.pipe()  # nobody reads it
+    reader, pipe = os.pipe()  # it has no reader
     environ = os.environ | {TO_STDERR: "1"}
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=pipe, env=environ, check=True)
     os.close(reader)

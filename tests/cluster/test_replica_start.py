@@ -1,4 +1,4 @@
-"""Replicas that start while Redis, the model or a volume is away, or that cannot start: they wait, and tell."""
+"""Replicas that start while Redis, the model or a volume is away, or that cannot start: they wait, and report why."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Enough(Exception):  # noqa: N818
 
 class HalfGang(GangReplica):
     def __del__(self) -> None:  # type: ignore[override]
-        """Nobody awaits Serve's hook."""
+        """Serve's hook is not awaited."""
 
 
 class HalfRouter(RouterReplica):
     def __del__(self) -> None:  # type: ignore[override]
-        """Nobody awaits Serve's hook."""
+        """Serve's hook is not awaited."""
 
 
-class Asked:
-    """What asks Redis, in vain for the first times."""
+class Requested:
+    """A call to Redis that fails the first times."""
 
     def __init__(self, num_failures: int = 1) -> None:
         self.num_failures, self.num_calls = num_failures, 0
@@ -109,7 +109,7 @@ def server(tmp_path: Path) -> Iterator[str]:
     server.stop()
 
 
-async def told_in(url: str, clock: Callable[[], float] = time.time) -> Sequence[StartReport]:
+async def reported_in(url: str, clock: Callable[[], float] = time.time) -> Sequence[StartReport]:
     client = connect(url)
     try:
         return await Starts(client, "cluster-1", clock=clock).reports()
@@ -117,12 +117,14 @@ async def told_in(url: str, clock: Callable[[], float] = time.time) -> Sequence[
         await client.aclose()
 
 
-async def test_what_is_away_is_waited_for_with_growing_pauses_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    sleep, asked, events = Sleeps(), Asked(num_failures=600), list[tuple[str, int]]()
+async def test_what_is_away_is_waited_for_with_growing_pauses_and_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sleep, requested, events = Sleeps(), Requested(num_failures=600), list[tuple[str, int]]()
     with caplog.at_level(logging.WARNING):
         start = a_start(sleep, on_event=lambda what, done, total: events.append((what, done)))
-        assert await start.until("Redis", asked) == "the answer"
-    assert asked.num_calls == 601
+        assert await start.until("Redis", requested) == "the answer"
+    assert requested.num_calls == 601
     assert sleep.seconds[:8] == [1, 2, 4, 8, 16, 32, 60, 60] and set(sleep.seconds[6:]) == {60}
     assert caplog.messages == ["this gang waits for Redis: the registry cannot be reached (refused)"]
     assert events == [("waiting for Redis", 0), ("waiting for Redis", 1)]
@@ -134,7 +136,7 @@ async def test_a_report_of_another_version_hides_no_other(server: str) -> None:
     await client.aclose()
     with pytest.raises(MemoryError):
         await build(a_start(Sleeps()), server)
-    assert [report.replica for report in await told_in(server)] == ["r1"]
+    assert [report.replica for report in await reported_in(server)] == ["r1"]
 
 
 async def test_what_is_not_away_is_raised_at_once() -> None:
@@ -148,12 +150,12 @@ async def test_what_is_not_away_is_raised_at_once() -> None:
     assert sleep.seconds == []
 
 
-async def test_who_waits_tells_others_for_what(server: str, tmp_path: Path) -> None:
+async def test_a_waiting_start_reports_what_it_waits_for(server: str, tmp_path: Path) -> None:
     seen = list[Sequence[StartReport]]()
     folder = tmp_path / "model"
 
     async def look(seconds: float) -> None:
-        seen.append(await told_in(server))
+        seen.append(await reported_in(server))
         if len(seen) == 2:
             folder.mkdir()
 
@@ -171,7 +173,7 @@ async def test_who_waits_tells_others_for_what(server: str, tmp_path: Path) -> N
         assert (report.kind, report.replica, report.has_failed) == ("gang", "r1", False)
         assert report.reason == f"it waits for the model: {folder} lacks config.json"
     await start.succeeded()
-    assert await told_in(server) == []
+    assert await reported_in(server) == []
 
 
 async def test_failed_starts_pause_longer_and_longer_until_one_succeeds(server: str) -> None:
@@ -185,30 +187,30 @@ async def test_failed_starts_pause_longer_and_longer_until_one_succeeds(server: 
     router.redis_url = server
     await router.failed(OSError("it has a count of its own"))
     assert sleep.seconds[-1] == 1
-    assert [one.reason for one in await told_in(server)].count("the GPU is full") == 8
+    assert [one.reason for one in await reported_in(server)].count("the GPU is full") == 8
     last = a_start(sleep, replica="r8")
     last.redis_url = server
     await last.succeeded()
-    assert [one.kind for one in await told_in(server)] == ["router"]
-    assert await told_in(server, lambda: time.time() + KEPT_S) == []
-    assert await told_in(server) == []  # what is too old was deleted
+    assert [one.kind for one in await reported_in(server)] == ["router"]
+    assert await reported_in(server, lambda: time.time() + KEPT_S) == []
+    assert await reported_in(server) == []  # what is too old was deleted
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "127.0.0.1:6379", ""])  # two are no URLs
-async def test_a_failure_is_raised_after_a_pause_where_nobody_can_be_told(url: str) -> None:
+async def test_a_failure_is_raised_after_a_pause_where_it_cannot_be_reported(url: str) -> None:
     sleep = Sleeps()
     with pytest.raises(MemoryError):
         await build(a_start(sleep), url)
     assert sleep.seconds == [1]
 
 
-async def test_a_success_is_one_where_nobody_can_be_told() -> None:
+async def test_a_success_is_one_where_it_cannot_be_reported() -> None:
     start = a_start(Sleeps())
     start.redis_url = "redis://127.0.0.1:1"
     await start.succeeded()
 
 
-def test_serve_is_told_to_begin_failed_starts_again_as_often_as_the_application_asks() -> None:
+def test_serve_repeats_failed_starts_as_often_as_the_application_says() -> None:
     assert int(LASTING_STARTS["RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT"]) == MAX_FAILED_STARTS
 
 
@@ -230,7 +232,7 @@ async def test_a_gang_waits_for_redis_before_it_builds_its_engine(
     config: MotetConfig, monkeypatch: pytest.MonkeyPatch, without_serve: Callable[[Any], None]
 ) -> None:
     without_serve(gang)
-    sleep, token = Sleeps(), Asked(num_failures=3)
+    sleep, token = Sleeps(), Requested(num_failures=3)
     monkeypatch.setattr(gang, "ReplicaStart", partial(ReplicaStart, sleep=sleep))
     monkeypatch.setattr(gang, "id_of_this_cluster", lambda: "cluster-1")
     monkeypatch.setattr(gang, "shared_token", token)
@@ -243,15 +245,15 @@ async def test_a_gang_waits_for_redis_before_it_builds_its_engine(
     assert sleep.seconds == [1, 2, 4, 1]  # the last before Serve begins the next start
 
 
-async def test_a_router_waits_for_redis_with_all_that_it_asks(
+async def test_a_router_waits_for_redis_with_all_of_its_reads(
     config: MotetConfig, monkeypatch: pytest.MonkeyPatch, without_serve: Callable[[Any], None]
 ) -> None:
     without_serve(ingress)
-    asked = {name: Asked() for name in ("register_router", "shared_token", "keeper", "view")}
+    requested = {name: Requested() for name in ("register_router", "shared_token", "keeper", "view")}
     for name in ("register_router", "shared_token"):
-        monkeypatch.setattr(ingress, name, asked[name])
-    monkeypatch.setattr(LaunchKeeper, "start", asked["keeper"])
-    monkeypatch.setattr(RegistryView, "start", asked["view"])
+        monkeypatch.setattr(ingress, name, requested[name])
+    monkeypatch.setattr(LaunchKeeper, "start", requested["keeper"])
+    monkeypatch.setattr(RegistryView, "start", requested["view"])
     monkeypatch.setattr(ingress, "id_of_this_cluster", lambda: "cluster-1")
     monkeypatch.setattr(ingress, "import_transformers_without_torch", lambda: None)
     monkeypatch.setattr(ingress, "TextService", SimpleNamespace(from_folder=enough))
@@ -261,4 +263,4 @@ async def test_a_router_waits_for_redis_with_all_that_it_asks(
     replica._begun = a_start(Sleeps(), "router")
     with pytest.raises(Enough):
         await replica._start(RunningParts(), config, SECRETS, None, None)
-    assert {name: one.num_calls for name, one in asked.items()} == dict.fromkeys(asked, 2)
+    assert {name: one.num_calls for name, one in requested.items()} == dict.fromkeys(requested, 2)

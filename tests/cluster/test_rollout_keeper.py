@@ -74,10 +74,10 @@ class StandInServe:
         )
         return found
 
-    def apply(self, told: Mapping[str, Any], now: float) -> None:
-        ServeDeploySchema.model_validate(told)
-        self.applied.append(told)
-        self.configure(told["applications"][0]["args"]["threads"], now)
+    def apply(self, reported: Mapping[str, Any], now: float) -> None:
+        ServeDeploySchema.model_validate(reported)
+        self.applied.append(reported)
+        self.configure(reported["applications"][0]["args"]["threads"], now)
 
 
 class Rig:
@@ -104,7 +104,7 @@ class Rig:
     async def tell(self, replica: str, began_at: float, kind: Kind = "gang", *, has_failed: bool = True) -> None:
         """As a replica does that cannot start."""
         report = StartReport(
-            kind=kind, replica=replica, reason=REASON, has_failed=has_failed, began_at=began_at, told_at=time.time()
+            kind=kind, replica=replica, reason=REASON, has_failed=has_failed, began_at=began_at, reported_at=time.time()
         )
         await self.starts.report(report)
 
@@ -127,11 +127,11 @@ async def test_the_configuration_before_comes_back_after_three_failed_starts(rig
         assert rig.serve.applied == []
     rig.serve.set_state("DEPLOYING", "UPDATING", failing(3))
     await rig.look()
-    (told,) = rig.serve.applied
-    assert told == {"target_capacity": 60, "applications": [config(1), OTHER]}  # others stay as they are
+    (reported,) = rig.serve.applied
+    assert reported == {"target_capacity": 60, "applications": [config(1), OTHER]}  # others stay as they are
     assert await rig.look() == f"gang: {REASON}"
     rig.serve.set_state("RUNNING", "HEALTHY", "")
-    assert await rig.look() == f"gang: {REASON}"  # until somebody says what they want instead
+    assert await rig.look() == f"gang: {REASON}"  # until the configuration changes
     assert len(rig.serve.applied) == 1
 
 
@@ -159,7 +159,7 @@ async def test_what_is_configured_while_a_router_looks_is_not_overwritten(rig: R
 
     def details() -> Mapping[str, Any]:
         rig.keeper._serve = rig.serve
-        rig.serve.configure(threads=2, at=3.0)  # by an operator, after the router has asked
+        rig.serve.configure(threads=2, at=3.0)  # by an operator, after the router's look
         return seen
 
     rig.keeper._serve = SimpleNamespace(details=details)
@@ -181,7 +181,7 @@ async def test_gangs_of_a_configuration_that_was_good_go_on_trying(rig: Rig) -> 
     assert rig.serve.applied == []
 
 
-async def test_what_gangs_tell_counts_when_serve_speaks_of_something_else(rig: Rig) -> None:
+async def test_what_gangs_report_counts_when_serve_speaks_of_something_else(rig: Rig) -> None:
     """Serve says of a start that pauses only that it takes long. What failed before, waits, or is a router's is another
     matter.
     """

@@ -53,7 +53,7 @@ class Memory:
 
 
 @given(bounds, st.lists(st.tuples(st.floats(0, 400), states()), max_size=8))
-def test_stays_within_its_bounds_whatever_it_is_told(
+def test_stays_within_its_bounds_whatever_is_reported(
     bounds: tuple[int, int], steps: list[tuple[float, FleetState]]
 ) -> None:
     memory = Memory(scaling_config(min_gangs=bounds[0], max_gangs=bounds[1]))
@@ -64,7 +64,7 @@ def test_stays_within_its_bounds_whatever_it_is_told(
 
 
 @given(st.lists(st.tuples(st.floats(0, 4000), states()), min_size=1, max_size=8))
-def test_is_never_zero_while_somebody_asks(steps: list[tuple[float, FleetState]]) -> None:
+def test_is_never_zero_while_there_are_requests(steps: list[tuple[float, FleetState]]) -> None:
     memory = Memory(CONFIG)
     now_s = 0.0
     for pause_s, state in steps:
@@ -75,7 +75,7 @@ def test_is_never_zero_while_somebody_asks(steps: list[tuple[float, FleetState]]
 
 
 @given(st.lists(st.tuples(st.floats(0, 4000), states()), min_size=1, max_size=8))
-def test_nothing_is_given_up_before_it_has_told_its_load(steps: list[tuple[float, FleetState]]) -> None:
+def test_nothing_is_given_up_before_it_has_reported_its_load(steps: list[tuple[float, FleetState]]) -> None:
     memory = Memory(CONFIG)
     now_s = 0.0
     for pause_s, state in steps:
@@ -119,7 +119,7 @@ def test_a_full_pool_brings_one_more() -> None:
 
 def test_a_starting_gang_is_neither_missing_nor_in_the_way() -> None:
     memory = Memory(CONFIG)
-    for now_s in range(300):  # five minutes of starting: no fourth is asked for, and none is given up
+    for now_s in range(300):  # five minutes of starting: no fourth is requested, and none is given up
         assert memory(FleetState(now_s=now_s, target=1 if now_s == 0 else 3, num_running=1, gangs=(BUSY,))) == 3
     for now_s in range(300, 500):  # the queue was worked off meanwhile
         assert memory(FleetState(now_s=now_s, target=3, num_running=1, gangs=(IDLE,))) == 3
@@ -140,8 +140,8 @@ def test_the_first_gang_is_awaited_however_long_it_takes() -> None:
     assert memory(FleetState(now_s=0, target=0, num_running=0)) == 0
     assert memory(FleetState(now_s=1, target=0, num_running=0, is_awaited=True)) == 1
     for now_s in (2, 1000, 10_000):
-        assert memory(FleetState(now_s=now_s, target=1, num_running=0)) == 1  # whoever asked has left
-    assert memory(FleetState(now_s=10_001, target=1, num_running=1)) == 1  # serves, and has told nothing
+        assert memory(FleetState(now_s=now_s, target=1, num_running=0)) == 1  # the client has left
+    assert memory(FleetState(now_s=10_001, target=1, num_running=1)) == 1  # serves, and has reported nothing
 
 
 def test_fewer_only_after_a_while_and_none_after_a_longer_one() -> None:
@@ -197,7 +197,7 @@ def test_a_day_is_served_with_far_fewer_gangs_than_its_peak_needs(day: Outcome) 
     assert day.wait_s(0.99) < fixed.wait_s(0.99) + 60
 
 
-def test_nobody_is_kept_awake_at_night(day: Outcome) -> None:
+def test_gangs_end_at_night(day: Outcome) -> None:
     last_s = int(EVENING * DAY_S + CONFIG.scale_to_zero_after_s + 200)
     assert max(day.targets[: int(MORNING * DAY_S)]) == 0
     assert max(day.targets[last_s:]) == 0

@@ -89,8 +89,8 @@ def test_a_setting_that_is_added_in_one_place_is_everywhere(tmp_path: Path) -> N
 
 
 def test_the_page_of_settings_is_what_the_schema_says() -> None:
-    told = "run .venv/bin/python -m motet.cluster.settings.settings_page docs/settings.md"
-    assert (ROOT / "docs" / "settings.md").read_text() == settings_page(Settings), told
+    reported = "run .venv/bin/python -m motet.cluster.settings.settings_page docs/settings.md"
+    assert (ROOT / "docs" / "settings.md").read_text() == settings_page(Settings), reported
 
 
 def test_every_setting_is_an_option_and_a_key() -> None:
@@ -201,7 +201,7 @@ def test_a_bad_value_is_named_with_what_is_accepted(name: str, value: Any, accep
         ("oidc_tenant_claim", ""),
     ],
 )
-def test_tokens_that_anybody_could_make_cannot_be_asked_for(name: str, value: Any) -> None:
+def test_tokens_that_anybody_could_make_cannot_be_requested(name: str, value: Any) -> None:
     with pytest.raises(ConfigError):
         Settings.of(**{name: value})
 

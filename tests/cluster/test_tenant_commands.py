@@ -160,7 +160,7 @@ def test_what_is_no_bound_is_refused(text: str) -> None:
 async def test_usage_at_the_command_line(redis_client: Redis, tmp_path: Path) -> None:
     usage = Usage(redis_client, tmp_path, tmp_path, kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=None)
     now = int(time.time())
-    told: dict[str, Any] = {
+    reported: dict[str, Any] = {
         "began_at": now,
         "stage": Stage.COMPLETE,
         "requests": 1,
@@ -169,8 +169,8 @@ async def test_usage_at_the_command_line(redis_client: Redis, tmp_path: Path) ->
     }
     await usage.ledger.take(
         [
-            Entry(id="1", tenant="acme", adapter="poet", version=2, key_id="k", **told),
-            Entry(id="2", tenant="zoo", adapter="tiny", version=1, key_id="k", **told),
+            Entry(id="1", tenant="acme", adapter="poet", version=2, key_id="k", **reported),
+            Entry(id="2", tenant="zoo", adapter="tiny", version=1, key_id="k", **reported),
         ]
     )
     async with TenantsRig(redis_client, tmp_path, more_routes=usage.routes) as rig, served(rig) as url:

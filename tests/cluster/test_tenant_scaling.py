@@ -1,4 +1,4 @@
-"""What one tenant's backlog may call for, and how gangs tell whose it is."""
+"""What one tenant's backlog may call for, and how gangs report the tenant."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def test_what_others_need_comes_on_top() -> None:
     flood, calm = TenantLoad("a", 100.0 * LIMIT), TenantLoad("b", 1.5 * LIMIT)
     assert gangs_needed(state(gang(flood)), HALF) == 4
     assert gangs_needed(state(gang(flood), gang(flood, calm)), HALF) == 6
-    assert gangs_needed(state(gang(flood, more_tokens=2.0 * LIMIT)), HALF) == 6  # of tenants that were not told of
+    assert gangs_needed(state(gang(flood, more_tokens=2.0 * LIMIT)), HALF) == 6  # of unreported tenants
 
 
-def test_what_gangs_tell_of_tenants_comes_back() -> None:
+def test_what_gangs_report_of_tenants_comes_back() -> None:
     shares = [TenantShare(str(number), 0.0, 1, number, 100 * number, num_running_tokens=1) for number in range(20)]
     shares.append(TenantShare("flood", 5.0, 6, 40, 9000, num_running_tokens=506))
     load = engine_load(num_pages=100, num_free_pages=20, num_running=8, num_waiting=60, num_queued_tokens=28_000)
-    told = gang_stats(load, 16, shares)
-    found = gang_load(told, {})
+    reported = gang_stats(load, 16, shares)
+    found = gang_load(reported, {})
     assert found.pool_pressure == 0.8
     assert [one.tenant for one in found.tenants] == ["flood", "19", "18", "17", "16", "15", "14", "13"]
     flood = found.tenants[0]
@@ -84,14 +84,14 @@ def test_what_gangs_tell_of_tenants_comes_back() -> None:
     assert gang_load(gang_stats(load, 16), {}).tenants == ()
 
 
-def told_load(**gauges: int) -> GangLoad:
+def reported_load(**gauges: int) -> GangLoad:
     load = engine_load(num_pages=100, num_free_pages=0, num_computed_tokens=1000, **gauges)
     return gang_load(gang_stats(load, 16), {})
 
 
 def test_background_work_alone_calls_for_no_second_gang() -> None:
     long_queue = 50 * int(LIMIT)
-    batch = told_load(
+    batch = reported_load(
         num_running=16,
         num_running_background=16,
         num_waiting=900,
@@ -101,9 +101,9 @@ def test_background_work_alone_calls_for_no_second_gang() -> None:
     assert (batch.queued_tokens, batch.pool_pressure) == (0, 0)
     assert gangs_needed(state(batch), ALL) == 1, "but one, as it is to be done"
     assert not batch.is_idle
-    others = told_load(num_running=16, num_waiting=900, num_queued_tokens=long_queue + 16)
+    others = reported_load(num_running=16, num_waiting=900, num_queued_tokens=long_queue + 16)
     assert gangs_needed(state(others), ALL) == ALL.max_gangs
-    both = told_load(
+    both = reported_load(
         num_running=16,
         num_running_background=8,
         num_waiting=900,
@@ -115,12 +115,12 @@ def test_background_work_alone_calls_for_no_second_gang() -> None:
 
 
 @dataclass
-class Told:
+class Reported:
     timestamp: float
     value: float
 
 
 def test_what_background_work_computes_holds_no_gangs() -> None:
-    series = [Told(float(at), 1000.0 * at) for at in range(3)]
+    series = [Reported(float(at), 1000.0 * at) for at in range(3)]
     load = engine_load(num_pages=10, num_running=4, num_running_background=3)
     assert gang_load(gang_stats(load, 16), {COMPUTED_TOKENS: series}).computed_tokens_per_s == 250

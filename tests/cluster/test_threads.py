@@ -1,4 +1,4 @@
-"""What a worker's number of threads is where nobody has said it."""
+"""A worker's number of threads where no setting gives it."""
 
 from __future__ import annotations
 

@@ -38,28 +38,30 @@ async def test_a_tenant_rolls_out_and_back_by_commands(redis_client: Redis, tmp_
         await rig.upload(1, note="the first")
         await rig.upload(2, activate="false")
 
-        async def told(*arguments: str) -> str:
+        async def reported(*arguments: str) -> str:
             result = await asyncio.to_thread(motet, url, *arguments)
             assert result.exit_code == 0, result.output
             return result.output
 
-        listed = await told("versions", "list", "x")
+        listed = await reported("versions", "list", "x")
         assert "the first" in listed and "current" in listed
-        assert "90% of the requests for x go to version 2" in await told("canary", "start", "x", "2", "--share", "0.9")
-        assert "version 2, share 90%: running" in await told("canary", "show", "x")
-        assert "x is now version 2" in await told("versions", "promote", "x")
-        assert "promoted" in await told("canary", "show", "x")
-        assert "x@prod is version 2" in await told("aliases", "set", "x", "prod", "2")
-        assert "prod" in await told("aliases", "list", "x")
-        assert '"version": 2' in await told("versions", "show", "x", "prod")
-        assert "x is now version 1" in await told("versions", "rollback", "x")
-        assert "deleted x@prod" in await told("aliases", "delete", "x", "prod")
-        await told("canary", "start", "x", "2")
-        assert "stopped the canary of x" in await told("canary", "stop", "x")
-        assert "loading version 2 of x at 1 gang" in await told("preload", "x@2")
+        assert "90% of the requests for x go to version 2" in await reported(
+            "canary", "start", "x", "2", "--share", "0.9"
+        )
+        assert "version 2, share 90%: running" in await reported("canary", "show", "x")
+        assert "x is now version 2" in await reported("versions", "promote", "x")
+        assert "promoted" in await reported("canary", "show", "x")
+        assert "x@prod is version 2" in await reported("aliases", "set", "x", "prod", "2")
+        assert "prod" in await reported("aliases", "list", "x")
+        assert '"version": 2' in await reported("versions", "show", "x", "prod")
+        assert "x is now version 1" in await reported("versions", "rollback", "x")
+        assert "deleted x@prod" in await reported("aliases", "delete", "x", "prod")
+        await reported("canary", "start", "x", "2")
+        assert "stopped the canary of x" in await reported("canary", "stop", "x")
+        assert "loading version 2 of x at 1 gang" in await reported("preload", "x@2")
         rig.dispatcher.tiers = {"gang-1": "device"}
-        while "device" not in (listed := await told("residency", "x")):
+        while "device" not in (listed := await reported("residency", "x")):
             assert "coming" in listed
-        assert '"tier": "device"' in await told("residency", "x", "--json")
-        assert "x, now version 1, is pinned to 2 gangs" in await told("pin", "x", "--gangs", "2")
-        assert "x is no longer pinned" in await told("unpin", "x")
+        assert '"tier": "device"' in await reported("residency", "x", "--json")
+        assert "x, now version 1, is pinned to 2 gangs" in await reported("pin", "x", "--gangs", "2")
+        assert "x is no longer pinned" in await reported("unpin", "x")

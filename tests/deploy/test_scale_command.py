@@ -294,7 +294,7 @@ def reconciled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     ("change", "options", "before", "after"),
     [(None, ("--gangs", "4", "--max-gangs", "12"), 2, 4), (without_autoscaler, ("--gangs", "12"), 8, 12)],
 )
-def test_kuberay_adds_pods_serve_is_given_the_numbers_and_nobody_is_restarted(
+def test_kuberay_adds_pods_serve_is_given_the_numbers_and_no_pod_is_restarted(
     reconciled: Callable[..., Reconciled],
     change: Callable[[Manifest], object] | None,
     options: tuple[str, ...],

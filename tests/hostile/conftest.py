@@ -49,7 +49,7 @@ def motet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         stack.callback(redis.stop)
         # One thread computes: two that wait for each other on busy cores would be what the neighbour measures.
         options = ["--redis-url", redis.start(), "--threads", "1"]
-        options += ["--log-level", "debug", "--log-format", "json"]  # all that could be told; see test_logs.py
+        options += ["--log-level", "debug", "--log-format", "json"]  # all that can be logged; see test_logs.py
         for tenant, key in KEYS.items():
             options += ["--key", f"{tenant}={key}"]  # see test_secrets.py
         motet = stack.enter_context(running_motet(data_dir, free_ports(1)[0], *options))

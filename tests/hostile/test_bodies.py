@@ -74,10 +74,11 @@ def test_large_json_takes_nobody_elses_time(
 
 
 def test_stop_strings_and_beams_take_nobody_elses_time(motet: RunningMotet, holds: Callable[..., None]) -> None:
-    """One at a time: a gang's own time is shared fairly by a later issue."""
+    """One at a time: a gang's own time is shared fairly by a later issue. Of beams, some are stopped in every round."""
     stops = {"stop": ["a" * 2999 + chr(98 + number) for number in range(16)], "prompt": "a" * 100, "max_tokens": 50}
     long = {"stop": ["a" * 255 + chr(98 + number) for number in range(16)], "prompt": "a", "max_tokens": 50}
-    bodies = [json.dumps({"model": BASE, **fields}).encode() for fields in (stops, long)]
+    beams = {"use_beam_search": True, "n": 16, "length_penalty": 10, "stop": [*"aeio"], "prompt": "a", "max_tokens": 50}
+    bodies = [json.dumps({"model": BASE, **fields}).encode() for fields in (stops, long, beams)]
     holds(lambda: attacking(motet, "/v1/completions", bodies, 1), at_most=3.0)
 
 

@@ -99,7 +99,7 @@ def test_files_with_secrets_are_their_owners_alone(motet: RunningMotet) -> None:
 
 
 def test_operators_routes_ask_for_their_key(motet: RunningMotet) -> None:
-    """Row A8: /status and /metrics tell of all tenants; /health and /ready tell nothing."""
+    """Row A8: /status and /metrics show all tenants; /health and /ready show none."""
     for path in ("/status", "/metrics", "/metrics/targets"):
         for headers in ({}, {"Authorization": f"Bearer {KEYS['acme']}"}, {"Authorization": "Bearer none"}):
             refused = httpx.get(motet.url + path, headers=headers, trust_env=False)

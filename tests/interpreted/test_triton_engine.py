@@ -75,8 +75,8 @@ def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (output.error, len(output.token_ids)) == (None, NUM_TOKENS)
         logits = bench.oracle.logits(prompt + output.token_ids[:-1], adapter)[len(prompt) - 1 :]
         for row, said, token_id in zip(logits.log_softmax(-1), output.logprobs, output.token_ids, strict=True):
-            heard = torch.tensor(said.top_logprobs)[torch.tensor(said.top_ids).argsort()]
-            torch.testing.assert_close(heard, row, atol=TOLERANCE, rtol=0)
+            received = torch.tensor(said.top_logprobs)[torch.tensor(said.top_ids).argsort()]
+            torch.testing.assert_close(received, row, atol=TOLERANCE, rtol=0)
             assert row.max() - row[token_id] < TOLERANCE
     assert decodes and set(decodes) <= set(bucket_sizes(4))
     assert mixed and set(mixed) == {10}

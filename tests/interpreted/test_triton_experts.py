@@ -127,9 +127,9 @@ def test_pairs_use_their_experts_part_of_their_rows_adapter(
         assert expert_lora.refill(room, prepared)
         prepared = room
     host = HostExpertLora(twin)
-    told = host.prepare(segments, GEOMETRY, CPU)
-    assert (prepared is None) == (told is None) or reserved
-    of_twin = None if told is None else host.of_pairs(told, groups, first)
+    reported = host.prepare(segments, GEOMETRY, CPU)
+    assert (prepared is None) == (reported is None) or reserved
+    of_twin = None if reported is None else host.of_pairs(reported, groups, first)
     ours = None if prepared is None else expert_lora.of_pairs(prepared, groups, first)
     for modules in ((0, 1), (2,)):
         x = torch.randn(len(groups.rows), GEOMETRY.sides[modules[0]][0], generator=generator)

@@ -44,7 +44,7 @@ def mixed_plan(bench: Bench) -> StepPlan:
 
 
 @torch.inference_mode()
-def test_padding_is_read_by_nobody_and_writes_nothing() -> None:
+def test_padding_is_not_read_and_writes_nothing() -> None:
     bench = Bench(Machine(CPU, torch.float32, is_dry=True), DRY_SIZE, triton_kernels(CPU, torch.float32))
     runner, plan = bench.runner, mixed_plan(bench)
     runner.pool.copy_(torch.randn(runner.pool.shape, generator=torch.Generator().manual_seed(1)) * 0.1)

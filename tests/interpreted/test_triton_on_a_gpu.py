@@ -28,7 +28,7 @@ from motet.tests.rigs.stand_in_gpu.triton_launches import GridError
 from motet.workers import worker_builder
 from motet.workers.wire.messages import AdapterRef, SamplingParams
 
-# Of what it throws away: lanes behind a mask hold what memory that nobody has written holds.
+# Of what it throws away: lanes behind a mask hold what unwritten memory holds.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 ADAPTER = RECIPES[0].name

@@ -101,8 +101,8 @@ def test_no_part_ends_the_run(tmp_path: Path) -> None:
 
 def answer(tokens: list[int], chosen: float = -1.0, second: float = -1.1) -> Answer:
     """The second most likely token is always 7."""
-    told = [TokenLogprobs(chosen, [token, 7], [chosen, second]) for token in tokens]
-    return Answer(is_greedy=True, token_ids=tokens, logprobs=told)
+    reported = [TokenLogprobs(chosen, [token, 7], [chosen, second]) for token in tokens]
+    return Answer(is_greedy=True, token_ids=tokens, logprobs=reported)
 
 
 def test_greedy_tokens_may_differ_in_near_ties_only() -> None:

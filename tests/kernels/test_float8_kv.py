@@ -76,7 +76,7 @@ def test_each_head_of_a_token_is_rounded_with_a_scale_of_its_own(dtype: torch.dt
 
 @DTYPES
 def test_what_is_written_depends_on_the_token_alone(dtype: torch.dtype) -> None:
-    """The bits are the same however a prompt is cut, and whoever else is in the batch."""
+    """The bits are the same however a prompt is cut, and whatever else is in the batch."""
     together, apart, (q, k, v) = pool_of_nan(dtype), pool_of_nan(dtype), heads(30, dtype)
     write_kv(q, k, v, ROTARY, layer_of(together, 0), batch_of([(0, 20), (7, 10)]))
     for first, last, sequences in ((0, 13, [(0, 13)]), (13, 20, [(13, 7)])):
@@ -120,7 +120,7 @@ def test_pages_are_moved_to_the_last_bit(dtype: torch.dtype) -> None:
         assert torch.equal(target[[7, 8, 1]].view(torch.uint8), pool[[4, 9, 2]])
 
 
-def test_which_kernels_compute_it_is_told() -> None:
+def test_which_kernels_compute_it_is_reported() -> None:
     kernels = with_float8_kv(plain_kernels())
     assert kernels.choice == "torch; attention by torch on KV in float8"
     assert (kernels.write_kv, kernels.paged_attention) == (write_kv, paged_attention)

@@ -310,7 +310,7 @@ def test_without_triton_the_twins_serve_a_gpu_and_one_line_says_what_is_lost(
     assert "Triton cannot be imported" in caplog.text
 
 
-def test_each_operations_choice_is_told(native: tuple[Kernels, torch.dtype]) -> None:
+def test_each_operations_choice_is_reported(native: tuple[Kernels, torch.dtype]) -> None:
     kernels, _ = native
     assert kernels.choice.startswith("native; ") and "page copies" in kernels.choice
 
@@ -323,18 +323,18 @@ def test_a_library_is_compiled_once_and_a_failing_compiler_leaves_nothing(tmp_pa
     counting.write_text(f'#!/bin/sh\necho one >> "{calls}"\nexec {real} "$@" -O0\n')
     counting.chmod(0o755)
     cache = tmp_path / "cache"
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
 
     def load() -> None:
-        load_library(cache, compilers=[str(counting)], on_compile=lambda *event: told.append(event))
+        load_library(cache, compilers=[str(counting)], on_compile=lambda *event: reported.append(event))
 
     with ThreadPoolExecutor(3) as workers:  # they start together
         list(workers.map(lambda _: load(), range(3)))
     (built,) = cache.iterdir()
     assert built.suffix == ".so"
-    assert sorted(told) == [(0, 1)] * 3 + [(1, 1)] * 3  # who waits for another's compilation says so, too
+    assert sorted(reported) == [(0, 1)] * 3 + [(1, 1)] * 3  # who waits for another's compilation says so, too
     load()
-    assert len(told) == 6
+    assert len(reported) == 6
     assert calls.read_text() == "one\n"
     broken = tmp_path / "broken-c++"
     broken.write_text("#!/bin/sh\necho 'fatal error: no such thing' >&2\nexit 1\n")

@@ -118,7 +118,7 @@ def run(program: Path, what: str) -> tuple[int, int]:
 
 
 def test_the_threads_that_there_are_compute_where_the_system_refuses_more(program: Path) -> None:
-    """And the system is asked once, not at every step."""
+    """And the system call is made once, not at every step."""
     is_right, num_refused = run(program, "refused")
     assert is_right == 1 and num_refused == 1
 

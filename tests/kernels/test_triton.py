@@ -51,7 +51,7 @@ def _of_one(row: str, index: int) -> str:
     return " | ".join([head, *(" · ".join(map(one, cell.split(" · "))) for cell in cells)])
 
 
-def test_the_page_tells_of_these_sources() -> None:
+def test_the_page_is_of_these_sources() -> None:
     """The other Tritons' numbers, too, are of the kernels as they are."""
     assert f"; sources {sources_digest()};" in PAGE.read_text(), "scripts/tritons makes the page's table again"
 

@@ -17,7 +17,7 @@ from motet.tests.rigs.router_rig import RouterRig
 
 
 def rig_with_all_routes(folder: Path, text: TextService) -> RouterRig:
-    redis = connect("redis://127.0.0.1:1")  # nobody asks it anything
+    redis = connect("redis://127.0.0.1:1")  # it is never called
     usage = Usage(
         redis, folder / "ledger", folder / "archive", kept_days=1, spool_bytes=1 << 20, min_free_bytes=0, prices=None
     )

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from motet.workers.wire.beams import best_candidates, choose, replayed
-from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
+from motet.workers.wire.beams import NEW_STATE, BeamRound, BeamRules, BeamsSoFar, SearchPath, best_candidates, choose
+from motet.workers.wire.messages import FinishReason, SequenceRequest, SequenceUpdate, TokenLogprobs
 
 # Of the tokens so far: the likeliest next ones and their log-probabilities, the likeliest first.
 Model = Callable[[Sequence[int]], tuple[list[int], list[float]]]
 
 
 def beam_updates(request: SequenceRequest, model: Model) -> list[SequenceUpdate]:
-    """An update for each round of the search, after those that come with the request."""
-    rules, updates = request.beams, list[SequenceUpdate]()
+    """An update for each round of the search, from where it is so far."""
+    rules, so_far, updates = request.beams, request.beams_so_far, list[SequenceUpdate]()
     assert rules is not None
-    rounds = [*request.beam_rounds]
-    state, beams = replayed(rounds, rules)
+    state = NEW_STATE if so_far is None else so_far.state(rules)
+    beams = [[]] if so_far is None else so_far.beams
     while beams:
         tops = [model(beam) for beam in beams]
         num = rules.num_candidates
         rows = [TokenLogprobs(0.0, ids[:num], logprobs[:num]) for ids, logprobs in tops]
-        rounds.append(best_candidates(state.totals, rows, rules))
-        choice = choose(state, rounds[-1].candidates, rules, lambda _: False)
-        candidates = [rounds[-1].candidates[index] for index in choice.live]
+        one = best_candidates(state.totals, rows, rules)
+        choice = choose(state, one.candidates, rules, lambda _: False)
+        candidates = [one.candidates[index] for index in choice.live]
         beams = [[*beams[candidate.parent], candidate.token_id] for candidate in candidates]
         state = choice.state
-        updates.append(
-            SequenceUpdate(request.sequence_id, finish_reason=None if beams else "length", beam_rounds=[rounds[-1]])
-        )
+        reason: FinishReason | None = None if beams else "length"
+        updates.append(SequenceUpdate(request.sequence_id, finish_reason=reason, beam_rounds=[one]))
     return updates
+
+
+def beams_after(rounds: Sequence[BeamRound], rules: BeamRules | None) -> BeamsSoFar | None:
+    """A search after these rounds."""
+    assert rules is not None
+    path = SearchPath(rules)
+    for one in rounds:
+        path.add(one)
+    return path.so_far

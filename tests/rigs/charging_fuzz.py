@@ -397,7 +397,7 @@ class World:
         )
         sampling = request.prompts[0].sampling
         is_checked = sampling.num_prompt_logprobs is not None or sampling.pooling is not None
-        asked = AnswerRequest(
+        requested = AnswerRequest(
             identity=self.identity,
             response_id=answer.id,
             model="base",
@@ -411,7 +411,7 @@ class World:
             progress=generation.progress,
         )
         try:
-            account = await router.accounts.open(asked)
+            account = await router.accounts.open(requested)
         except ApiError as error:
             refusal = error.detail.code
         else:
@@ -479,11 +479,11 @@ class World:
                 continue
             used = 0
             for one in self.admitted:
-                asked, progress = one.request, one.ending.progress if one.ending is not None else None
+                requested, progress = one.request, one.ending.progress if one.ending is not None else None
                 assert progress is not None
-                cost = 1 if limit.kind == "requests" else asked.num_prompt_tokens + asked.num_new_tokens
+                cost = 1 if limit.kind == "requests" else requested.num_prompt_tokens + requested.num_new_tokens
                 num_tokens = progress.num_prompt_tokens + progress.num_completion_tokens
-                reserved = 0 if asked.is_resumed else limit.reserved(cost)
+                reserved = 0 if requested.is_resumed else limit.reserved(cost)
                 used += reserved if limit.kind == "requests" else max(reserved, num_tokens)
             tail: Any = self.client.hget(redis_key(self.identity.tenant.tenant_id, limit), "tail")
             assert abs(float(tail or 0) / limit.unit_us - used) < 0.01, f"{limit.name}: {used} were used"

@@ -1,6 +1,6 @@
 """Chats with tools, thoughts and documents, and the prompt that transformers makes of each, by any template.
 
-OpenAI's API has one form for what templates read in several. So transformers is asked with each form, and the prompt is
+OpenAI's API has one form for what templates read in several. So transformers gets each form, and the prompt is
 that of the first form unless another one shows more of what was said: what motet finds out by probes is found here by
 looking at the results.
 """

@@ -38,7 +38,7 @@ class Intent:
 
     programs: tuple[int, int, int]  # on 8.0, 9.0 and 10.0
     has_products: bool = False
-    reads_wide: bool = False  # LoRA's weights or K and V, 16 bytes at a time, in copies that nobody waits for
+    reads_wide: bool = False  # LoRA's weights or K and V, 16 bytes at a time, in asynchronous copies
     rounds_ahead: int = 0  # rounds of its loop for which copies are under way while one is computed
     spilled_bytes: int = 0  # that are suffered before its loop or after it
 
@@ -184,11 +184,11 @@ def main() -> None:
             stdout=subprocess.PIPE,
             check=True,
         )
-        told = json.loads(said.stdout)
-        results[told["triton"]] = {
-            key: [cell and Cell(**cell) for cell in cells] for key, cells in told["cells"].items()
+        reported = json.loads(said.stdout)
+        results[reported["triton"]] = {
+            key: [cell and Cell(**cell) for cell in cells] for key, cells in reported["cells"].items()
         }
-        broken += told["broken"]
+        broken += reported["broken"]
     own: Cells = {}
     for case in CASES:
         cells, wrong = compiled_case(case)

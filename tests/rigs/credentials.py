@@ -32,7 +32,7 @@ CREDENTIALS: Final[Mapping[str, str | None]] = MappingProxyType(
     }
 )
 Refusal = tuple[int, str]  # status and code
-NOBODY: Final[Refusal] = (401, "invalid_api_key")
+UNKNOWN_KEY: Final[Refusal] = (401, "invalid_api_key")
 
 
 def refusal(route: RouteSpec, credentials: str) -> Refusal | None:
@@ -40,7 +40,7 @@ def refusal(route: RouteSpec, credentials: str) -> Refusal | None:
     if route.scope == "public":
         return None
     if route.scope == "operator":
-        return None if credentials == "the operators' key" else NOBODY
+        return None if credentials == "the operators' key" else UNKNOWN_KEY
     match credentials:
         case "a tenant's key":
             return None
@@ -49,7 +49,7 @@ def refusal(route: RouteSpec, credentials: str) -> Refusal | None:
         case _ if credentials.startswith("a key without "):
             return (403, "missing_scope") if credentials == f"a key without {route.scope}" else None
         case _:
-            return NOBODY
+            return UNKNOWN_KEY
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Thing:
     """What stands for a name in a path or a body: a thing of the owner's, and one that does not exist."""
 
     owners: str
-    nobodys: str  # as long as the owner's, so that answers have the same length
+    unowned: str  # as long as the owner's, so that answers have the same length
 
     def __post_init__(self) -> None:
-        assert len(self.owners) == len(self.nobodys)
+        assert len(self.owners) == len(self.unowned)
 
 
 def headers_of(credentials: str | None) -> dict[str, Any]:

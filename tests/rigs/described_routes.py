@@ -13,7 +13,7 @@ from motet.router.route import RouteSpec
 
 
 def described_routes(routes: Sequence[RouteSpec]) -> dict[str, Any]:
-    """What `openapi_document` makes of them. Nobody may change it."""
+    """What `openapi_document` makes of them. It must not be changed."""
     rows = [replace(route, handler=_function(route.handler)) for route in routes]
     for known, made in _described():
         if known == rows:

@@ -114,7 +114,7 @@ def edge_front(
 
 
 def listens(port: int) -> bool:
-    """Whether somebody takes connections there."""
+    """Whether a server takes connections there."""
     with suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=PATIENCE_S):
         return True
     return False

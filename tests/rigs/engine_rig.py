@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,11 +161,12 @@ class EngineRig:
             time.sleep(0.0005)
         return updates
 
-    def finish(self) -> None:
+    def finish(self, after_step: Callable[[], None] = lambda: None) -> None:
         """Steps until nothing is left to do."""
         deadline = time.monotonic() + PATIENCE_S  # an engine that gets nowhere fails its test, it does not hang it
         while self.engine.has_work():
             self.step()
+            after_step()
             assert time.monotonic() < deadline, f"no end in sight: {self.engine.load()}"
 
     def assert_idle(self) -> None:

@@ -25,7 +25,7 @@ class FakeMotet:
     def __init__(self) -> None:
         self.adapters: dict[str, dict[str, Any]] = {}
         self.page_size = 1000  # of the list of adapters
-        self.num_pages = 0  # of it that were asked for
+        self.num_pages = 0  # of it that were requested
         self.uploaded_bytes = 0
         self.guards_status = False
         self.lacks_tokens = False  # those that adapters' tokenizers add

@@ -65,7 +65,7 @@ class Gang:
             )
         )
 
-    def told(self) -> GangLoad:
+    def reported(self) -> GangLoad:
         """The mean over the window."""
         names = ("num_sequences", "queued_tokens", "pool_pressure", "computed_tokens_per_s")
         return GangLoad(**{name: sum(getattr(load, name) for load in self.loads) / len(self.loads) for name in names})
@@ -104,9 +104,9 @@ def simulate(arrivals: Iterable[Arrival], policy: Policy, duration_s: float, num
             min(serving, key=lambda gang: gang.num_sequences).waiting.append(parked.popleft())
         for gang in serving:
             outcome.first_token_s.extend(now_s + STEP_S - sequence.arrived_s for sequence in gang.step())
-        told = tuple(gang.told() for gang in serving if len(gang.loads) > 1)
+        reported = tuple(gang.reported() for gang in serving if len(gang.loads) > 1)
         state = FleetState(
-            now_s=now_s, target=len(gangs), num_running=len(serving), gangs=told, is_awaited=bool(parked)
+            now_s=now_s, target=len(gangs), num_running=len(serving), gangs=reported, is_awaited=bool(parked)
         )
         target = policy(state)
         gangs += [Gang(now_s + START_S) for _ in range(target - len(gangs))]

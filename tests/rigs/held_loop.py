@@ -1,4 +1,4 @@
-"""How long the routers' loops were held in CPU time of their processes, as a running motet's metrics tell it."""
+"""How long the routers' loops were held in CPU time of their processes, as a running motet's metrics report it."""
 
 from __future__ import annotations
 

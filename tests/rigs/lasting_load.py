@@ -22,7 +22,7 @@ REST_S = 1.0  # of a client between two requests: what is done to the servers ne
 
 
 @dataclass(frozen=True)
-class Heard:
+class Received:
     """A stream as its client received it."""
 
     text: str
@@ -35,7 +35,7 @@ class LastingLoad:
     """Each ask is a client's, who repeats it, over a new connection each time, until the load ends."""
 
     def __init__(self, clients: ThreadPoolExecutor, url: Callable[[], str], key: str, asks: Sequence[Ask]) -> None:
-        """`url`: asked before each connection. `clients` must have a thread for each ask."""
+        """`url`: called before each connection. `clients` must have a thread for each ask."""
         self._clients, self._url, self._key, self._asks = clients, url, key, asks
         self._num_answered: Counter[int] = Counter()
         self._over = threading.Event()
@@ -77,7 +77,7 @@ def client_of(url: str, key: str) -> httpx.Client:
     return httpx.Client(base_url=url, headers=headers, timeout=PATIENCE_S, trust_env=False)
 
 
-def stream(http: httpx.Client, body: Mapping[str, Any], on_event: Callable[[], None] = lambda: None) -> Heard:
+def stream(http: httpx.Client, body: Mapping[str, Any], on_event: Callable[[], None] = lambda: None) -> Received:
     """The whole answer to a streamed completion, which must come over one connection. `on_event`: called for each."""
     fields = {**body, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     text, token_ids, finish_reason, num_tokens, has_ended = "", list[int](), None, 0, False
@@ -96,11 +96,11 @@ def stream(http: httpx.Client, body: Mapping[str, Any], on_event: Callable[[], N
                     finish_reason = choice["finish_reason"] or finish_reason
                 num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
     assert has_ended, "the stream ended before its end"
-    return Heard(text, tuple(token_ids), finish_reason, num_tokens)
+    return Received(text, tuple(token_ids), finish_reason, num_tokens)
 
 
-def same_stream(body: Mapping[str, Any], undisturbed: Heard) -> Ask:
-    """A client that streams and must hear what it heard undisturbed."""
+def same_stream(body: Mapping[str, Any], undisturbed: Received) -> Ask:
+    """A client that streams and must receive what it receives without a disturbance."""
 
     def ask(http: httpx.Client) -> None:
         assert stream(http, body) == undisturbed

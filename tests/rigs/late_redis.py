@@ -1,4 +1,4 @@
-"""A way to a Redis server on which its replies may be held back: it does as it was asked, and clients cannot tell."""
+"""A way to a Redis server that may hold back its replies: clients cannot know whether it has executed a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from redis.asyncio.connection import parse_url
 
 class LateRedis:
     """`url`: for clients. Replies that come while `holds_replies` never reach them, nor those on a connection on which
-    something with `marks_late` in it was asked.
+    a command with `marks_late` in it was sent.
     """
 
     def __init__(self, server: str) -> None:

@@ -36,14 +36,14 @@ def locked(path: Path) -> dict[str, str]:
 
 
 def wrong_versions(requirements: Iterable[Requirement], lock: dict[str, str]) -> list[str]:
-    """What is asked for and not there, or in another version."""
+    """What is requested and not there, or in another version."""
     wrong = []
     for one in requirements:
         if not _applies(one, ""):
             continue
         version = lock.get(canonicalize_name(one.name))
         if version is None or not one.specifier.contains(version, prereleases=True):
-            wrong.append(f"{one} is asked for, and {version} is locked")
+            wrong.append(f"{one} is requested, and {version} is locked")
     return wrong
 
 
@@ -61,10 +61,10 @@ def missing(requirements: Iterable[Requirement], lock: dict[str, str]) -> list[s
             continue
         seen.add((name, *sorted(one.extras)))
         try:
-            asked = importlib.metadata.requires(name) or []
+            requested = importlib.metadata.requires(name) or []
         except importlib.metadata.PackageNotFoundError:
             continue
-        for text in asked:
+        for text in requested:
             needed = Requirement(text)
             if any(_applies(needed, extra) for extra in ("", *one.extras)):
                 waiting.append((needed, name))

@@ -33,7 +33,7 @@ if platform.machine() in ("x86_64", "AMD64"):
 
 
 def load_build(build: Build) -> Kernels:
-    """The kernels of a build, with the sanitizers that are asked for. Skips where they cannot be compiled."""
+    """The kernels of a build, with the sanitizers that are requested. Skips where they cannot be compiled."""
     dtype, num_threads, flags = build
     try:
         return native_kernels(dtype, num_threads, load_library(flags=[*flags, *SANITIZERS]))

@@ -126,7 +126,7 @@ def hold(
     for _ in range(ROUNDS):
         before = neighbour.measured_for(quiet_s)
         with loop() as held:
-            psutil.cpu_times_percent()  # the next call tells of the time since this one
+            psutil.cpu_times_percent()  # the next call returns the time since this one
             with attack(), neighbour.measuring() as attacked:
                 time.sleep(attacked_s)
             idle = psutil.cpu_times_percent().idle / 100

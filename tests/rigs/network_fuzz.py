@@ -1,7 +1,7 @@
 """One run of the network's fuzz: clients, two routers and two gangs, while links break and gangs die, by a seed.
 
 What must hold: each token comes once and is the right one; 2 s after the network is whole again no sequence is in two
-gangs, and none that nobody wants is in any; and in the end nothing is left anywhere.
+gangs, and none without a client is in any; and in the end nothing is left anywhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Client:
     streams: list[OpenSequence] = field(default_factory=list)  # of all its connections
     has_finished: bool = False
     ended_at: float | None = None
-    problem: str | None = None  # an error that it was told
+    problem: str | None = None  # an error that it got
 
     @property
     def seed(self) -> int:
@@ -91,7 +91,7 @@ class Client:
 
 
 class Run:
-    """One seed's run. `num_faults` tells what happened, so that a test can see that enough does."""
+    """One seed's run. `num_faults` counts what happened, so that a test can see that enough does."""
 
     def __init__(self, seed: int, is_quiet: bool = False) -> None:
         """`is_quiet`: the network stays whole, and pages are plenty."""
@@ -198,7 +198,7 @@ class Run:
                 self.network.link(address)
 
     async def _end_gang(self, how: str) -> None:
-        """A gang dies, breaks or is told to go, and another one takes its place."""
+        """A gang dies, breaks or is drained, and another one takes its place."""
         if not self.gangs:
             return
         key = self.rng.choice([*self.gangs])
@@ -232,7 +232,7 @@ class Run:
             twice = {seed: keys for seed, keys in where.items() if len(keys) > 1}
             assert not twice, f"sequences are in two gangs at {now:.2f} s: {twice}"
             gone = {c.seed for c in self.clients if c.ended_at is not None and c.ended_at + SETTLE_S < now}
-            assert not gone & where.keys(), f"what nobody wants is computed at {now:.2f} s: {gone & where.keys()}"
+            assert not gone & where.keys(), f"what no client wants is computed at {now:.2f} s: {gone & where.keys()}"
 
     def _check_end(self) -> None:
         for gang in self.gangs.values():

@@ -39,7 +39,7 @@ def router_config(model_name: str, spool_path: Path, **given: Any) -> RouterConf
 
 
 def admission_config(**given: Any) -> AdmissionConfig:
-    """Of one gang that nobody adds another to."""
+    """Of one gang, without autoscaling."""
     return part_config(AdmissionConfig, DEFAULTS, **{"max_gangs": 1, "queued_tokens_per_gang": 0, **given})
 
 

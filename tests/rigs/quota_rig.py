@@ -34,7 +34,7 @@ def progress(prompt: int = 0, completion: int = 0) -> Progress:
     return Progress(num_prompt_tokens=prompt, num_cached_tokens=0, num_completion_tokens=completion)
 
 
-def asked(
+def requested(
     who: Identity,
     *,
     prompt: int = 10,

@@ -12,7 +12,7 @@ PEAK_PER_S = 12.0
 NUM_BURSTS = 6
 BURST_S = 120.0
 BURST_FACTOR = 3.0
-MORNING, EVENING = 0.3, 0.9  # shares of the day, outside of which nobody asks
+MORNING, EVENING = 0.3, 0.9  # shares of the day, outside of which there are no requests
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def events_of(body: bytes) -> list[Event]:
 
 
 def counts_of(event_id: str) -> str:
-    """What an event's id tells of the position in its stream."""
+    """The position in its stream that an event's id has."""
     return event_id.split(":")[1]
 
 
@@ -308,8 +308,8 @@ class FakeRegistry:
         self, tenant: str, name: str, digest: str = "d" * 64, base: str = "", response_template: str = ""
     ) -> AdapterVersion:
         version = self.adapters[tenant, name].version + 1 if (tenant, name) in self.adapters else 1
-        ranks, told = {"q_proj": 8, "v_proj": 4}, dict[str, Any](base=base, response_template=response_template)
-        adapter = AdapterVersion(tenant, name, version, digest, ranks, 1234, 1700000000.5, **told)
+        ranks, reported = {"q_proj": 8, "v_proj": 4}, dict[str, Any](base=base, response_template=response_template)
+        adapter = AdapterVersion(tenant, name, version, digest, ranks, 1234, 1700000000.5, **reported)
         self.adapters[tenant, name] = adapter
         return adapter
 

@@ -128,7 +128,7 @@ def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | No
 def holds_nothing(load: dict[str, Any]) -> bool:
     """Whether a gang's status says that only pages of kept adapters and kept prefixes are taken.
 
-    Pages that are on their way to host memory are held until they are there, and routers hear of that a beat later: so
+    Pages that are on their way to host memory are held until they are there, and routers learn of that a beat later: so
     after sequences have ended this comes true soon, not at once.
     """
     num_kept = load["num_adapter_pages"] + load["num_idle_prefix_pages"]

@@ -206,11 +206,11 @@ class Worker:
         return self._keys[whole]
 
     def _move(self) -> Iterator[MoveEnd]:
-        """Makes some of the copies that were asked for, oldest first."""
+        """Makes some of the copies that were requested, oldest first."""
         while self._moving and (self.slow_loads is None or self.slow_loads.random() < 0.5):
             move = self._moving.pop(0)
             if self.failing_tiers & {move.source, move.target}:
-                yield MoveEnd(move.number, 0.0, "as told")
+                yield MoveEnd(move.number, 0.0, "as the test wants")
                 continue
             for source, target in zip(move.source_pages, move.target_pages, strict=True):
                 self._write_page(move.target, target, self._read_page(move.source, source))

@@ -64,7 +64,7 @@ async def simulated_fleet(num_routers: int = 1) -> AsyncIterator[SimulatedFleet]
         await fleet.network.close()
 
 
-def asked(seed: int, max_tokens: int, key: str = "", adapter: AdapterRef | None = None) -> SequenceRequest:
+def requested(seed: int, max_tokens: int, key: str = "", adapter: AdapterRef | None = None) -> SequenceRequest:
     sampling = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
     return SequenceRequest(
         prompt_token_ids=[seed % 1000, 1, 2], sampling=sampling, tenant="acme", key=key, adapter=adapter

@@ -69,8 +69,8 @@ class _Executor:
                     logprobs = TokenLogprobs(-float(sample.index), top_ids, top_logprobs)
                 tokens[sequence.sequence_id] = SampledToken(token, logprobs)
             is_broken = sequence.sequence_id in self.broken
-            if (asked := sequence.scores) is not None:
-                scores[sequence.sequence_id] = None if is_broken else _scores(asked, sequence.start)
+            if (requested := sequence.scores) is not None:
+                scores[sequence.sequence_id] = None if is_broken else _scores(requested, sequence.start)
             if (pool := sequence.pool) is not None:
                 positions = range(sequence.start + pool.first_row, sequence.start + pool.first_row + pool.num_rows)
                 total = packed_vector(np.array([sum(positions), len(positions)]))
@@ -177,7 +177,7 @@ class SimulatedEngine:
         self._timer = None
         inbox, self._inbox = self._inbox, []
         if not self.alive:
-            failure = SequenceError("gang_lost", "the engine failed: as told")
+            failure = SequenceError("gang_lost", "the engine failed: by the test")
             failed, self.requests = [*self.requests], {}
             updates = [SequenceUpdate(sequence_id, error=failure) for sequence_id in failed]
             load = self._times.filled_in(self._engine.load())
@@ -219,7 +219,7 @@ class SimulatedGang:
         await self.server.stop()
 
     def check_idle(self) -> None:
-        """Raises AssertionError if anything of a sequence is left here, but what may be asked for again."""
+        """Raises AssertionError if anything of a sequence is left here, but what may be requested again."""
         self.engine.check_idle()
         sequences = self.server._sequences
         assert not sequences._listeners and not len(sequences._timers) and not len(sequences._queue_limit)
@@ -227,5 +227,5 @@ class SimulatedGang:
         assert all(entry.is_finished for entry in sequences._journal._entries.values())
         sequences._journal.check_integrity()
         sequences._queue_limit.check_integrity()
-        sequences._places.check_integrity()
+        sequences._running_limit.check_integrity()
         assert not sequences.num_held

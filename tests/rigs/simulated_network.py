@@ -2,7 +2,7 @@
 
 It stands in for `grpc.aio`: both sides run their own code over it. A link is all that lies between one router and one
 leader. Messages of a stream arrive in order, each once, until the stream breaks; then those under way are lost, and
-each side hears of it at a time of its own. Connects overtake each other.
+each side learns of it at a time of its own. Connects overtake each other.
 
 A router reaches a leader that listens at `host:port` as `router@host:port`: so the network knows who connects.
 """
@@ -50,7 +50,7 @@ class Link:
             connection.cut(self.drawn_delay_s(), self.drawn_delay_s())
 
     def stall(self) -> None:
-        """Nothing arrives until `mend`. A side that hears nothing for too long gives the connection up."""
+        """Nothing arrives until `mend`. A side that receives nothing for too long gives the connection up."""
         self.whole.clear()
         for connection in [*self.connections]:
             connection.notice_stall(NOTICE_S * self.rng.uniform(0.5, 1), NOTICE_S * self.rng.uniform(0.5, 1))
@@ -62,7 +62,7 @@ class Link:
             connection.cut(self.rng.uniform(0, NOTICE_S), self.rng.uniform(0, NOTICE_S))
 
     def mend(self) -> None:
-        """From now on all is well. Routers hear at once of connections that have gone silent; leaders may not."""
+        """From now on all is well. Routers notice at once which connections have gone silent; leaders may not."""
         self.delay_s, self.bytes_per_s, self.connect_s, self.refuses = 0.002, 1e7, 0.01, False
         self.whole.set()
         for connection in [*self.connections]:
@@ -103,7 +103,7 @@ class _Pipe:
         return self._arrived.popleft()
 
     def end_reading(self) -> None:
-        """What is under way is lost. What has arrived can be read. The writer does not hear of it by this."""
+        """What is under way is lost. What has arrived can be read. The writer does not learn of it by this."""
         self.is_over_for_reader = True
         self._pump.cancel()
         self._tell()
@@ -257,7 +257,7 @@ class Connection:
             self._forget_if_over()
 
     async def _end_after_last_word(self) -> None:
-        """The router reads what the leader has written, and then hears of the end."""
+        """The router reads what the leader has written, and then learns of the end."""
         for _ in range(1000):
             if not self._down.num_bytes:
                 break
@@ -355,7 +355,7 @@ class SimulatedNetwork:
         return self.links[address]
 
     def forget(self, address: str) -> None:
-        """Nobody listens there any more."""
+        """Nothing listens there any more."""
         self._past_links.append(self.links.pop(address))
 
     def keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:

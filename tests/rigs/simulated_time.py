@@ -64,7 +64,7 @@ def run_simulated(main: Coroutine[Any, Any, _Result]) -> _Result:
         with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
             runner.get_loop().set_exception_handler(note)
             result = runner.run(main)
-            gc.collect()  # tasks that were forgotten tell what they have raised
+            gc.collect()  # forgotten tasks log what they have raised
     finally:
         gc.enable()
         gc.unfreeze()

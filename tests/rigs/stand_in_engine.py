@@ -54,7 +54,7 @@ def adapter_pages(adapter: AdapterRef) -> int:
 
 
 class StandInEngine:
-    """Satisfies `ServedEngine`. `cancelled`, `submitted` and `outdated` tell what reached it.
+    """Satisfies `ServedEngine`. `cancelled`, `submitted` and `outdated` have what reached it.
 
     While `paused`, no step is made. A sequence gets no more than `most_tokens`, and waits where it has as many: so a
     test can do something to it before it ends, however late it comes to that.
@@ -65,23 +65,23 @@ class StandInEngine:
     def __init__(self, step_s: float = 0.001, num_places: int | None = None) -> None:
         """`num_places`: sequences that get tokens at once, the oldest; the others wait. None: all.
 
-        Only an engine with places tells what its steps cost.
+        Only an engine with places reports what its steps cost.
         """
         self._num_places = num_places
         self._num_computed = self._num_generated = 0
         self._busy_s = 0.0
-        self._given_up: list[SequenceUpdate] = []  # not yet told
+        self._given_up: list[SequenceUpdate] = []  # not yet reported
         self.submitted: list[SequenceRequest] = []
         self.cancelled: list[int] = []
         self.outdated: list[str] = []
         self.pinned: set[str] = set()
         self.served_elsewhere: list[ServedElsewhere] = []
-        self.shares: list[TenantShare] = []  # to be told with the next step
+        self.shares: list[TenantShare] = []  # to be reported with the next step
         self.paused = False
         self.most_tokens = math.inf
         self.fails = self.cannot_read = False
         self.num_turns = 0  # of its loop, in which it may have had nothing to do
-        self._residency = ResidencyChange()  # not yet told
+        self._residency = ResidencyChange()  # not yet reported
         self._pages: list[int] = []  # short keys of those that came
         self._step_s = step_s
         self._running: dict[int, tuple[SequenceRequest, int]] = {}
@@ -206,7 +206,7 @@ class StandInEngine:
 
     def _lose_all(self) -> list[SequenceUpdate]:
         with self._lock:
-            lost = SequenceError("gang_lost", "the engine failed: as told")
+            lost = SequenceError("gang_lost", "the engine failed: by the test")
             return [SequenceUpdate(sequence_id, error=lost) for sequence_id in self._running]
 
     def _take_residency(self) -> ResidencyChange:

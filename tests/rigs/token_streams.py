@@ -66,10 +66,10 @@ def read_stream(http: httpx.Client, path: str, body: Mapping[str, Any]) -> Itera
 def stream_all(motet: RunningMotet, jobs: Sequence[Job], meter: Meter, read: ReadStream = read_stream) -> list[Heard]:
     """Runs all jobs at once, each on a connection of its own."""
     with ThreadPoolExecutor(len(jobs)) as pool:
-        return list(pool.map(lambda job: _heard(motet, job, meter, read), jobs))
+        return list(pool.map(lambda job: _received(motet, job, meter, read), jobs))
 
 
-def _heard(motet: RunningMotet, job: Job, meter: Meter, read: ReadStream) -> Heard:
+def _received(motet: RunningMotet, job: Job, meter: Meter, read: ReadStream) -> Heard:
     text, token_ids = "", list[int]()
     finish_reason: str | None = None
     usage: dict[str, int] = {}

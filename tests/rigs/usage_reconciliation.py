@@ -19,9 +19,9 @@ class Received:
 
     id: str
     tenant: str
-    heard_end: bool
+    received_end: bool
     num_prompt_tokens: int
-    num_output_tokens: int  # that came to the client; if it heard the end: of the usage that it was told
+    num_output_tokens: int  # that came to the client; if it received the end: of the usage that it got
     num_cached_tokens: int = 0
 
 
@@ -41,20 +41,20 @@ async def ledger_entries(client: Redis, tenant_ids: Iterable[str], tenant: str |
 async def reconcile(client: Redis, received: Iterable[Received], generated: Mapping[str, int] = {}) -> None:
     """Raises AssertionError unless each answer is in the ledger once, with what its client received.
 
-    Of an answer whose client did not hear the end at least what came to it must be there, and no more than `generated`
-    for its id, if that is known; of one whose router was killed, what the router last wrote of it. One of which nothing
-    came may be absent. And the sums must be those of the entries.
+    Of an answer whose client did not receive the end at least what came to it must be there, and no more than
+    `generated` for its id, if that is known; of one whose router was killed, what the router last wrote of it. One of
+    which nothing came may be absent. And the sums must be those of the entries.
     """
-    told = {one.id: one for one in received}
-    tenants = {one.tenant for one in told.values()}
+    reported = {one.id: one for one in received}
+    tenants = {one.tenant for one in reported.values()}
     entries = await ledger_entries(client, tenants)
-    for one in told.values():
+    for one in reported.values():
         entry = entries.get(one.id)
         if entry is None:
-            assert not (one.heard_end or one.num_output_tokens), f"{one} is not in the ledger"
+            assert not (one.received_end or one.num_output_tokens), f"{one} is not in the ledger"
             continue
         assert (entry.tenant, entry.requests, entry.prompt_tokens) == (one.tenant, 1, one.num_prompt_tokens), one
-        if one.heard_end:
+        if one.received_end:
             assert entry.stage is Stage.COMPLETE, entry
             known = (one.num_output_tokens, one.num_cached_tokens)
             assert (entry.output_tokens, entry.cached_tokens) == known, (one, entry)
@@ -62,7 +62,7 @@ async def reconcile(client: Redis, received: Iterable[Received], generated: Mapp
             assert entry.output_tokens <= generated.get(one.id, entry.output_tokens), (one, entry)
             if entry.stage is not Stage.UNDER_WAY:  # else its router was killed, up to a second after it wrote this
                 assert one.num_output_tokens <= entry.output_tokens, (one, entry)
-    assert entries.keys() <= told.keys(), "the ledger has answers that nobody asked for"
+    assert entries.keys() <= reported.keys(), "the ledger has answers without a request"
     for tenant in tenants:
         expected: Counter[str] = Counter()
         for entry in entries.values():

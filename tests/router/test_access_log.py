@@ -41,7 +41,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [record.__dict__["fields"] for record in caplog.records if record.name == LOGGER]
 
 
-async def test_a_line_tells_of_an_answer(rig: RouterRig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_line_describes_an_answer(rig: RouterRig, caplog: pytest.LogCaptureFixture) -> None:
     async with rig.client() as client:
         answer = await client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": "mine-17"})
     (line,) = lines(caplog)
@@ -55,20 +55,22 @@ async def test_a_line_tells_of_an_answer(rig: RouterRig, caplog: pytest.LogCaptu
         "finish": "stop:1",
     }
     usage = answer.json()["usage"]
-    told = line["prompt_tokens"], line["completion_tokens"], line["sent_bytes"]
-    assert told == (usage["prompt_tokens"], usage["completion_tokens"], len(answer.content))
+    reported = line["prompt_tokens"], line["completion_tokens"], line["sent_bytes"]
+    assert reported == (usage["prompt_tokens"], usage["completion_tokens"], len(answer.content))
     assert 0 < line["first_token_s"] <= line["duration_s"]
     assert "stream" not in line and "cancelled" not in line and "error" not in line
     assert [request.request_id for request in rig.dispatcher.submitted] == ["mine-17"]
 
 
-async def test_the_answers_id_is_told_by_what_is_random_in_it(rig: RouterRig, caplog: pytest.LogCaptureFixture) -> None:
-    """The rest of it is a hash of the prompt, by which whoever reads the log could try prompts."""
+async def test_the_answers_id_is_recognized_by_what_is_random_in_it(
+    rig: RouterRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rest of it is a hash of the prompt, by which a reader of the log could try prompts."""
     async with rig.client() as client:
         ids = [(await client.post("/v1/chat/completions", json=CHAT)).json()["id"] for _ in range(2)]
     heads = {one.removesuffix(line["answer"]) for one, line in zip(ids, lines(caplog), strict=True)}
-    told = [line["answer"] for line in lines(caplog)]
-    assert len(heads) <= 2 and told[0] != told[1] and all(len(one) == 21 for one in told)
+    reported = [line["answer"] for line in lines(caplog)]
+    assert len(heads) <= 2 and reported[0] != reported[1] and all(len(one) == 21 for one in reported)
     assert [line["answer"] in answer for line, answer in zip(lines(caplog), ids, strict=True)] == [True, True]
 
 
@@ -105,7 +107,7 @@ async def test_a_refusal_has_its_code_and_its_id_and_no_word_of_the_client(
     assert MARK not in shown(caplog)
 
 
-async def test_unknown_keys_are_nobodys_and_are_not_told(rig: RouterRig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unknown_keys_have_no_owner_and_are_not_shown(rig: RouterRig, caplog: pytest.LogCaptureFixture) -> None:
     async with rig.client() as client:
         for headers in ({"Authorization": f"Bearer {MARK}"}, {"Authorization": MARK}):
             await client.post("/v1/chat/completions", json=CHAT, headers=headers)
@@ -131,7 +133,7 @@ async def test_a_stream_has_its_line_when_it_has_ended(rig: RouterRig, caplog: p
     assert MARK not in shown(caplog)
 
 
-async def test_a_client_that_leaves_is_told_of(rig: RouterRig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_leaves_is_reported(rig: RouterRig, caplog: pytest.LogCaptureFixture) -> None:
     rig.dispatcher.hangs, rig.dispatcher.answer = True, []
     rig.dispatcher.script = lambda request: []
     body = json.dumps({"model": BASE, "prompt": MARK, "stream": True}).encode()

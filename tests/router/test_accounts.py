@@ -1,4 +1,4 @@
-"""What accountants hear of an answer: before it is made, and before its last bytes go out."""
+"""What accountants learn of an answer: before it is made, and before its last bytes go out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ NOTHING = Progress(num_prompt_tokens=0, num_cached_tokens=0, num_completion_toke
 
 
 class Book:
-    """Keeps what it hears; refuses with an error if it has one."""
+    """Keeps what it receives; refuses with an error if it has one."""
 
     def __init__(self, name: str, log: list[str], refusal: ApiError | None = None) -> None:
         self._name, self._log, self._refusal = name, log, refusal
 
-    async def open(self, asked: AnswerRequest) -> Account:
+    async def open(self, requested: AnswerRequest) -> Account:
         self._log.append(f"{self._name} opens")
         if self._refusal is not None:
             raise self._refusal
@@ -39,7 +39,7 @@ class _Line:
         self._log.append(f"{self._name} settles {ending.error or ending.progress.num_completion_tokens}")
 
 
-def asked() -> AnswerRequest:
+def requested() -> AnswerRequest:
     return AnswerRequest(
         identity=Identity(TenantRecord(name="acme"), KeyRecord(key_id="k", tenant="acme")),
         response_id="cmpl-1",
@@ -56,7 +56,7 @@ def asked() -> AnswerRequest:
 
 async def test_all_open_in_order_and_all_settle() -> None:
     log: list[str] = []
-    account = await Accounts([Book("a", log), Book("b", log)]).open(asked())
+    account = await Accounts([Book("a", log), Book("b", log)]).open(requested())
     assert account.headers == [(b"x-book", b"a"), (b"x-book", b"b")]
     progress = Progress(num_prompt_tokens=3, num_cached_tokens=0, num_completion_tokens=4)
     account.settle(Ending(progress=progress, error="", is_cancelled=False, first_token_s=0.1, duration_s=0.2))
@@ -67,5 +67,5 @@ async def test_what_one_refuses_is_settled_at_those_before_it_and_opened_at_none
     log: list[str] = []
     refusal = ApiError(429, "too much", code="quota")
     with pytest.raises(ApiError, match="too much"):
-        await Accounts([Book("a", log), Book("b", log, refusal), Book("c", log)]).open(asked())
+        await Accounts([Book("a", log), Book("b", log, refusal), Book("c", log)]).open(requested())
     assert log == ["a opens", "b opens", "a settles quota"]

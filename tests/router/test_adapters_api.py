@@ -294,7 +294,7 @@ class FullSpool(UploadSpool):
 
 
 @pytest.mark.parametrize("when", ["before", "while it arrives", "while it is stored"])
-async def test_a_full_disk_is_told(
+async def test_a_full_disk_is_reported(
     tmp_path: Path, text: TextService, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     monkeypatch.setattr(adapters_api, "UploadSpool", FullSpool if when == "while it arrives" else UploadSpool)

@@ -127,14 +127,14 @@ def test_a_gang_that_holds_the_sequence_takes_it(
 
 @settings(deadline=None)
 @given(requests, fleets, configs)
-def test_nobody_waits_where_nobody_is_known_to(
+def test_the_expected_wait_is_none_where_none_is_known_to_wait(
     request: RoutingRequest, gangs: list[GangView], config: AdmissionConfig
 ) -> None:
     gangs = [replace(gang, num_waiting=0) for gang in gangs]
     assert isinstance(admit(request, NO_LIMIT, gangs, ROUTING, config, 1e-9), Admitted)
 
 
-def test_what_is_told_of_a_refusal() -> None:
+def test_what_is_reported_of_a_refusal() -> None:
     waits = admit(SHORT, NO_LIMIT, [CROWDED], ROUTING, admission_config())
     assert waits == SequenceError(
         "overloaded",
@@ -217,7 +217,7 @@ def test_no_queue_is_refused_that_the_autoscaler_has_to_see() -> None:
 
 
 def test_a_refusal_says_small_times_too() -> None:
-    """None of them is told as 0.0 s."""
+    """No expected wait is shown as 0.0 s."""
     gang = replace(CROWDED, num_waiting=1, num_queued_tokens=1, costs=replace(CROWDED.costs, s_per_waiting_token=0.004))
     refused = admit(SHORT, TimeLimit(0.003), [gang], ROUTING, admission_config())
     assert isinstance(refused, SequenceError)

@@ -211,8 +211,8 @@ def test_a_fleet_with_thousands_of_adapters() -> None:
     assert queueing_p99_s(ours) < 1.1 * queueing_p99_s(blind)
     assert max(job.ended_at for job in ours) < 1.1 * max(job.ended_at for job in blind)  # no gang is left behind
 
-    num_asked = Counter(job.digest for job in ours)
+    num_requested = Counter(job.digest for job in ours)
     num_gangs, num_gangs_blind = num_gangs_by_adapter(ours), num_gangs_by_adapter(blind)
     assert num_gangs["adapter-0"] > 1, "the hottest adapter is more than one gang can serve"
-    few = [digest for digest, count in num_asked.items() if 5 <= count <= 8]
+    few = [digest for digest, count in num_requested.items() if 5 <= count <= 8]
     assert sum(num_gangs[digest] for digest in few) < 0.6 * sum(num_gangs_blind[digest] for digest in few)

@@ -53,7 +53,7 @@ COMPLEX: Final = (
     "POST /v1/adapters",
 )
 REQUIRED: Final = frozenset({"prompt", "messages", "input", "max_tokens", "tokens"})
-MADE: Final = "made when it is asked for"  # an id
+MADE: Final = "made when it is requested"  # an id
 SPENT: Final = ("DELETE /v1/files/{file_id}", "POST /v1/batches/{batch_id}/cancel")  # need a new one each time
 HI: Final = [{"role": "user", "content": "hi"}]
 # Requests that are surely answered, as arguments of a case; drawn ones are likely to be. Uploads have files beside.
@@ -141,9 +141,9 @@ def operations(front: RealFront, runner: Runner) -> list[Any]:
 
 def sent(case: Any, key: str) -> httpx.Request:
     """As schemathesis would send it."""
-    told: Any = requests.Request(**case.as_transport_kwargs(base_url="http://router")).prepare()
-    headers = {name: value for name, value in told.headers.items() if name.lower() != "authorization"}
-    request = httpx.Request(told.method or "", told.url or "", content=told.body or b"")
+    reported: Any = requests.Request(**case.as_transport_kwargs(base_url="http://router")).prepare()
+    headers = {name: value for name, value in reported.headers.items() if name.lower() != "authorization"}
+    request = httpx.Request(reported.method or "", reported.url or "", content=reported.body or b"")
     request.headers.update({"Content-Type": "application/json"} if case.media_type == "application/json" else {})
     request.headers.update(headers)
     request.headers["Authorization"] = f"Bearer {key}"
@@ -151,7 +151,7 @@ def sent(case: Any, key: str) -> httpx.Request:
 
 
 class Work:
-    """The asker's files and batches, whose ids nobody could draw."""
+    """The asker's files and batches, whose ids cannot be drawn."""
 
     def __init__(self, front: RealFront, runner: Runner) -> None:
         self._asker, self._runner = BatchClient(front, ASKER_KEY), runner
@@ -286,21 +286,23 @@ def statuses_of(
 
 # The loop on the other thread draws how long to wait, at the same time.
 @pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["as told", "otherwise"])
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["valid", "otherwise"])
 def test_no_request_is_a_server_error_or_stores_what_it_was_refused(
     front: RealFront, runner: Runner, mode: GenerationMode, pytestconfig: pytest.Config
 ) -> None:
     """Others at each commit; `--first-seed` draws the same ones again."""
-    is_as_told = mode is GenerationMode.POSITIVE
-    draws_all = is_as_told or pytestconfig.getoption("thorough")
+    is_as_reported = mode is GenerationMode.POSITIVE
+    draws_all = is_as_reported or pytestconfig.getoption("thorough")
     seed = pytestconfig.getoption("first_seed")
     statuses: dict[str, set[int]] = {}
     for operation in operations(front, runner):
-        if is_as_told or operation.body or operation.query or operation.path_parameters:  # else nothing can be wrong
+        if (
+            is_as_reported or operation.body or operation.query or operation.path_parameters
+        ):  # else nothing can be wrong
             statuses[operation.label] = statuses_of(front, runner, operation, mode, seed, draws_all=draws_all)
     assert [*(front.folder / "spool").iterdir()] == []
     print(statuses)
-    if is_as_told:
+    if is_as_reported:
         assert [label for label in VALID if not statuses[label] & {200, 201}] == []
         assert 201 in statuses["POST /v1/adapters"]
     else:

@@ -15,8 +15,8 @@ from motet.router.openai_api.request_schema import (
     UnsupportedFields,
 )
 from motet.router.openai_api.unsupported_fields import refused_fields
-from motet.router.openapi.api_page import with_tables
 from motet.router.openapi.error_codes import ERRORS
+from motet.tests.rigs.api_tables import with_tables
 from motet.tests.rigs.made_api_page import made_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def test_its_tables_are_up_to_date(tmp_path: Path) -> None:
     assert made_page(page, tmp_path) == page, "run .venv/bin/python -m motet.tests.rigs.made_api_page docs/api.md"
 
 
-def test_a_table_that_is_missing_is_told() -> None:
+def test_a_table_that_is_missing_is_reported() -> None:
     with pytest.raises(ValueError, match="'types'"):
         with_tables("<!-- made: errors -->\n<!-- end -->", {})
 
@@ -70,12 +70,12 @@ def test_every_field_that_is_obeyed_is_in_the_table() -> None:
 
 
 def test_bounds_and_meanings_come_with_the_fields() -> None:
-    told = {(where, field): [accepted, meaning] for field, where, accepted, meaning in rows("fields")}
-    assert told["both", "`timeout`"] == ["number over 0, at most 86,400", "Seconds for the whole answer."]
-    assert told["both", "`seed`"][0] == "whole number, -2^63 to 2^63-1"
-    assert told["completions", "`logprobs`"][0] == "whole number, 0 to 20"
+    reported = {(where, field): [accepted, meaning] for field, where, accepted, meaning in rows("fields")}
+    assert reported["both", "`timeout`"] == ["number over 0, at most 86,400", "Seconds for the whole answer."]
+    assert reported["both", "`seed`"][0] == "whole number, -2^63 to 2^63-1"
+    assert reported["completions", "`logprobs`"][0] == "whole number, 0 to 20"
     stop = "text of 1 to 1,024 characters or list of at most 16 of text of 1 to 1,024 characters"
-    assert told["both", "`stop`"][0] == stop
+    assert reported["both", "`stop`"][0] == stop
 
 
 def test_every_field_that_is_refused_is_named() -> None:

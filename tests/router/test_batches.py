@@ -190,8 +190,8 @@ async def test_lines_are_answered_as_requests_are(running: RealFront, charges: C
     output = {one["custom_id"]: one for one in await owner.lines(batch["output_file_id"])}
     assert set(output) == {*(f"id-{number}" for number in range(20)), "fine"}
     async with running.client() as client:
-        asked = {"headers": {"Authorization": f"Bearer {OWNER_KEY}"}, "json": lines[0]["body"]}
-        direct = (await client.post("/v1/completions", **asked)).json()
+        requested = {"headers": {"Authorization": f"Bearer {OWNER_KEY}"}, "json": lines[0]["body"]}
+        direct = (await client.post("/v1/completions", **requested)).json()
     response = output["id-3"]["response"]
     assert output["id-3"]["error"] is None and response["status_code"] == 200 and response["request_id"]
     for field in ("choices", "usage", "model", "object"):
@@ -201,7 +201,7 @@ async def test_lines_are_answered_as_requests_are(running: RealFront, charges: C
     (failed,) = await owner.lines(batch["error_file_id"])
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("bad", 400)
     assert failed["response"]["body"]["error"]["param"] == "max_tokens"
-    assert set(charges.complete.values()) == {1, 2}  # id-0 was asked once more, directly
+    assert set(charges.complete.values()) == {1, 2}  # id-0 was sent once more, directly
     sizes = {one["id"]: one["bytes"] for one in (await owner.done("GET", "/v1/files"))["data"]}
     content = await owner.ask("GET", f"/v1/files/{batch['output_file_id']}/content")
     assert sizes[batch["output_file_id"]] == len(content.content)
@@ -362,7 +362,7 @@ async def test_wrong_batches_are_refused(front: RealFront, change: dict[str, Any
     assert (await owner.ask("POST", "/v1/batches", json=body | change)).status_code == 400
 
 
-async def test_nobody_else_sees_a_batch_or_uses_a_file(front: RealFront) -> None:
+async def test_no_other_sees_a_batch_or_uses_a_file(front: RealFront) -> None:
     owner, asker = BatchClient(front), BatchClient(front, ASKER_KEY)
     file_id = await owner.upload([GOOD])
     batch_id = await owner.create(file_id)
@@ -443,10 +443,10 @@ async def test_no_gang_pauses_a_batch(running: RealFront) -> None:
 
 
 def condition(check: Any) -> Any:
-    async def asked() -> bool:
+    async def requested() -> bool:
         return bool(check())
 
-    return asked
+    return requested
 
 
 async def test_cancelled_lines_that_have_begun_are_answered(running: RealFront, charges: Charges) -> None:
@@ -455,8 +455,8 @@ async def test_cancelled_lines_that_have_begun_are_answered(running: RealFront, 
     owner = BatchClient(running)
     batch_id = await owner.create(await owner.upload(work(30)))
     await until(condition(lambda: charges.num_open == 4))
-    told = await owner.done("POST", f"/v1/batches/{batch_id}/cancel")
-    assert (told["status"], told["cancelling_at"] is not None) == ("cancelling", True)
+    reported = await owner.done("POST", f"/v1/batches/{batch_id}/cancel")
+    assert (reported["status"], reported["cancelling_at"] is not None) == ("cancelling", True)
     await asyncio.sleep(2 * QUICK.look_s)
     charges.opening.set()
     batch = await owner.ended(batch_id)

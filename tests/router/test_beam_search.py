@@ -7,13 +7,14 @@ import random
 from collections.abc import Callable
 from itertools import product
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.router.generation.beam_search import NEW_SEARCH, Beam, BeamSearch
 from motet.router.generation.beam_search import advanced as followed
-from motet.workers.wire.beams import BeamRound, BeamRules, best_candidates, forks, replayed
+from motet.workers.wire.beams import BeamRules, BeamsSoFar, SearchPath, SearchState, best_candidates, forks
 from motet.workers.wire.messages import TokenLogprobs
 
 Model = Callable[[tuple[int, ...]], list[float]]  # log-probabilities of the next token after these
@@ -28,7 +29,7 @@ def random_model(seed: int, vocab_size: int) -> Model:
     return model
 
 
-def told(model: Model, beam: Beam, num_top: int) -> TokenLogprobs:
+def reported(model: Model, beam: Beam, num_top: int) -> TokenLogprobs:
     """The update of an engine."""
     logprobs = model(beam.token_ids)
     top = sorted(range(len(logprobs)), key=lambda token: -logprobs[token])[:num_top]
@@ -49,7 +50,7 @@ def search(
     """The search at its end, and the number of its rounds."""
     state, num_rounds = NEW_SEARCH, 0
     while state.live:
-        state = advanced(state, [told(model, beam, rules.num_candidates) for beam in state.live], rules, is_stopped)
+        state = advanced(state, [reported(model, beam, rules.num_candidates) for beam in state.live], rules, is_stopped)
         num_rounds += 1
     return state, num_rounds
 
@@ -142,7 +143,7 @@ def test_a_token_without_any_chance_is_no_candidate() -> None:
     assert [beam.token_ids for beam in state.live] == [(4,), (5,)]
 
 
-def test_beams_remember_as_many_alternatives_as_asked_for() -> None:
+def test_beams_remember_as_many_alternatives_as_requested() -> None:
     rules = BeamRules(1, 1, frozenset({9}), num_logprobs=1)
     assert rules.num_candidates == 2
     state = advanced(NEW_SEARCH, [TokenLogprobs(0.0, [4, 9], [-0.1, -2.5])], rules)
@@ -159,20 +160,35 @@ def test_beams_remember_as_many_alternatives_as_asked_for() -> None:
 )
 @settings(max_examples=100, deadline=None)
 def test_a_search_is_fixed_by_its_rounds(seed: int, width: int, max_tokens: int, num_ends: int, stops: bool) -> None:
+    """And by where it was so far: it goes on from there once a beam was stopped, which the gang does not know of."""
     model = random_model(seed, 9)
     rules = BeamRules(width, max_tokens, frozenset(range(num_ends)), may_stop=stops)
     is_stopped: Callable[[Beam], bool] = lambda beam: stops and sum(beam.token_ids) % 7 == 3  # noqa: E731
-    state, rounds = NEW_SEARCH, list[BeamRound]()
+    state, path = NEW_SEARCH, SearchPath(rules)
     while state.live:
-        rows = [told(model, beam, rules.num_candidates) for beam in state.live]
+        rows = [reported(model, beam, rules.num_candidates) for beam in state.live]
         one = best_candidates([beam.total for beam in state.live], rows, rules)
         assert len(one.candidates) <= 2 * (1 + stops) * width
-        state, one = followed(state, one, rules, is_stopped)
-        rounds.append(one)
-        again, beams = replayed(rounds, rules)
-        assert [*again.totals] == [beam.total for beam in state.live]
-        assert [*again.finished] == [beam.score(rules) for beam in state.finished]
-        assert [tuple(beam) for beam in beams] == [beam.token_ids for beam in state.live]
+        state, has_stopped = followed(state, one, rules, is_stopped)
+        path.add(one)
+        if has_stopped and state.live:
+            path = SearchPath(rules, state.so_far(rules))
+        if state.live:
+            so_far = state.so_far(rules)
+            assert so_far is not None and so_far == path.so_far
+            assert so_far.state(rules) == state.state(rules)
+            assert [tuple(beam) for beam in so_far.beams] == [beam.token_ids for beam in state.live]
+        elif not has_stopped:
+            assert path.so_far is None
+
+
+def test_a_search_that_goes_on_is_as_short_as_its_beams() -> None:
+    """What all beams have in common is sent once, and nothing of beams that have died."""
+    beams = [(*range(1000), 2000 + number) for number in range(64)]
+    state = SearchState([-1.0] * 64, 1001, [-2.0] * 64)
+    so_far = BeamsSoFar.of(state, beams)
+    assert [tuple(beam) for beam in so_far.beams] == beams
+    assert len(msgspec.msgpack.encode(so_far)) < 3 * 1000 + 64 * (4 + 9 + 9) + 20
 
 
 @given(st.integers(1, 8).flatmap(lambda width: st.tuples(st.just(width), st.data())))

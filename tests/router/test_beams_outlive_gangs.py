@@ -70,7 +70,8 @@ async def test_a_lost_gang_changes_nothing() -> None:
         dispatcher.update({"a": addresses[0], "b": addresses[1]})
         assert await searching == expected
         (resumed,) = engines[1].submitted
-        assert len(resumed.beam_rounds) == 3
+        so_far = resumed.beams_so_far
+        assert so_far is not None and len(so_far.beams[0]) == 3
         assert dispatcher.num_resumed > 0
     finally:
         await dispatcher.close()

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from motet.tests.rigs.simulated_fleet import asked, read, simulated_fleet
+from motet.tests.rigs.simulated_fleet import read, requested, simulated_fleet
 from motet.tests.rigs.simulated_gang import TOKEN
 from motet.tests.rigs.simulated_network import Connection
 from motet.tests.rigs.simulated_time import run_simulated
@@ -20,7 +20,7 @@ def test_after_a_blip_nothing_is_computed_twice() -> None:
             a = await fleet.add_gang()
             await asyncio.sleep(1)
             (router,) = fleet.routers
-            streams = [router.submit(asked(seed, 500, f"r-{seed}")) for seed in range(3)]
+            streams = [router.submit(requested(seed, 500, f"r-{seed}")) for seed in range(3)]
             reading = [asyncio.create_task(read(stream, seed)) for seed, stream in enumerate(streams)]
             await asyncio.sleep(1)
             await fleet.add_gang()
@@ -44,11 +44,11 @@ def test_who_went_away_during_a_blip_is_forgotten() -> None:
             a = await fleet.add_gang()
             await asyncio.sleep(1)
             (router,) = fleet.routers
-            gone_before, gone_during = (router.submit(asked(seed, 500, f"r-{seed}")) for seed in range(2))
+            gone_before, gone_during = (router.submit(requested(seed, 500, f"r-{seed}")) for seed in range(2))
             await asyncio.sleep(1)
             fleet.link(0, 0).refuses = True
             fleet.link(0, 0).cut()
-            gone_before.cancel()  # the gang does not hear of it any more
+            gone_before.cancel()  # the gang does not get it any more
             await asyncio.sleep(0.3)
             gone_during.cancel()
             await asyncio.sleep(0.2)
@@ -61,14 +61,14 @@ def test_who_went_away_during_a_blip_is_forgotten() -> None:
 
 
 def test_a_router_is_known_again_before_its_old_stream_has_ended() -> None:
-    """The gang believes for ten seconds that its stream is there; sequences without a key cannot be asked for."""
+    """The gang believes for ten seconds that its stream is there; sequences without a key cannot be requested."""
 
     async def main() -> None:
         async with simulated_fleet() as fleet:
             await fleet.add_gang()
             await asyncio.sleep(1)
             (router,) = fleet.routers
-            streams = [router.submit(asked(seed, 300, key)) for seed, key in enumerate(["", "r-1"])]
+            streams = [router.submit(requested(seed, 300, key)) for seed, key in enumerate(["", "r-1"])]
             reading = [asyncio.create_task(read(stream, seed)) for seed, stream in enumerate(streams)]
             await asyncio.sleep(1)
             for connection in [*fleet.link(0, 0).connections]:
@@ -113,14 +113,14 @@ def test_what_another_router_left_is_not_computed_beside_its_successor() -> None
             await fleet.add_gang()
             await asyncio.sleep(1)
             dies, takes_over = fleet.routers
-            dies.submit(asked(7, 500, "r-7"))
+            dies.submit(requested(7, 500, "r-7"))
             await asyncio.sleep(1)
             fleet.link(1, 0).refuses = True
             fleet.link(1, 0).cut()
             await fleet.add_gang()
             await asyncio.sleep(0.5)
             await dies.close()
-            reading = asyncio.create_task(read(takes_over.submit(asked(7, 500, "r-7"), is_resumed=True), 7))
+            reading = asyncio.create_task(read(takes_over.submit(requested(7, 500, "r-7"), is_resumed=True), 7))
             await asyncio.sleep(1)
             assert fleet.where(7) == [0, 1]
             fleet.link(1, 0).mend()
@@ -131,7 +131,7 @@ def test_what_another_router_left_is_not_computed_beside_its_successor() -> None
     run_simulated(main())
 
 
-def test_who_asks_first_and_arrives_last_takes_nothing_over() -> None:
+def test_a_first_request_that_arrives_last_takes_nothing_over() -> None:
     """Its client has come back to another router since, whose request was faster."""
 
     async def main() -> None:
@@ -140,10 +140,10 @@ def test_who_asks_first_and_arrives_last_takes_nothing_over() -> None:
             await asyncio.sleep(1)
             slow, fast = fleet.routers
             fleet.link(0, 0).stall()
-            first = slow.submit(asked(3, 200, "r-3"))
+            first = slow.submit(requested(3, 200, "r-3"))
             await asyncio.sleep(0.1)
             first.cancel()
-            reading = asyncio.create_task(read(fast.submit(asked(3, 200, "r-3"), is_resumed=True), 3))
+            reading = asyncio.create_task(read(fast.submit(requested(3, 200, "r-3"), is_resumed=True), 3))
             await asyncio.sleep(1)
             fleet.link(0, 0).mend()
             assert await reading == 200

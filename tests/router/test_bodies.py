@@ -100,9 +100,9 @@ async def test_a_body_that_comes_too_slowly_is_given_up() -> None:
     reader = BodyReader(MIB, Metrics(), ArrivalPace(grace_s=0.05, bytes_per_s=1000.0, deadline_s=60.0))
     client = Client()
     client.send(b"{")
-    with pytest.raises(ApiError, match="too slowly") as told:
+    with pytest.raises(ApiError, match="too slowly") as reported:
         await asyncio.wait_for(read(reader, client), PATIENCE_S)
-    assert (told.value.status_code, told.value.detail.code) == (408, "body_timeout")
+    assert (reported.value.status_code, reported.value.detail.code) == (408, "body_timeout")
     assert reader.budget.num_held == 0
 
 

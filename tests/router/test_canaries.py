@@ -118,12 +118,12 @@ async def test_a_conversation_stays_with_a_version(rig: VersionRig, rigs: Sequen
 async def test_a_canary_that_fails_is_taken_back_everywhere_by_itself(rigs: Sequence[VersionRig], kind: str) -> None:
     await on_trial(rigs)
     break_version_2(rigs, kind)
-    num_asked = 0
+    num_requested = 0
     async with asyncio.timeout(PATIENCE_S):
         while (await canary(rigs[0]))["state"] == "running":
             for rig in rigs:
-                await rig.complete(user=f"u{num_asked}")
-                num_asked += 1
+                await rig.complete(user=f"u{num_requested}")
+                num_requested += 1
     ended = await canary(rigs[1])
     assert ended["state"] == "rolled_back"
     what = "answers refused" if kind != "internal" else "answers that failed"
@@ -197,8 +197,8 @@ async def test_feedback_counts_once_and_only_for_answers_of_the_same_tenant(
     assert (
         (other.status_code, other.json()["counted"]) == (nobody.status_code, nobody.json()["counted"]) == (200, False)
     )
-    told = [(await rig.http.post("/v1/feedback", json=body)).json()["counted"] for _ in range(2)]
-    assert told == [True, False]
+    reported = [(await rig.http.post("/v1/feedback", json=body)).json()["counted"] for _ in range(2)]
+    assert reported == [True, False]
     found = await canary(rig)
     assert (found[arm]["thumbs_down"], found[arm]["thumbs_up"], found["comments"]) == (1, 0, [f"{arm} down: meh"])
     for wrong in (
@@ -248,11 +248,11 @@ async def test_feedback_may_come_as_soon_as_its_answer_and_at_another_router(
     await on_trial(rigs)
     for number in range(5):
         response = await rigs[0].complete(user=f"u{number}")
-        told = await rigs[1].http.post("/v1/feedback", json={"id": response.json()["id"], "score": 1})
-        assert told.json()["counted"]
+        reported = await rigs[1].http.post("/v1/feedback", json={"id": response.json()["id"], "score": 1})
+        assert reported.json()["counted"]
 
 
-async def test_answers_count_once_however_often_they_are_told(redis_client: Redis) -> None:
+async def test_answers_count_once_however_often_they_are_reported(redis_client: Redis) -> None:
     counts = CanaryCounts(redis_client)
     outcomes = [Outcome("acme", "acme/x", f"cmpl-{number}", "c", "stable", ("answers",)) for number in range(10)]
     await counts.add(outcomes)
@@ -276,11 +276,11 @@ async def test_killing_redis_in_the_middle_loses_and_doubles_no_answer(tmp_path:
     try:
         async with version_rigs(client, tmp_path, text, 2) as rigs:
             await on_trial(rigs)
-            asked = 0
+            requested = 0
             for step in range(60):
                 for rig in rigs:
-                    assert (await rig.complete(user=f"u{asked}")).status_code == 200
-                    asked += 1
+                    assert (await rig.complete(user=f"u{requested}")).status_code == 200
+                    requested += 1
                 if step == 20:
                     assert server.pid is not None
                     os.kill(server.pid, signal.SIGKILL)  # it comes back by itself
@@ -289,12 +289,12 @@ async def test_killing_redis_in_the_middle_loses_and_doubles_no_answer(tmp_path:
                     found = await rigs[0].http.get("/v1/adapters/x/canary")
                     if found.status_code == 200:
                         arms = found.json()
-                        if arms["stable"]["answers"] + arms["canary"]["answers"] >= asked:
+                        if arms["stable"]["answers"] + arms["canary"]["answers"] >= requested:
                             break
                     await asyncio.sleep(0.05)
             await asyncio.sleep(2 * 0.2)
             arms = await canary(rigs[1])
-            assert arms["stable"]["answers"] + arms["canary"]["answers"] == asked
+            assert arms["stable"]["answers"] + arms["canary"]["answers"] == requested
             assert arms["state"] == "running"
     finally:
         await client.aclose()
@@ -306,7 +306,7 @@ async def test_what_is_not_counted_while_redis_is_away_is_bounded(
 ) -> None:
     monkeypatch.setattr("motet.router.versions.canary_book.MAX_PENDING", 10)
     await on_trial(rigs)
-    told: list[str] = []
+    reported: list[str] = []
 
     class Away(CanaryCounts):
         is_away = True
@@ -314,7 +314,7 @@ async def test_what_is_not_counted_while_redis_is_away_is_bounded(
         async def add(self, outcomes: Sequence[Outcome]) -> None:
             if self.is_away:
                 raise RegistryUnavailable("away")
-            told.extend(one.response_id for one in outcomes)
+            reported.extend(one.response_id for one in outcomes)
 
     away = Away(rigs[0].registry._client)
     book = CanaryBook(away)
@@ -324,4 +324,4 @@ async def test_what_is_not_counted_while_redis_is_away_is_bounded(
         await book.flush()
     away.is_away = False
     await book.flush()
-    assert told == ids[-10:]
+    assert reported == ids[-10:]

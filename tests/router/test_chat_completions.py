@@ -81,7 +81,7 @@ async def test_a_streamed_chat(rig: RouterRig) -> None:
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
 
-async def test_streamed_choices_each_tell_their_role(rig: RouterRig) -> None:
+async def test_streamed_choices_each_have_their_role(rig: RouterRig) -> None:
     chunks = await streamed(rig, n=2, stream_options={"include_usage": True})
     roles = [c["choices"][0]["index"] for c in chunks if c["choices"] and "role" in c["choices"][0]["delta"]]
     assert roles == [0, 1]

@@ -56,13 +56,13 @@ def test_any_stop_string_at_any_split(text: TextService, seed: int) -> None:
     # Counted up to the token that completed the match: with one token fewer no stop string is complete.
     before = decoded(text, token_ids[: choice.num_tokens - 1]).rstrip("�")
     assert not any(string in before for string in strings)
-    told = [token for delta in deltas for token in delta.logprobs]
+    reported = [token for delta in deltas for token in delta.logprobs]
     if seed % 2 == 0:
         assert [i for delta in deltas for i in delta.token_ids] == token_ids[: choice.num_tokens]
-        assert [token.token_id for token in told] == token_ids[: choice.num_tokens]
+        assert [token.token_id for token in reported] == token_ids[: choice.num_tokens]
     else:
-        assert all(token.offset < len(shown) for token in told)
-        assert [token.token_id for token in told] == token_ids[: len(told)]
+        assert all(token.offset < len(shown) for token in reported)
+        assert [token.token_id for token in reported] == token_ids[: len(reported)]
 
 
 def test_tokens_go_out_with_their_text(text: TextService) -> None:
@@ -76,7 +76,7 @@ def test_tokens_go_out_with_their_text(text: TextService) -> None:
     assert choice.num_tokens == 4
 
 
-def test_a_cut_character_is_told_at_the_end(text: TextService) -> None:
+def test_a_cut_character_is_reported_at_the_end(text: TextService) -> None:
     token_ids = encoded(text, "fox 猫")[:-1]
     choice = Choice(text.detokenizer([]), StopStrings(("xyz",)))
     deltas = fold_all(choice, [SequenceUpdate(1, token_ids, None, "length")])

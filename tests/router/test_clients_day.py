@@ -58,7 +58,7 @@ async def test_what_time_cannot_mend_is_not_retried(
     assert ("retry-after" in response.headers) == retried
 
 
-async def test_too_long_is_told_in_the_words_that_clients_look_for(rig: RouterRig) -> None:
+async def test_too_long_is_reported_in_the_words_that_clients_look_for(rig: RouterRig) -> None:
     start = f"This model's maximum context length is {CONTEXT} tokens. However, "
     for fields in (
         {"prompt": [5] * (CONTEXT + 1)},
@@ -93,11 +93,11 @@ async def test_what_clients_ask_for_makes_no_labels(rig: RouterRig) -> None:
         assert (await get(rig, f"/unknown/{number}")).status_code == 404
         await get(rig, f"/v1/adapters/name-{number}")
     assert (await get(rig, "/v1/completions")).status_code == 405
-    told = (await get(rig, "/metrics")).text
-    assert 'motet_requests_total{route="unknown",status="404"} 20.0' in told
-    assert 'motet_requests_total{route="unknown",status="405"} 1.0' in told
-    assert 'motet_requests_total{route="GET /v1/adapters/{name}",status="404"} 20.0' in told
-    assert "name-3" not in told
+    reported = (await get(rig, "/metrics")).text
+    assert 'motet_requests_total{route="unknown",status="404"} 20.0' in reported
+    assert 'motet_requests_total{route="unknown",status="405"} 1.0' in reported
+    assert 'motet_requests_total{route="GET /v1/adapters/{name}",status="404"} 20.0' in reported
+    assert "name-3" not in reported
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/adapters"])
@@ -196,7 +196,7 @@ async def test_a_stream_that_waits_shows_that_it_is_there(rig: RouterRig, monkey
     assert rig.dispatcher.streams[0].cancelled.is_set()
 
 
-async def test_heartbeats_change_nothing_of_what_is_told(rig: RouterRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeats_change_nothing_of_what_is_reported(rig: RouterRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_response, "HEADERS_AFTER_S", 0.01)
     monkeypatch.setattr(generation_response, "HEARTBEAT_S", 0.01)
     fields: dict[str, Any] = {"stream": True, "echo": True, "stream_options": {"include_usage": True}, "n": 2}
@@ -224,10 +224,10 @@ async def test_heartbeats_change_nothing_of_what_is_told(rig: RouterRig, monkeyp
     assert content.count(b": waiting\n\n") > 3
     waited = [event.chunk for event in events_of(content.replace(b": waiting\n\n", b""))[:-1]]
 
-    def told(chunks: list[Any]) -> list[Any]:
+    def reported(chunks: list[Any]) -> list[Any]:
         return sorted(str({**chunk, "id": "", "created": 0}) for chunk in chunks)
 
-    assert told(waited) == told(quiet)
+    assert reported(waited) == reported(quiet)
 
 
 @pytest.mark.parametrize(("fails", "headers_after_s"), [(False, 0.05), (True, 0.0)])
@@ -294,15 +294,15 @@ async def test_an_echo_that_ends_inside_of_a_character(rig: RouterRig, word: str
         response = await post(rig, prompt=ids[:cut], echo=True, stream=stream, max_tokens=100)
         if stream:
             chunks = [event.chunk for event in events_of(response.content)[:-1]]
-            told = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+            reported = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
         else:
-            told = response.json()["choices"][0]["text"]
-        assert told == f"hello {word} fox", cut
+            reported = response.json()["choices"][0]["text"]
+        assert reported == f"hello {word} fox", cut
 
 
 async def test_an_echo_of_a_character_that_nothing_ends(rig: RouterRig) -> None:
     ids = rig.ids("hello 🎉")[:-1]
     for answer in ([], rig.ids(" fox")):
         rig.dispatcher.answer = answer
-        told = (await post(rig, prompt=ids, echo=True)).json()["choices"][0]["text"]
-        assert told.startswith("hello ") and "�" in told and told.endswith("fox" if answer else "�")
+        reported = (await post(rig, prompt=ids, echo=True)).json()["choices"][0]["text"]
+        assert reported.startswith("hello ") and "�" in reported and reported.endswith("fox" if answer else "�")

@@ -12,7 +12,7 @@ PIECES = st.tuples(st.sampled_from("ab"), st.floats(0.001, 3.0), st.floats(0.0, 
 
 
 @given(st.lists(PIECES, max_size=40))
-def test_who_rests_when_told_takes_its_share_and_a_burst_and_others_are_not_told_of_it(
+def test_a_client_that_obeys_retry_after_takes_its_share_and_a_burst_and_others_do_not_see_it(
     pieces: list[tuple[str, float, float]],
 ) -> None:
     now = 0.0

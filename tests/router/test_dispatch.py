@@ -156,7 +156,7 @@ async def test_a_client_does_not_read_what_an_engine_failed_at(
     _, last = await reader
     assert last.error is not None and last.error.kind == "gang_lost"
     assert last.error.message == "2 gangs were lost with this request before its next token"
-    assert "the last one lost to: the engine failed: as told" in caplog.text
+    assert "the last one lost to: the engine failed: by the test" in caplog.text
 
 
 async def test_no_gang_within_the_wait() -> None:
@@ -168,18 +168,18 @@ async def test_no_gang_within_the_wait() -> None:
     await dispatcher.close()
 
 
-async def test_who_waits_is_told() -> None:
-    """So that a gang can be asked for where there is none until somebody asks."""
-    told: list[int] = []
+async def test_a_waiting_client_is_answered() -> None:
+    """So that a gang can be requested where none runs without demand."""
+    reported: list[int] = []
     router = FleetDispatcher(
         TOKEN,
         PATIENCE_S,
-        on_wait=lambda: told.append(router.num_waiting),
+        on_wait=lambda: reported.append(router.num_waiting),
         adapter_pages=adapter_pages,
         admission=admission_config(),
     )
     streams = [submit(router, 0, 1) for _ in range(2)]
-    assert told == [1, 2]
+    assert reported == [1, 2]
     streams[0].cancel()
     assert router.num_waiting == 1
     await router.close()

@@ -185,7 +185,7 @@ def test_a_models_own_pooling(tmp_path: Path, modules: Any, pooling: Any, expect
         ({}, None, "array"),
     ],
 )
-async def test_another_pooling_is_refused_unless_the_request_asks_for_one(
+async def test_another_pooling_is_refused_unless_the_request_names_one(
     rig: RouterRig, tmp_path: Path, modules: Any, pooling: Any, what: str
 ) -> None:
     rig.text.pooling = own_pooling(model_folder(tmp_path, modules, pooling))
@@ -238,9 +238,9 @@ async def test_embeddings_are_those_of_transformers(
     model: tuple[Oracle, Stock], engine: EngineRig, adapter: str | None, pooling: Any
 ) -> None:
     oracle, stock = model
-    asked = {"model": adapter or BASE, "input": PROMPTS, "pooling": pooling, "encoding_format": "base64"}
+    requested = {"model": adapter or BASE, "input": PROMPTS, "pooling": pooling, "encoding_format": "base64"}
     async with client_of(EngineDispatcher(engine), stock, ADAPTER) as client:
-        answer = (await client.post("/v1/embeddings", json=asked)).json()
+        answer = (await client.post("/v1/embeddings", json=requested)).json()
     for prompt, one in zip(PROMPTS, answer["data"], strict=True):
         rows = pooled_positions(pooling, len(prompt))
         expected = oracle.states(prompt, adapter)[rows.start : rows.stop].mean(0).numpy()

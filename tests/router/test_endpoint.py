@@ -54,13 +54,13 @@ async def fail(request: Request) -> Response:
 
 
 class StrictAuthenticator:
-    """Refuses everybody, and keeps which scopes were asked for."""
+    """Refuses everybody, and keeps which scopes were requested."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requested: list[str] = []
 
     def identify(self, request: Request, scope: str) -> None:
-        self.asked.append(scope)
+        self.requested.append(scope)
         raise unknown_key()
 
     def check_operator(self, request: Request) -> None:
@@ -136,7 +136,7 @@ async def test_no_handler_runs_and_no_byte_is_read_without_the_rows_scope(scope:
     metrics, authenticator = Metrics(), StrictAuthenticator()
     app = endpoint(handler, metrics, scope=scope, authenticator=authenticator, body=Body)
     await app(dict(SCOPE), no_receive, send)
-    assert authenticator.asked == [scope]
+    assert authenticator.requested == [scope]
     assert metrics.requests == {("GET /", 401): 1}
 
 

@@ -96,7 +96,9 @@ async def test_each_field_with_each_value(
     assert num_served > 100  # not all of it is refused
 
 
-DOORS: tuple[tuple[str, type[msgspec.Struct], dict[str, str], set[str]], ...] = (  # path, body, a good one, and more
+ROUTES_OF_TEXT: tuple[
+    tuple[str, type[msgspec.Struct], dict[str, str], set[str]], ...
+] = (  # path, body, a good one, and more
     ("/v1/embeddings", EmbeddingsRequest, {"input": "[5,6,7]"}, set()),
     ("/tokenize", TokenizeRequest, {"prompt": '"a"'}, {"truncate_prompt_tokens", "max_tokens", "tools", "messages"}),
     ("/detokenize", DetokenizeRequest, {"tokens": "[5,6]"}, set()),
@@ -114,7 +116,7 @@ PATHS = (
 )
 
 
-@pytest.mark.parametrize(("path", "kind", "needed", "more"), DOORS, ids=[door[0] for door in DOORS])
+@pytest.mark.parametrize(("path", "kind", "needed", "more"), ROUTES_OF_TEXT, ids=[way[0] for way in ROUTES_OF_TEXT])
 async def test_each_field_of_the_small_doors(
     tmp_path: Path, path: str, kind: type[msgspec.Struct], needed: dict[str, str], more: set[str]
 ) -> None:

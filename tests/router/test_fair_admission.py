@@ -1,4 +1,4 @@
-"""Nobody is refused for another tenant's queue: real leaders and schedulers, in simulated time."""
+"""None is refused for another tenant's queue: real leaders and schedulers, in simulated time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from motet.router.fleet.admission import AdmissionConfig
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.tests.rigs.part_configs import admission_config
-from motet.tests.rigs.simulated_fleet import SimulatedFleet, asked, simulated_fleet
+from motet.tests.rigs.simulated_fleet import SimulatedFleet, requested, simulated_fleet
 from motet.tests.rigs.simulated_time import run_simulated
 
 STRICT = admission_config(max_queue_wait_s=1.0)
@@ -19,7 +19,7 @@ PROMISED = admission_config(max_queue_wait_s=0, latency_objectives_s=(("quiet", 
 
 
 def submit(router: FleetDispatcher, tenant: str, seed: int, num_tokens: int = 50) -> OpenSequence:
-    return router.submit(msgspec.structs.replace(asked(seed, num_tokens), tenant=tenant))
+    return router.submit(msgspec.structs.replace(requested(seed, num_tokens), tenant=tenant))
 
 
 async def flooded(fleet: SimulatedFleet, admission: AdmissionConfig) -> None:
@@ -42,7 +42,7 @@ def test_a_flood_refuses_its_own_tenant_alone(admission: AdmissionConfig) -> Non
             await flooded(fleet, admission)
             router = fleet.routers[1]
             assert submit(router, "acme", 1000).closed
-            for number in range(20):  # one after the other, as someone does who is in no hurry
+            for number in range(20):  # one after the other, as a client without haste
                 began_at = asyncio.get_running_loop().time()
                 sequence = submit(router, "quiet", 2000 + number, 2)
                 assert not sequence.closed
@@ -55,7 +55,7 @@ def test_a_flood_refuses_its_own_tenant_alone(admission: AdmissionConfig) -> Non
     run_simulated(main())
 
 
-def test_routers_tell_gangs_what_the_others_served() -> None:
+def test_routers_send_gangs_what_the_others_served() -> None:
     async def main() -> None:
         async with simulated_fleet(num_routers=2) as fleet:
             for _ in range(2):
@@ -65,8 +65,8 @@ def test_routers_tell_gangs_what_the_others_served() -> None:
                 submit(fleet.routers[seed % 2], "acme", seed, 300)
             await asyncio.sleep(5)
             for gang, other in (fleet.gangs, fleet.gangs[::-1]):
-                told = gang.engine.scheduler.counters._elsewhere["acme"]
+                reported = gang.engine.scheduler.counters._elsewhere["acme"]
                 (share,) = [one for one in other.server.shares if one.tenant == "acme"]
-                assert 0.5 * share.served < told <= share.served  # no more than there is, and not from long ago
+                assert 0.5 * share.served < reported <= share.served  # no more than there is, and not from long ago
 
     run_simulated(main())

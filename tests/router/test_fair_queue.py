@@ -64,9 +64,11 @@ def test_a_tenant_that_is_alone_waits_for_all_that_is_queued(
 
 
 @given(share_lists(least=1), weights, st.integers(0, 10**6))
-def test_who_has_nothing_there_waits_for_nobody(others: list[TenantShare], weight: float, num_untold: int) -> None:
-    """However long the queue is, and whatever of it the gang has not told of yet."""
-    assert queue_of(others).num_tokens_before("a", whole(others) + num_untold, weight) == 0
+def test_a_tenant_with_nothing_there_waits_for_none(
+    others: list[TenantShare], weight: float, num_unreported: int
+) -> None:
+    """However long the queue is, and whatever of it the gang has not reported yet."""
+    assert queue_of(others).num_tokens_before("a", whole(others) + num_unreported, weight) == 0
 
 
 @given(share_lists(least=1), tokens, counters, weights, st.integers(0, 10**6))
@@ -109,15 +111,15 @@ def test_it_grows_with_what_is_there_and_never_exceeds_it(
 
 
 @given(share_lists(), share_lists())
-def test_news_replace_what_was_told(before: list[TenantShare], after: list[TenantShare]) -> None:
-    told = {one.tenant: one for one in (*before, *after)}
+def test_news_replace_what_was_reported(before: list[TenantShare], after: list[TenantShare]) -> None:
+    reported = {one.tenant: one for one in (*before, *after)}
     queue = queue_of(before)
     queue.num_tokens_before("a", 1000)
     queue.receive(after)
-    fresh = queue_of([*told.values()])
+    fresh = queue_of([*reported.values()])
     for tenant in "abcdefg":
         assert queue.num_tokens_before(tenant, 10**6) == fresh.num_tokens_before(tenant, 10**6)
-        assert queue.share(tenant) == told.get(tenant)
+        assert queue.share(tenant) == reported.get(tenant)
 
 
 def test_who_comes_back_is_not_before_those_that_are_there() -> None:
@@ -143,7 +145,7 @@ def test_a_router_counts_what_it_sent_by_tenant() -> None:
     known.sent(RoutingRequest(None, 70, 0, tenant="quiet"))
     assert known.view("key", None, tenant="quiet").num_queued_tokens == 140
     assert known.view("key", None, tenant="flood").num_queued_tokens == 9570
-    # A step tells of all that is queued, but not yet of whose it is.
+    # A step reports all that is queued, but not yet by tenant.
     known.receive(Frame([], engine_load(num_waiting=10, num_queued_tokens=9570, num_steps=2)))
     assert known.view("key", None, tenant="quiet").num_queued_tokens == 140
     quiet = [share("quiet", 70, 100.0), share("flood", 9500, 100.0)]
@@ -153,8 +155,8 @@ def test_a_router_counts_what_it_sent_by_tenant() -> None:
 
 
 @pytest.mark.parametrize("is_fair", [True, False])
-def test_what_a_fair_gang_has_not_told_of_stands_before_nobody(is_fair: bool) -> None:
-    """One that goes by arrival never tells of tenants, and all that is queued there stands before everybody."""
+def test_what_a_fair_gang_has_not_reported_stands_before_none(is_fair: bool) -> None:
+    """A gang in order of arrival never reports tenants, and all that is queued there stands before everybody."""
     known = KnownGang(RoutingConfig(), is_fair=is_fair)
     known.receive(Frame([], engine_load(num_waiting=9, num_queued_tokens=9000, num_steps=1)))
     known.sent(RoutingRequest(None, 500, 0, tenant="flood"))
@@ -163,10 +165,10 @@ def test_what_a_fair_gang_has_not_told_of_stands_before_nobody(is_fair: bool) ->
     assert known.view("key", None, tenant="quiet").num_queued_tokens == (140 if is_fair else 9570)
 
 
-def test_background_work_stands_before_nobody_and_behind_all() -> None:
+def test_background_work_stands_before_none_and_behind_all() -> None:
     known = KnownGang(RoutingConfig())
     now = engine_load(num_waiting=90, num_queued_tokens=9000, num_queued_background_tokens=8800, num_steps=1)
-    known.receive(Frame([], now))  # a gang tells nothing of whose it is
+    known.receive(Frame([], now))  # a gang reports no tenants
     known.sent(RoutingRequest(None, 500, 0, tenant="batch", is_background=True))
     assert known.view("key", None, tenant="quiet").num_queued_tokens == 200
     assert known.view("key", None, tenant="batch", is_background=True).num_queued_tokens == 9500

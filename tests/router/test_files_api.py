@@ -153,7 +153,7 @@ async def test_a_tenant_has_a_bounded_number(
     assert len(on_disk(front)) == 2
 
 
-async def test_nobody_else_sees_it(front: RealFront, owner: BatchClient) -> None:
+async def test_no_other_tenant_sees_it(front: RealFront, owner: BatchClient) -> None:
     mine = (await owner.send(CONTENT)).json()["id"]
     badger, wombat = BatchClient(front, BADGER_KEY), BatchClient(front, WOMBAT_KEY)
     plain, admin = BatchClient(front, key_without("admin")), BatchClient(front, ASKER_KEY)
@@ -163,10 +163,10 @@ async def test_nobody_else_sees_it(front: RealFront, owner: BatchClient) -> None
     for client, ids in seen.items():
         assert {one["id"] for one in (await client.done("GET", "/v1/files"))["data"]} == ids
         for file_id in {mine, of_badger, of_tenant} - ids:
-            nobodys = "file-" + "0" * (len(file_id) - 5)
+            unowned = "file-" + "0" * (len(file_id) - 5)
             for method, end in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
                 there = await client.ask(method, f"/v1/files/{file_id}{end}")
-                nowhere = await client.ask(method, f"/v1/files/{nobodys}{end}")
+                nowhere = await client.ask(method, f"/v1/files/{unowned}{end}")
                 assert (there.status_code, there.content) == (nowhere.status_code, nowhere.content)
                 assert there.status_code == 404
 

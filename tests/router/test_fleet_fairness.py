@@ -16,7 +16,7 @@ SETTLED_S = 10.0
 
 
 def bound(num_gangs: int) -> float:
-    """What all gangs serve while news are under way: told by a gang, and then by the routers."""
+    """What all gangs serve while news are under way: reported by a gang, and then by the routers."""
     return num_gangs * RATE * 2 * NEWS_S
 
 
@@ -48,7 +48,7 @@ def test_whatever_a_third_does(num_gangs: int, from_s: float, lasts_s: float, we
 
 
 def test_many_gangs_do_not_swing_together() -> None:
-    """Each hears late of what the others do, so all favour the same tenant for a while: within the bound."""
+    """Each learns late what the others do, so all favour the same tenant for a while: within the bound."""
     wide, narrow = Backlog("wide", range(24)), Backlog("narrow", range(24))
     third = Backlog("third", range(12), from_s=5.0)
     after = simulate([wide, narrow, third], 24, 40.0, NEWS_S)

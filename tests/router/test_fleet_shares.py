@@ -1,4 +1,4 @@
-"""What routers tell gangs of the service at others: it never shrinks, counts nothing twice, and outlives gangs."""
+"""What routers send gangs of the service at others: it never shrinks, counts nothing twice, and outlives gangs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_totals_are_what_others_served_whatever_gangs_do(steps: list[tuple[str, 
     shares = FleetShares()
     ids = {gang: f"{gang}0" for gang in GANGS}  # the process at each gang's place
     counters: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by process, as it counts
-    heard: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by process: service that the router knows of
+    received: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by process: service that the router knows of
     last: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    told: dict[tuple[str, str], float] = {}
+    reported: dict[tuple[str, str], float] = {}
     number = 0
     for what, gang, tenant, amount in steps:
         one = ids[gang]
@@ -41,7 +41,7 @@ def test_totals_are_what_others_served_whatever_gangs_do(steps: list[tuple[str, 
             counters[one][tenant] += amount
         elif what == "tell":
             now = counters[one][tenant]
-            heard[one][tenant] += now - last[one][tenant] if now >= last[one][tenant] else now
+            received[one][tenant] += now - last[one][tenant] if now >= last[one][tenant] else now
             last[one][tenant] = now
             shares.receive(one, [served(tenant, now)])
         elif what == "restart":  # of its counters: it is short of memory for tenants
@@ -54,17 +54,17 @@ def test_totals_are_what_others_served_whatever_gangs_do(steps: list[tuple[str, 
             due = shares.take_due(one, TENANTS, most=amount)
             assert len(due) <= amount
             for name, total in due:
-                others = sum(known[name] for process, known in heard.items() if process != one)
+                others = sum(known[name] for process, known in received.items() if process != one)
                 assert total == others
-                assert total > told.get((one, name), 0.0)
-                told[one, name] = total
+                assert total > reported.get((one, name), 0.0)
+                reported[one, name] = total
     for gang in GANGS:
         for tenant in TENANTS:
-            others = sum(known[tenant] for process, known in heard.items() if process != ids[gang])
+            others = sum(known[tenant] for process, known in received.items() if process != ids[gang])
             assert shares.elsewhere(ids[gang], tenant) == others
 
 
-def test_nothing_is_told_twice_and_what_does_not_fit_comes_next() -> None:
+def test_nothing_is_reported_twice_and_what_does_not_fit_comes_next() -> None:
     shares = FleetShares()
     shares.receive("x", [served("a", 5), served("b", 50), served("c", 20)])
     assert shares.take_due("x", TENANTS) == []
@@ -77,7 +77,7 @@ def test_nothing_is_told_twice_and_what_does_not_fit_comes_next() -> None:
     assert shares.take_due("y", "a") == [("a", 6)]
 
 
-def test_routers_that_began_to_hear_at_different_times_tell_the_same() -> None:
+def test_routers_that_began_to_receive_at_different_times_send_the_same() -> None:
     early, late = FleetShares(), FleetShares()
     for amount in (10, 20):
         early.receive("x", [served("a", amount)])

@@ -70,7 +70,7 @@ def test_white_space_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "told"),
+    ("schema", "reported"),
     [
         ({"type": "array", "contains": {}}, '"contains"'),
         ({"not": {}, "if": {}}, '"if", "not"'),
@@ -92,8 +92,8 @@ def test_white_space_can_be_chosen() -> None:
         ("[]", "no such JSON"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(schema: Any, told: str) -> None:
-    assert told in problem("json", schema)
+def test_what_is_not_supported_is_refused_by_name(schema: Any, reported: str) -> None:
+    assert reported in problem("json", schema)
 
 
 WIDE = {"anyOf": [{"properties": {f"p{number}": {"const": "s"}}, "required": [f"p{number}"]} for number in range(1200)]}
@@ -115,7 +115,7 @@ def test_more_alternatives_than_a_gang_follows_are_refused_wherever_an_answer_co
     assert found.endswith("alternatives are open at one place of an answer: at most 2000 are followed.")
 
 
-def test_alternatives_that_an_answer_has_told_apart_are_no_more_than_they_are() -> None:
+def test_alternatives_that_an_answer_has_distinguished_count_as_many_as_they_are() -> None:
     objects = {"anyOf": [{"type": "object", **one, "additionalProperties": False} for one in WIDE["anyOf"]]}
     assert problem("json", objects) == ""
     assert problem("json", {"anyOf": WIDE["anyOf"][:300]}) == ""
@@ -201,7 +201,7 @@ def test_gbnf(grammar: str, taken: list[str], not_taken: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "told"),
+    ("grammar", "reported"),
     [
         ('a ::= "x"', "no rule 'root'"),
         ("root ::= y", "'y'"),
@@ -218,8 +218,8 @@ def test_gbnf(grammar: str, taken: list[str], not_taken: list[str]) -> None:
         ("root ::= " + "(" * 30 + '"a"' + ")" * 30, "nested"),
     ],
 )
-def test_what_is_no_gbnf_is_refused(grammar: str, told: str) -> None:
-    assert told in problem("grammar", grammar)
+def test_what_is_no_gbnf_is_refused(grammar: str, reported: str) -> None:
+    assert reported in problem("grammar", grammar)
 
 
 _NAMES = [f"rule-{number}" for number in range(4)]

@@ -39,7 +39,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-ASKED: list[dict[str, Any]] = [
+REQUESTED: list[dict[str, Any]] = [
     {"response_format": FORMAT, "seed": 1, "n": 2},
     {"response_format": FORMAT, "seed": 2, "model": ADAPTER, "stream": True, "frequency_penalty": 0.5},
     {"regex": "[a-f]{20,40}", "seed": 3, "bad_words": ["b"], "min_tokens": 12, "logit_bias": {"70": 2.0}},
@@ -84,11 +84,11 @@ async def router(stock: Stock) -> AsyncIterator[tuple[FleetDispatcher, httpx.Asy
         await dispatcher.close()
 
 
-async def answered(client: httpx.AsyncClient, asked: dict[str, Any]) -> list[str]:
-    body = {"model": BASE, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 120, **asked}
+async def answered(client: httpx.AsyncClient, requested: dict[str, Any]) -> list[str]:
+    body = {"model": BASE, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 120, **requested}
     response = await client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
-    if not asked.get("stream"):
+    if not requested.get("stream"):
         return [choice["message"]["content"] for choice in response.json()["choices"]]
     chunks = [event.chunk["choices"] for event in events_of(response.content) if event.data != "[DONE]"]
     return ["".join(choice["delta"].get("content") or "" for choices in chunks for choice in choices)]
@@ -101,7 +101,7 @@ async def test_a_lost_gang_changes_no_answer_with_a_grammar(stock: Stock) -> Non
         async with router(stock) as (dispatcher, client):
             dispatcher.update({"0": addresses[0]})
             await eventually_in_loop(dispatcher.gangs)
-            expected = [await answered(client, asked) for asked in ASKED]
+            expected = [await answered(client, requested) for requested in REQUESTED]
             assert {*json.loads(expected[0][0])} == {*json.loads(expected[1][0])} == {"answer", "numbers"}
             assert re.fullmatch("[ac-f]{20,40}", expected[2][0])
         num_tokens = gangs[0].num_tokens
@@ -112,7 +112,7 @@ async def test_a_lost_gang_changes_no_answer_with_a_grammar(stock: Stock) -> Non
             async with router(stock) as (dispatcher, client):
                 dispatcher.update({"lost": addresses[-1]})
                 await eventually_in_loop(dispatcher.gangs)
-                asking = asyncio.gather(*(answered(client, asked) for asked in ASKED))
+                asking = asyncio.gather(*(answered(client, requested) for requested in REQUESTED))
                 await eventually_in_loop(lambda: lost.num_tokens > 0)
                 dispatcher.update({"lost": addresses[-1], "0": addresses[0]})
                 assert await asyncio.wait_for(asking, PATIENCE_S) == expected

@@ -330,7 +330,7 @@ def test_over_whole_minutes_it_lets_through_what_a_moving_window_does(
 
 
 @given(st.integers(1, 1_000_000), st.floats(0, 2 * PERIOD_US), st.integers(1, 10_000_000))
-def test_the_wait_that_is_told_is_true(limit: int, backlog_us: float, cost: int) -> None:
+def test_the_wait_that_is_reported_is_true(limit: int, backlog_us: float, cost: int) -> None:
     bound = Limit("tokens", "tokens", "tenant", limit)
     wait_us = Level(bound, backlog_us).wait_s(cost) * 1e6
     if wait_us:

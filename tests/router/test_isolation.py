@@ -1,4 +1,4 @@
-"""Every route, method and kind of credentials: who may not ask is told 401 or 403 and nothing else, whatever is there.
+"""Every route, method and kind of credentials: who may not ask gets 401 or 403 and nothing else.
 
 The tables are made of the routes that the app has, so that a new one is in them.
 """
@@ -17,7 +17,7 @@ from starlette.routing import Route
 from motet.adapters.sight import FULL_SIGHT
 from motet.router.route import RouteSpec
 from motet.router.text.text import TextService
-from motet.tests.rigs.asked_routes import THINGS, least_body, names_things, path_of, users_things
+from motet.tests.rigs.all_route_requests import THINGS, least_body, names_things, path_of, users_things
 from motet.tests.rigs.credentials import CREDENTIALS, Thing, headers_of, refusal
 from motet.tests.rigs.real_front import (
     ASKER,
@@ -57,7 +57,7 @@ NAMELESS: Final = {  # routes of a tenant's whose requests name nothing that cou
     "POST /v1/keys",
     "POST /v1/feedback",  # an answer by its id: tests/router/test_canaries.py
 }
-UNTOLD: Final = ("date", "x-request-id")  # headers that differ anyway
+UNREPORTED: Final = ("date", "x-request-id")  # headers that differ anyway
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def routes_of(front: RealFront) -> tuple[RouteSpec, ...]:
     return tuple(front.app.state.routes)
 
 
-async def asked(
+async def requested(
     front: RealFront,
     route: RouteSpec,
     credentials: str | None,
@@ -113,7 +113,7 @@ async def test_every_route_is_in_the_tables(front: RealFront) -> None:
     assert nameless == NAMELESS, "what may a body of it name? add that to THINGS"
 
 
-async def test_no_other_method_tells_more(front: RealFront) -> None:
+async def test_no_other_method_shows_more(front: RealFront) -> None:
     """A method that a path does not have is the same for everybody, whatever is there."""
     methods = {"GET", "POST", "PUT", "PATCH", "DELETE", "TRACE"}
     before = await front.stored()
@@ -121,28 +121,28 @@ async def test_no_other_method_tells_more(front: RealFront) -> None:
         for path in sorted({route.path for route in routes_of(front)}):
             routes = [route for route in routes_of(front) if route.path == path]
             for method in methods - {route.method for route in routes}:
-                for told in ("no key", "a tenant's key"):
-                    headers = headers_of(CREDENTIALS[told])
+                for reported in ("no key", "a tenant's key"):
+                    headers = headers_of(CREDENTIALS[reported])
                     there = await client.request(method, path_of(routes[0], owners=True), headers=headers)
                     nowhere = await client.request(method, path_of(routes[0], owners=False), headers=headers)
-                    assert there.status_code == 405, (method, path, told)
-                    assert shown(there) == shown(nowhere), (method, path, told)
+                    assert there.status_code == 405, (method, path, reported)
+                    assert shown(there) == shown(nowhere), (method, path, reported)
     assert await front.stored() == before
 
 
-@pytest.mark.parametrize("told", CREDENTIALS)
-async def test_credentials_are_refused_as_the_table_says(front: RealFront, told: str) -> None:
+@pytest.mark.parametrize("reported", CREDENTIALS)
+async def test_credentials_are_refused_as_the_table_says(front: RealFront, reported: str) -> None:
     wrong = []
     for route in routes_of(front):
-        expected = refusal(route, told)
+        expected = refusal(route, reported)
         for method in (route.method, *(["HEAD"] if route.method == "GET" else [])):
             before = await front.stored()
-            answer = await asked(front, route, CREDENTIALS[told], owners=True, method=method)
+            answer = await requested(front, route, CREDENTIALS[reported], owners=True, method=method)
             got = (answer.status_code, answer.json()["error"]["code"] if answer.is_error and answer.content else "")
             wanted = (expected[0], "") if expected is not None and method == "HEAD" else expected  # which has no body
             is_right = got == wanted if wanted is not None else answer.status_code not in (401, 403)
-            is_told_how = ("www-authenticate" in answer.headers) == (answer.status_code == 401)
-            if not (is_right and is_told_how):
+            is_explained = ("www-authenticate" in answer.headers) == (answer.status_code == 401)
+            if not (is_right and is_explained):
                 wrong.append(f"{method} {route.path}: {got}, not {wanted}")
             if expected is not None:
                 assert await front.stored() == before
@@ -150,13 +150,13 @@ async def test_credentials_are_refused_as_the_table_says(front: RealFront, told:
 
 
 async def test_a_refusal_says_nothing_of_what_is_there(front: RealFront) -> None:
-    """Byte for byte the same whether the thing exists, and for every key that is nobody's."""
+    """Byte for byte the same whether the thing exists, and for every key without an owner."""
     for route in routes_of(front):
-        for told, credentials in CREDENTIALS.items():
-            if refusal(route, told) is not None:
-                there = await asked(front, route, credentials, owners=True)
-                nowhere = await asked(front, route, credentials, owners=False)
-                assert shown(there) == shown(nowhere), (route.method, route.path, told)
+        for reported, credentials in CREDENTIALS.items():
+            if refusal(route, reported) is not None:
+                there = await requested(front, route, credentials, owners=True)
+                nowhere = await requested(front, route, credentials, owners=False)
+                assert shown(there) == shown(nowhere), (route.method, route.path, reported)
 
 
 PAIRS: Final = {  # who has a thing, who asks for it, and as what
@@ -171,7 +171,7 @@ PAIRS: Final = {  # who has a thing, who asks for it, and as what
 
 @pytest.mark.parametrize("whose", PAIRS)
 async def test_anothers_things_are_as_if_they_did_not_exist(front: RealFront, whose: str) -> None:
-    """With a good key of every scope: the same bytes as for what nobody has, and for its owner it is there."""
+    """With a good key of every scope: the same bytes as for what does not exist, and for its owner it is there."""
     owner, asker, things = PAIRS[whose]
     looked_at = set()
     for route in sorted(routes_of(front), key=is_deletion):
@@ -179,39 +179,39 @@ async def test_anothers_things_are_as_if_they_did_not_exist(front: RealFront, wh
             continue
         bearer = f"Bearer {asker}"
         before = await front.stored()
-        there = await asked(front, route, bearer, owners=True, things=things)
-        nowhere = await asked(front, route, bearer, owners=False, things=things)
+        there = await requested(front, route, bearer, owners=True, things=things)
+        nowhere = await requested(front, route, bearer, owners=False, things=things)
         assert there.status_code == 404, (route.method, route.path, there.text)
         assert shown(there, things) == shown(nowhere, things), (route.method, route.path)
         assert await front.stored() == before
-        owners = await asked(front, route, f"Bearer {owner}", owners=True, things=things)
+        owners = await requested(front, route, f"Bearer {owner}", owners=True, things=things)
         assert owners.status_code not in (401, 403), (route.method, route.path, owners.text)
         assert shown(owners, things) != shown(there, things), (route.method, route.path, "the owner must have one")
         looked_at.add(route.path)
     assert {"/v1/completions", "/v1/models/{model:path}", "/v1/adapters/{name}"} <= looked_at
 
 
-async def test_answers_and_logs_tell_nothing_of_others(front: RealFront, caplog: pytest.LogCaptureFixture) -> None:
+async def test_answers_and_logs_show_nothing_of_others(front: RealFront, caplog: pytest.LogCaptureFixture) -> None:
     """Neither an answer nor a log line has a name, an id or a digest of another tenant's, and none has a key."""
     adapter = await front.view.resolve(OWNER, OWNERS_ADAPTER)
     assert adapter is not None
     of_the_owner = (OWNER, adapter.digest, KEYS[OWNER_KEY].key_id)
     caplog.set_level(logging.DEBUG)
     for route in routes_of(front):
-        for told, credentials in CREDENTIALS.items():
-            if told == "the operators' key" and route.scope == "operator":
+        for reported, credentials in CREDENTIALS.items():
+            if reported == "the operators' key" and route.scope == "operator":
                 continue  # who may see all
             for owners in (True, False):
                 caplog.clear()
-                answer = await asked(front, route, credentials, owners=owners)
+                answer = await requested(front, route, credentials, owners=owners)
                 named = {thing.owners for field, thing in THINGS.items() if f"{{{field}" in route.path}
                 lines = "\n".join(f"{record.getMessage()} {record.__dict__}" for record in ours(caplog))
                 for secret in of_the_owner:
-                    assert secret not in lines or secret in named, (route.path, told, secret)
-                    assert secret not in answer.text or secret in named, (route.path, told, secret)
-                    assert secret not in str(answer.headers), (route.path, told, secret)
+                    assert secret not in lines or secret in named, (route.path, reported, secret)
+                    assert secret not in answer.text or secret in named, (route.path, reported, secret)
+                    assert secret not in str(answer.headers), (route.path, reported, secret)
                 for key in (*KEYS, OPERATOR_KEY, "key-of-nobody"):
-                    assert key not in lines + answer.text + str(answer.headers), (route.path, told)
+                    assert key not in lines + answer.text + str(answer.headers), (route.path, reported)
 
 
 def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
@@ -222,7 +222,7 @@ def ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 async def test_a_name_in_a_log_would_be_seen(front: RealFront, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     route = next(route for route in routes_of(front) if route.path == "/v1/models")
-    await asked(front, route, f"Bearer {ASKER_KEY}", owners=True)
+    await requested(front, route, f"Bearer {ASKER_KEY}", owners=True)
     assert KEYS[ASKER_KEY].tenant in [getattr(record, "fields", {}).get("tenant") for record in ours(caplog)]
 
 
@@ -242,7 +242,7 @@ async def test_a_route_without_a_body_looks_at_none(front: RealFront) -> None:
 
 
 @pytest.mark.parametrize("asker", [WOMBAT_KEY, key_without("admin")])
-async def test_answers_tell_a_user_nothing_of_others(
+async def test_answers_show_a_user_nothing_of_others(
     front: RealFront, caplog: pytest.LogCaptureFixture, asker: str
 ) -> None:
     """Whatever they ask for, neither name nor digest of another's private adapter is in an answer or a log."""
@@ -251,7 +251,7 @@ async def test_answers_tell_a_user_nothing_of_others(
     caplog.set_level(logging.DEBUG)
     for route in sorted(routes_of(front), key=is_deletion):
         caplog.clear()
-        answer = await asked(front, route, f"Bearer {asker}", owners=False)
+        answer = await requested(front, route, f"Bearer {asker}", owners=False)
         lines = "\n".join(f"{record.getMessage()} {record.__dict__}" for record in ours(caplog))
         for secret in (BADGER, BADGERS_OWN, adapter.digest):
             assert secret not in answer.text + str(answer.headers) + lines, (route.path, secret)
@@ -266,8 +266,8 @@ async def test_its_user_and_administrators_see_a_private_adapter_everywhere(fron
     for route in sorted(routes_of(front), key=is_deletion):
         if names_things(route) and route.needs_tenant and route.scope != "admin":
             things = users_things(BADGERS_ADAPTER)
-            nowhere = await asked(front, route, f"Bearer {ASKER_KEY}", owners=False, things=things)
-            there = await asked(front, route, f"Bearer {ASKER_KEY}", owners=True, things=things)
+            nowhere = await requested(front, route, f"Bearer {ASKER_KEY}", owners=False, things=things)
+            there = await requested(front, route, f"Bearer {ASKER_KEY}", owners=True, things=things)
             assert shown(there, things) != shown(nowhere, things), (route.method, route.path)
 
 
@@ -276,12 +276,14 @@ def shown(answer: httpx.Response, things: Mapping[str, Thing] = THINGS) -> Any:
     body = answer.content
     for thing in things.values():
         body = (
-            body.replace(thing.owners.encode(), b"*").replace(thing.nobodys.encode(), b"*")
+            body.replace(thing.owners.encode(), b"*").replace(thing.unowned.encode(), b"*")
             if len(thing.owners) > 1
             else body
         )
-    return answer.status_code, [(name, value) for name, value in answer.headers.items() if name not in UNTOLD], body
+    return answer.status_code, [(name, value) for name, value in answer.headers.items() if name not in UNREPORTED], body
 
 
 def test_the_table_has_every_scope() -> None:
-    assert {told for told in CREDENTIALS if told.startswith("a key without")} == {f"a key without {s}" for s in SCOPES}
+    assert {reported for reported in CREDENTIALS if reported.startswith("a key without")} == {
+        f"a key without {s}" for s in SCOPES
+    }

@@ -15,18 +15,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from motet.adapters.registry.registry_view import CAPACITY
 from motet.router.route import RouteSpec
 from motet.router.text.text import TextService
-from motet.tests.rigs.asked_routes import least_body, names_things, path_of
+from motet.tests.rigs.all_route_requests import least_body, names_things, path_of
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.real_front import ASKER, ASKER_KEY, KEYS, OWNER, OWNERS_ADAPTER, WOMBAT_KEY, RealFront, real_front
 from motet.tests.rigs.router_rig import text_service
-from motet.tests.rigs.told_apart import Ask, differences, z_of
+from motet.tests.rigs.timing_differences import Ask, differences, z_of
 
 NUM_PAIRS: Final = 1000  # two tries each
 NUM_DRAWN_ROUTES: Final = 4  # unless thorough
 NUM_USERS_ROUTES: Final = 1
 MOST_Z: Final = 3.0
-ATTEMPTS: Final = 3  # of which all must tell them apart: some other work of the machine may favour one
-WHOSE: Final = {  # in which tenant names are registered, as what, how they are asked for, and by whom
+ATTEMPTS: Final = 3  # in all of which they must differ: some other work of the machine may favour one
+WHOSE: Final = {  # in which tenant names are registered, as what, how they are requested, and by whom
     "a tenant's": (OWNER, "{}", "{}", ASKER_KEY),
     "a user's": (ASKER, "~badger/{}", "~badger/{}", WOMBAT_KEY),
     "a user's, by its plain name": (ASKER, "~badger/{}", "{}", WOMBAT_KEY),
@@ -54,15 +54,15 @@ def whose(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def pairs(front: RealFront, whose: str) -> list[tuple[str, str]]:
-    """Names of adapters of the owner's, each with a name that nobody has."""
-    tenant, registered, asked, _ = WHOSE[whose]
+    """Names of adapters of the owner's, each with a name that does not exist."""
+    tenant, registered, requested, _ = WHOSE[whose]
     drawn = random.sample(range(10**9), 2 * NUM_PAIRS)
     names = [(f"a-{one:09}", f"a-{other:09}") for one, other in zip(drawn[::2], drawn[1::2], strict=True)]
     for start in range(0, NUM_PAIRS, 50):
         await asyncio.gather(*(register(front, tenant, registered.format(one)) for one, _ in names[start : start + 50]))
     num_events = await front.registry.num_events()
     await eventually_in_loop(lambda: front.view._event_number >= num_events)
-    return [(asked.format(theirs), asked.format(nobodys)) for theirs, nobodys in names]
+    return [(requested.format(theirs), requested.format(unowned)) for theirs, unowned in names]
 
 
 async def register(front: RealFront, tenant: str, name: str) -> None:
@@ -138,7 +138,7 @@ async def z_between(
     return z_of(await differences(asks))
 
 
-async def told_apart(
+async def distinguished(
     front: RealFront, app: ASGIApp, route: RouteSpec, pairs: Sequence[tuple[str, str]], key: str
 ) -> list[float]:
     """The z of each attempt, of which the last is small if they are not."""
@@ -158,7 +158,7 @@ def tenants_routes(front: RealFront) -> list[RouteSpec]:
     ]
 
 
-async def test_time_does_not_tell_whether_another_has_it(
+async def test_time_does_not_show_whether_another_has_it(
     front: RealFront, whose: str, pairs: list[tuple[str, str]], pytestconfig: pytest.Config
 ) -> None:
     *_, key = WHOSE[whose]
@@ -167,7 +167,9 @@ async def test_time_does_not_tell_whether_another_has_it(
     if not pytestconfig.getoption("thorough"):  # each commit draws others
         num_drawn = NUM_DRAWN_ROUTES if key == ASKER_KEY else NUM_USERS_ROUTES
         routes = random.Random(pytestconfig.getoption("first_seed")).sample(routes, num_drawn)
-    found = {f"{route.method} {route.path}": await told_apart(front, front.app, route, pairs, key) for route in routes}
+    found = {
+        f"{route.method} {route.path}": await distinguished(front, front.app, route, pairs, key) for route in routes
+    }
     print(found)
     assert {route: zs for route, zs in found.items() if abs(zs[-1]) >= MOST_Z} == {}
 
@@ -175,6 +177,6 @@ async def test_time_does_not_tell_whether_another_has_it(
 @pytest.mark.parametrize("whose", ["a tenant's"], indirect=True)
 async def test_a_leak_would_be_seen(front: RealFront, pairs: list[tuple[str, str]]) -> None:
     route = next(route for route in tenants_routes(front) if route.path == "/v1/adapters/{name}")
-    found = await told_apart(front, LeakyApp(front.app, {theirs for theirs, _ in pairs}), route, pairs, ASKER_KEY)
+    found = await distinguished(front, LeakyApp(front.app, {theirs for theirs, _ in pairs}), route, pairs, ASKER_KEY)
     print(found)
     assert len(found) == ATTEMPTS and min(found) >= MOST_Z

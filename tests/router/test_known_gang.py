@@ -16,7 +16,7 @@ def frame(load: EngineLoad | None = None, came: tuple[str, ...] = (), went: tupl
     return Frame([], load or EngineLoad(), ResidencyChange([*came], [*went]))
 
 
-def test_adapters_come_and_go_as_the_gang_tells() -> None:
+def test_adapters_come_and_go_as_the_gang_reports() -> None:
     known = KnownGang(CONFIG, ["a", "b"])
     known.receive(frame(came=("c",), went=("a", "never known")))
     assert [digest for digest in "abc" if known.has(digest)] == ["b", "c"]
@@ -108,7 +108,7 @@ def test_what_was_sent_since_the_last_frame_counts_as_queued() -> None:
     assert view.costs == CONFIG.belief  # nothing was shown yet
 
 
-def test_pages_are_there_as_the_gang_tells_or_when_a_sequence_that_computes_them_was_sent() -> None:
+def test_pages_are_there_as_the_gang_reports_or_when_a_sequence_that_computes_them_was_sent() -> None:
     known = KnownGang(CONFIG, resident_pages=[1, 2, 5])
     assert known.num_cached_pages([1, 2, 3, 4]) == 2
     known.sent(RoutingRequest(None, 70, 0), [1, 2, 3, 4])
@@ -130,7 +130,7 @@ def test_pages_that_never_come_are_forgotten_in_time() -> None:
 
 
 def test_a_frame_without_a_new_load_cannot_count_what_was_sent() -> None:
-    """A frame with the load of an earlier step tells only that a sequence has arrived: no step was made since."""
+    """A frame with the load of an earlier step shows only that a sequence has arrived: no step was made since."""
     known = KnownGang(CONFIG)
     known.receive(frame(engine_load(num_steps=1)))
     known.sent(RoutingRequest(None, 30, 0))
@@ -140,7 +140,7 @@ def test_a_frame_without_a_new_load_cannot_count_what_was_sent() -> None:
     assert known.view("key", None).num_queued_tokens == 0
 
 
-def test_sequences_are_kept_as_the_gang_tells() -> None:
+def test_sequences_are_kept_as_the_gang_reports() -> None:
     known = KnownGang(CONFIG, orphans=["a", "b"])
     known.receive(Frame([], EngineLoad(), orphans=OrphanChange(["c"], ["a", "never known"])))
     known.receive(frame())

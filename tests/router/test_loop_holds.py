@@ -36,7 +36,7 @@ CHATS = {
     "a chat beyond the context": HEAD + b'"messages":[{"role":"user","content":"' + "你好".encode() * 600_000 + b'"}]}',
     "escapes": HEAD + b'"messages":[{"role":"user","content":"' + b"\\n" * 1_000_000 + b'"}]}',
     "lists of nothing": HEAD + b'"tools":' + listed(b"[]", 1_000_000) + b"," + HELLO,
-    "lists that nobody looks at": HEAD + b'"tool_choice":"none","tools":' + listed(b"[]", 1_000_000) + b"," + HELLO,
+    "lists that are not read": HEAD + b'"tool_choice":"none","tools":' + listed(b"[]", 1_000_000) + b"," + HELLO,
     "lists in a small body": HEAD + b'"tool_choice":"none","tools":' + listed(b"[]", 19_000) + b"," + HELLO,
     "unknown fields in a small body": HEAD + b",".join(b'"x%d":1' % i for i in range(6_000)) + b"," + HELLO,
     "unknown fields of messages in a small body": HEAD

@@ -1,4 +1,4 @@
-"""What a router's watchdog tells apart: a loop that its process holds, and one that waits for the machine."""
+"""What a router's watchdog distinguishes: a loop that its process holds, and one that waits for the machine."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,60 @@ async def test_the_form_of_its_answers_is_that_of_an_upload(tmp_path: Path, shar
     refused = await load(rig, shared / "mine", "other", response_template="greek")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_template")
     assert "hermes" in refused.json()["error"]["message"]
+
+
+TOKENS = {"<|im_end|>": 4096}
+FILES_THAT_ADD: dict[str, Any] = {
+    "added_tokens.json": TOKENS,
+    "tokenizer_config.json": {"added_tokens_decoder": {"4096": {"content": "<|im_end|>"}}},
+    "tokenizer.json": {
+        "version": "1.0",
+        "added_tokens": [{"id": 4096, "content": "<|im_end|>"}],
+        "model": {"vocab": {}},
+    },
+}
+
+
+@pytest.mark.parametrize("file", FILES_THAT_ADD)
+async def test_a_folder_with_tokens_that_the_base_lacks_is_refused(
+    tmp_path: Path, shared: Path, text: TextService, file: str
+) -> None:
+    rig = rig_of(tmp_path, text, str(shared))
+    (shared / "mine" / file).write_text(json.dumps(FILES_THAT_ADD[file]))
+    refused = await load(rig, shared / "mine")
+    assert refused.status_code == 400 and "<|im_end|>" in refused.json()["error"]["message"]
+    assert rig.registry.held("acme", "pirate") is None
+
+
+async def test_what_an_adapter_was_trained_with_is_compared_and_told(
+    tmp_path: Path, shared: Path, text: TextService
+) -> None:
+    rig = rig_of(tmp_path, text, str(shared))
+    (shared / "mine" / "chat_template.jinja").write_text("{{ messages }} in another form")
+    (shared / "mine" / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": ' + "[1, " * 1_000_000)
+    loaded = await load(rig, shared / "mine")
+    assert loaded.status_code == 200 and "Warning: the adapter's chat template is not the base's" in loaded.text
+
+
+@pytest.mark.parametrize("how", ["no list", "a link", "large", "no text"])
+async def test_a_tokenizer_that_cannot_be_read_is_named(
+    tmp_path: Path, shared: Path, text: TextService, how: str
+) -> None:
+    rig = rig_of(tmp_path, text, str(shared))
+    folder = shared / "mine"
+    match how:
+        case "no list":
+            (folder / "tokenizer.json").write_bytes(b'{"model": ' + b"[" * 100_000)
+        case "a link":
+            (folder / "added_tokens.json").symlink_to(tmp_path / "secret" / "theirs" / "adapter_config.json")
+        case "large":
+            (folder / "tokenizer_config.json").write_bytes(b" " * (3 << 20))
+        case _:
+            (folder / "chat_template.jinja").write_bytes(b"\xff")
+    refused = await load(rig, folder)
+    assert refused.status_code in (400, 413), refused.text
+    assert any(name in refused.text for name in ("tokenizer", "added_tokens", "chat_template"))
+    assert "theirs" not in refused.text
 
 
 async def test_anothers_adapter_is_as_if_it_did_not_exist(tmp_path: Path, shared: Path, text: TextService) -> None:

@@ -123,11 +123,11 @@ async def test_a_stream_makes_the_whole_message(rig: RouterRig, max_tokens: int)
 
 
 async def test_a_stop_sequence_is_named(rig: RouterRig) -> None:
-    asked: dict[str, Any] = {"stop_sequences": ["dog", " f"]}
-    whole = (await post(rig, **asked)).json()
+    requested: dict[str, Any] = {"stop_sequences": ["dog", " f"]}
+    whole = (await post(rig, **requested)).json()
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", " f")
     assert whole["content"] == [{"type": "text", "text": ANSWER.partition(" f")[0]}]
-    assert {**gathered(await streamed(rig, **asked)), "id": ""} == {**whole, "id": ""}
+    assert {**gathered(await streamed(rig, **requested)), "id": ""} == {**whole, "id": ""}
 
 
 CONVERSATION: Final = [
@@ -192,7 +192,7 @@ async def test_calls_and_thoughts_are_those_of_a_chat(tmp_path: Path) -> None:
     assert "two calls wait 1 weather" in prompt_text(rig)
 
 
-async def test_a_large_body_asks_for_the_same(rig: RouterRig) -> None:
+async def test_a_large_body_means_the_same(rig: RouterRig) -> None:
     """It is decoded, and made a chat, in another process."""
     rig.dispatcher.context = 60_000
     long = [{"role": "user", "content": "the quick fox " * 6000}]
@@ -266,8 +266,8 @@ async def test_thoughts_and_calls_are_blocks(thinker: RouterRig) -> None:
 
 @pytest.mark.parametrize("max_tokens", [*range(1, 90, 8), 500])
 async def test_an_answer_cut_anywhere_is_the_same_in_a_stream(thinker: RouterRig, max_tokens: int) -> None:
-    asked: dict[str, Any] = {"tools": TOOLS, "max_tokens": max_tokens}
-    messages = (await post(thinker, **asked)).json(), gathered(await streamed(thinker, **asked))
+    requested: dict[str, Any] = {"tools": TOOLS, "max_tokens": max_tokens}
+    messages = (await post(thinker, **requested)).json(), gathered(await streamed(thinker, **requested))
     for message in messages:
         for part in (message, *message["content"]):
             part.pop("id", None)
@@ -277,10 +277,10 @@ async def test_an_answer_cut_anywhere_is_the_same_in_a_stream(thinker: RouterRig
 @pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"\\udc00": 1}', '"{\\"a\\": \\"\\\\ud800\\"}"'])
 async def test_half_of_a_surrogate_pair_in_a_call_is_no_error(thinker: RouterRig, arguments: str) -> None:
     thinker.dispatcher.answer = thinker.ids(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
-    asked: dict[str, Any] = {"max_tokens": 200, "tools": [{"name": "f", "input_schema": {}}]}
-    (block,) = (await post(thinker, **asked)).json()["content"]
+    requested: dict[str, Any] = {"max_tokens": 200, "tools": [{"name": "f", "input_schema": {}}]}
+    (block,) = (await post(thinker, **requested)).json()["content"]
     assert "\ufffd" in str(block["input"])
-    assert gathered(await streamed(thinker, **asked))["content"][0]["input"] == block["input"]
+    assert gathered(await streamed(thinker, **requested))["content"][0]["input"] == block["input"]
 
 
 async def test_errors_have_anthropics_types(rig: RouterRig) -> None:

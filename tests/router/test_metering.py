@@ -1,4 +1,4 @@
-"""What a router counts of answers, and that it arrives in the ledger once: held against what clients were told."""
+"""What a router counts of answers, and that it arrives in the ledger once: held against what clients received."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Send = Callable[[str, dict[str, Any]], Any]
 
 
 def usage_of(client: Redis, folder: Path, **given: Any) -> Usage:
-    told = {"kept_days": 3, "spool_bytes": 1 << 30, "min_free_bytes": 0, "prices": None, **given}
-    return Usage(client, folder / "ledger", folder / "store" / "ledger", **told)
+    reported = {"kept_days": 3, "spool_bytes": 1 << 30, "min_free_bytes": 0, "prices": None, **given}
+    return Usage(client, folder / "ledger", folder / "store" / "ledger", **reported)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def received(answer: dict[str, Any], **more: Any) -> Received:
     return Received(answer["id"], "acme", True, used["prompt_tokens"], used["completion_tokens"], cached)
 
 
-async def test_an_answer_is_on_disk_before_its_client_hears_the_end(rig: RouterRig, usage: Usage) -> None:
+async def test_an_answer_is_on_disk_before_its_client_receives_the_end(rig: RouterRig, usage: Usage) -> None:
     """The last bytes that the client gets find it written down."""
     found: list[tuple[bytes, int]] = []
     sent = [{"type": "http.request", "body": __import__("json").dumps(body_of(rig, stream=True)).encode()}]
@@ -94,7 +94,7 @@ async def test_an_answer_is_on_disk_before_its_client_hears_the_end(rig: RouterR
     assert found[0][1] == 0
 
 
-async def test_the_ledger_has_what_clients_were_told(rig: RouterRig, usage: Usage, redis_client: Redis) -> None:
+async def test_the_ledger_has_what_clients_received(rig: RouterRig, usage: Usage, redis_client: Redis) -> None:
     rig.registry.add("acme", "poet")
     async with rig.client() as client:
         got = []

@@ -182,7 +182,7 @@ class Client:
         return int(counts_of(ids[-1])) if ids else 0
 
     @property
-    def heard_end(self) -> bool:
+    def received_end(self) -> bool:
         return bool(self.events) and self.events[-1].data == "[DONE]"
 
     @property
@@ -191,7 +191,7 @@ class Client:
         if not chunks:
             return None
         answer, last = chunks[0].chunk["id"], chunks[-1]
-        if self.heard_end:
+        if self.received_end:
             used = last.chunk["usage"]
             cached = (used.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
             return Received(answer, "acme", True, used["prompt_tokens"], used["completion_tokens"], cached)
@@ -256,8 +256,8 @@ async def test_killed_routers_lost_gangs_and_a_restarted_redis(scene: Scene) -> 
     await scene.gangs.pop(0).server.stop()  # its streams go on at the other one
     scene.gangs[0].engine.most_tokens = math.inf
     await asyncio.gather(*going_on)
-    assert all(client.heard_end for client in complete + resuming)
-    assert not any(client.heard_end for client in leaving + broken)
-    received = {told.id: client for client in clients if (told := client.received) is not None}
+    assert all(client.received_end for client in complete + resuming)
+    assert not any(client.received_end for client in leaving + broken)
+    received = {reported.id: client for client in clients if (reported := client.received) is not None}
     generated = {answer: 21 + client.seed for answer, client in received.items()}
     await settled(scene, [client.received for client in received.values()], generated)

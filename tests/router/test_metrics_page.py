@@ -44,13 +44,15 @@ def test_every_series_says_whose_it_is() -> None:
     metrics.count_failure(SequenceError("overloaded", "full", reason="full"))
     found = samples(text_of(router_families(metrics, FACTS, LABELS)))
     assert all(LABELS.items() <= set(labels) for _, labels in found)
-    told = {(name, tuple(sorted(set(labels) - set(LABELS.items())))): value for (name, labels), value in found.items()}
-    assert told["motet_errors_total", (("code", "invalid_value"), ("status", "400"))] == 1
-    assert told["motet_refused_requests_total", (("reason", "full"),)] == 1
-    assert told["motet_requests_total", (("route", "POST /v1/completions"), ("status", "200"))] == 1
+    reported = {
+        (name, tuple(sorted(set(labels) - set(LABELS.items())))): value for (name, labels), value in found.items()
+    }
+    assert reported["motet_errors_total", (("code", "invalid_value"), ("status", "400"))] == 1
+    assert reported["motet_refused_requests_total", (("reason", "full"),)] == 1
+    assert reported["motet_requests_total", (("route", "POST /v1/completions"), ("status", "200"))] == 1
 
 
-def test_what_has_not_happened_is_told_as_nought() -> None:
+def test_what_has_not_happened_is_reported_as_zero() -> None:
     """So that the first one is an increase."""
     found = samples(text_of(router_families(Metrics(), FACTS, {})))
     assert found["motet_gang_faults_total", frozenset({("kind", "engine")})] == 2
@@ -105,14 +107,14 @@ async def test_an_answer_is_counted_once(rig: RouterRig) -> None:
         assert (await client.post("/v1/completions", json=body | {"model": "nobody"})).status_code == 404
         assert (await client.get("/v1/nothing")).status_code == 404
         found = samples((await client.get("/metrics")).content)
-    told = {(name, *sorted(dict(labels).values())): value for (name, labels), value in found.items()}
-    assert told["motet_request_seconds_count",] == 1
-    assert told["motet_prompt_length_tokens_count",] == 1
-    assert told["motet_completion_length_tokens_count",] == 1
-    assert told["motet_completion_length_tokens_sum",] == told["motet_completion_tokens_total",]
-    finished = {key: value for key, value in told.items() if key[0] == "motet_finished_sequences_total"}
+    reported = {(name, *sorted(dict(labels).values())): value for (name, labels), value in found.items()}
+    assert reported["motet_request_seconds_count",] == 1
+    assert reported["motet_prompt_length_tokens_count",] == 1
+    assert reported["motet_completion_length_tokens_count",] == 1
+    assert reported["motet_completion_length_tokens_sum",] == reported["motet_completion_tokens_total",]
+    finished = {key: value for key, value in reported.items() if key[0] == "motet_finished_sequences_total"}
     assert sorted(finished.values()) == [0, 1]
-    errors = {key: value for key, value in told.items() if key[0] == "motet_errors_total"}
+    errors = {key: value for key, value in reported.items() if key[0] == "motet_errors_total"}
     assert errors == {
         ("motet_errors_total", "400", "invalid_value"): 1,
         ("motet_errors_total", "404", "model_not_found"): 1,

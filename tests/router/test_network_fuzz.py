@@ -74,7 +74,7 @@ def _run_until_found() -> None:
 
 def test_it_finds_orphans_that_live_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoutedSequences, "disown", lambda self, stream, names: None)
-    _finds("in two gangs|nobody wants")
+    _finds("in two gangs|no client wants")
 
 
 def test_it_finds_a_journal_that_forgets_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_it_finds_a_journal_that_forgets_a_token(monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_finds_a_move_that_does_not_wait_for_the_gang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The router sends a sequence on at once, and its old gang is only told."""
+    """The router sends a sequence on at once, and its old gang only gets a notice."""
 
     def withdraw(self: leader_connection.LeaderConnection, sequence: OpenSequence, target: str) -> None:
         del self._sequences[self._ids.pop(sequence)], self._unbegun[sequence]
@@ -98,7 +98,7 @@ def test_it_finds_a_move_that_does_not_wait_for_the_gang(monkeypatch: pytest.Mon
         self._on_withdrawn(sequence, target)
 
     monkeypatch.setattr(leader_connection.LeaderConnection, "withdraw", withdraw)
-    _finds("in two gangs|nobody wants|left in an engine")
+    _finds("in two gangs|no client wants|left in an engine")
 
 
 def test_it_finds_a_router_that_keeps_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_a_load_without_times_makes_no_cost_negative() -> None:
     assert min(counters.observed.costs.s_per_queued_token, counters.observed.costs.s_per_waiting_token) > 0
 
 
-def test_a_steps_length_is_told_from_its_tokens() -> None:
+def test_a_steps_length_is_inferred_from_its_tokens() -> None:
     counters, rng = Counters(), random.Random(1)
     for _ in range(500):
         num_tokens = rng.randint(1, 300)

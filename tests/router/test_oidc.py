@@ -50,7 +50,7 @@ class Provider:
     def __init__(self) -> None:
         self.keys: list[dict[str, Any]] = [jwk(RSA_KEY, "one", alg="RS256", use="sig"), jwk(EC_KEY, "two")]
         self.mode = "well"
-        self.num_asked = 0
+        self.num_requested = 0
         self.issuer = ""
 
     async def start(self) -> None:
@@ -64,7 +64,7 @@ class Provider:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
-            self.num_asked += 1
+            self.num_requested += 1
             if self.mode == "slow":
                 await asyncio.sleep(3600)
             document: Any = {"keys": self.keys}
@@ -91,9 +91,9 @@ class Provider:
         self, key: PrivateKeyTypes = RSA_KEY, key_id: str = "one", algorithm: str = "RS256", **claims: Any
     ) -> str:
         now = int(time.time())
-        told = {"iss": self.issuer, "aud": AUDIENCE, "sub": "ann", "tenant": "acme", "scope": "infer openid"}
-        told |= {"iat": now, "exp": now + 600} | claims
-        return jwt.encode({k: v for k, v in told.items() if v is not None}, key, algorithm, {"kid": key_id})  # type: ignore[arg-type]
+        reported = {"iss": self.issuer, "aud": AUDIENCE, "sub": "ann", "tenant": "acme", "scope": "infer openid"}
+        reported |= {"iat": now, "exp": now + 600} | claims
+        return jwt.encode({k: v for k, v in reported.items() if v is not None}, key, algorithm, {"kid": key_id})  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -254,19 +254,19 @@ async def test_a_token_is_verified_once(
 async def test_keys_that_rotate_are_taken_over(
     provider: Provider, tokens: TokenVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(issuer_keys, "ASKED_GAP_S", 0.3)
+    monkeypatch.setattr(issuer_keys, "REQUESTED_GAP_S", 0.3)
     old = provider.token()
     assert tokens.verify(old) is not None
     provider.keys = [jwk(OTHER_RSA_KEY, "three")]
     new = provider.token(OTHER_RSA_KEY, "three")
-    assert tokens.verify(new) is None  # and the keys are asked for
+    assert tokens.verify(new) is None  # and the keys are fetched
     await eventually_in_loop(lambda: tokens.verify(new) is not None)
     assert tokens.verify(old) is None  # its key is gone, though it was remembered
 
 
-async def test_keys_are_fetched_again_though_nobody_asks(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_are_fetched_again_without_requests(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(issuer_keys, "REFRESH_S", 0.05)
-    monkeypatch.setattr(issuer_keys, "ASKED_GAP_S", 0.0)
+    monkeypatch.setattr(issuer_keys, "REQUESTED_GAP_S", 0.0)
     tokens = TokenVerifier(config(provider.issuer))
     await tokens.start()
     (issuer,) = tokens.issuers.values()
@@ -275,21 +275,21 @@ async def test_keys_are_fetched_again_though_nobody_asks(provider: Provider, mon
     await tokens.stop()
 
 
-async def test_no_request_waits_for_the_provider_and_no_token_is_told(
+async def test_no_request_waits_for_the_provider_and_no_token_is_reported(
     provider: Provider,
     redis_client: Redis,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """While it hangs: neither those whose key it would have to tell, nor others. Not one of them is in a log."""
+    """While it hangs: neither those whose key it would have, nor others. Not one of them is in a log."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(issuer_keys, "FETCH_S", 3600.0)
     tokens = TokenVerifier(config(provider.issuer))
     await tokens.start()
     async with TenantsRig(redis_client, tmp_path, tokens) as rig:
         await rig.done("POST", "/v1/admin/tenants", json={"name": "acme"})
-        provider.mode, num_asked = "slow", provider.num_asked
+        provider.mode, num_requested = "slow", provider.num_requested
         good = [provider.token(sub=f"s{number}", scope="infer upload metrics admin") for number in range(2)]
         bad = [provider.token(key_id="three"), provider.token(OTHER_RSA_KEY), provider.token(more="x" * 9000)]
         bad += [provider.token(tenant="unknown"), provider.token(exp=1)]
@@ -300,10 +300,12 @@ async def test_no_request_waits_for_the_provider_and_no_token_is_told(
                     answers.append(await rig.ask("GET", path, token))
                     is_good = token in good and "admin" not in path
                     assert (answers[-1].status_code == 401) == (not is_good), (path, answers[-1].text)
-            await eventually_in_loop(lambda: provider.num_asked == num_asked + 1)  # one key was unknown
-        told = "".join(f"{one.text} {one.headers}" for one in answers)
-        told += "".join(f"{one.getMessage()} {one.__dict__}" for one in caplog.records if one.name.startswith("motet"))
-        assert all(part not in told for token in good + bad for part in token.split(".")[1:])
+            await eventually_in_loop(lambda: provider.num_requested == num_requested + 1)  # one key was unknown
+        reported = "".join(f"{one.text} {one.headers}" for one in answers)
+        reported += "".join(
+            f"{one.getMessage()} {one.__dict__}" for one in caplog.records if one.name.startswith("motet")
+        )
+        assert all(part not in reported for token in good + bad for part in token.split(".")[1:])
     provider.mode = "well"
     await tokens.stop()
 
@@ -311,7 +313,7 @@ async def test_no_request_waits_for_the_provider_and_no_token_is_told(
 async def test_unknown_keys_do_not_flood_the_provider(
     provider: Provider, tokens: TokenVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(issuer_keys, "ASKED_GAP_S", 3600.0)
+    monkeypatch.setattr(issuer_keys, "REQUESTED_GAP_S", 3600.0)
     (issuer,) = tokens.issuers.values()
     before = issuer.num_fetches
     for number in range(200):
@@ -338,7 +340,7 @@ async def test_the_last_good_keys_stay(mode: str, provider: Provider, monkeypatc
 
 
 @pytest.mark.parametrize("mode", ["away", "slow", "giant", "no json"])
-async def test_without_keys_nobody_is_told_that_a_good_token_is_wrong(
+async def test_without_keys_a_good_token_is_not_called_wrong(
     mode: str, provider: Provider, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a provider that hangs holds up neither a request nor the start."""
@@ -380,7 +382,7 @@ def test_keys_that_cannot_be_used_take_no_other_with_them() -> None:
             public_keys(document)
 
 
-def test_only_what_nobody_can_change_on_its_way_is_an_issuer() -> None:
+def test_only_what_cannot_be_changed_on_its_way_is_an_issuer() -> None:
     good = ["https://id.example/realm", "http://127.0.0.1:80", "http://[::1]:80/x", "http://localhost"]
     bad = [
         "http://id.example",

@@ -178,13 +178,13 @@ async def test_errors_before_the_first_token(rig: RouterRig, stream: bool, kind:
     assert ("retry-after" in response.headers) == (status in (429, 503))
 
 
-@pytest.mark.parametrize(("expected_s", "told"), [(None, "1"), (0.0, "1"), (7.1, "8"), (1e9, "3600")])
-async def test_who_is_refused_hears_when_to_come_back(rig: RouterRig, expected_s: float | None, told: str) -> None:
+@pytest.mark.parametrize(("expected_s", "reported"), [(None, "1"), (0.0, "1"), (7.1, "8"), (1e9, "3600")])
+async def test_a_refusal_says_when_to_try_again(rig: RouterRig, expected_s: float | None, reported: str) -> None:
     error = SequenceError("overloaded", "too many wait", expected_s, "wait")
     rig.dispatcher.script = lambda request: [SequenceUpdate(1, error=error)]
     response = await post(rig, stream=True)
     assert response.status_code == 429
-    assert response.headers["retry-after"] == told
+    assert response.headers["retry-after"] == reported
     assert response.json()["error"] == {
         "message": "too many wait",
         "type": "rate_limit_error",
@@ -213,7 +213,7 @@ async def test_a_timeout_travels_with_each_sequence(rig: RouterRig) -> None:
     assert unlimited is None
 
 
-async def test_a_timeout_in_the_stream_is_told_and_counted(rig: RouterRig) -> None:
+async def test_a_timeout_in_the_stream_is_reported_and_counted(rig: RouterRig) -> None:
     rig.dispatcher.script = failing("timeout", "its timeout passed", after=rig.ids("the quick"))
     response = await post(rig, stream=True, timeout=60)
     assert events_of(response.content)[-1].chunk["error"]["code"] == "timeout"
@@ -269,7 +269,7 @@ async def test_a_stream_that_just_ends_is_an_error(rig: RouterRig, n: int) -> No
     assert response.json()["error"]["code"] == "internal_error"
 
 
-async def test_a_fault_of_ours_is_told_without_its_cause(rig: RouterRig) -> None:
+async def test_a_fault_of_ours_is_reported_without_its_cause(rig: RouterRig) -> None:
     def script(request: Any) -> list[SequenceUpdate]:
         return [SequenceUpdate(1, [5]), SequenceUpdate(1, ["no token id"])]  # type: ignore[list-item]
 
@@ -294,7 +294,7 @@ async def test_requests_wait_for_the_successor_of_a_gang(rig: RouterRig) -> None
     assert (await post(rig)).status_code == 200  # the dispatcher lets it wait
 
 
-async def test_too_many_biases_are_told_how_many_are_accepted(rig: RouterRig) -> None:
+async def test_too_many_biases_are_refused_with_how_many_are_accepted(rig: RouterRig) -> None:
     accepted = await post(rig, logit_bias={str(i): 1 for i in range(320)})
     refused = await post(rig, logit_bias={str(i): 1 for i in range(1025)})
     assert accepted.status_code == 200

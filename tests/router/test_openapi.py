@@ -1,4 +1,4 @@
-"""The document of /openapi.json: it is OpenAPI, and tells of every route all that its spec must say."""
+"""The document of /openapi.json: it is OpenAPI, and has of every route all that its spec must say."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def test_a_route_that_is_not_described_is_found() -> None:
 
     bare = RouteSpec(method="GET", path="/v1/admin/x", handler=handler, scope="admin")
     assert [problem.split(":")[0] for problem in problems(bare)] == ["summary", "scope", "answers (or texts)"]
-    unheard = RouteSpec(method="GET", path="/v1/admin/x", handler=handler, scope="public", errors=("unheard_of",))
+    unseen = RouteSpec(method="GET", path="/v1/admin/x", handler=handler, scope="public", errors=("unheard_of",))
     with pytest.raises(KeyError, match=r"GET /v1/admin/x: .*'unheard_of'.*error_codes.py"):
-        openapi_document([unheard])
+        openapi_document([unseen])
 
 
 def test_the_app_serves_what_is_described_and_nothing_else(rig: RouterRig, routes: tuple[RouteSpec, ...]) -> None:
@@ -102,24 +102,24 @@ async def test_it_is_served_to_anybody_and_valid(rig: RouterRig, routes: tuple[R
     assert answer.headers["content-type"] == "application/json"
     document = answer.json()
     OpenAPIV31SpecValidator(document).validate()
-    told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    assert told == {(route.method, route.path.replace(":path", "")) for route in routes}
+    reported = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert reported == {(route.method, route.path.replace(":path", "")) for route in routes}
 
 
-def test_each_operation_tells_scope_errors_and_bodies(routes: tuple[RouteSpec, ...]) -> None:
+def test_each_operation_has_scope_errors_and_bodies(routes: tuple[RouteSpec, ...]) -> None:
     document = json.loads(json.dumps(openapi_document(routes)))
     for route in routes:
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
         assert ("requestBody" in operation) == (route.body is not None or route.form is not None)
         assert operation.get("security", []) == ([] if route.scope == "public" else [{"bearer": [route.scope]}])
-        told = {status: resolved(document, response) for status, response in operation["responses"].items()}
-        assert {int(status) for status in told} == {
+        reported = {status: resolved(document, response) for status, response in operation["responses"].items()}
+        assert {int(status) for status in reported} == {
             *route.answers,
             *([200] if route.texts else []),
             *(ERRORS[code][0] for code in codes_of(route)),
         }
         for code in codes_of(route):
-            response = told[str(ERRORS[code][0])]
+            response = reported[str(ERRORS[code][0])]
             assert f"- `{code}`: " in response["description"]
             assert "x-request-id" in response["headers"]
     assert {"invalid_api_key", "missing_scope"} <= {*codes_of(route_of(routes, "POST", "/v1/adapters"))}
@@ -142,7 +142,7 @@ async def test_an_upload_is_a_form_with_files(routes: tuple[RouteSpec, ...]) -> 
     assert form["properties"]["adapter_model.safetensors"]["contentMediaType"] == "application/octet-stream"
 
 
-async def test_what_is_refused_unless_neutral_is_told_so(rig: RouterRig, routes: tuple[RouteSpec, ...]) -> None:
+async def test_what_is_refused_unless_neutral_is_described_so(rig: RouterRig, routes: tuple[RouteSpec, ...]) -> None:
     """Each value that the document has for such a field is accepted, and others are not."""
     fields = openapi_document(routes)["components"]["schemas"]["CompletionRequest"]["properties"]
     rig.dispatcher.answer = rig.ids("hi")

@@ -25,7 +25,7 @@ from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.router_rig import HEADERS, OPERATOR_KEY, OPERATORS, FakeUploads, FakeView, text_service
 from motet.tests.rigs.simulated_fleet import STEP_S as SIMULATED_STEP_S
-from motet.tests.rigs.simulated_fleet import asked, simulated_fleet
+from motet.tests.rigs.simulated_fleet import requested, simulated_fleet
 from motet.tests.rigs.simulated_time import run_simulated
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.workers.leader.frame_server import FrameServer
@@ -110,7 +110,7 @@ async def offer(router: FleetDispatcher, num_steps: int, limit: TimeLimit | None
     began_at = now()
     while (seconds := now() - began_at) < num_steps * SIMULATED_STEP_S:
         for _ in range(int(2 * seconds * PER_S) - len(readers)):
-            sequence = router.submit(asked(len(readers), NUM_TOKENS), limit=limit)
+            sequence = router.submit(requested(len(readers), NUM_TOKENS), limit=limit)
             readers.append(asyncio.create_task(follow(sequence)))
         load = router.load()
         longest_queue = max(longest_queue, 0 if load is None else load.gauges.num_waiting)
@@ -203,7 +203,7 @@ async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Pat
     zenith = {"Authorization": "Bearer key-of-zenith"}
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://router", headers=HEADERS) as http:
-        assert (await http.post("/v1/completions", json=body)).status_code == 200  # nobody waits
+        assert (await http.post("/v1/completions", json=body)).status_code == 200  # no request waits
         running = await fill(rig, router)
         refused = await http.post("/v1/completions", json=body)
         assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
@@ -219,9 +219,9 @@ async def test_an_objective_refuses_its_own_tenant_alone(rig: Rig, tmp_path: Pat
         for sequence in running:
             sequence.cancel()
         assert (await admitted).status_code == 200
-        told = (await http.get("/metrics", headers=OPERATORS)).text.splitlines()
-    assert 'motet_refused_requests_total{reason="objective"} 1.0' in told
-    assert 'motet_refused_requests_total{reason="wait"} 0.0' in told
+        reported = (await http.get("/metrics", headers=OPERATORS)).text.splitlines()
+    assert 'motet_refused_requests_total{reason="objective"} 1.0' in reported
+    assert 'motet_refused_requests_total{reason="wait"} 0.0' in reported
 
 
 async def test_a_beam_search_that_was_admitted_is_not_refused_half_way(rig: Rig) -> None:
@@ -274,16 +274,16 @@ async def test_a_timeout_ends_what_runs_and_what_waits_for_a_gang(rig: Rig) -> N
     await lonely.close()
 
 
-async def test_the_oldest_wait_of_all_gangs_is_told_not_their_sum(rig: Rig) -> None:
+async def test_the_oldest_wait_of_all_gangs_is_reported_not_their_sum(rig: Rig) -> None:
     router = await rig.router(admission_config())
     other = FrameServer(StandInEngine(STEP_S, NUM_PLACES), INFO, TOKEN, leader_config())
     router.update({"a": rig.address, "b": await other.start("127.0.0.1")})
     await eventually(lambda: len(router.gangs()) == 2)
     sequences = [submit(router, None) for _ in range(40)]
     await eventually(lambda: min(load.gauges.oldest_waiting_s for _, load in router.gangs()) > 0)
-    told = router.load()
-    assert told is not None
-    assert told.gauges.oldest_waiting_s == max(load.gauges.oldest_waiting_s for _, load in router.gangs())
+    reported = router.load()
+    assert reported is not None
+    assert reported.gauges.oldest_waiting_s == max(load.gauges.oldest_waiting_s for _, load in router.gangs())
     for sequence in sequences:
         sequence.cancel()
     await other.stop()

@@ -50,18 +50,18 @@ async def usage(redis_client: Redis, tmp_path: Path) -> AsyncIterator[Usage]:
     await usage.stop()
 
 
-def told_by(rig: EngineRig) -> dict[int, SequenceUsage]:
-    """What the engine has told last of each sequence, as it goes on."""
-    told: dict[int, SequenceUsage] = {}
+def reported_by(rig: EngineRig) -> dict[int, SequenceUsage]:
+    """What the engine reported last of each sequence, as it goes on."""
+    reported: dict[int, SequenceUsage] = {}
     step = rig.engine.step
 
     def tapped() -> list[SequenceUpdate]:
         updates = step()
-        told.update({one.sequence_id: one.usage for one in updates if one.usage is not None})
+        reported.update({one.sequence_id: one.usage for one in updates if one.usage is not None})
         return updates
 
     rig.engine.step = tapped  # type: ignore[method-assign]
-    return told
+    return reported
 
 
 async def row_of(usage: Usage, client: Any, by: str = "") -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ async def row_of(usage: Usage, client: Any, by: str = "") -> list[dict[str, Any]
 
 async def test_usage_is_what_the_engine_has_summed(stock: Stock, usage: Usage) -> None:
     first, second, *_ = stock.refs
-    asked: list[tuple[str, dict[str, Any]]] = [
+    requested: list[tuple[str, dict[str, Any]]] = [
         (BASE, {}),
         (first, {"n": 2}),
         (first, {}),
@@ -80,14 +80,14 @@ async def test_usage_is_what_the_engine_has_summed(stock: Stock, usage: Usage) -
         (second, {"prompt": [PROMPT, PROMPT[5:]]}),
     ]
     with stock.engine(num_pages=200) as rig:
-        told, dispatcher = told_by(rig), EngineDispatcher(rig)
+        reported, dispatcher = reported_by(rig), EngineDispatcher(rig)
         expected: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
         async with client_of(dispatcher, stock, first, second, usage=usage) as client:
-            for name, more in asked:
+            for name, more in requested:
                 num_before = len(dispatcher.requests)
                 body = {"model": name, "prompt": PROMPT, "max_tokens": 20, "ignore_eos": True, **more}
                 assert (await client.post("/v1/completions", json=body)).status_code == 200
-                taken = [told[number] for number in range(num_before + 1, len(dispatcher.requests) + 1)]
+                taken = [reported[number] for number in range(num_before + 1, len(dispatcher.requests) + 1)]
                 expected[name][0] += round(1000 * sum(one.kv_page_s for one in taken))
                 expected[name][1] += round(1000 * sum(one.adapter_page_s for one in taken))
             rows = await row_of(usage, client, "adapter")
@@ -105,16 +105,16 @@ async def test_usage_is_what_the_engine_has_summed(stock: Stock, usage: Usage) -
 
 async def test_a_search_for_beams_counts_all_its_rounds(stock: Stock, usage: Usage) -> None:
     with stock.engine(num_pages=200) as rig:
-        told, dispatcher = told_by(rig), EngineDispatcher(rig)
+        reported, dispatcher = reported_by(rig), EngineDispatcher(rig)
         async with client_of(dispatcher, stock, usage=usage) as client:
             body = {"model": BASE, "prompt": PROMPT, "max_tokens": 4, "use_beam_search": True, "n": 2}
             assert (await client.post("/v1/completions", json=body)).status_code == 200
             (row,) = await row_of(usage, client)
-    assert len(told) == 1
-    assert float(row["kv_device_page_seconds"]) == round(sum(one.kv_page_s for one in told.values()), 3)
+    assert len(reported) == 1
+    assert float(row["kv_device_page_seconds"]) == round(sum(one.kv_page_s for one in reported.values()), 3)
 
 
-async def test_what_a_cut_off_answer_held_since_it_was_told_of_counts_up_to_its_last_token(
+async def test_what_a_cut_off_answer_held_since_it_was_reported_counts_up_to_its_last_token(
     usage: Usage, tmp_path: Path, text: TextService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = RouterRig(tmp_path / "spool", text, accountants=[usage.metering], more_routes=usage.routes)
@@ -143,11 +143,11 @@ async def test_what_a_cut_off_answer_held_since_it_was_told_of_counts_up_to_its_
     assert (row["kv_device_page_seconds"], row["adapter_device_page_seconds"]) == ("21.5", "1.25")
 
 
-def taking(*told: SequenceUsage | None) -> list[SequenceUpdate]:
-    return [SequenceUpdate(1, [40], usage=one) for one in told]
+def taking(*reported: SequenceUsage | None) -> list[SequenceUpdate]:
+    return [SequenceUpdate(1, [40], usage=one) for one in reported]
 
 
-async def test_what_was_told_last_counts_even_of_an_answer_that_is_cut_off(
+async def test_what_was_reported_last_counts_even_of_an_answer_that_is_cut_off(
     usage: Usage, tmp_path: Path, text: TextService
 ) -> None:
     rig = RouterRig(tmp_path / "spool", text, accountants=[usage.metering], more_routes=usage.routes)

@@ -31,15 +31,15 @@ def test_a_gang_that_goes_moves_only_its_own_pins(digest: str, gangs: set[str], 
 @given(changes)
 def test_what_is_kept_as_it_changes_is_what_is_computed_anew(changes: list[tuple[str, int] | set[str]]) -> None:
     places = PinPlaces()
-    told: dict[str, set[str]] = {}
+    reported: dict[str, set[str]] = {}
     for change in changes:
         if isinstance(change, set):
             places.set_gangs(change)
-            told = {gang: told.get(gang, set()) for gang in change}
+            reported = {gang: reported.get(gang, set()) for gang in change}
         else:
             places.pin(*change)
         places.check_integrity()
-        for gang, there in told.items():
+        for gang, there in reported.items():
             for digest, is_there in places.take_changes(gang).items():
                 assert (digest in there) is not is_there
                 (there.add if is_there else there.discard)(digest)

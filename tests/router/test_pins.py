@@ -1,4 +1,4 @@
-"""An adapter is pinned by its tenant, and gangs keep it: as many as were asked for, others where some go."""
+"""An adapter is pinned by its tenant, and gangs keep it: as many as were requested, others where some go."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ async def rigs(redis_client: Redis, tmp_path: Path, text: TextService) -> AsyncI
 
 @dataclass
 class FakeGang:
-    """A connection to a gang that keeps all that it is told to, but what `failures` says."""
+    """A connection to a gang that keeps all that it gets, but what `failures` says."""
 
     gang_id: str
     failures: dict[str, str] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
     is_slow: bool = False
-    num_told: int = 0
+    num_reported: int = 0
 
     def __post_init__(self) -> None:
         self.reconnect()
@@ -67,7 +67,7 @@ class FakeGang:
 
     def send(self, news: News) -> None:
         assert isinstance(news, Pinned)
-        self.num_told += 1
+        self.num_reported += 1
         self.pinned = ((set() if news.is_whole else self.pinned) | {*news.came}) - {*news.went}
 
     def is_hosted(self, digest: str) -> bool:
@@ -77,8 +77,8 @@ class FakeGang:
         return self.failures.get(digest)
 
 
-async def told(rig: VersionRig, **expected: Any) -> dict[str, Any]:
-    """What the router tells of the pin, once it tells this."""
+async def reported(rig: VersionRig, **expected: Any) -> dict[str, Any]:
+    """The state of the pin that the router reports, once it is this."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             answer = await rig.http.get(PIN)
@@ -87,7 +87,7 @@ async def told(rig: VersionRig, **expected: Any) -> dict[str, Any]:
             await asyncio.sleep(0.01)
 
 
-async def test_a_pin_follows_the_current_version_and_every_router_tells_how_it_does(
+async def test_a_pin_follows_the_current_version_and_every_router_reports_its_state(
     rigs: Sequence[VersionRig], redis_client: Redis
 ) -> None:
     rig, other = rigs
@@ -99,7 +99,7 @@ async def test_a_pin_follows_the_current_version_and_every_router_tells_how_it_d
     num_bytes = (await rig.http.get("/v1/adapters/x/versions/1")).json()["bytes"]
     assert pinned.status_code == 200 and pinned.json()["bytes"] == 2 * num_bytes
     for router in rigs:
-        found = await told(router, state="ready", version=1, gangs=2)
+        found = await reported(router, state="ready", version=1, gangs=2)
         assert [one["state"] for one in found["data"]] == ["ready", "ready"]
         assert "gang-" not in str(found["data"])
     home = places_of(rig.digests[1], [gang.gang_id for gang in gangs], 2)
@@ -107,7 +107,7 @@ async def test_a_pin_follows_the_current_version_and_every_router_tells_how_it_d
     version = (await other.http.get(RESIDENCY)).json()["data"][0]
     assert (version["tier"], version["state"], len(version["gangs"])) == ("host", "ready", 2)
     await rig.upload(2)
-    await told(other, state="ready", version=2)
+    await reported(other, state="ready", version=2)
     await eventually(lambda: Counter(d for gang in gangs for d in gang.pinned) == {rig.digests[2]: 2})
     await rig.http.post("/v1/adapters/x/rollback")
     await eventually(lambda: Counter(d for gang in gangs for d in gang.pinned) == {rig.digests[1]: 2})
@@ -123,20 +123,20 @@ async def test_a_pin_follows_the_current_version_and_every_router_tells_how_it_d
     ]
 
 
-async def test_why_a_pin_fails_is_told(rigs: Sequence[VersionRig]) -> None:
+async def test_why_a_pin_fails_is_reported(rigs: Sequence[VersionRig]) -> None:
     rig, _ = rigs
     await rig.upload(1)
     rig.gangs = [FakeGang("gang-0", {rig.digests[1]: "host memory of gangs is full of pins"})]
     await rig.http.put(PIN)
-    found = await told(rig, state="failed")
+    found = await reported(rig, state="failed")
     assert found["reason"] == found["data"][0]["reason"] == "host memory of gangs is full of pins"
     version = (await rig.http.get(RESIDENCY)).json()["data"][0]
     assert (version["tier"], version["state"], version["reason"]) == ("store", "failed", found["reason"])
     rig.gangs[0].failures.clear()
     rig.gangs[0].is_slow = True
-    await told(rig, state="coming")
+    await reported(rig, state="coming")
     rig.gangs[0].is_slow = False
-    assert (await told(rig, state="ready"))["reason"] is None
+    assert (await reported(rig, state="ready"))["reason"] is None
 
 
 async def test_what_may_not_be_pinned(rigs: Sequence[VersionRig], redis_client: Redis) -> None:
@@ -168,7 +168,7 @@ async def test_what_may_not_be_pinned(rigs: Sequence[VersionRig], redis_client: 
     assert (await rig.http.get(PIN, headers=ZENITH)).json()["error"]["code"] == "adapter_not_found"
 
 
-def test_pins_move_once_gangs_have_settled_and_nothing_is_told_twice() -> None:
+def test_pins_move_once_gangs_have_settled_and_nothing_is_reported_twice() -> None:
     pins, gangs = KnownPins(), [FakeGang(f"gang-{number}") for number in range(4)]
     digests = [f"{number:064x}" for number in range(40)]
     for digest in digests:
@@ -179,17 +179,17 @@ def test_pins_move_once_gangs_have_settled_and_nothing_is_told_twice() -> None:
     connected = gangs
     keeper.update(100.25)
     keeper.update(100.25 + SETTLE_S - 0.01)
-    assert not any(gang.num_told for gang in gangs), "the first gang that connects must not get all of them"
+    assert not any(gang.num_reported for gang in gangs), "the first gang that connects must not get all of them"
     keeper.update(100.25 + SETTLE_S)
     counts = Counter(digest for gang in gangs for digest in gang.pinned)
     assert counts == dict.fromkeys(digests, 2)
     for number in range(8):
         keeper.update(102 + number)
-    assert [gang.num_told for gang in gangs] == [1] * 4
+    assert [gang.num_reported for gang in gangs] == [1] * 4
     before = {gang.gang_id: set(gang.pinned) for gang in gangs}
     connected = gangs[1:]
     keeper.update(120.0)
-    assert [gang.num_told for gang in gangs] == [1] * 4, "it may be back at once"
+    assert [gang.num_reported for gang in gangs] == [1] * 4, "it may be back at once"
     keeper.update(120.0 + SETTLE_S)
     assert Counter(digest for gang in connected for digest in gang.pinned) == dict.fromkeys(digests, 2)
     assert all(before[gang.gang_id] <= gang.pinned for gang in connected), "only what the lost gang had has moved"
@@ -211,7 +211,7 @@ def test_gangs_that_never_settle_hold_nothing_up() -> None:
     assert gangs[0].pinned == {"a" * 64}
 
 
-async def test_leaders_hear_from_all_routers_and_forget_none_that_is_there() -> None:
+async def test_leaders_receive_shares_of_all_routers_and_forget_none_that_is_there() -> None:
     engines = {key: StandInEngine() for key in "abc"}
     servers = {
         key: FrameServer(engine, msgspec.structs.replace(INFO, gang_id=f"gang {key}"), TOKEN, leader_config())

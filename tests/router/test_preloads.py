@@ -1,4 +1,4 @@
-"""Versions are brought to gangs before anybody asks for them, and every router tells how that goes."""
+"""Versions are brought to gangs before they are requested, and every router reports the state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def rigs(redis_client: Redis, tmp_path: Path, text: TextService) -> AsyncI
 
 
 async def residency(rig: VersionRig, **expected: Any) -> dict[str, Any]:
-    """What the router tells of the newest version, once it tells this."""
+    """The state of the newest version that the router reports, once it is this."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             found: dict[str, Any] = (await rig.http.get(RESIDENCY)).json()["data"][0]
@@ -47,7 +47,7 @@ async def residency(rig: VersionRig, **expected: Any) -> dict[str, Any]:
             await asyncio.sleep(0.005)
 
 
-async def test_what_was_brought_to_gangs_is_told_by_every_router(rigs: Sequence[VersionRig]) -> None:
+async def test_what_was_brought_to_gangs_is_reported_by_every_router(rigs: Sequence[VersionRig]) -> None:
     rig, other = rigs
     await rig.upload(1)
     rig.dispatcher.num_gangs = 2
@@ -72,7 +72,7 @@ async def test_it_is_coming_until_its_gang_has_it(rigs: Sequence[VersionRig]) ->
     await rig.upload(1)
     rig.dispatcher.hangs, rig.dispatcher.script = True, lambda request: []
     await rig.http.post(PRELOAD)
-    other.dispatcher.tiers = {"gang-1": "device"}  # for somebody else
+    other.dispatcher.tiers = {"gang-1": "device"}  # for another
     for router in rigs:
         found = await residency(router, state="coming", tier="store")
         assert [gang["state"] for gang in found["gangs"]] == ["coming"]
@@ -100,7 +100,7 @@ async def test_a_version_that_cannot_be_loaded_says_why_until_it_can(rigs: Seque
     ("kind", "message"),
     [("invalid_request", "can never fit the pool of 64"), ("store_unavailable", "the store hangs in 8 reads")],
 )
-async def test_what_is_no_fault_of_the_version_is_told_of_the_gang(
+async def test_what_is_no_fault_of_the_version_is_reported_of_the_gang(
     rigs: Sequence[VersionRig], kind: Any, message: str
 ) -> None:
     rig, other = rigs
@@ -112,7 +112,7 @@ async def test_what_is_no_fault_of_the_version_is_told_of_the_gang(
     assert (await rig.http.get("/v1/adapters/x/versions/1")).json()["state"] == "ready"
 
 
-async def test_what_may_not_be_asked_for(rigs: Sequence[VersionRig]) -> None:
+async def test_what_may_not_be_requested(rigs: Sequence[VersionRig]) -> None:
     rig, _ = rigs
     await rig.upload(1)
     codes = {}

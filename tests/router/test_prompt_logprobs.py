@@ -83,7 +83,7 @@ async def test_vllms_field_in_completions_and_chats(rig: RouterRig) -> None:
     assert "prompt_logprobs" not in chat["choices"][0] and len(chat["choices"]) == 2
 
 
-async def test_each_field_has_as_many_likely_tokens_as_it_asks_for(rig: RouterRig) -> None:
+async def test_each_field_has_as_many_likely_tokens_as_requested(rig: RouterRig) -> None:
     (choice,) = (await post(rig, prompt="hello world", prompt_logprobs=0, echo=True, logprobs=3, max_tokens=0))[
         "choices"
     ]
@@ -95,8 +95,8 @@ async def test_each_field_has_as_many_likely_tokens_as_it_asks_for(rig: RouterRi
 
 async def test_several_choices_of_a_prompt_score_it_once(rig: RouterRig) -> None:
     answer = await post(rig, prompt=["hello world", "fox"], n=3, echo=True, logprobs=1, best_of=3)
-    asked = [request.sampling.num_prompt_logprobs for request in rig.dispatcher.submitted]
-    assert asked == [1, None, None] * 2
+    requested = [request.sampling.num_prompt_logprobs for request in rig.dispatcher.submitted]
+    assert requested == [1, None, None] * 2
     own = [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]]
     assert own[0] == own[1] == own[2] and own[3] == own[5] and own[0][1] == -1
 
@@ -143,9 +143,9 @@ async def test_log_likelihoods_as_lm_eval_reads_them(
 ) -> None:
     """It sends token ids, takes sums behind the context up to the entry before the last, and looks for the greedy."""
     oracle, stock = model
-    asked = {"prompt": PROMPTS, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
+    requested = {"prompt": PROMPTS, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
     async with client_of(EngineDispatcher(engine), stock, ADAPTER) as client:
-        response = await client.post("/v1/completions", json={"model": adapter or BASE, **asked})
+        response = await client.post("/v1/completions", json={"model": adapter or BASE, **requested})
     for prompt, choice in zip(PROMPTS, response.json()["choices"], strict=True):
         found = choice["logprobs"]
         expected = torch.log_softmax(oracle.logits(prompt, adapter).float(), dim=-1)

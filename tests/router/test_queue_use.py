@@ -1,4 +1,4 @@
-"""Where sequences wait as no gang is there: one tenant's never keep another's out, and nobody is told of others."""
+"""Where sequences wait as no gang is there: one tenant's never keep another's out, and no tenant learns of others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_who_has_less_than_its_share_gets_a_place(comings: str, weights: list[fl
                 assert own.num + 1 > NUM_PLACES * weight / (weight + rest)
                 continue
         uses[tenant] = QueueUse(own.num + 1, own.num_committed + is_promised, weight)
-    # What nobody has been promised more of is bounded, whatever else is there.
+    # What is not committed is bounded, whatever else is there.
     assert sum(use.num - use.num_committed for use in uses.values()) <= 2 * NUM_PLACES
 
 
@@ -84,7 +84,7 @@ async def test_a_flood_that_waits_for_a_gang_gives_way_to_a_quiet_tenant(dispatc
     assert dispatcher.num_waiting == NUM_PLACES
 
 
-async def test_what_has_begun_is_not_given_up_and_keeps_nobody_out(dispatcher: FleetDispatcher) -> None:
+async def test_what_has_begun_is_not_given_up_and_keeps_no_other_out(dispatcher: FleetDispatcher) -> None:
     begun = [submit(dispatcher, "flood", has_begun=True) for _ in range(2 * NUM_PLACES)]
     quiet = [submit(dispatcher, "quiet") for _ in range(NUM_PLACES // 2)]
     assert not any(sequence.closed for sequence in (*begun, *quiet))
@@ -94,7 +94,7 @@ async def test_what_has_begun_is_not_given_up_and_keeps_nobody_out(dispatcher: F
     assert dispatcher.num_waiting == 0
 
 
-async def test_a_tenant_that_is_refused_hears_nothing_of_others(
+async def test_a_tenant_that_is_refused_sees_nothing_of_others(
     dispatcher: FleetDispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "MAX_AWAITING", 4)

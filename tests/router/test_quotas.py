@@ -18,7 +18,8 @@ from motet.router.quotas.limits import PERIOD_US, limits_of
 from motet.router.quotas.quotas import MAX_TAKEOVERS, Quotas, redis_key
 from motet.router.tenants.identity import Identity
 from motet.tests.rigs.patience import PATIENCE_S
-from motet.tests.rigs.quota_rig import asked, ending, identity, is_left, left, progress, routers, try_open, until
+from motet.tests.rigs.quota_rig import ending, identity, is_left, left, progress, routers, try_open, until
+from motet.tests.rigs.quota_rig import requested as asked
 
 
 def headers(account: Account | ApiError) -> dict[str, str]:

@@ -23,11 +23,11 @@ from motet.tests.rigs.late_redis import late_redis
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.quota_rig import (
     A_WHILE_S,
-    asked,
     ending,
     identity,
     is_left,
     left,
+    requested,
     routers,
     try_open,
     until,
@@ -61,7 +61,7 @@ def go_on(server: RedisServer, fleet: list[Quotas]) -> None:
 
 async def let_through(quotas: Quotas, quota: Quota, each: int) -> tuple[int, ApiError | None]:
     """How many of so many requests the router lets through, and the last refusal."""
-    results = [await try_open(quotas, asked(identity(quota))) for _ in range(each)]
+    results = [await try_open(quotas, requested(identity(quota))) for _ in range(each)]
     refusals = [result for result in results if isinstance(result, ApiError)]
     return each - len(refusals), refusals[-1] if refusals else None
 
@@ -74,7 +74,7 @@ async def test_the_grant_is_what_there_is_without_redis(server: RedisServer) -> 
     quota = Quota(requests_per_minute=6000, concurrent_streams=500)
     async with routers(server.url, 1) as (quotas,):
         for _ in range(50):
-            (await quotas.open(asked(identity(quota)))).settle(ending())
+            (await quotas.open(requested(identity(quota)))).settle(ending())
         held = min(grant.spare for grant in quotas._grants.values())
         assert held > 0
         pause(server, [quotas])
@@ -92,14 +92,14 @@ async def test_the_grant_is_what_there_is_without_redis(server: RedisServer) -> 
 async def test_it_waits_for_redis_once_and_not_for_each_request(server: RedisServer) -> None:
     who = identity(Quota(requests_per_minute=100))
     async with routers(server.url, 1) as (quotas,):
-        await quotas.open(asked(who))
+        await quotas.open(requested(who))
         pause(server, [quotas])
         began = time.monotonic()
-        assert isinstance(await try_open(quotas, asked(who)), ApiError)
+        assert isinstance(await try_open(quotas, requested(who)), ApiError)
         assert time.monotonic() - began >= WAIT_S * 0.9
         began, refused = time.monotonic(), 0
         while time.monotonic() - began < 2.0:
-            refused += isinstance(await try_open(quotas, asked(who)), ApiError)
+            refused += isinstance(await try_open(quotas, requested(who)), ApiError)
         assert refused > 20  # some four of them waited
 
 
@@ -133,12 +133,12 @@ async def test_an_outage_lets_nothing_through_twice(server: RedisServer, how: st
 async def test_a_stream_is_resumed_without_redis(server: RedisServer) -> None:
     who = identity(Quota(requests_per_minute=2, tokens_per_minute=1000, concurrent_streams=2))
     async with routers(server.url, 2) as (other, quotas):
-        await other.open(asked(who, prompt=100, new=400, response_id="cmpl-1"))
+        await other.open(requested(who, prompt=100, new=400, response_id="cmpl-1"))
         await quotas.look(who)
         pause(server, [quotas])
         quotas.precheck(who, is_resuming=True)
-        again = await quotas.open(asked(who, prompt=100, new=400, response_id="cmpl-1", is_resumed=True))
-        assert isinstance(await try_open(quotas, asked(who)), ApiError)
+        again = await quotas.open(requested(who, prompt=100, new=400, response_id="cmpl-1", is_resumed=True))
+        assert isinstance(await try_open(quotas, requested(who)), ApiError)
         go_on(server, [quotas])
         await until(partial(is_back, quotas))
         await asyncio.sleep(0.5)
@@ -150,22 +150,22 @@ async def test_a_stream_is_resumed_without_redis(server: RedisServer) -> None:
 async def test_an_answer_that_ends_while_redis_is_away_is_settled_when_it_is_back(server: RedisServer) -> None:
     who = identity(Quota(tokens_per_minute=1000, concurrent_streams=1))
     async with routers(server.url, 2) as (quotas, other):
-        account = await quotas.open(asked(who, prompt=100, new=900))
+        account = await quotas.open(requested(who, prompt=100, new=900))
         pause(server, [quotas, other])
-        assert isinstance(await try_open(quotas, asked(who)), ApiError)
+        assert isinstance(await try_open(quotas, requested(who)), ApiError)
         account.settle(ending(prompt=100, completion=0))
         go_on(server, [quotas, other])
         await until(partial(is_left, other, who, {"tokens": 900, "streams": 1}))
 
 
-async def test_what_redis_gave_and_told_too_late_is_given_back(server: RedisServer) -> None:
+async def test_what_redis_gave_and_reported_too_late_is_given_back(server: RedisServer) -> None:
     quota = Quota(requests_per_minute=100, tokens_per_minute=1000, concurrent_streams=10)
     who = identity(quota, quota)
     async with late_redis(server.url) as late, routers(late.url, 1) as (quotas,), routers(server.url, 1) as (other,):
         await quotas.look(identity(Quota(requests_per_minute=1), name="zenith"))  # so that it is connected
         late.holds_replies = True
         wait_for_redis([quotas], WAIT_S)
-        refused = await try_open(quotas, asked(who, prompt=100, new=200))
+        refused = await try_open(quotas, requested(who, prompt=100, new=200))
         assert isinstance(refused, ApiError) and refused.status_code == 503
         assert (await left(other, who))["tokens"] == 700, "Redis has given it"
         late.holds_replies = False
@@ -178,7 +178,7 @@ async def test_what_is_said_counts_once_however_late_redis_answers(server: Redis
     who = identity(Quota(requests_per_minute=100))
     async with late_redis(server.url) as late, routers(late.url, 1) as (quotas,), routers(server.url, 1) as (other,):
         for _ in range(10):
-            await quotas.open(asked(who))
+            await quotas.open(requested(who))
         late.holds_replies = True
         wait_for_redis([quotas], WAIT_S)
         num_held = late.num_held
@@ -193,16 +193,16 @@ async def test_an_answer_that_cannot_be_charged_does_not_end_the_renewing(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.02)
-    asked_for = 0
+    num_calls = 0
 
     def fail() -> Progress:
-        nonlocal asked_for
-        asked_for += 1
+        nonlocal num_calls
+        num_calls += 1
         raise RuntimeError("a fault")
 
     async with routers(server.url, 1) as (quotas,):
-        await quotas.open(asked(identity(Quota(tokens_per_minute=100)), new=500, by_now=fail))
-        await eventually(lambda: asked_for >= 2)
+        await quotas.open(requested(identity(Quota(tokens_per_minute=100)), new=500, by_now=fail))
+        await eventually(lambda: num_calls >= 2)
     assert "could not be renewed or charged" in caplog.text
 
 
@@ -211,11 +211,11 @@ async def test_a_reply_that_cannot_be_read_is_a_redis_that_is_away(
 ) -> None:
     async with routers(server.url, 1) as (quotas,):
         monkeypatch.setattr("motet.router.quotas.grants.Grant.apply", lambda *_: 1 / 0)
-        refused = await try_open(quotas, asked(identity(Quota(requests_per_minute=5))))
+        refused = await try_open(quotas, requested(identity(Quota(requests_per_minute=5))))
         assert isinstance(refused, ApiError) and refused.status_code == 503
         monkeypatch.undo()
         await until(partial(is_back, quotas))
-        assert not isinstance(await try_open(quotas, asked(identity(Quota(requests_per_minute=5)))), ApiError)
+        assert not isinstance(await try_open(quotas, requested(identity(Quota(requests_per_minute=5)))), ApiError)
     assert "could not be read" in caplog.text
 
 
@@ -226,6 +226,6 @@ async def test_a_server_that_cannot_be_reached_at_all(tmp_path: Path) -> None:
     admitted, refused = await let_through(quotas, Quota(requests_per_minute=40), 20)
     assert admitted == 0
     assert refused is not None and refused.status_code == 503
-    assert await try_open(quotas, asked(identity())), "a tenant without quotas"
+    assert await try_open(quotas, requested(identity())), "a tenant without quotas"
     await quotas.stop()
     await client.aclose()

@@ -91,7 +91,7 @@ async def test_no_gang_comes(rig: RouterRig) -> None:
     assert "within 5 s" in answer.json()["error"]["message"]
 
 
-async def test_a_bad_request_wakes_nobody(rig: RouterRig) -> None:
+async def test_a_bad_request_wakes_no_gang(rig: RouterRig) -> None:
     async with rig.client() as client:
         answer = await client.post("/v1/completions", json={"model": "nobody", "prompt": "hello"})
     assert answer.status_code == 404

@@ -1,4 +1,4 @@
-"""Which waiting sequences move to another gang: never in vain, never back and forth, and at a bounded cost."""
+"""Which waiting sequences move to another gang: never for nothing, never back and forth, and at a bounded cost."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_who_has_moved_often_must_gain_more() -> None:
     assert not relocations([queue("a", [sequence(num_moves=6)] * 80), queue("b", [])], CONFIG)
 
 
-def test_a_gang_that_has_not_told_yet_gets_no_more() -> None:
+def test_a_gang_that_has_not_reported_yet_gets_no_more() -> None:
     assert not relocations([queue("a", [sequence()] * 80), queue("b", [], takes=False)], CONFIG)
 
 
@@ -166,10 +166,10 @@ def test_moves_are_bounded_and_only_of_what_waits(queues: list[GangQueue]) -> No
 
 
 @given(fleets(), st.integers(0, 30))
-def test_nothing_moves_back(queues: list[GangQueue], num_told: int) -> None:
-    """What has moved does not move again while costs stay, whether few or all of the moves have been told of."""
+def test_nothing_moves_back(queues: list[GangQueue], num_reported: int) -> None:
+    """What has moved does not move again while costs stay, whether few or all of the moves have been reported."""
     queues = [replace(one, num_waiting=one.num_own, oldest_waiting_s=0.0) for one in queues[:2]]  # one router
-    moves = relocations(queues, CONFIG)[: num_told + 1]
+    moves = relocations(queues, CONFIG)[: num_reported + 1]
     if not moves:
         return
     source = next(one for one in queues if one.key == moves[0].source)
@@ -199,11 +199,11 @@ def test_nothing_moves_back(queues: list[GangQueue], num_told: int) -> None:
 
 def test_its_cost_follows_what_is_examined() -> None:
     """Each sequence that is given is compared with a few gangs, however many there are."""
-    num_asked = 0
+    num_requested = 0
 
     def has(digest: str) -> bool:
-        nonlocal num_asked
-        num_asked += 1
+        nonlocal num_requested
+        num_requested += 1
         return False
 
     own = [sequence(digest="x", num_pages=10**9)] * 32
@@ -213,4 +213,4 @@ def test_its_cost_follows_what_is_examined() -> None:
         [replace(q, num_queued_tokens=n, num_before=before_all(n)) for q, n in zip(queues, lengths, strict=True)],
         CONFIG,
     )
-    assert 0 < num_asked <= 16 * 32 * CONFIG.max_targets
+    assert 0 < num_requested <= 16 * 32 * CONFIG.max_targets

@@ -9,7 +9,7 @@ import pytest
 
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.fleet.relocator import REST_S
-from motet.tests.rigs.simulated_fleet import STEP_S, asked, read, simulated_fleet
+from motet.tests.rigs.simulated_fleet import STEP_S, read, requested, simulated_fleet
 from motet.tests.rigs.simulated_time import run_simulated
 
 
@@ -19,7 +19,7 @@ def test_a_new_gang_takes_of_what_waits() -> None:
             await fleet.add_gang()
             await asyncio.sleep(1)
             (router,) = fleet.routers
-            reading = [asyncio.create_task(read(router.submit(asked(seed, 50)), seed)) for seed in range(84)]
+            reading = [asyncio.create_task(read(router.submit(requested(seed, 50)), seed)) for seed in range(84)]
             await asyncio.sleep(1)
             assert len(fleet.gangs[0].engine.requests) > 70
             b = await fleet.add_gang()
@@ -42,7 +42,7 @@ def test_what_waited_for_any_gang_is_shared_by_those_that_come() -> None:
     async def main() -> None:
         async with simulated_fleet() as fleet:
             (router,) = fleet.routers
-            reading = [asyncio.create_task(read(router.submit(asked(seed, 50)), seed)) for seed in range(80)]
+            reading = [asyncio.create_task(read(router.submit(requested(seed, 50)), seed)) for seed in range(80)]
             await asyncio.sleep(1)
             assert router.num_waiting == 80
             await fleet.add_gang()
@@ -62,7 +62,7 @@ def test_a_full_queue_takes_what_was_admitted_elsewhere() -> None:
             await fleet.add_gang()
             await asyncio.sleep(1)
             (router,) = fleet.routers
-            reading = [asyncio.create_task(read(router.submit(asked(seed, 50)), seed)) for seed in range(60)]
+            reading = [asyncio.create_task(read(router.submit(requested(seed, 50)), seed)) for seed in range(60)]
             await asyncio.sleep(1)
             await fleet.add_gang(max_waiting_sequences=1)
             await asyncio.sleep(2)
@@ -72,7 +72,7 @@ def test_a_full_queue_takes_what_was_admitted_elsewhere() -> None:
     run_simulated(main())
 
 
-def test_what_begins_as_it_is_asked_back_stays() -> None:
+def test_what_begins_as_it_is_recalled_stays() -> None:
     async def main() -> None:
         async with simulated_fleet() as fleet:
             await fleet.add_gang()
@@ -80,7 +80,7 @@ def test_what_begins_as_it_is_asked_back_stays() -> None:
             await asyncio.sleep(1)
             (router,) = fleet.routers
             prompt = [1] * 64 * 10  # so many steps' budgets
-            stream = router.submit(msgspec.structs.replace(asked(5, 100), prompt_token_ids=prompt))
+            stream = router.submit(msgspec.structs.replace(requested(5, 100), prompt_token_ids=prompt))
             reading = asyncio.create_task(read(stream, 5))
             await asyncio.sleep(3 * STEP_S)
             (before,) = [one for one in router._fleet.connected if one.num_sequences]
@@ -100,8 +100,8 @@ def test_what_ends_as_it_moves_leaves_nothing(ends: str) -> None:
             await fleet.add_gang()
             await asyncio.sleep(1)
             (router,) = fleet.routers
-            reading = [asyncio.create_task(read(router.submit(asked(seed, 100)), seed)) for seed in range(4)]
-            moving = router.submit(asked(9, 100))
+            reading = [asyncio.create_task(read(router.submit(requested(seed, 100)), seed)) for seed in range(4)]
+            moving = router.submit(requested(9, 100))
             router._fleet._relocator._next_round = float("inf")
             await asyncio.sleep(0.5)
             await fleet.add_gang()
@@ -123,7 +123,7 @@ def test_what_ends_as_it_moves_leaves_nothing(ends: str) -> None:
 
 def test_a_move_is_no_longer_wait() -> None:
     async def main() -> None:
-        sequence = OpenSequence(asked(1, 1))
+        sequence = OpenSequence(requested(1, 1))
         sequence.admit(10.0)
         await asyncio.sleep(4)
         assert sequence.request_from_here(1).wait_s == 10

@@ -237,7 +237,7 @@ def test_the_answer_begins_where_the_prompt_ends() -> None:
     assert read("hermes", "x</think>y", prompt="no answer begins <think>") == {"content": "x</think>y"}
 
 
-def test_only_what_is_asked_for_is_shown() -> None:
+def test_only_what_is_requested_is_shown() -> None:
     text = f"<think>t</think>c{CALL}{CALL}"
     assert "reasoning" not in read("hermes", text, with_reasoning=False)
     assert len(read("hermes", text, max_calls=1)["tool_calls"]) == 1

@@ -113,9 +113,9 @@ async def test_the_events_in_their_order(rig: RouterRig) -> None:
 @pytest.mark.parametrize("max_tokens", [None, 1, 3, 5])
 @pytest.mark.parametrize("fields", [{}, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}])
 async def test_the_last_event_has_the_whole_answer(rig: RouterRig, max_tokens: int | None, fields: Any) -> None:
-    asked: dict[str, Any] = {"input": "hello", "max_output_tokens": max_tokens, **fields}
-    last = (await streamed(rig, **asked))[-1]
-    whole = Response.model_validate_json((await post(rig, **asked)).content, strict=True)
+    requested: dict[str, Any] = {"input": "hello", "max_output_tokens": max_tokens, **fields}
+    last = (await streamed(rig, **requested))[-1]
+    whole = Response.model_validate_json((await post(rig, **requested)).content, strict=True)
     assert shown(last.response) == shown(whole)
     assert last.type == ("response.completed" if max_tokens is None else "response.incomplete")
     if max_tokens is not None:
@@ -215,8 +215,8 @@ async def test_calls_and_thoughts_are_those_of_a_chat(tmp_path: Path) -> None:
     rig = RouterRig(tmp_path / "spool", text_service(TOOLS_TEMPLATE))
     rig.dispatcher.context = 4096
     function = {"name": "weather", "description": "of a city", "parameters": SCHEMA}
-    asked: dict[str, Any] = {"tool_choice": "none", "reasoning": {"effort": "low"}}
-    assert (await post(rig, input=PAST_CALLS, tools=[{"type": "function", **function}], **asked)).status_code == 200
+    requested: dict[str, Any] = {"tool_choice": "none", "reasoning": {"effort": "low"}}
+    assert (await post(rig, input=PAST_CALLS, tools=[{"type": "function", **function}], **requested)).status_code == 200
     chat: dict[str, Any] = {
         "tool_choice": "none",
         "reasoning_effort": "low",
@@ -228,7 +228,7 @@ async def test_calls_and_thoughts_are_those_of_a_chat(tmp_path: Path) -> None:
     assert '"description": "of a city"' in prompt_text(rig)
 
 
-async def test_a_large_body_asks_for_the_same(rig: RouterRig) -> None:
+async def test_a_large_body_means_the_same(rig: RouterRig) -> None:
     """It is decoded, and made a chat, in another process."""
     rig.dispatcher.context = 60_000
     long = "the quick fox " * 6000
@@ -304,8 +304,8 @@ async def test_a_bad_field_is_named(rig: RouterRig, fields: dict[str, Any], para
     assert not rig.dispatcher.submitted
 
 
-def test_what_a_chat_is_asked_for() -> None:
-    asked = {
+def test_which_fields_a_chat_gets() -> None:
+    requested = {
         "tools": FLAT,
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
         "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}},
@@ -313,7 +313,7 @@ def test_what_a_chat_is_asked_for() -> None:
     }
 
     def chat_of(**fields: Any) -> ResponseChat:
-        return response_chat(msgspec.convert({"model": "a", "input": "a", **asked, **fields}, ResponsesRequest))
+        return response_chat(msgspec.convert({"model": "a", "input": "a", **requested, **fields}, ResponsesRequest))
 
     chat = chat_of()
     assert msgspec.to_builtins(chat.tool_choice) == {
@@ -403,9 +403,9 @@ async def test_the_events_of_thoughts_and_calls(thinker: RouterRig) -> None:
 
 @pytest.mark.parametrize("max_tokens", [*range(1, 90, 8), None])
 async def test_an_answer_cut_anywhere_is_the_same_in_a_stream(thinker: RouterRig, max_tokens: int | None) -> None:
-    asked: dict[str, Any] = {"input": "hello", "tools": FLAT, "max_output_tokens": max_tokens, "top_logprobs": 1}
-    last = (await streamed(thinker, **asked))[-1]
-    whole = Response.model_validate_json((await post(thinker, **asked)).content, strict=True)
+    requested: dict[str, Any] = {"input": "hello", "tools": FLAT, "max_output_tokens": max_tokens, "top_logprobs": 1}
+    last = (await streamed(thinker, **requested))[-1]
+    whole = Response.model_validate_json((await post(thinker, **requested)).content, strict=True)
     shown_last, shown_whole = shown(last.response), shown(whole)
     for item in (*shown_last["output"], *shown_whole["output"]):
         item.pop("call_id", None)

@@ -236,7 +236,7 @@ def test_a_client_that_goes_away_cancels(rig: RouterRig, url: str, n: int, strea
     assert "motet_open_generations 0.0" in lines
 
 
-async def test_a_server_that_cannot_tell_of_disconnects_is_an_error(rig: RouterRig) -> None:
+async def test_a_server_that_cannot_report_disconnects_is_an_error(rig: RouterRig) -> None:
     body = json.dumps({"model": BASE, "prompt": "hello"}).encode()
     messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"authorization", KEY_HEADER)]}
@@ -270,7 +270,7 @@ def test_a_slow_reader_does_not_hold_up_others(rig: RouterRig, url: str) -> None
         seen = -1
         while seen != (seen := rig.dispatcher.streams[0].num_read):
             time.sleep(0.2)
-        assert seen < 5000  # the server's buffers are full, and nobody fills memory instead
+        assert seen < 5000  # the server's buffers are full, and memory is not filled instead
         assert httpx.get(f"{url}/health").status_code == 200
     eventually(rig.dispatcher.streams[0].cancelled.is_set)
 

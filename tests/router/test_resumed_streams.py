@@ -58,15 +58,15 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
 def merged_script(rig: RouterRig, rng: random.Random) -> Any:
     """Each submission's updates are the same tokens, merged by chance as a slow reader gets them."""
 
-    def script(asked: SequenceRequest) -> Sequence[SequenceUpdate]:
-        # Choices of a request are told apart by their key's end: each starts at another word.
-        start = int(asked.key.rpartition("/")[2]) if asked.key else 0
-        token_ids = [*rig.ids(" ".join(ANSWER.split()[start:])), EOS][: asked.sampling.max_tokens]
+    def script(requested: SequenceRequest) -> Sequence[SequenceUpdate]:
+        # Choices of a request are distinguished by their key's end: each starts at another word.
+        start = int(requested.key.rpartition("/")[2]) if requested.key else 0
+        token_ids = [*rig.ids(" ".join(ANSWER.split()[start:])), EOS][: requested.sampling.max_tokens]
         updates = []
         while token_ids:
             count = rng.randint(1, 4)
             part, token_ids = token_ids[:count], token_ids[count:]
-            num_top = asked.sampling.num_logprobs
+            num_top = requested.sampling.num_logprobs
             logprobs = None if num_top is None else [logprobs_of(token_id, num_top) for token_id in part]
             reason: Any = None if token_ids else "stop" if part[-1] == EOS else "length"
             updates.append(SequenceUpdate(1, part, logprobs, reason))
@@ -81,7 +81,7 @@ async def post(rig: RouterRig, path: str, body: dict[str, Any], last_event_id: s
         return await client.post(path, json={"model": BASE, "stream": True, **body}, headers=headers)
 
 
-def heard(events: Iterable[Event]) -> dict[str, Any]:
+def received(events: Iterable[Event]) -> dict[str, Any]:
     """The answer that a client puts together from events: the fields of each choice, joined."""
     joined: dict[Any, Any] = defaultdict(str)
     lists: dict[Any, list[Any]] = defaultdict(list)
@@ -112,15 +112,15 @@ def heard(events: Iterable[Event]) -> dict[str, Any]:
 async def test_from_every_event_on(rig: RouterRig, name: str) -> None:
     path, body = SHAPES[name]
     whole = events_of((await post(rig, path, body)).content)
-    expected = heard(whole)
+    expected = received(whole)
     ids = [event.id for event in whole if event.data != "[DONE]"]
     assert all(ids)
-    assert len(set(ids)) == len(ids), "two events that a client cannot tell apart"
+    assert len(set(ids)) == len(ids), "two events that a client cannot distinguish"
     for number, event in enumerate(whole[:-1]):
         resumed = await post(rig, path, body, event.id)
         assert resumed.status_code == 200, resumed.text
-        assert heard([*whole[: number + 1], *events_of(resumed.content)]) == expected, event.id
-    seeds = {(asked.key, asked.sampling.seed) for asked in rig.dispatcher.submitted}
+        assert received([*whole[: number + 1], *events_of(resumed.content)]) == expected, event.id
+    seeds = {(requested.key, requested.sampling.seed) for requested in rig.dispatcher.submitted}
     assert len(seeds) == len(expected.keys() & set(range(4)))
     assert rig.dispatcher.resumed.count(False) == len(seeds)
 
@@ -139,8 +139,8 @@ async def test_cut_off_again_and_again(rig: RouterRig, name: str) -> None:
                 content = content[: rng.randrange(len(content))]
             events += events_of(content)
             is_done = bool(events) and events[-1].data == "[DONE]"
-        whole = heard(events_of((await post(rig, path, body)).content))
-        assert {**heard(events), "heads": 0} == {**whole, "heads": 0}
+        whole = received(events_of((await post(rig, path, body)).content))
+        assert {**received(events), "heads": 0} == {**whole, "heads": 0}
         assert len({event.chunk["id"] for event in events[:-1]}) == 1
 
 
@@ -168,11 +168,11 @@ async def test_what_was_had_is_not_counted_twice(rig: RouterRig) -> None:
     assert "motet_resumed_streams_total 1.0" in metrics
 
 
-async def test_what_no_stream_can_have_told(rig: RouterRig) -> None:
+async def test_what_no_stream_can_have_reported(rig: RouterRig) -> None:
     path, body = SHAPES["cut short"]
     whole = events_of((await post(rig, path, body)).content)
     answer = whole[0].id.partition(":")[0]
-    for told, reason in (
+    for reported, reason in (
         ("nonsense", "not the id of an event"),
         (answer, "not the id of an event"),
         (f"{answer}:", "not the id of an event"),
@@ -189,8 +189,8 @@ async def test_what_no_stream_can_have_told(rig: RouterRig) -> None:
         (sealed(answer, "8"), "8 tokens of choice 0, which has at most 7"),
         (sealed(answer, "3/end"), "the answer has not ended"),
     ):
-        refused = await post(rig, path, body, told.encode())  # type: ignore[arg-type]
-        assert refused.status_code == 400, told
+        refused = await post(rig, path, body, reported.encode())  # type: ignore[arg-type]
+        assert refused.status_code == 400, reported
         error = refused.json()["error"]
         assert reason in error["message"]
         assert (error["param"], error["code"]) == ("Last-Event-ID", "invalid_value")
@@ -262,9 +262,9 @@ async def test_what_is_not_sealed_is_refused(rig: RouterRig) -> None:
         sealed(answer, counts, tenant="zenith"),
     ]
     num_submitted = len(rig.dispatcher.submitted)
-    for told in forged:
-        refused = await post(rig, path, body, told)
-        assert refused.status_code == 400, told
+    for reported in forged:
+        refused = await post(rig, path, body, reported)
+        assert refused.status_code == 400, reported
         assert "not sent to this tenant" in refused.json()["error"]["message"]
     assert len(rig.dispatcher.submitted) == num_submitted
     assert (await post(rig, path, body, genuine)).status_code == 200

@@ -28,7 +28,7 @@ class Gang:
 
 
 class Cluster:
-    """Gangs, and the directory that tells a dispatcher of them."""
+    """Gangs, and the directory from which a dispatcher knows them."""
 
     def __init__(self) -> None:
         self.dispatcher = FleetDispatcher(
@@ -158,13 +158,13 @@ async def test_a_stream_goes_on_elsewhere(cluster: Cluster, end: str, num_spares
         await cluster.add()
     await reader.task
     assert (reader.num_tokens, reader.finish_reason, reader.error) == (300, "length", None)
-    (asked,), (resumed,) = (gang.engine.submitted for gang in cluster.ever)
-    assert asked.generated_token_ids == []
+    (requested,), (resumed,) = (gang.engine.submitted for gang in cluster.ever)
+    assert requested.generated_token_ids == []
     assert resumed.generated_token_ids == counted(7, len(resumed.generated_token_ids)) != []
-    assert resumed.sampling == asked.sampling
+    assert resumed.sampling == requested.sampling
     assert resumed.sampling.seed is not None  # drawn by the router, so that both gangs draw alike
-    assert resumed.adapter == asked.adapter == ref
-    assert resumed.prompt_token_ids == asked.prompt_token_ids == [1, 7]
+    assert resumed.adapter == requested.adapter == ref
+    assert resumed.prompt_token_ids == requested.prompt_token_ids == [1, 7]
     faults = {"kill": {"connection"}, "drain": set(), "fail": {"engine"}}
     assert set(cluster.dispatcher.num_gang_faults) == faults[end]
 
@@ -179,7 +179,7 @@ async def test_a_given_seed_is_kept_and_others_differ(cluster: Cluster) -> None:
     assert len(set(seeds)) == 4
 
 
-async def test_nobody_in_time_is_told(cluster: Cluster) -> None:
+async def test_without_a_gang_in_time_there_is_an_error(cluster: Cluster) -> None:
     cluster.dispatcher = FleetDispatcher(
         TOKEN, gang_wait_s=0.1, adapter_pages=adapter_pages, admission=admission_config()
     )
@@ -283,7 +283,7 @@ async def test_gangs_that_die_at_once_do_not_blame_a_request(cluster: Cluster) -
     assert (reader.num_tokens, reader.error) == (20, None)
 
 
-async def test_what_kills_gangs_before_they_can_tell_comes_to_an_end(
+async def test_what_kills_gangs_before_they_can_report_comes_to_an_end(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "MAX_FAILED_SENDS", 3)
@@ -361,11 +361,11 @@ async def test_any_ends_at_any_time(cluster: Cluster, seed: int, monkeypatch: py
     rng = random.Random(seed)
     for _ in range(rng.randint(1, 3)):
         await cluster.add()
-    asked = [(rng.randrange(INFO.vocab_size), rng.randint(1, 400)) for _ in range(12)]
+    requested = [(rng.randrange(INFO.vocab_size), rng.randint(1, 400)) for _ in range(12)]
     readers: list[Reader] = []
     cancelled: list[Reader] = []
     ending: list[asyncio.Task[None]] = []
-    for last_token, max_tokens in asked:
+    for last_token, max_tokens in requested:
         key = rng.choice(["", f"answer/{len(readers)}"])
         sequence = cluster.submit(last_token, max_tokens, key=key)
         readers.append(Reader(sequence, last_token, rng.choice([0.0, 0.01])))
@@ -383,7 +383,7 @@ async def test_any_ends_at_any_time(cluster: Cluster, seed: int, monkeypatch: py
             cancelled.append(reader)
     await asyncio.gather(*ending)
     await asyncio.gather(*(reader.task for reader in readers))
-    for reader, (last_token, max_tokens) in zip(readers, asked, strict=True):
+    for reader, (last_token, max_tokens) in zip(readers, requested, strict=True):
         if reader not in cancelled:
             assert (reader.num_tokens, reader.finish_reason, reader.error) == (max_tokens, "length", None), last_token
     for gang in cluster.ever:

@@ -1,4 +1,4 @@
-"""A sequence is in one place at a time, and the place where it is hears when it is cancelled."""
+"""A sequence is in one place at a time, and the place where it is learns when it is cancelled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sequence(key: str = "", timeout_s: float | None = None) -> OpenSequence:
     return OpenSequence(request, limit=TimeLimit(timeout_s))
 
 
-async def test_only_the_place_where_it_is_hears_of_a_cancel() -> None:
+async def test_only_the_place_where_it_is_gets_a_cancel() -> None:
     before, now, moved = Place(), Place(), sequence()
     moved.move(None, before)
     moved.move(before, now)
@@ -34,7 +34,7 @@ async def test_only_the_place_where_it_is_hears_of_a_cancel() -> None:
     assert (before.cancelled, now.cancelled) == ([], [moved])
 
 
-async def test_the_place_hears_of_a_timeout() -> None:
+async def test_the_place_gets_a_timeout() -> None:
     place, late = Place(), sequence(timeout_s=0.0)
     late.move(None, place)
     update = await anext(late)
@@ -43,7 +43,7 @@ async def test_the_place_hears_of_a_timeout() -> None:
     assert place.cancelled == [late]
 
 
-async def test_nobody_takes_it_from_where_it_is_not() -> None:
+async def test_it_is_not_taken_from_where_it_is_not() -> None:
     place, other, moved = Place(), Place(), sequence()
     with pytest.raises(AssertionError):
         moved.move(place, other)

@@ -32,12 +32,12 @@ class Books:
 
     def __init__(self) -> None:
         self.has_room = True
-        self.asked: list[AnswerRequest] = []  # shadows
+        self.requested: list[AnswerRequest] = []  # shadows
         self.settled: list[Ending] = []  # of all
 
-    async def open(self, asked: AnswerRequest) -> Account:
-        if asked.response_id.startswith("shadow-"):
-            self.asked.append(asked)
+    async def open(self, requested: AnswerRequest) -> Account:
+        if requested.response_id.startswith("shadow-"):
+            self.requested.append(requested)
             if not self.has_room:
                 raise ApiError(429, "no tokens are left", code="rate_limit_exceeded")
         return self
@@ -71,8 +71,8 @@ async def with_shadow(rig: VersionRig, headers: dict[str, str] | None = None) ->
 
 
 def shadowed(rig: VersionRig) -> list[SequenceRequest]:
-    asked = rig.dispatcher.submitted
-    return [one for one in asked if one.adapter is not None and one.adapter.digest == rig.digests[2]]
+    requested = rig.dispatcher.submitted
+    return [one for one in requested if one.adapter is not None and one.adapter.digest == rig.digests[2]]
 
 
 async def seen(rig: VersionRig, num: int) -> dict[str, int]:
@@ -103,7 +103,7 @@ async def test_a_shadow_sees_requests_in_the_background_and_its_failures_are_onl
     assert (await rig.http.get("/v1/adapters/x/canary")).status_code == 404
 
 
-async def test_no_more_than_a_few_are_shadowed_at_once_and_nobody_waits_for_them(rig: VersionRig) -> None:
+async def test_no_more_than_a_few_are_shadowed_at_once_and_no_answer_waits_for_them(rig: VersionRig) -> None:
     hang = [SequenceUpdate(1, [5])]
 
     def script(request: SequenceRequest) -> list[SequenceUpdate]:
@@ -135,11 +135,11 @@ async def test_a_stopped_shadow_sees_nothing(rig: VersionRig) -> None:
 async def test_a_shadow_is_its_tenant_s_own_in_all_books(rig: VersionRig, books: Books) -> None:
     assert (await rig.complete(max_tokens=2)).status_code == 200
     await seen(rig, 1)
-    (asked,) = books.asked
-    assert asked.version is not None
-    assert (asked.identity.name, asked.model, asked.version.version) == ("acme", "x@2", 2)
-    assert (asked.num_sequences, asked.num_new_tokens, asked.is_stream) == (1, 2, False)
-    parsed = parse_response_id(asked.response_id)
+    (requested,) = books.requested
+    assert requested.version is not None
+    assert (requested.identity.name, requested.model, requested.version.version) == ("acme", "x@2", 2)
+    assert (requested.num_sequences, requested.num_new_tokens, requested.is_stream) == (1, 2, False)
+    parsed = parse_response_id(requested.response_id)
     assert parsed is not None and parsed.prefix == "shadow-"
     assert [one.progress.num_completion_tokens for one in books.settled] == [2, 2]  # the answer, and its shadow
     assert books.settled[0].progress.num_prompt_tokens == books.settled[1].progress.num_prompt_tokens > 0
@@ -150,7 +150,7 @@ async def test_a_shadow_that_its_tenant_has_no_quota_for_is_not_made(rig: Versio
     for _ in range(2 * MAX_OF_TENANT):
         assert (await rig.complete()).status_code == 200
         await eventually(lambda: not [one for one in asyncio.all_tasks() if one.get_name() == "shadow"])
-    assert len(books.asked) == 2 * MAX_OF_TENANT and shadowed(rig) == []
+    assert len(books.requested) == 2 * MAX_OF_TENANT and shadowed(rig) == []
     assert len(books.settled) == 2 * MAX_OF_TENANT  # of the answers alone
     books.has_room = True
     await rig.complete()
@@ -189,4 +189,4 @@ def test_no_few_tenants_keep_another_one_from_being_shadowed(seed: int) -> None:
 async def test_a_shadow_of_an_embedding_reserves_no_new_tokens(rig: VersionRig, books: Books) -> None:
     assert (await rig.http.post("/v1/embeddings", json={"model": "x", "input": "hi"})).status_code == 200
     await seen(rig, 1)
-    assert [one.num_new_tokens for one in books.asked] == [0]
+    assert [one.num_new_tokens for one in books.requested] == [0]

@@ -35,8 +35,8 @@ def entry(number: int, *, stage: Stage = Stage.COMPLETE, output_tokens: int = 1)
     return Entry(id=f"cmpl-{number}", tenant="acme", began_at=1, stage=stage, output_tokens=output_tokens)
 
 
-def payload(number: int, **told: object) -> bytes:
-    return msgspec.json.encode(entry(number, **told))  # type: ignore[arg-type]
+def payload(number: int, **reported: object) -> bytes:
+    return msgspec.json.encode(entry(number, **reported))  # type: ignore[arg-type]
 
 
 def spool_in(folder: Path, max_bytes: int = 8 * SEGMENT) -> Spool:
@@ -152,7 +152,7 @@ async def test_what_could_not_be_taken_over_is_there_for_the_next(tmp_path: Path
     assert os.listdir(tmp_path) == []
 
 
-async def test_a_spool_of_another_machine_is_taken_when_nobody_has_touched_it_for_long(
+async def test_a_spool_of_another_machine_is_taken_when_it_was_not_touched_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lock may not be seen here."""
@@ -197,7 +197,7 @@ async def test_a_spool_does_not_begin_where_the_disk_is_full(tmp_path: Path) -> 
         await Spool(tmp_path, 8 * SEGMENT, min_free_bytes=1 << 60, segment_bytes=SEGMENT).start()
 
 
-async def test_files_go_when_all_of_them_has_arrived_and_nobody_needs_them(tmp_path: Path) -> None:
+async def test_files_go_when_all_of_them_has_arrived_and_no_answer_needs_them(tmp_path: Path) -> None:
     spool = spool_in(tmp_path)
     await spool.start()
     for number in range(400):

@@ -114,57 +114,57 @@ async def test_each_field_gives_the_engine_its_grammar(rig: RouterRig, path: str
 
 async def test_what_cannot_be_served_is_refused_by_name(rig: RouterRig) -> None:
     async with rig.client() as client:
-        for fields, param, told in REFUSED:
+        for fields, param, reported in REFUSED:
             response = await post(client, "/v1/chat/completions", fields)
             error = response.json()["error"]
             assert response.status_code == 400, (fields, error)
-            assert told in error["message"], error
+            assert reported in error["message"], error
             assert not param or param in (error["param"], error["message"]), error
         assert not rig.dispatcher.submitted
         assert (await post(client, "/v1/completions", {"regex": "a"})).status_code == 200
 
 
 async def test_a_tenants_grammars_wait_for_each_other_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    check, goes_on, asked = GrammarCheck({}), asyncio.Event(), []
+    check, goes_on, requested = GrammarCheck({}), asyncio.Event(), []
 
     async def ask(data: bytes, vocab_size: int) -> tuple[Verdict, float]:
-        asked.append(data)
+        requested.append(data)
         await goes_on.wait()
         return Verdict(lark="start: /a/"), 0.0
 
-    monkeypatch.setattr(check, "_asked", ask)
+    monkeypatch.setattr(check, "_run", ask)
 
     def lark(tenant: str, pattern: str) -> asyncio.Task[str]:
         return asyncio.create_task(check.lark(tenant, WantedGrammar("regex", "regex", pattern), VOCAB_SIZE))
 
     same = [lark("acme", "a"), lark("acme", "a")]
     more = [lark("acme", f"a{number}") for number in range(MAX_WAITING - 1)]
-    await eventually_in_loop(lambda: len(asked) == 1)
+    await eventually_in_loop(lambda: len(requested) == 1)
     with pytest.raises(ApiError, match="wait to be compiled") as refused:
         await lark("acme", "b")
     assert refused.value.status_code == 429
     other = lark("zenith", "a")
-    await eventually_in_loop(lambda: len(asked) == 2)
+    await eventually_in_loop(lambda: len(requested) == 2)
     goes_on.set()
     await asyncio.gather(other, *same, *more)
-    assert len(asked) == MAX_WAITING + 1  # one for each grammar of each tenant
+    assert len(requested) == MAX_WAITING + 1  # one for each grammar of each tenant
     check.known.check_integrity()
 
 
 async def test_a_tenant_rests_after_a_costly_grammar_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    check, asked = GrammarCheck({}), list[bytes]()
+    check, requested = GrammarCheck({}), list[bytes]()
 
     async def ask(data: bytes, vocab_size: int) -> tuple[Verdict, float]:
-        asked.append(data)
+        requested.append(data)
         return Verdict(lark="start: /a/"), 1e6
 
-    monkeypatch.setattr(check, "_asked", ask)
+    monkeypatch.setattr(check, "_run", ask)
     await check.lark("acme", WantedGrammar("regex", "regex", "a"), VOCAB_SIZE)
     rests = asyncio.create_task(check.lark("acme", WantedGrammar("regex", "regex", "b"), VOCAB_SIZE))
     for tenant in ("zenith", "other", "third"):
         await check.lark(tenant, WantedGrammar("regex", "regex", "b"), VOCAB_SIZE)
     assert await check.lark("acme", WantedGrammar("regex", "regex", "a"), VOCAB_SIZE)  # it is known
-    assert not rests.done() and len(asked) == 4
+    assert not rests.done() and len(requested) == 4
     rests.cancel()
 
 
@@ -187,7 +187,7 @@ def test_known_grammars_are_bounded_by_tenant_and_in_all(monkeypatch: pytest.Mon
     assert known.get("acme", b"first") is None  # of all, it is the tenant that has not asked for longest
 
 
-async def test_a_process_that_cannot_be_asked_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_be_reached_is_no_fault_of_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_check, "_MODULE", "motet.tests.rigs.no_such_module")
     with pytest.raises(ApiError) as failed:
         await GrammarCheck({}).lark("acme", WantedGrammar("regex", "regex", "a"), VOCAB_SIZE)

@@ -29,7 +29,7 @@ async def front(redis_url: str, tmp_path: Path) -> AsyncIterator[RealFront]:
         yield front
 
 
-async def asked(front: RealFront, method: str, path: str, key: str = OWNER_KEY, **options: Any) -> Any:
+async def requested(front: RealFront, method: str, path: str, key: str = OWNER_KEY, **options: Any) -> Any:
     """The answer's JSON. The request must not be refused."""
     async with front.client() as client:
         answer = await client.request(method, path, headers={"Authorization": f"Bearer {key}"}, **options)
@@ -59,27 +59,27 @@ async def use_everything(front: RealFront) -> None:
     tensors = await asyncio.to_thread(lambda: files.write(front.folder).read_bytes())
     form = {"adapter_config.json": files.config_bytes, "adapter_model.safetensors": tensors}
     quota = {"requests_per_minute": 600, "tokens_per_minute": 10**6, "concurrent_streams": 9, "adapters": 9}
-    await asked(front, "PATCH", f"/v1/admin/tenants/{OWNER}", OPERATOR_KEY, json={"quota": quota})
-    await asked(front, "POST", "/v1/adapters", data={"name": OWNERS_ADAPTER, "activate": "false"}, files=form)
-    await asked(front, "PUT", f"{one}/aliases/live", json={"version": 1})
-    await asked(front, "PATCH", f"{one}/versions/2", json={"note": 'a note "id":"0123"'})
-    await asked(front, "POST", "/v1/keys", json={"expires_in_s": 1000})
+    await requested(front, "PATCH", f"/v1/admin/tenants/{OWNER}", OPERATOR_KEY, json={"quota": quota})
+    await requested(front, "POST", "/v1/adapters", data={"name": OWNERS_ADAPTER, "activate": "false"}, files=form)
+    await requested(front, "PUT", f"{one}/aliases/live", json={"version": 1})
+    await requested(front, "PATCH", f"{one}/versions/2", json={"note": 'a note "id":"0123"'})
+    await requested(front, "POST", "/v1/keys", json={"expires_in_s": 1000})
     for round_ in range(2):  # a trial that has ended, and one that runs
-        await asked(front, "PUT", f"{one}/canary", json={"version": 2, "share": 0.5})
+        await requested(front, "PUT", f"{one}/canary", json={"version": 2, "share": 0.5})
         body = {"model": OWNERS_ADAPTER, "prompt": "hi", "max_tokens": 2}
         answers = [
-            await asked(front, "POST", "/v1/completions", json={**body, "user": f"u{i}"})
+            await requested(front, "POST", "/v1/completions", json={**body, "user": f"u{i}"})
             for i in range(NUM_ANSWERS // 2)
         ]
         await front.canaries.flush()
         said = {"thumb": "up", "comment": COMMENT}
-        told = await asyncio.gather(
-            *(asked(front, "POST", "/v1/feedback", json={"id": answer["id"], **said}) for answer in answers)
+        reported = await asyncio.gather(
+            *(requested(front, "POST", "/v1/feedback", json={"id": answer["id"], **said}) for answer in answers)
         )
-        assert all(one["counted"] for one in told)
+        assert all(one["counted"] for one in reported)
         if not round_:
-            await asked(front, "DELETE", f"{one}/canary")
-    await asked(front, "PUT", f"{one}/shadow", json={"version": 2, "share": 0.5})
+            await requested(front, "DELETE", f"{one}/canary")
+    await requested(front, "PUT", f"{one}/shadow", json={"version": 2, "share": 0.5})
     await CanaryCounts(front.redis).note_failures({(OWNER, OWNERS_ADAPTER, 2): "it is too large"})
 
 
@@ -87,7 +87,7 @@ async def test_what_redis_says_of_a_deleted_tenant(front: RealFront) -> None:
     await use_everything(front)
 
     async def is_metered() -> bool:
-        rows = (await asked(front, "GET", "/v1/usage"))["data"]
+        rows = (await requested(front, "GET", "/v1/usage"))["data"]
         return bool(sum(row["requests"] for row in rows) == NUM_ANSWERS)
 
     await until(is_metered)
@@ -95,7 +95,7 @@ async def test_what_redis_says_of_a_deleted_tenant(front: RealFront) -> None:
     kinds = {name.removeprefix(REGISTRY).partition(":")[0] for name in before if name.startswith(REGISTRY)}
     assert {"answers", "answer_order", "canary", "canary_comments", "canary_names", "failed", "made_keys"} <= kinds
     assert {"keys", "key_ends", "names", "adapters", "stored", "version_notes", "audit"} <= kinds
-    await asked(front, "DELETE", f"/v1/admin/tenants/{OWNER}", OPERATOR_KEY)
+    await requested(front, "DELETE", f"/v1/admin/tenants/{OWNER}", OPERATOR_KEY)
     left = {}
     for name in await names_of(front):
         content = await content_of(front.redis, name)

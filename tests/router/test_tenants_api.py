@@ -90,8 +90,8 @@ async def test_what_is_refused(rig: TenantsRig) -> None:
     assert await rig.refused("POST", f"{TENANTS}/none/keys", json={}) == (404, "tenant_not_found")
     assert await rig.refused("GET", f"{KEYS}/0123456789abcdef") == (404, "key_not_found")
     assert await rig.refused("GET", f"{KEYS}/zz") == (404, "key_not_found")
-    for nobodys in ("x", "0-0", "99999999999999999999-0", "1-18446744073709551616"):
-        assert await rig.refused("GET", f"{AUDIT}?after={nobodys}") == (400, "invalid_value"), nobodys
+    for unowned in ("x", "0-0", "99999999999999999999-0", "1-18446744073709551616"):
+        assert await rig.refused("GET", f"{AUDIT}?after={unowned}") == (400, "invalid_value"), unowned
     assert (await rig.done("GET", f"{AUDIT}?after=0-1"))["data"] == []
 
 
@@ -118,14 +118,14 @@ async def test_only_operators_administer(rig: TenantsRig) -> None:
 
 
 async def test_keys_may_do_what_their_scopes_say(rig: TenantsRig) -> None:
-    asked = {
+    requested = {
         "infer": [("POST", "/v1/chat/completions"), ("GET", "/v1/models")],
         "upload": [("GET", "/v1/adapters"), ("DELETE", "/v1/adapters/x")],
         "admin": [("GET", OWN)],
     }
-    for scope in asked:
+    for scope in requested:
         key = await rig.make_key("acme", scope)
-        for needed, routes in asked.items():
+        for needed, routes in requested.items():
             for method, path in routes:
                 response = await rig.ask(method, path, key, json=CHAT)
                 lacks = response.status_code == 403 and response.json()["error"]["code"] == "missing_scope"
@@ -247,7 +247,7 @@ async def test_every_router_knows_within_a_second(rig: TenantsRig, redis_client:
         assert await other.refused("GET", f"{TENANTS}/acme") == (404, "tenant_not_found")
 
 
-async def test_the_audit_tells_who_did_what(rig: TenantsRig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_audit_shows_who_did_what(rig: TenantsRig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, LOGGER)
     admin = await rig.make_key("acme", "admin", "upload", "infer")
     folder, files = tmp_path / "adapter", lora_files(seed=1)
@@ -278,8 +278,8 @@ async def test_the_audit_tells_who_did_what(rig: TenantsRig, tmp_path: Path, cap
     assert [record.fields["action"] for record in lines] == [  # type: ignore[attr-defined]
         one["action"] for one in reversed(found)
     ]
-    told = str(everything) + str([vars(record) for record in caplog.records])
-    assert all(key not in told for key in (admin, made["key"]))
+    reported = str(everything) + str([vars(record) for record in caplog.records])
+    assert all(key not in reported for key in (admin, made["key"]))
 
 
 async def test_a_request_says_whose_it_is_and_how_urgent(rig: TenantsRig) -> None:
@@ -292,5 +292,5 @@ async def test_a_request_says_whose_it_is_and_how_urgent(rig: TenantsRig) -> Non
         assert (status, code) == (400, "invalid_value")
     await rig.done("PATCH", f"{TENANTS}/acme", json={"background": True})
     assert (await rig.ask("POST", "/v1/completions", key, json={"model": BASE, "prompt": "x"})).status_code == 200
-    told = [(one.weight, one.priority, one.is_background) for one in rig.dispatcher.submitted]
-    assert told == [(4.0, 0, False), (4.0, -7, False), (4.0, 0, True), (4.0, 100, False), (4.0, 0, True)]
+    reported = [(one.weight, one.priority, one.is_background) for one in rig.dispatcher.submitted]
+    assert reported == [(4.0, 0, False), (4.0, -7, False), (4.0, 0, True), (4.0, 100, False), (4.0, 0, True)]

@@ -54,15 +54,15 @@ async def test_rules_reach_the_engine(rig: RouterRig) -> None:
     assert await rules_of(rig) is None
     assert await rules_of(rig, min_tokens=0, bad_words=[]) is None
     assert await rules_of(rig, allowed_token_ids=[7, 3, 7]) == TokenRules(allowed_token_ids=(7, 3))
-    asked = await rules_of(rig, min_tokens=2, stop_token_ids=[9])
-    assert asked == TokenRules(min_tokens=2, late_token_ids=(EOS, 9))
-    asked = await rules_of(rig, min_tokens=2, stop_token_ids=[9], ignore_eos=True)
-    assert asked == TokenRules(min_tokens=2, late_token_ids=(9,))
+    requested = await rules_of(rig, min_tokens=2, stop_token_ids=[9])
+    assert requested == TokenRules(min_tokens=2, late_token_ids=(EOS, 9))
+    requested = await rules_of(rig, min_tokens=2, stop_token_ids=[9], ignore_eos=True)
+    assert requested == TokenRules(min_tokens=2, late_token_ids=(9,))
 
 
 async def test_rules_stand_beside_a_form_whose_end_may_come(rig: RouterRig) -> None:
-    asked = await rules_of(rig, allowed_token_ids=[7, 3], regex="a+")
-    assert asked == TokenRules(allowed_token_ids=(7, 3, EOS))
+    requested = await rules_of(rig, allowed_token_ids=[7, 3], regex="a+")
+    assert requested == TokenRules(allowed_token_ids=(7, 3, EOS))
     assert await rules_of(rig, min_tokens=2, regex="a+") == TokenRules(min_tokens=2, late_token_ids=(EOS,))
 
 
@@ -107,7 +107,7 @@ async def test_words_that_leave_no_allowed_token_are_refused(rig: RouterRig) -> 
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_what_has_stopped_an_answer_is_told(rig: RouterRig, path: str) -> None:
+async def test_what_has_stopped_an_answer_is_reported(rig: RouterRig, path: str) -> None:
     last = rig.ids(ANSWER)[-1]
     assert (await choice_of(rig, path))["stop_reason"] is None
     assert (await choice_of(rig, path, max_tokens=2))["stop_reason"] is None

@@ -144,7 +144,7 @@ async def test_another_reading_resumes_no_stream(rig: RouterRig) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 120, 7))
-async def test_a_cut_answer_ends_with_length_however_it_is_asked_for(rig: RouterRig, num_tokens: int) -> None:
+async def test_a_cut_answer_ends_with_length_however_it_is_requested(rig: RouterRig, num_tokens: int) -> None:
     """The last call has what came of its arguments."""
     whole = await choice_of(rig, tools=TOOLS, max_tokens=num_tokens)
     assert whole["finish_reason"] == "length"
@@ -158,11 +158,11 @@ async def test_a_cut_answer_ends_with_length_however_it_is_asked_for(rig: Router
     assert streamed == [{"name": name, "arguments": arguments} for name, arguments in calls]
     tools: list[Any] = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("f", "g")]
     async with rig.client() as client:
-        asked: dict[str, Any] = {"model": BASE, "input": "hello", "tools": tools, "max_output_tokens": num_tokens}
-        response = (await client.post("/v1/responses", json=asked)).json()
-        asked = {"model": BASE, "messages": ASK, "max_tokens": num_tokens}
+        requested: dict[str, Any] = {"model": BASE, "input": "hello", "tools": tools, "max_output_tokens": num_tokens}
+        response = (await client.post("/v1/responses", json=requested)).json()
+        requested = {"model": BASE, "messages": ASK, "max_tokens": num_tokens}
         tools = [{"name": one["name"], "input_schema": SCHEMA} for one in tools]
-        answer = (await client.post("/v1/messages", json={**asked, "tools": tools})).json()
+        answer = (await client.post("/v1/messages", json={**requested, "tools": tools})).json()
     assert response["status"] == "incomplete"
     assert [(one["name"], one["arguments"]) for one in response["output"] if one["type"] == "function_call"] == calls
     assert answer["stop_reason"] == "max_tokens"
@@ -178,7 +178,7 @@ async def test_without_tools_or_with_none_chosen_a_call_is_text(rig: RouterRig) 
         assert choice["message"]["reasoning"] == THOUGHT
 
 
-async def test_thoughts_are_left_out_if_so_asked(rig: RouterRig) -> None:
+async def test_thoughts_are_left_out_on_request(rig: RouterRig) -> None:
     message = (await choice_of(rig, tools=TOOLS, include_reasoning=False))["message"]
     assert "reasoning" not in message and message["content"] == CONTENT
     chunks = chunks_of(await post(rig, tools=TOOLS, include_reasoning=False, stream=True))
@@ -186,7 +186,7 @@ async def test_thoughts_are_left_out_if_so_asked(rig: RouterRig) -> None:
     assert all(choice["delta"] or choice["finish_reason"] for chunk in chunks for choice in chunk["choices"])
 
 
-async def test_no_more_than_one_call_if_so_asked(rig: RouterRig) -> None:
+async def test_no_more_than_one_call_on_request(rig: RouterRig) -> None:
     message = (await choice_of(rig, tools=TOOLS, parallel_tool_calls=False))["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
 

@@ -26,7 +26,7 @@ from motet.router.versions.canary_book import MAX_FAILED_OF_TENANT, CanaryBook, 
 from motet.router.versions.canary_judge import MAX_AT_ONCE, CanaryJudge
 from motet.tests.rigs.given_keys import give_key
 from motet.tests.rigs.patience import eventually_in_loop as eventually
-from motet.tests.rigs.quota_rig import asked
+from motet.tests.rigs.quota_rig import requested
 from motet.tests.rigs.router_rig import failing, text_service, token_by_token
 from motet.tests.rigs.version_rig import VersionRig, version_rigs
 from motet.workers.wire.messages import SequenceRequest, SequenceUpdate
@@ -50,7 +50,7 @@ async def rig(redis_client: Redis, tmp_path: Path, text: TextService) -> AsyncIt
 
 
 async def judged(rig: VersionRig) -> Any:
-    """The canary of x after a look at all that has been told."""
+    """The canary of x after a look at all reports."""
     await rig.canaries.flush()
     await rig.judge.judge()
     return (await rig.http.get("/v1/adapters/x/canary")).json()
@@ -159,7 +159,7 @@ async def test_a_canary_that_cannot_be_taken_back_keeps_no_other_from_it(
 
     async def change_some(tenant: str, name: str, *rest: Any, **more: Any) -> Any:
         if name == "broken":
-            raise ValueError("a record that nobody can read")
+            raise ValueError("a record that cannot be read")
         if name == "away":
             raise RegistryUnavailable("for a moment")
         return await change(tenant, name, *rest, **more)
@@ -167,23 +167,23 @@ async def test_a_canary_that_cannot_be_taken_back_keeps_no_other_from_it(
     monkeypatch.setattr(rig.uploads, "change", change_some)
     await rig.judge.judge()
     assert (await rig.http.get("/v1/adapters/x/canary")).json()["state"] == "rolled_back"
-    assert [one.canary_id for one in await counts.news(10)] == ["away"]  # it is asked again
+    assert [one.canary_id for one in await counts.news(10)] == ["away"]  # it is read again
 
 
-async def test_one_turn_of_telling_is_bounded_and_what_could_not_be_told_is_kept(
+async def test_one_turn_of_reporting_is_bounded_and_what_could_not_be_reported_is_kept(
     rig: VersionRig, redis_client: Redis
 ) -> None:
     class Slow(CanaryCounts):
         book: CanaryBook
         is_away, num_calls = False, 0
-        told: list[Mapping[tuple[str, str, int], str | None]]
+        reported: list[Mapping[tuple[str, str, int], str | None]]
 
         async def note_failures(self, failures: Mapping[tuple[str, str, int], str | None]) -> None:
             self.num_calls += 1
             assert self.num_calls <= 5, "a turn does not end"
             if self.is_away:
                 raise RegistryUnavailable("away")
-            self.told.append(dict(failures))
+            self.reported.append(dict(failures))
             self.book._unreported.put(("acme", "x", self.num_calls), "more of it comes meanwhile")
 
         async def add(self, outcomes: Sequence[Outcome]) -> None:
@@ -192,19 +192,19 @@ async def test_one_turn_of_telling_is_bounded_and_what_could_not_be_told_is_kept
             self.book._pending.extend(outcomes)
 
     slow = Slow(redis_client)
-    slow.told = []
+    slow.reported = []
     slow.book = book = CanaryBook(slow)
     book._unreported.put(("acme", "x", 9), "first")
     book._unreported.put(("acme", "x", 9), "second")
     book.count(Outcome("acme", "acme/x", "cmpl-1", "c", "stable", ("answers",)))
     await book.flush()
-    assert slow.told == [{("acme", "x", 9): "second"}]
+    assert slow.reported == [{("acme", "x", 9): "second"}]
     slow.is_away = True
     with pytest.raises(RegistryUnavailable):
         await book.flush()
     slow.is_away, slow.num_calls = False, 2
     await book.flush()
-    assert slow.told[1:] == [{("acme", "x", 2): "more of it comes meanwhile"}]
+    assert slow.reported[1:] == [{("acme", "x", 2): "more of it comes meanwhile"}]
 
 
 async def test_the_audit_log_says_what_has_changed(rig: VersionRig, redis_client: Redis) -> None:
@@ -246,7 +246,7 @@ def _broken(rig: VersionRig) -> Any:
 async def test_answers_of_a_deleted_tenant_meet_none_of_the_next_one_with_its_name(
     rig: VersionRig, redis_client: Redis
 ) -> None:
-    told = (await rig.complete(user="u1")).json()["id"]
+    reported = (await rig.complete(user="u1")).json()["id"]
     await rig.canaries.flush()
     operators = Actor(kind="operator")
     tenants = TenantRegistry(redis_client)
@@ -257,7 +257,7 @@ async def test_answers_of_a_deleted_tenant_meet_none_of_the_next_one_with_its_na
     await give_key(rig.registry, "acme", "key-of-acme")
     await eventually(lambda: rig.view.keys.num_keys_of("acme") > 0)
     await rig.upload(1)
-    again = await rig.http.post("/v1/feedback", json={"id": told, "thumb": "down"})
+    again = await rig.http.post("/v1/feedback", json={"id": reported, "thumb": "down"})
     assert (again.status_code, again.json()["counted"]) == (200, False), again.text
     mine = (await rig.complete(user="u1")).headers["x-motet-version"]
     assert mine == "x@3"  # numbers go on, so that what was said of version 1 is not said of its own first
@@ -269,7 +269,7 @@ async def test_a_tenant_of_many_broken_versions_takes_no_other_s_failures_from_m
     assert broken is not None
     other = replace(broken, tenant="globex")
     book = rig.canaries
-    await book.stop()  # told only when asked
+    await book.stop()  # reported only on request
     book.note_load(other, "the store had a hiccup")
     for number in range(1000):
         book.note_load(replace(broken, version=number), "its file is cut short")
@@ -280,6 +280,6 @@ async def test_a_tenant_of_many_broken_versions_takes_no_other_s_failures_from_m
     newest = range(1000 - MAX_FAILED_OF_TENANT, 1000)
     assert (await book.counts.failures("acme", "x", range(1000))).keys() == set(newest)
     identity = Identity(TenantRecord(name="globex"), KeyRecord(key_id="k", tenant="globex"))
-    book.note(replace(asked(identity), version=other), ending())
+    book.note(replace(requested(identity), version=other), ending())
     await book.flush()
     assert (await book.counts.failures("globex", "x", [other.version, 2])).keys() == {2}

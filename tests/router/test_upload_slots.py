@@ -46,7 +46,7 @@ async def post(client: httpx.AsyncClient, body: bytes | AsyncIterator[bytes], **
         return await client.post("/v1/adapters", content=body, headers={**HEADERS, **headers})
 
 
-async def test_a_tenant_whose_uploads_stall_holds_up_nobody_else(tmp_path: Path, text: TextService) -> None:
+async def test_a_tenant_whose_uploads_stall_holds_up_no_other(tmp_path: Path, text: TextService) -> None:
     rig = RouterRig(tmp_path / "spool", text, upload_idle_s=PATIENCE_S)
     ended = asyncio.Event()
 

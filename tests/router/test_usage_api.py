@@ -38,11 +38,11 @@ kv_device_page_seconds = 0.007
 """
 
 
-def entry(number: int, *, hours: int = 0, tenant: str = "acme", **told: Any) -> Entry:
+def entry(number: int, *, hours: int = 0, tenant: str = "acme", **reported: Any) -> Entry:
     began_at = int((HOUR + timedelta(hours=hours)).timestamp()) + 61
     numbers = {"requests": 1, "prompt_tokens": 10, "cached_tokens": 3, "output_tokens": 5, "kv_device_page_ms": 1500}
     fixed = {"id": f"cmpl-{number}", "began_at": began_at, "stage": Stage.COMPLETE, "key_id": "k1", "adapter": "tiny"}
-    return Entry(**{"tenant": tenant, **fixed, **numbers, **told})
+    return Entry(**{"tenant": tenant, **fixed, **numbers, **reported})
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ async def rows(client: httpx.AsyncClient, query: str, path: str = "/v1/usage", *
     return found
 
 
-async def test_a_tenant_sees_its_own_by_whatever_it_asks(client: httpx.AsyncClient) -> None:
+async def test_a_tenant_sees_its_own_by_every_request(client: httpx.AsyncClient) -> None:
     days = [(row["start"], row["requests"]) for row in await rows(client, f"by=day&{SPAN}")]
     assert days == [("2026-11-20", 3), ("2026-11-21", 1), ("2026-12-02", 1)]
     hours = await rows(client, "by=hour&from=2026-11-20&to=2026-11-21")
@@ -93,8 +93,8 @@ async def test_a_tenant_sees_its_own_by_whatever_it_asks(client: httpx.AsyncClie
     part = await rows(client, "by=&from=2026-11-20T10:00&to=2026-11-22")
     assert [row["requests"] for row in part] == [3]
     adapters = await rows(client, f"by=adapter,key&{SPAN}")
-    told = [(row["adapter"], row["version"], row["key_id"], row["output_tokens"]) for row in adapters]
-    assert told == [("poet", 2, "k1", 5), ("tiny", 0, "k1", 15), ("tiny", 0, "k2", 5)]
+    reported = [(row["adapter"], row["version"], row["key_id"], row["output_tokens"]) for row in adapters]
+    assert reported == [("poet", 2, "k1", 5), ("tiny", 0, "k1", 15), ("tiny", 0, "k2", 5)]
     assert "zenith" not in (await client.get(f"/v1/usage?by=adapter&{SPAN}")).text
     assert (await rows(client, f"by=day&{SPAN}", headers={"Authorization": "Bearer key-of-zenith"}))[0][
         "output_tokens"

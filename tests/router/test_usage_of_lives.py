@@ -13,7 +13,7 @@ from motet.tests.rigs.usage_reconciliation import ledger_entries
 from motet.workers.wire.messages import SequenceUpdate
 
 OPERATORS = {"Authorization": f"Bearer {OPERATOR_KEY}"}
-ASKED = {"model": BASE, "prompt": "hello", "max_tokens": 50}
+REQUESTED = {"model": BASE, "prompt": "hello", "max_tokens": 50}
 
 
 async def test_what_a_deleted_tenant_had_under_way_is_not_its_successors(redis_url: str, tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ async def test_what_a_deleted_tenant_had_under_way_is_not_its_successors(redis_u
         first = await new_tenant()
         front.dispatcher.hangs = True
         front.dispatcher.script = lambda request: [SequenceUpdate(1, [40])]
-        stream = asyncio.create_task(client.post("/v1/completions", headers=first, json=ASKED))
+        stream = asyncio.create_task(client.post("/v1/completions", headers=first, json=REQUESTED))
         async with asyncio.timeout(PATIENCE_S):
             while not (front.dispatcher.streams and front.dispatcher.streams[-1].num_read):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -48,7 +48,7 @@ async def test_what_a_deleted_tenant_had_under_way_is_not_its_successors(redis_u
             assert (await client.get(f"{path}?by=key", headers=headers)).json()["data"] == []
 
         front.dispatcher.hangs, front.dispatcher.script = False, None
-        answer = await client.post("/v1/completions", headers=second, json=ASKED)
+        answer = await client.post("/v1/completions", headers=second, json=REQUESTED)
         assert answer.status_code == 200
         assert [entry.id for entry in await entries_of("acme~1")] == [answer.json()["id"]]
         for path, headers in (("/v1/usage", second), ("/v1/admin/usage?by=tenant&tenant=acme", OPERATORS)):
@@ -56,6 +56,6 @@ async def test_what_a_deleted_tenant_had_under_way_is_not_its_successors(redis_u
         everybody = (await client.get("/v1/admin/usage?by=tenant", headers=OPERATORS)).json()["data"]
         assert [(row["tenant"], row["requests"]) for row in everybody] == [("acme", 1)]
 
-        # Nor does one see from a shared prefix what the other has asked.
+        # Nor does one see from a shared prefix what the other has requested.
         salts = [request.cache_salt for request in front.dispatcher.submitted]
         assert len(salts) == len({*salts}) == 2

@@ -36,7 +36,7 @@ async def test_a_long_question_lets_others_in(monkeypatch: pytest.MonkeyPatch) -
     view: Any = None
     api = UsageApi(view, ledger, None)
 
-    async def asked(name: str, start: str) -> int:
+    async def requested(name: str, start: str) -> int:
         query = usage_query(
             {"from": start, "to": "2026-11-20"}, datetime(2026, 11, 22, tzinfo=UTC), for_operators=False
         )
@@ -47,8 +47,8 @@ async def test_a_long_question_lets_others_in(monkeypatch: pytest.MonkeyPatch) -
         return (await api._answer(name, query, tenants)).status_code
 
     with pytest.raises(RegistryUnavailable):
-        await asked("broken", "2026-11-01")
-    asking = [asked("long", "2025-12-01"), asked("short", "2026-11-01")]
+        await requested("broken", "2026-11-01")
+    asking = [requested("long", "2025-12-01"), requested("short", "2026-11-01")]
     assert await asyncio.wait_for(asyncio.gather(*asking), PATIENCE_S) == [200, 200]
     assert ledger.read.count("long") == 12
     assert ledger.read.index("short") <= 3

@@ -177,7 +177,7 @@ async def test_who_may_upload_what(rig: Users) -> None:
     assert (await rig.done("GET", f"{ADAPTERS}/x/versions/1", rig.eve))["user"] == EVE
 
 
-async def test_an_upload_tells_nothing_of_anothers_equal_content(rig: Users) -> None:
+async def test_an_upload_shows_nothing_of_anothers_equal_content(rig: Users) -> None:
     """The answer is that of new content, and so is the KV's salt, and what may be learnt of the place."""
     first = await rig.ask("POST", ADAPTERS, rig.ann, **upload_form("poet", 1, private="true"))
     second = await rig.ask("POST", ADAPTERS, rig.eve, **upload_form("poet", 1, private="true"))
@@ -223,14 +223,14 @@ async def test_adapters_of_the_servers_folders_are_users_as_uploads_are(rig: Use
     assert await rig.answer(rig.ann, "poet") == (200, "poet@1")
     assert await rig.answer(rig.eve, "poet") == (200, f"~{EVE}/poet@1")
     assert (await load(rig.ann, "poet"))[0] == 409
-    theirs, nobodys = await load(rig.ann, f"~{EVE}/secret"), await load(rig.ann, f"~{EVE}/nobody")
-    assert theirs == nobodys and theirs[0] == 400
+    theirs, unowned = await load(rig.ann, f"~{EVE}/secret"), await load(rig.ann, f"~{EVE}/nobody")
+    assert theirs == unowned and theirs[0] == 400
     assert (await load(rig.ann, "~ann/own"))[0] == 200 and (await rig.answer(rig.ann, "own"))[1] == "~ann/own@1"
-    told = []
+    reported = []
     for name in (f"~{EVE}/secret", f"~{EVE}/nobody"):
         answer = await rig.ask("POST", "/v1/unload_lora_adapter", rig.ann, json={"lora_name": name})
-        told.append((answer.status_code, answer.text.replace(name, "*")))
-    assert told[0] == told[1] and told[0][0] == 404
+        reported.append((answer.status_code, answer.text.replace(name, "*")))
+    assert reported[0] == reported[1] and reported[0][0] == 404
 
 
 async def test_a_salt_that_a_client_chooses_reaches_no_private_kv(rig: Users) -> None:

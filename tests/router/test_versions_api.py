@@ -57,7 +57,7 @@ async def test_a_trial_a_promotion_and_the_way_back(rigs: Sequence[VersionRig]) 
     assert (again.status_code, again.json()["error"]["code"]) == (409, "version_refused")
 
 
-async def test_the_history_tells_of_each_version(rig: VersionRig) -> None:
+async def test_the_history_has_each_version(rig: VersionRig) -> None:
     await rig.upload(1, note="the first")
     await rig.upload(2)
     await rig.http.put("/v1/adapters/x/aliases/prod", json={"version": 1})
@@ -150,7 +150,7 @@ async def _until(rig: VersionRig, model: str, version: str) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_residency_tells_gangs_by_opaque_names_of_each_tenant(rig: VersionRig) -> None:
+async def test_residency_shows_gangs_by_opaque_names_of_each_tenant(rig: VersionRig) -> None:
     await rig.upload(1)
     await rig.upload(2)
     rig.dispatcher.resident.add(("acme", rig.digests[1]))
@@ -163,11 +163,11 @@ async def test_residency_tells_gangs_by_opaque_names_of_each_tenant(rig: Version
     assert denied.status_code == 404
 
 
-async def test_residency_does_not_tell_whether_another_tenant_runs_the_same_bytes(rig: VersionRig) -> None:
+async def test_residency_does_not_show_whether_another_tenant_runs_the_same_bytes(rig: VersionRig) -> None:
     await rig.upload(1)
     rig.dispatcher.resident.add(("acme", rig.digests[1]))
     found = {}
-    for name, seed in (("same", 1), ("other", 9)):  # what acme runs, and what nobody does
+    for name, seed in (("same", 1), ("other", 9)):  # what acme runs, and what no tenant does
         assert (await rig.upload(seed, name, headers=ZENITH)).status_code == 201
         found[name] = (await rig.http.get(f"/v1/adapters/{name}/residency", headers=ZENITH)).json()
     assert found["same"] == found["other"]

@@ -1,7 +1,7 @@
 """Two RayClusters on one Redis and one store: clients move from the old one to the new one, and nothing is lost.
 
 It is what KubeRay does to upgrade a RayService: another RayCluster beside the one that serves, clients sent there step
-by step, and then the old one's pods told to end. Who sends the clients is played by the test, for each connection.
+by step, and then the old one's pods ended. What sends the clients is played by the test, for each connection.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from motet.tests.rigs.kuberay_pods import HEAD, RayClusterPods, redis_on
-from motet.tests.rigs.lasting_load import Ask, Heard, LastingLoad, client_of, same_stream, stream
+from motet.tests.rigs.lasting_load import Ask, LastingLoad, Received, client_of, same_stream, stream
 from motet.tests.rigs.namespaces import Network, why_not
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.ray_nodes import DEMO, KEY
@@ -50,7 +50,7 @@ JOBS: list[dict[str, Any]] = [
 LONG_JOBS = [{**job, "max_tokens": 450} for job in JOBS[:4]]
 AFTER_S = 2.0  # in which a pod that does not stay has ended
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-# A pod that is told to end stays for what it serves. No test waits so long: what is served has ended before.
+# A pod that ends stays for what it serves. No test waits so long: what is served has ended before.
 LASTS = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(int(10 * PATIENCE_S))}
 
 
@@ -88,11 +88,13 @@ class Clusters:
         return list(self.pods[number].processes(HEAD, "ServeReplica:motet:gang").values())
 
     @contextmanager
-    def paused_streams(self, number: int, jobs: Sequence[tuple[dict[str, Any], Heard]]) -> Iterator[list[Future[None]]]:
+    def paused_streams(
+        self, number: int, jobs: Sequence[tuple[dict[str, Any], Received]]
+    ) -> Iterator[list[Future[None]]]:
         """Streams there that have begun, and go on when the block ends; each must be as undisturbed."""
         begun = [threading.Event() for _ in jobs]
 
-        def run(job: dict[str, Any], undisturbed: Heard, begun: threading.Event) -> None:
+        def run(job: dict[str, Any], undisturbed: Received, begun: threading.Event) -> None:
             with client_of(self.url(number), KEY) as http:
                 assert stream(http, job, begun.set) == undisturbed
 
@@ -136,7 +138,7 @@ def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clu
     undisturbed = [clusters.on(OLD, stream, job) for job in JOBS]
     undisturbed_long = [clusters.on(OLD, stream, job) for job in LONG_JOBS]
     gateway = Gateway({clusters.url(OLD): 100})
-    asks: list[Ask] = [same_stream(job, heard) for job, heard in zip(JOBS, undisturbed, strict=True)]
+    asks: list[Ask] = [same_stream(job, received) for job, received in zip(JOBS, undisturbed, strict=True)]
     asks += [chat, upload_and_use]
     with LastingLoad(clusters.clients, gateway.url, KEY, asks) as load:
         clusters.deploy(NEW)
@@ -145,13 +147,13 @@ def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clu
         for here, there, name in ((OLD, NEW, "of-old"), (NEW, OLD, "of-new")):
             for adapter in ("spanish", "json"):
                 check_that_both_have_it(clusters, here, there, name, adapter)
-        for job, heard in zip(JOBS[:4], undisturbed, strict=False):
+        for job, received in zip(JOBS[:4], undisturbed, strict=False):
             begun, last_id = clusters.on(OLD, beginning, job)
-            assert begun + clusters.on(NEW, ending, job, last_id) == heard.text
+            assert begun + clusters.on(NEW, ending, job, last_id) == received.text
 
         gateway.weights = {clusters.url(NEW): 100}
-        load.wait_for_all()  # nobody new comes to the old one, which has streams when it is told to end
-        last = [(job, heard) for job, heard in zip(LONG_JOBS, undisturbed_long, strict=True)]
+        load.wait_for_all()  # no new client comes to the old one, which has streams when it ends
+        last = [(job, received) for job, received in zip(LONG_JOBS, undisturbed_long, strict=True)]
         with clusters.paused_streams(OLD, last) as running:
             clusters.pods[OLD].tell_to_end(HEAD)
             time.sleep(AFTER_S)
@@ -179,7 +181,7 @@ def upload(http: httpx.Client, name: str, adapter: str) -> int:
 
 
 def upload_and_use(http: httpx.Client) -> None:
-    """Versions of one name in turn, each asked for at once."""
+    """Versions of one name in turn, each requested at once."""
     for adapter in ("spanish", "json"):
         assert upload(http, "turns", adapter) in (200, 201)
         assert complete(http, "turns").status_code == 200
@@ -202,17 +204,17 @@ def versions(http: httpx.Client) -> dict[str, int]:
 
 def beginning(http: httpx.Client, job: dict[str, Any]) -> tuple[str, str]:
     """The text of a stream's first event, which may have many tokens on a busy machine, and its id."""
-    text, last_id, heard = "", "", []
+    text, last_id, received = "", "", []
     with http.stream("POST", "/v1/completions", json={**job, "stream": True}) as answer:
         for line in answer.iter_lines():
-            heard.append(line)
+            received.append(line)
             if line.startswith("id: "):
                 last_id = line.removeprefix("id: ")
             elif line.startswith("data: "):
                 text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
             elif last_id:
                 return text, last_id
-    raise AssertionError(f"no event with an id: {answer.status_code}, {heard}")
+    raise AssertionError(f"no event with an id: {answer.status_code}, {received}")
 
 
 def ending(http: httpx.Client, job: dict[str, Any], last_id: str) -> str:

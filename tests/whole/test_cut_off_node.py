@@ -36,7 +36,7 @@ OPTIONS = ({"temperature": 0}, {"temperature": 1.3, "seed": 5}, {"temperature": 
 
 
 @dataclass(frozen=True)
-class Heard:
+class Received:
     """A completion as its client received it."""
 
     text: str
@@ -93,7 +93,7 @@ class Cluster:
         fields = {"model": "base", "prompt": "capital", "max_tokens": num_tokens, "ignore_eos": True}
         return self.call("POST", "/v1/completions", json=fields)
 
-    def streams(self, midway: Callable[[], None]) -> list[Heard]:
+    def streams(self, midway: Callable[[], None]) -> list[Received]:
         """Runs all streams at once; calls `midway` when the last of them has begun."""
         num_begun = count(1)
 
@@ -105,7 +105,7 @@ class Cluster:
             self.clients.map(lambda number: self._stream(OPTIONS[number % len(OPTIONS)], begun), range(NUM_STREAMS))
         )
 
-    def _stream(self, options: dict[str, Any], begun: Callable[[], None]) -> Heard:
+    def _stream(self, options: dict[str, Any], begun: Callable[[], None]) -> Received:
         fields = {"model": "base", "prompt": "capital", "max_tokens": NUM_TOKENS, "ignore_eos": True, **options}
         fields |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
         text, token_ids, finish_reason, num_tokens = "", list[int](), None, 0
@@ -127,7 +127,7 @@ class Cluster:
                     token_ids += choice.get("token_ids") or []
                     finish_reason = choice["finish_reason"] or finish_reason
                 num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
-        return Heard(text, token_ids, finish_reason, num_tokens)
+        return Received(text, token_ids, finish_reason, num_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_streams_go_on_when_a_node_is_cut_off(cluster: Cluster) -> None:
     undisturbed = cluster.streams(lambda: None)
     # What is left of all of them is computed by one gang, from the prompts on, beside what starts and ends then.
     streams_s = 3 * (time.monotonic() - began_at)
-    assert all(len(heard.token_ids) == heard.num_tokens == NUM_TOKENS for heard in undisturbed)
+    assert all(len(received.token_ids) == received.num_tokens == NUM_TOKENS for received in undisturbed)
     assert cluster.num_resumed() == 0
 
     for _ in range(4):  # until there were streams on each of the gangs; which one serves which is the router's choice

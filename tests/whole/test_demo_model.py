@@ -37,7 +37,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(DEMO / "base")
 
 
-def test_questions_are_told_apart_by_their_text() -> None:
+def test_questions_are_distinguished_by_their_text() -> None:
     texts = [question.text for question in all_questions()]
     assert len(set(texts)) == len(texts)
 

@@ -92,7 +92,7 @@ def test_every_part_is_ended_whatever_the_others_do(
     assert len(parts.ended) == 3
 
 
-def test_what_kept_it_from_starting_is_told_though_nothing_can_be_ended(
+def test_what_kept_it_from_starting_is_reported_though_nothing_can_be_ended(
     config: MotetConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def start_serve(*args: Any) -> None:

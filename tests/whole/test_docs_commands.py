@@ -1,4 +1,4 @@
-"""What the pages tell a person to type works: their commands are taken out of them and run against the demo."""
+"""What the pages have a person type works: their commands are taken out of them and run against the demo."""
 
 from __future__ import annotations
 

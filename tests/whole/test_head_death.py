@@ -101,7 +101,7 @@ def test_streams_uploads_and_new_requests_go_on_without_a_head(cluster: Cluster)
     eventually(lambda: cluster.num_gangs() == 2)
     with client_of(cluster.url, KEY) as http:
         undisturbed = [cluster.clients.submit(stream, http, job).result() for job in JOBS]
-    asks = [same_stream(job, heard) for job, heard in zip(JOBS, undisturbed, strict=True)]
+    asks = [same_stream(job, received) for job, received in zip(JOBS, undisturbed, strict=True)]
     with LastingLoad(cluster.clients, lambda: cluster.url, KEY, asks) as load:
         routers = cluster.pods.processes(WORKER, "ServeReplica:motet:router")
         gangs = cluster.gangs()
@@ -129,7 +129,7 @@ def test_streams_uploads_and_new_requests_go_on_without_a_head(cluster: Cluster)
 
 def test_a_gang_that_dies_without_a_head_is_replaced_when_there_is_one(cluster: Cluster) -> None:
     eventually(lambda: cluster.num_gangs() == 2)
-    # First Serve's controller, so that its listeners look for the next one when there is nobody to ask.
+    # First Serve's controller, so that its listeners look for the next one when there is no controller.
     for controller in cluster.pods.processes(HEAD, "ServeController").values():
         controller.kill()
     cluster.pods.kill_head()
@@ -137,9 +137,9 @@ def test_a_gang_that_dies_without_a_head_is_replaced_when_there_is_one(cluster: 
     died.kill()
     eventually(lambda: cluster.num_gangs() == 1)
     assert cluster.counted("motet_wanted_gangs") == 2  # as the head said last
-    asked_at = time.monotonic()
+    requested_at = time.monotonic()
     assert cluster.complete("pirate").status_code == 200
-    assert time.monotonic() - asked_at < HELD_S
+    assert time.monotonic() - requested_at < HELD_S
 
     cluster.pods.start_head()
     eventually(lambda: cluster.num_gangs() == 2)

@@ -46,7 +46,7 @@ def nodes() -> Iterator[RayNodes]:
         yield nodes
 
 
-def test_a_gang_without_a_place_is_refused_and_told_why(nodes: RayNodes) -> None:
+def test_a_gang_without_a_place_is_refused_with_the_reason(nodes: RayNodes) -> None:
     status, said = nodes.output(0, nodes.serve_command("--resource", "nvidia.com/mig-1g.10gb=1", "--gangs", "2"))
     assert status == 1
     assert "no node has room: a gang takes 1 CPU, 1 nvidia.com/mig-1g.10gb" in said

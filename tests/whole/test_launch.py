@@ -109,13 +109,13 @@ def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Motet]:
             process.stdout.close()
 
 
-def test_each_step_of_the_start_was_told(motet: Motet) -> None:
+def test_each_step_of_the_start_was_reported(motet: Motet) -> None:
     motet.stderr.seek(0)
     lines = motet.stderr.read().splitlines()
     steps = ["starting the registry", "starting Ray", "starting Ray Serve", "starting routers and gangs"]
     steps += ["loading torch", "loading weights: 100%", "waiting for the first token"]
-    told = dict.fromkeys(line for line in lines if line in steps)  # Ray may be started again on a busy machine
-    assert list(told) == steps
+    reported = dict.fromkeys(line for line in lines if line in steps)  # Ray may be started again on a busy machine
+    assert list(reported) == steps
     assert "starting a router" in lines
 
 
@@ -163,9 +163,9 @@ def test_a_client_that_leaves_before_the_answer_frees_its_pages(motet: Motet, nu
 
 
 def test_a_killed_gang_is_replaced_and_its_streams_go_on(motet: Motet) -> None:
-    asked = request(LONG, stream=True, stream_options={"include_usage": True})
+    requested = request(LONG, stream=True, stream_options={"include_usage": True})
     with motet.client as client:
-        with client.stream("POST", "/v1/completions", json=asked) as answer:
+        with client.stream("POST", "/v1/completions", json=requested) as answer:
             assert answer.status_code == 200
             lines = answer.iter_lines()
             next(lines)

@@ -48,8 +48,8 @@ class Server:
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)
-        told = request.headers.get("last-event-id")
-        start = 0 if told is None else int(told.rpartition(":")[2]) + 1
+        reported = request.headers.get("last-event-id")
+        start = 0 if reported is None else int(reported.rpartition(":")[2]) + 1
         events = [
             f"id: cmpl-x:{n}\ndata: {json.dumps({'n': n, 'text': TEXT}, ensure_ascii=False)}\n\n"
             for n in range(start, self._num_events)
@@ -84,7 +84,7 @@ def test_cut_at_every_byte(piece: int, is_clean: bool) -> None:
         assert all(json.loads(request.content) == {**BODY, "stream": True} for request in server.requests)
 
 
-def test_nobody_there_for_a_while() -> None:
+def test_no_server_for_a_while() -> None:
     """Before the first event, and in the middle: the client sends an id only once it has one."""
     turns = iter([502, None, 10, 503, 504, 1 << 20])
 
@@ -98,10 +98,10 @@ def test_nobody_there_for_a_while() -> None:
 
     server = Server(9, ends)
     assert numbers(resume_stream(server.client, PATH, BODY)) == list(range(9))
-    told = [request.headers.get("last-event-id") for request in server.requests]
-    assert told[:3] == [None] * 3
-    assert len({*told[3:]}) == 1
-    assert told[3] is not None
+    reported = [request.headers.get("last-event-id") for request in server.requests]
+    assert reported[:3] == [None] * 3
+    assert len({*reported[3:]}) == 1
+    assert reported[3] is not None
 
 
 def test_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_what_another_try_would_not_change(status: int) -> None:
 def test_an_error_event_ends_the_stream() -> None:
     event = b'data: {"error": {"message": "the adapter is corrupt"}}\n\n'
     server = Server(3, lambda request, body: httpx.Response(200, content=body[: body.rindex(b"data: [")] + event))
-    heard: list[dict[str, Any]] = []
+    received: list[dict[str, Any]] = []
     with pytest.raises(StreamFailedError, match="the adapter is corrupt"):
-        heard.extend(resume_stream(server.client, PATH, BODY))
+        received.extend(resume_stream(server.client, PATH, BODY))
     assert len(server.requests) == 1

@@ -52,7 +52,7 @@ def ask(motet: RunningMotet, num_tokens: int, n: int = 1) -> None:
 
 
 def goes_to_zero(motet: RunningMotet, settings: Path) -> None:
-    """While somebody looks at /ready, as a cluster does, and is told that it is."""
+    """While /ready is polled, as a cluster does, and answers that it is."""
 
     def is_at_zero() -> bool:
         with motet.http() as http:

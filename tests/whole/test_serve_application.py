@@ -207,7 +207,7 @@ def test_it_serves_and_takes_settings_over_as_it_runs(application: Application) 
     application.set_live("gang", max_waiting_sequences=7, token_interval=0.2, tenant_running_share=0.5)
     eventually(lambda: application.ask(KEYS["acme"], n=3).status_code == 400)
     assert application.ask(KEYS["acme"], n=2).status_code == 200
-    # What is wrong changes nothing, and ends nobody.
+    # What is wrong changes nothing, and ends no process.
     application.set_live("router", max_sequences_per_request=4, drain=3)
     application.set_live("gang", pool_bytes="1GiB")
     assert application.ask(KEYS["acme"], n=3).status_code == 400
@@ -220,20 +220,20 @@ def test_it_serves_and_takes_settings_over_as_it_runs(application: Application) 
 def test_no_secret_shows(application: Application) -> None:
     """Not in Ray's state, in Serve's, in arguments or variables of a process, nor in a file of the session."""
     hidden = [*KEYS.values(), OPERATOR_KEY, TOKEN, str(urlsplit(application.secrets["redis-url"]).password)]
-    told = {
+    reported = {
         path: json.dumps(application.shown(path))
         for path in ("/api/serve/applications/", "/api/v0/actors?detail=1", "/api/v0/tasks?detail=1", "/api/v0/workers")
     }
-    assert all("motet" in told[path] for path in list(told)[:2])
+    assert all("motet" in reported[path] for path in list(reported)[:2])
     processes = application.nodes.processes()
     assert len(processes) > 5
     for process in processes:
-        told[f"arguments of {process.pid}"] = " ".join(_of(process.cmdline))
-        told[f"environment of {process.pid}"] = json.dumps(_of(process.environ))
+        reported[f"arguments of {process.pid}"] = " ".join(_of(process.cmdline))
+        reported[f"environment of {process.pid}"] = json.dumps(_of(process.environ))
     files = [path for path in application.nodes.path.rglob("*") if path.is_file() and not path.is_symlink()]
     assert any("gang" in path.name for path in files)
-    told |= {str(path): path.read_bytes().decode(errors="replace") for path in files}
-    assert [place for place, text in told.items() if any(secret in text for secret in hidden)] == []
+    reported |= {str(path): path.read_bytes().decode(errors="replace") for path in files}
+    assert [place for place, text in reported.items() if any(secret in text for secret in hidden)] == []
 
 
 def test_another_argument_replaces_all(application: Application) -> None:

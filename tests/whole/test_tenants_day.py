@@ -47,7 +47,7 @@ class Answer:
 
 
 class Client:
-    """OpenAI's client with one key, which adds up what it was told of its use."""
+    """OpenAI's client with one key, which adds up the usage that it got."""
 
     def __init__(self, motet: RunningMotet, key: str) -> None:
         self.openai = openai.OpenAI(base_url=f"{motet.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
@@ -79,10 +79,10 @@ class Client:
         return text
 
     def feedback(self, answer_id: str, thumb: str) -> bool:
-        told = self.openai.post(
+        reported = self.openai.post(
             "/feedback", body={"id": answer_id, "thumb": thumb, "comment": f"{thumb}!"}, cast_to=httpx.Response
         )
-        return bool(told.json()["counted"])
+        return bool(reported.json()["counted"])
 
     def models(self) -> set[str]:
         return {model.id for model in self.openai.models.list()}
@@ -157,7 +157,7 @@ def test_a_day(motet: RunningMotet) -> None:
     second, first = tenant.json("versions", "list", NAME)
     assert (second["note"], second["is_current"], first["is_current"]) == (note, False, True)
 
-    # Nobody likes it: the canary goes by itself.
+    # It gets bad ratings: the canary goes by itself.
     tenant("canary", "start", NAME, "2", "--share", "0.5")
     on_trial(tenant, app, lambda answer: "down" if answer.text == answer_of("spanish") else "up")
     ended = tenant.json("canary", "show", NAME)
@@ -204,7 +204,7 @@ def test_a_day(motet: RunningMotet) -> None:
     assert (limits["requests_per_minute"]["limit"], limits["adapters"]["remaining"]) == (100_000, 0)
     assert "answers at once" in tenant("limits")
 
-    # What it has used is what its clients were told, by key and all together.
+    # What it has used is what its clients received, by key and all together.
     clients = (builders, app, guest)
     expected = sum((client.used for client in clients), Counter[str]())
     eventually(lambda: used(tenant) == expected, lambda: f"{used(tenant)} and not {expected}")
@@ -223,8 +223,14 @@ def test_a_day(motet: RunningMotet) -> None:
         with pytest.raises(openai.NotFoundError):
             neighbour.ask(model)
     assert not neighbour.feedback(tried.id, "down")
-    for asked in (("adapters", "show"), ("versions", "list"), ("canary", "show"), ("aliases", "list"), ("residency",)):
-        assert same_as_nobodys(neighbours_line, *asked)
+    for requested in (
+        ("adapters", "show"),
+        ("versions", "list"),
+        ("canary", "show"),
+        ("aliases", "list"),
+        ("residency",),
+    ):
+        assert same_as_unknown(neighbours_line, *requested)
     assert used(neighbours_line) == Counter()
     assert TENANT not in str(neighbours_line.json("limits"))
 
@@ -244,10 +250,10 @@ def test_a_day(motet: RunningMotet) -> None:
     assert TENANT not in operator("tenants", "list")
     assert neighbour.ask(BASE).text == answer_of("base")
 
-    # The audit log tells the day, and no key.
+    # The audit log has the day, and no key.
     entries = operator.json("audit", "--tenant", TENANT)
-    told = Counter(entry["action"] for entry in entries)
-    assert told == Counter(
+    reported = Counter(entry["action"] for entry in entries)
+    assert reported == Counter(
         {
             "tenant.create": 1,
             "key.create": 3,
@@ -309,12 +315,12 @@ def over_quota(client: Client) -> openai.RateLimitError:
 
 
 def used(line: CommandLine) -> Counter[str]:
-    """All that `motet usage` tells of a tenant, as its clients count it."""
+    """All that `motet usage` reports of a tenant, as its clients count it."""
     total = line.json("usage")["total"]
     assert total["cut_off"] == 0
     return +Counter({name: total[name] for name in ("requests", "prompt_tokens", "output_tokens")})
 
 
-def same_as_nobodys(line: CommandLine, *asked: str) -> bool:
-    """Whether what another tenant has is refused as what nobody has."""
-    return line.refused(*asked, NAME) == line.refused(*asked, "kesd").replace("kesd", NAME)
+def same_as_unknown(line: CommandLine, *requested: str) -> bool:
+    """Whether what another tenant has is refused as what does not exist."""
+    return line.refused(*requested, NAME) == line.refused(*requested, "kesd").replace("kesd", NAME)

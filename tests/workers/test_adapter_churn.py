@@ -66,7 +66,7 @@ def test_uses_of_long_ago_count_less() -> None:
     assert uses.value == pytest.approx(1.0)
 
 
-def test_outdated_adapters_go_first_unless_somebody_uses_them_again() -> None:
+def test_outdated_adapters_go_first_unless_they_are_used_again() -> None:
     memory = memory_of(4)
     for _ in range(20):
         for digest in ("old", "wanted again", "in use"):

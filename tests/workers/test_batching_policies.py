@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.benchmarks.papers import orca, paged, slora
-from motet.benchmarks.papers.policies import Continuous, Dynamic, Reserved, known, largest, power_of_two
-from motet.benchmarks.papers.virtual_load import Job, run
+from motet.benchmarks.papers import conversations, knees, orca, paged, slora
+from motet.benchmarks.papers.policies import Continuous, Dynamic, Reserved, first_fit, known, largest, power_of_two
+from motet.benchmarks.papers.virtual_load import BLOCK_SIZE, Job, run
 
 jobs = st.lists(st.builds(Job, st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=30)
 
@@ -120,3 +122,58 @@ def test_one_pool_serves_at_least_as_fast_as_each_other_way() -> None:
     found = slora.measure(50, 60)
     assert all(found["one pool"] >= 0.99 * rate for name, rate in found.items() if name != "base alone")
     assert found["one pool"] > 2 * found["merged"]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.randoms(), st.integers(1, 9))
+def test_the_first_fit_is_the_first_gap(sizes: list[int], chance: Random, wanted: int) -> None:
+    slots, start = list[tuple[int, int]](), 0
+    for size in sizes:
+        start += chance.randrange(6)
+        slots.append((start, size))
+        start += size
+    chance.shuffle(slots)
+    taken = {place for begin, size in slots for place in range(begin, begin + size)}
+    assert first_fit(slots, wanted) == next(
+        place for place in range(start + 1) if taken.isdisjoint(range(place, place + wanted))
+    )
+
+
+def test_one_piece_holds_what_runs_and_nothing_twice() -> None:
+    adapter, kv = slora.bytes_of(slora.rank_of("3")), 8 * slora.PAGE_BYTES // BLOCK_SIZE
+    policy = slora.OnePiece(adapter + 2 * kv)
+    first, second, third = (Job(4, 4, adapter="3") for _ in range(3))
+    assert policy.admit([first, second, third], 0, 0.0, True) == 2
+    assert policy.free == [0.0] and policy.adapters == [adapter / (adapter + 2 * kv)]
+    policy.end(first)
+    assert policy.admit([Job(5, 4, adapter="3")], 1, 0.0, True) == 0
+    assert policy.admit([third], 1, 0.0, True) == 1
+    policy.end(second)
+    policy.end(third)
+    assert policy.admit([Job(8, 8, adapter="7")], 0, 0.0, True) == 1  # nothing is left of what has ended
+
+
+def test_one_pool_loses_least_of_the_memory() -> None:
+    found = slora.fragmentation(slora.FRAGMENTED_ADAPTERS)
+    assert all(one.lost + one.free > -1e-9 and one.tokens > 0 and one.adapters > 0 for one in found.values())
+    assert found["one pool"].tokens > max(found["own pool"].tokens, found["one piece"].tokens)
+
+
+def test_a_knee_lies_where_latency_meets_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests a second wait longer; so short a trace fills no gang."""
+    assert 0 < knees.token_s("LMSYS", 8.0, 4.0) < knees.token_s("LMSYS", 80.0, 4.0)
+    with pytest.raises(ValueError, match="do not enclose"):
+        knees.knee("LMSYS", 2.0, 1)
+    monkeypatch.setattr(knees, "token_s", lambda load, rate, arrivals_s: rate / 100)
+    assert knees.knee("LMSYS", 4.0, 2) == pytest.approx(100 * knees.TOKEN_S)
+
+
+def test_rounds_compute_less_where_their_kv_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talks = [[(10, 5), (3, 2)]]
+    assert conversations.needed_without_reuse(talks) == 14 + 19
+    monkeypatch.setattr("sys.argv", ["conversations", "--conversations", "12"])
+    conversations.main()
+    less = json.loads(capsys.readouterr().out.splitlines()[-1])["computed_less"]
+    assert less["nothing"] <= 1.001 < less["in the pool"] <= less["and host memory"] * 1.02
+    assert less["and host memory"] > 2

@@ -25,7 +25,7 @@ ADAPTERS: tuple[str | None, ...] = (None, RECIPES[2].name, RECIPES[0].name)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Requested:
     prompt: list[int]
     adapter: str | None
     found: list[tuple[list[int], float]]  # by transformers
@@ -34,7 +34,7 @@ class Asked:
 @dataclass(frozen=True)
 class Bench:
     stock: Stock
-    searches: tuple[Asked, ...]
+    searches: tuple[Requested, ...]
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -44,25 +44,25 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder, generator = tmp_path_factory.mktemp(request.param), random.Random(request.param)
     model_path = write_model(request.param, folder / "model")
     adapters = write_adapters(model_path, folder / "adapters")
-    oracle, asked = Oracle(model_path, adapters), list[Asked]()
+    oracle, requested = Oracle(model_path, adapters), list[Requested]()
     for number, adapter in enumerate(ADAPTERS):
         prompt = [generator.randrange(VOCAB_SIZE) for _ in range(5 + 12 * number)]
         found = oracle.beams(prompt, adapter, WIDTH, MAX_TOKENS, sorted(RULES.end_token_ids))
-        asked.append(Asked(prompt, adapter, found))
-    yield Bench(Stock.make(model_path, adapters, folder / "store"), tuple(asked))
+        requested.append(Requested(prompt, adapter, found))
+    yield Bench(Stock.make(model_path, adapters, folder / "store"), tuple(requested))
     torch.set_num_threads(num_threads)
 
 
 def found_by(rig: EngineRig, bench: Bench, num_others: int) -> None:
     """Asks for all searches and some other sequences at once, and compares what comes."""
     searches = dict[int, BeamSearch]()
-    for number, asked in enumerate(bench.searches):
-        adapter = None if asked.adapter is None else rig.refs[asked.adapter]
+    for number, requested in enumerate(bench.searches):
+        adapter = None if requested.adapter is None else rig.refs[requested.adapter]
         sampling = SamplingParams(max_tokens=MAX_TOKENS)
         searches[number] = NEW_SEARCH
         request = SequenceRequest(
             sequence_id=number,
-            prompt_token_ids=asked.prompt,
+            prompt_token_ids=requested.prompt,
             sampling=sampling,
             tenant="acme",
             adapter=adapter,
@@ -79,11 +79,11 @@ def found_by(rig: EngineRig, bench: Bench, num_others: int) -> None:
                 searches[update.sequence_id] = advanced(searches[update.sequence_id], one, RULES)[0]
         rig.engine.check_integrity()
     rig.assert_idle()
-    for number, asked in enumerate(bench.searches):
+    for number, requested in enumerate(bench.searches):
         assert not searches[number].live
         finished = searches[number].finished
-        assert [[*beam.token_ids] for beam in finished] == [token_ids for token_ids, _ in asked.found]
-        scores = [score for _, score in asked.found]
+        assert [[*beam.token_ids] for beam in finished] == [token_ids for token_ids, _ in requested.found]
+        scores = [score for _, score in requested.found]
         assert [beam.score(RULES) for beam in finished] == pytest.approx(scores, abs=TOLERANCE)
 
 

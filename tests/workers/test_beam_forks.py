@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.tests.rigs.beam_gang import beam_updates
+from motet.tests.rigs.beam_gang import beam_updates, beams_after
 from motet.tests.rigs.scheduler_rig import (
     FeedingExecutor,
     Worker,
@@ -26,7 +26,7 @@ from motet.workers.scheduling.request_limits import GangLimits, pages_for
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.window_pages import FullLayers
-from motet.workers.wire.beams import BeamRound, BeamRules
+from motet.workers.wire.beams import BeamRound, BeamRules, BeamsSoFar
 from motet.workers.wire.messages import Cancel, SequenceRequest
 from motet.workers.wire.sequence_usage import SequenceUsage
 
@@ -41,8 +41,8 @@ def searching(
     ends: frozenset[int] = frozenset(),
     tenant: str = "t",
 ) -> SequenceRequest:
-    asked = asking(sequence_id, prompt, max_tokens, tenant=tenant)
-    return msgspec.structs.replace(asked, beams=BeamRules(width, max_tokens, ends))
+    requested = asking(sequence_id, prompt, max_tokens, tenant=tenant)
+    return msgspec.structs.replace(requested, beams=BeamRules(width, max_tokens, ends))
 
 
 def rounds_of(request: SequenceRequest) -> list[BeamRound]:
@@ -173,7 +173,7 @@ def test_a_search_goes_on_from_its_rounds(way: str) -> None:
     for num in range(1, len(rounds)):
         bench = Bench(limits(60), way)
         before = SequenceUsage(num_computed_prompt_tokens=9, num_generated_tokens=1 + 3 * (num - 1))
-        bench.add(msgspec.structs.replace(whole, beam_rounds=rounds[:num], usage=before))
+        bench.add(msgspec.structs.replace(whole, beams_so_far=beams_after(rounds[:num], whole.beams), usage=before))
         bench.finish()
         assert bench.rounds[1] == rounds[num:]
         usage = bench.usage[1]
@@ -183,12 +183,20 @@ def test_a_search_goes_on_from_its_rounds(way: str) -> None:
         assert usage.num_recomputed_tokens >= 9
 
 
-def test_rounds_that_cannot_be_are_refused() -> None:
+def test_searches_that_cannot_be_are_refused() -> None:
     whole = searching(1, [5] * 9, 2, 3)
-    rounds = rounds_of(whole)
     s = scheduler(limits(60))
-    for wrong in (rounds, rounds[1:]):
-        error = s.add(msgspec.structs.replace(whole, beam_rounds=wrong), 1)
+    for wrong in (
+        BeamsSoFar([-1.0], [], [], [[]]),  # no token yet
+        BeamsSoFar([-1.0], [], [1, 2, 3], [[]]),  # all of its tokens
+        BeamsSoFar([-1.0] * 3, [], [1], [[2], [3], [4]]),  # wider than the search
+        BeamsSoFar([-1.0], [-1.0] * 3, [1], [[]]),
+        BeamsSoFar([-1.0], [], [1], [[2], [3]]),
+        BeamsSoFar([-1.0, -2.0], [], [1], [[2], []]),
+        BeamsSoFar([], [], [], []),
+        BeamsSoFar([-1.0, -2.0], [], [1], [[2], [1 << 40]]),
+    ):
+        error = s.add(msgspec.structs.replace(whole, beams_so_far=wrong), 1)
         assert error is not None and error.kind == "invalid_request"
     for request in (
         msgspec.structs.replace(whole, beams=BeamRules(0, 3, frozenset())),
@@ -218,7 +226,8 @@ def test_searches_of_two_tenants_that_find_no_room_together_do_not_undo_each_oth
     requests = list[SequenceRequest]()
     for number, tenant in enumerate("tu", 1):
         request = searching(number, [5] * num_prompt, 5, 14, tenant=tenant)
-        requests.append(msgspec.structs.replace(request, beam_rounds=rounds_of(request)[:num_before]))
+        so_far = beams_after(rounds_of(request)[:num_before], request.beams)
+        requests.append(msgspec.structs.replace(request, beams_so_far=so_far))
     num_pages = pages_for(num_prompt + 13, 4)
     num_pages += 4 * (num_pages - num_prompt // 4)  # as many as one search can need
     bench = Bench(limits(num_pages, 4), prefix_cache=False)
@@ -245,7 +254,8 @@ def test_a_prompt_copies_no_page_that_is_a_copy_of_the_same_step(way: str, num_m
 def test_a_prompt_does_not_take_the_keys_of_a_beam_that_has_forked(width: int) -> None:
     bench = Bench(limits(60))
     whole = searching(1, [5], width, 12)
-    request = msgspec.structs.replace(whole, beam_rounds=rounds_of(whole)[:3])
+    begun = rounds_of(whole)[:3]
+    request = msgspec.structs.replace(whole, beams_so_far=beams_after(begun, whole.beams))
     bench.add(request)
     root = bench.scheduler._waiting.get(1)
     assert root is not None
@@ -258,7 +268,26 @@ def test_a_prompt_does_not_take_the_keys_of_a_beam_that_has_forked(width: int) -
         bench.step()
         bench.worker.check_residence(bench.scheduler)
     assert bench.ended == {1: "length", 2: "length"}
-    assert [*request.beam_rounds, *bench.rounds[1]] == rounds_of(whole)
+    assert [*begun, *bench.rounds[1]] == rounds_of(whole)
+
+
+def test_long_beams_begin_over_several_steps() -> None:
+    """Each has hundreds of pages of its own, whose keys would make a single step long."""
+    width, length = 8, 1500
+    bench = Bench(GangLimits(4096, 100, 4, 8000, 2048, 16))
+    rules = BeamRules(width, length + 4, frozenset())
+    request = msgspec.structs.replace(searching(1, [5] * 6, width, rules.max_tokens), beams=rules)
+    ends = [[10 + number] * length for number in range(width)]
+    so_far = BeamsSoFar([-1.0 - number for number in range(width)], [], [], ends)
+    request = msgspec.structs.replace(request, beams_so_far=so_far)
+    bench.add(request)
+    num_running = list[int]()
+    while len(bench.scheduler._running.by_id) < width:
+        bench.step()
+        num_running.append(len(bench.scheduler._running.by_id))
+    assert 1 < num_running[1] <= 1 + 1024 // (length // 4) + 1 and len(num_running) > 3
+    bench.finish()
+    assert bench.rounds[1] == rounds_of(request)
 
 
 @settings(deadline=None, max_examples=50)
@@ -287,7 +316,7 @@ def test_rounds_are_the_same_however_the_pool_fills(
     if window is not None and layers is not None:
         of = GangLimits(64, 100, 4, num_pages, budget, 8, window, layers)
     bench = Bench(of, way, tiers if prefix_cache else None, prefix_cache)
-    requests: dict[int, SequenceRequest] = {}
+    requests, begun = dict[int, SequenceRequest](), dict[int, list[BeamRound]]()
     for number in range(60):
         if rng.random() < 0.25:
             prompt = [rng.choice([0, 0, 0, 1])] * rng.randint(1, 14)
@@ -299,7 +328,8 @@ def test_rounds_are_the_same_however_the_pool_fills(
                 request = msgspec.structs.replace(request, beams=rules)
                 rounds = rounds_of(request)
                 if rng.random() < 0.3 and len(rounds) > 1:
-                    request = msgspec.structs.replace(request, beam_rounds=rounds[: rng.randrange(1, len(rounds))])
+                    begun[number + 1] = rounds[: rng.randrange(1, len(rounds))]
+                    request = msgspec.structs.replace(request, beams_so_far=beams_after(begun[number + 1], rules))
             if bench.scheduler.add(request, seed=1) is None:
                 requests[request.sequence_id] = request
                 bench.rounds[request.sequence_id], bench.tokens[request.sequence_id] = [], []
@@ -325,6 +355,5 @@ def test_rounds_are_the_same_however_the_pool_fills(
         if request.beams is None:
             assert len(bench.tokens[sequence_id]) == request.sampling.max_tokens
         else:
-            assert [*request.beam_rounds, *bench.rounds[sequence_id]] == rounds_of(
-                msgspec.structs.replace(request, beam_rounds=[])
-            )
+            whole = msgspec.structs.replace(request, beams_so_far=None)
+            assert [*begun.get(sequence_id, ()), *bench.rounds[sequence_id]] == rounds_of(whole)

@@ -33,7 +33,7 @@ def text() -> TextService:
     return text_service()
 
 
-def told_by(stock: Stock, *submissions: dict[str, Any], **settings: Any) -> dict[int, list[int | None]]:
+def reported_by(stock: Stock, *submissions: dict[str, Any], **settings: Any) -> dict[int, list[int | None]]:
     """The cached tokens in the updates of each sequence, one sequence after the other."""
     found: dict[int, list[int | None]] = {}
     with stock.engine(num_pages=40, **settings) as rig:
@@ -45,20 +45,20 @@ def told_by(stock: Stock, *submissions: dict[str, Any], **settings: Any) -> dict
     return found
 
 
-def test_the_first_update_tells_it(stock: Stock) -> None:
-    told = told_by(stock, {}, {}, {"prompt": [*PROMPT[:8], *PROMPT]})
-    assert told == {0: [0, None, None], 1: [16, None, None], 2: [8, None, None]}
+def test_the_first_update_has_it(stock: Stock) -> None:
+    reported = reported_by(stock, {}, {}, {"prompt": [*PROMPT[:8], *PROMPT]})
+    assert reported == {0: [0, None, None], 1: [16, None, None], 2: [8, None, None]}
 
 
 def test_without_a_cache_nothing_was_there(stock: Stock) -> None:
-    assert told_by(stock, {}, {}, prefix_cache=False)[1] == [0, None, None]
+    assert reported_by(stock, {}, {}, prefix_cache=False)[1] == [0, None, None]
 
 
-def test_one_that_goes_on_tells_no_more_than_its_prompt(stock: Stock) -> None:
+def test_one_that_goes_on_reports_no_more_than_its_prompt(stock: Stock) -> None:
     generated = list(range(50, 62))
     sampling = msgspec.structs.replace(GREEDY, max_tokens=14)
     first = {"prompt": [*PROMPT, *generated], "sampling": GREEDY}
-    assert told_by(stock, first, {"generated": generated, "sampling": sampling})[1] == [21, None]
+    assert reported_by(stock, first, {"generated": generated, "sampling": sampling})[1] == [21, None]
 
 
 async def usage_of(client: Any, **fields: Any) -> Any:
@@ -81,8 +81,8 @@ async def test_the_usage_of_an_answer(stock: Stock) -> None:
 def scripted(rig: RouterRig, *num_cached: int | None) -> None:
     """A script: the update of each token reports one of these numbers."""
     updates = [
-        SequenceUpdate(1, [5], None, "length" if number == len(num_cached) - 1 else None, None, told)
-        for number, told in enumerate(num_cached)
+        SequenceUpdate(1, [5], None, "length" if number == len(num_cached) - 1 else None, None, reported)
+        for number, reported in enumerate(num_cached)
     ]
     rig.dispatcher.script = lambda _: updates
 
@@ -98,7 +98,7 @@ async def test_what_the_first_gang_said_stays(tmp_path: Path, text: TextService)
         assert "prompt_tokens_details" not in await usage_of(client)
 
 
-async def test_streams_tell_it_at_their_end(tmp_path: Path, text: TextService) -> None:
+async def test_streams_have_it_at_their_end(tmp_path: Path, text: TextService) -> None:
     rig = RouterRig(tmp_path, text)
     scripted(rig, 7, None)
     async with rig.client() as client:
@@ -113,14 +113,14 @@ def request() -> SequenceRequest:
 
 
 async def test_updates_that_pile_up_keep_it() -> None:
-    for told in ((4, None), (None, 4), (4, 9)):
+    for reported in ((4, None), (None, 4), (4, 9)):
         sequence = OpenSequence(request())
-        for num_cached in told:
+        for num_cached in reported:
             sequence.push(SequenceUpdate(3, [5], num_cached_tokens=num_cached))
         assert (await anext(sequence)).num_cached_tokens == 4
 
 
-def test_a_journal_tells_it_to_who_comes_back() -> None:
+def test_a_journal_has_it_for_a_client_that_resumes() -> None:
     journal = SequenceJournal(leader_config())
     journal.begin(1, request(), 10)
     journal.record(SequenceUpdate(1, [5], num_cached_tokens=4), 0.0)
@@ -132,8 +132,8 @@ def test_a_journal_tells_it_to_who_comes_back() -> None:
 
 def test_it_costs_a_frame_a_byte_and_older_leaders_leave_it_out() -> None:
     encoded = msgspec.msgpack.encode(SequenceUpdate(3, [5]))
-    told = msgspec.msgpack.encode(SequenceUpdate(3, [5], num_cached_tokens=9))
-    assert len(told) == len(encoded)
+    reported = msgspec.msgpack.encode(SequenceUpdate(3, [5], num_cached_tokens=9))
+    assert len(reported) == len(encoded)
     older = msgspec.msgpack.encode([3, [5], None, None, None])
     num_later = len(msgspec.structs.fields(SequenceUpdate)) - 5
     assert len(encoded) == len(older) + num_later

@@ -107,7 +107,7 @@ def run_next(threads: FairThreads, yields: bool) -> None:
     threads._end_job(worker)
 
 
-def test_the_tenant_that_has_used_least_goes_first_and_costly_ones_are_told_apart() -> None:
+def test_the_tenant_that_has_used_least_goes_first_and_costly_ones_are_distinguished() -> None:
     clock, order = Clock(), list[str]()
     threads = FairThreads("test", 0.5, clock=clock)
     threads._start = lambda worker: None  # type: ignore[method-assign]  # the test runs the jobs itself

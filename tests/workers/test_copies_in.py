@@ -31,7 +31,7 @@ class Copies:
 
 
 def in_host_memory(num_tokens: int, num_prompts: int) -> tuple[Scheduler, Copies, list[list[int]]]:
-    """Prompts that were asked before; their pages are in host memory alone. Steps take as long as 500 copies."""
+    """Prompts that were sent before; their pages are in host memory alone. Steps take as long as 500 copies."""
     num_pages = num_prompts * num_tokens // 4 + 100
     s = scheduler(GangLimits(2 * num_tokens, 100, 4, num_pages, num_tokens, 8), TierSizes(host=num_pages))
     copies = Copies()

@@ -18,7 +18,7 @@ class Copied:
 
 
 def fail() -> None:
-    raise RuntimeError("as asked")
+    raise RuntimeError("as the test wants")
 
 
 def test_calls_are_made_in_order_whatever_fails_and_nothing_is_kept() -> None:

@@ -17,10 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from motet.benchmarks import tensor_parallel
 from motet.benchmarks.papers import nanoflow
+from motet.benchmarks.papers.step_balance import (
+    Lengths,
+    full_batch,
+    memory_over_compute,
+    most_tokens_per_s,
+    step_balance,
+)
 from motet.benchmarks.rigs.published_bases import BASES, published_base
 from motet.cluster.commands.cli import main
 from motet.tests.rigs.oracle import VARIANTS
-from motet.workers.costs.balance import Lengths, full_batch, memory_over_compute, most_tokens_per_s, step_balance
 from motet.workers.costs.devices import DEVICES, Device
 from motet.workers.costs.measured_device import measured_device
 from motet.workers.costs.model_size import attention_flops, kv_bytes_of_a_token, model_size
@@ -214,7 +220,7 @@ def test_what_cannot_be_computed_is_refused() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    modules = ("balance", "devices", "model_size", "operations")
+    modules = ("devices", "model_size", "operations")
     code = (
         "".join(f"import motet.workers.costs.{name}\n" for name in modules)
         + "import sys; print('torch' in sys.modules)"
@@ -231,10 +237,10 @@ def test_this_machine_is_measured() -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(BASES["Llama-2-70B"]))
-    asked = ["costs", str(tmp_path), "--device", "A100 SXM 80GB", "--degree", "8", "--decodes", "1024"]
-    shown = CliRunner().invoke(main, [*asked, "--context", "1366", "--prompt-tokens", "1024"])
+    requested = ["costs", str(tmp_path), "--device", "A100 SXM 80GB", "--degree", "8", "--decodes", "1024"]
+    shown = CliRunner().invoke(main, [*requested, "--context", "1366", "--prompt-tokens", "1024"])
     assert shown.exit_code == 0 and "UG                     153931.6    96.637       0.000    61.671" in shown.output
-    document = json.loads(CliRunner().invoke(main, [*asked, "--adapters", "4", "--json"]).output)
+    document = json.loads(CliRunner().invoke(main, [*requested, "--adapters", "4", "--json"]).output)
     assert document["parameters"] == 68_976_648_192
     assert document["seconds"] == pytest.approx(sum(one["seconds"] for one in document["operations"]))
     assert document["operations"][-2]["name"] == "LoRA"

@@ -1,4 +1,4 @@
-"""Which ends of sequences a leader counts, when its engine still tells of some that were given up."""
+"""Which ends of sequences a leader counts, when its engine still reports some that were given up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from motet.workers.leader.routed_sequences import RoutedSequences
 from motet.workers.leader.router_stream import RouterStream
 from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 
-# The engine is never started: each test tells what a step brings that was in flight.
+# The engine is never started: each test delivers what a step brings that was in flight.
 ENDED = SequenceUpdate(1, [7], finish_reason="length")
 
 
@@ -63,7 +63,7 @@ async def test_what_ends_after_its_timeout_is_counted_once_as_the_engine_reports
 ) -> None:
     sequences.submit(RouterStream(1), request(timeout_s=0.0))
     await asyncio.sleep(0.05)
-    assert not sequences.num_ended  # the engine was asked to end it, and reports what it has computed
+    assert not sequences.num_ended  # the engine has to end it, and reports what it has computed
     sequences.deliver([SequenceUpdate(1, error=SequenceError("timeout", "its timeout passed"))])
     sequences.deliver([ENDED])
     assert sequences.num_ended == {"timeout": 1}

@@ -59,7 +59,7 @@ def test_each_worker_takes_a_gpu_of_its_own(degree: int, tmp_path: Path, monkeyp
     monkeypatch.setattr(device_probe, "has_driver", lambda: False)
     assert "GPU" not in str(_place_of_a_gang(served)).upper().replace("NUM_CPUS", "")
     monkeypatch.setattr(device_probe, "has_driver", lambda: True)
-    monkeypatch.setattr(device_probe, "ask_torch", lambda name: DeviceFacts("cuda", 1 << 30))
+    monkeypatch.setattr(device_probe, "probe_torch", lambda name: DeviceFacts("cuda", 1 << 30))
     place = _place_of_a_gang(served)
     if degree == 1:
         assert place["ray_actor_options"]["num_gpus"] == 1
@@ -151,7 +151,7 @@ def attention_case(
 
 @pytest.mark.parametrize("counts", [[(0, 1), (33, 1), (15, 1)], [(30, 1), (0, 20), (16, 3)]], ids=["decodes", "mixed"])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, None), (None, 20.0)])
-def test_flash_attention_is_asked_in_its_own_terms(
+def test_flash_attention_is_called_in_its_own_terms(
     counts: list[tuple[int, int]], window: int | None, softcap: float | None
 ) -> None:
     q, kv, batch = attention_case(counts, torch.bfloat16)

@@ -91,7 +91,7 @@ def test_vectors_numbers_and_nothing(tmp_path: Path, gpu: StandInGpu) -> None:
 
 @dataclass
 class Reads:
-    """What was asked of the files."""
+    """What was read of the files."""
 
     num_bytes: int = 0
     first_address: int = 1 << 62
@@ -123,7 +123,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 def test_a_base_of_any_size_passes_through_bounded_pinned_memory(
     tmp_path: Path, gpu: StandInGpu, reads: Reads, wanted: torch.dtype
 ) -> None:
-    """Thirty times what is pinned, in few large and many small tensors: nobody waits for one tensor's copy."""
+    """Thirty times what is pinned, in few large and many small tensors: nothing waits for one tensor's copy."""
     shapes: dict[str, tuple[int, ...]] = {f"large{at}": (40, 500) for at in range(6)}
     shapes |= {f"small{at}": (50,) for at in range(100)}
     folder = write(tmp_path, torch.bfloat16, per_file=30, **shapes)
@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, gpu: StandInGpu, monkeypatch
 
 
 def test_large_pieces_are_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one of them fails, its error is told when all have ended."""
+    """Where one of them fails, its error is reported when all have ended."""
     monkeypatch.setattr(file_ranges, "_LEAST_BYTES", 1000)
     folder = write(tmp_path, torch.bfloat16, first=(7,), weight=(61, 101))
     stored = next(each for each in stored_tensors(folder / "part-000.safetensors") if each.name == "weight")
@@ -261,9 +261,9 @@ def test_tensors_that_do_not_fit_the_model(tmp_path: Path, gpu: StandInGpu) -> N
         DeviceCheckpoint(tmp_path / "nothing", torch.bfloat16, CUDA)
 
 
-def test_progress_is_told_by_percent_and_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
-    now, told = [0.0], []
-    progress = LoadProgress(4000 << 20, lambda *each: told.append(each), lambda: now[0])
+def test_progress_is_reported_by_percent_and_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    now, reported = [0.0], []
+    progress = LoadProgress(4000 << 20, lambda *each: reported.append(each), lambda: now[0])
     with caplog.at_level(logging.INFO, "motet.workers.checkpoint.load_progress"):
         for _ in range(4000):  # of which this worker reads a half, at 512 MiB a second
             now[0] += 1 / 1024
@@ -274,9 +274,9 @@ def test_progress_is_told_by_percent_and_logged_every_few_seconds(caplog: pytest
         now[0] += 4
         progress.read(1 << 30)
         progress.end()
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
-    assert 100 <= len(told) <= 102
-    assert told[-1] == ("loading weights", 4000 << 20, 4000 << 20)
+    assert [done for _, done, _ in reported] == sorted(done for _, done, _ in reported)
+    assert 100 <= len(reported) <= 102
+    assert reported[-1] == ("loading weights", 4000 << 20, 4000 << 20)
     first, last = caplog.messages
     assert first == "loading weights: 2.95 GiB read, 100 % of a base of 3.91 GiB are done, 0.37 GiB/s"
     assert last == "weights are loaded: 2.95 GiB read of a base of 3.91 GiB in 7.9 s, 0.37 GiB/s"

@@ -75,8 +75,8 @@ def test_tables_hold_the_pages_of_random_plans() -> None:
             free = len(pages) * BLOCK - num_tokens  # the newest token is in the last page
             start = free - generator.randrange(min(BLOCK, free + 1))
             parts.append(part(sequence_id, num_tokens, start, pages, samples=generator.random() < 0.8))
-        asked = plan(*parts)
-        assert_same(kept.inputs(asked, {}, BegunStep()), make_inputs(asked, {}, BLOCK, CPU))
+        requested = plan(*parts)
+        assert_same(kept.inputs(requested, {}, BegunStep()), make_inputs(requested, {}, BLOCK, CPU))
         kept.tables.check_integrity()
 
 
@@ -120,6 +120,6 @@ def test_tokens_are_those_that_the_step_before_has_chosen() -> None:
     assert batch.row_pages[:3].tolist() == [5, 2, 4]
 
 
-def test_a_step_that_chose_nothing_feeds_nobody() -> None:
+def test_a_step_that_chose_nothing_feeds_no_sequence() -> None:
     with pytest.raises(KeyError):
         rows().inputs(plan(part(1, 1, 3, [5], is_fed=True)), {}, BegunStep())

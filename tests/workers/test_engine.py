@@ -31,7 +31,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
     return Stock.make(model, write_adapters(model, folder / "adapters"), folder / "store")
 
 
-def test_who_has_waited_too_long_hears_so_and_who_runs_goes_on(stock: Stock) -> None:
+def test_a_sequence_that_waited_too_long_ends_and_a_running_one_goes_on(stock: Stock) -> None:
     with stock.engine(num_pages=60, max_num_sequences=1) as rig:
         rig.submit(0, [1] * 20, None, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
         rig.submit(1, [2] * 20, None, LONG)
@@ -92,7 +92,7 @@ def test_steps_go_on_while_an_adapter_is_coming(stock: Stock, monkeypatch: pytes
         assert len(rig.outputs[1].token_ids) == 100
 
 
-def test_a_store_that_fails_is_asked_again_and_then_named(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_fails_is_read_again_and_then_named(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
     num_failures, load_packed = 2, AdapterStore.load_packed
 
     def flaky(store: AdapterStore, digest: str, layout: AdapterLayout) -> Tensor:
@@ -123,7 +123,7 @@ def test_a_store_that_fails_is_asked_again_and_then_named(stock: Stock, monkeypa
         assert len(rig.outputs[1].token_ids) == 1
 
 
-def test_a_read_that_hangs_holds_up_nobody_else(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_that_hangs_holds_up_no_other(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, *_ = stock.refs
     let_go, load_packed = threading.Event(), AdapterStore.load_packed
 
@@ -170,7 +170,7 @@ def test_an_adapter_cancelled_while_it_comes_is_there_for_the_next(stock: Stock)
         assert rig.engine.load().counters.num_adapter_loads == 1
 
 
-def test_what_an_overflowing_adapter_leaves_behind_reaches_nobody(stock: Stock, tmp_path: Path) -> None:
+def test_what_an_overflowing_adapter_leaves_behind_reaches_no_other_sequence(stock: Stock, tmp_path: Path) -> None:
     """Pages are not cleared when they are freed: NaN in them must not change the next owner's results."""
     name = next(iter(stock.refs))
     with stock.engine(num_pages=60) as rig:

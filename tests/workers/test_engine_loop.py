@@ -184,7 +184,7 @@ def test_a_cancelled_sequence_is_forgotten() -> None:
     loop.stop()
 
 
-def test_the_engine_hears_between_steps_of_who_has_waited_too_long() -> None:
+def test_the_engine_gets_between_steps_which_have_waited_too_long() -> None:
     engine, loop, listener = started()
     message = GiveUpWaiting(7, SequenceError("overloaded", "waited"))
     loop.receive(message)

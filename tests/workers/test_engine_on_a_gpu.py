@@ -68,17 +68,19 @@ def prompts(num: int) -> list[list[int]]:
     return [generator.choices(range(VOCAB_SIZE), k=generator.randint(18, 30)) for _ in range(num)]
 
 
-def ask_all(rig: EngineRig, asked: list[list[int]]) -> list[SequenceOutput]:
+def ask_all(rig: EngineRig, requested: list[list[int]]) -> list[SequenceOutput]:
     """Each prompt in another way, some of them with adapters; all at once."""
     first = len(rig.outputs)
-    for index, prompt in enumerate(asked):
+    for index, prompt in enumerate(requested):
         rig.submit(first + index, prompt, ADAPTERS[index % len(ADAPTERS)], WAYS[index % len(WAYS)])
     rig.finish()
     rig.assert_idle()
     return list(rig.outputs.values())[first:]
 
 
-def asked_twice(stock: Stock, device: str, folder: Path, num_pages: int) -> tuple[list[SequenceOutput], EngineCounters]:
+def requested_twice(
+    stock: Stock, device: str, folder: Path, num_pages: int
+) -> tuple[list[SequenceOutput], EngineCounters]:
     """The answers of an engine that answers all, does so again, and has moved KV behind the pool in between."""
     tiers = {"kv_host_bytes": 10 * stock.page_bytes, "kv_disk_bytes": 200 * stock.page_bytes, "kv_disk_path": folder}
     with stock.engine(num_pages, device=device, host_bytes=40 * stock.page_bytes, **tiers) as rig:
@@ -91,9 +93,9 @@ def same(ours: list[SequenceOutput], theirs: list[SequenceOutput]) -> None:
     for output, other in zip(ours, theirs, strict=True):
         assert (output.error, output.finish_reason) == (None, "length")
         assert output.token_ids == other.token_ids
-        for said, heard in zip(output.logprobs, other.logprobs, strict=True):
-            assert said.chosen == pytest.approx(heard.chosen, abs=1e-3)
-            assert said.top_ids == heard.top_ids
+        for said, received in zip(output.logprobs, other.logprobs, strict=True):
+            assert said.chosen == pytest.approx(received.chosen, abs=1e-3)
+            assert said.top_ids == received.top_ids
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +127,9 @@ def test_a_gang_of_two_answers_as_one_does(
 def test_pages_move_between_the_tiers_beside_the_steps(llama: Stock, tmp_path: Path) -> None:
     """On a pool so small that adapters and KV push one another out, and come back from host memory and disk."""
     num_pages = max(llama.num_pages(30 + NUM_TOKENS, adapter) for adapter in ADAPTERS) + 4
-    here, _ = asked_twice(llama, "cpu", tmp_path, num_pages)
+    here, _ = requested_twice(llama, "cpu", tmp_path, num_pages)
     with gpu_of_twins() as gpu:
-        there, counters = asked_twice(llama, "cuda", tmp_path, num_pages)
+        there, counters = requested_twice(llama, "cuda", tmp_path, num_pages)
         copies = {thread: gpu.tally.copies_of(thread) for thread in ("page-mover", "disk-mover", "adapter-loader")}
     same(there, here)
     assert counters.num_move_failures == 0
@@ -153,14 +155,16 @@ def chosen_one_by_one(
 ) -> ChoicesUnderWay:
     """As tokens were chosen on a GPU once: penalties row by row, and each draw sent to the host."""
     for row, (plan, seen) in enumerate(zip(plans, counts or [None] * len(plans), strict=True)):
-        asked = plan.params
+        requested = plan.params
         if seen is not None:
             at = torch.frombuffer(seen.token_ids, dtype=torch.int32).long().to(logits.device)
             values = logits[row].index_select(0, at)
-            factor = asked.repetition_penalty
+            factor = requested.repetition_penalty
             logits[row].index_copy_(0, at, torch.where(values > 0, values / factor, values * factor))
-        if asked.temperature > 0:
-            draw = Draw(asked.temperature, asked.top_k, asked.top_p, asked.min_p, uniform(plan.seed, plan.index))
+        if requested.temperature > 0:
+            draw = Draw(
+                requested.temperature, requested.top_k, requested.top_p, requested.min_p, uniform(plan.seed, plan.index)
+            )
             logits[row, draw_alone(logits[row], draw)] = 1e3
     return ChoicesUnderWay(logits, [RowChoice(None, None, {}, plan.params.num_logprobs) for plan in plans])
 

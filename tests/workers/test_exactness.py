@@ -104,9 +104,9 @@ def _tiny_pool(bench: Bench) -> int:
 
 
 def _assert_same_tokens(questions: Sequence[Question], output: list[SequenceOutput]) -> None:
-    for question, heard in zip(questions, output, strict=True):
-        assert heard.token_ids == question.answer.token_ids, f"adapter {question.adapter}"
-        assert (heard.finish_reason, heard.error) == ("length", None)
+    for question, received in zip(questions, output, strict=True):
+        assert received.token_ids == question.answer.token_ids, f"adapter {question.adapter}"
+        assert (received.finish_reason, received.error) == ("length", None)
 
 
 def _logprobs(output: SequenceOutput) -> torch.Tensor:
@@ -135,10 +135,10 @@ def test_mixed_batch(bench: Bench) -> None:
         assert rig.engine.info.kernels.startswith(KERNELS)
         output = _ask(rig, bench.questions)
         _assert_same_tokens(bench.questions, output)
-        for question, heard in zip(bench.questions, output, strict=True):
-            torch.testing.assert_close(torch.stack(heard.logits), question.answer.logits, atol=TOLERANCE, rtol=0)
-            torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
-            chosen = torch.tensor([said.chosen for said in heard.logprobs])
+        for question, received in zip(bench.questions, output, strict=True):
+            torch.testing.assert_close(torch.stack(received.logits), question.answer.logits, atol=TOLERANCE, rtol=0)
+            torch.testing.assert_close(_logprobs(received), question.answer.logprobs, atol=TOLERANCE, rtol=0)
+            chosen = torch.tensor([said.chosen for said in received.logprobs])
             torch.testing.assert_close(chosen, question.answer.logprobs.amax(dim=-1), atol=TOLERANCE, rtol=0)
         assert rig.engine.load().counters.num_preemptions == rig.engine.load().counters.num_adapter_evictions == 0
 
@@ -171,15 +171,15 @@ def test_tiny_pool(bench: Bench, max_tokens_per_step: int) -> None:
         fill_to_the_last_page(rig.engine._scheduler)
         output = _ask(rig, questions)
         _assert_same_tokens(questions, output)
-        for question, heard in zip(questions, output, strict=True):
-            torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
+        for question, received in zip(questions, output, strict=True):
+            torch.testing.assert_close(_logprobs(received), question.answer.logprobs, atol=TOLERANCE, rtol=0)
         assert rig.engine.load().counters.num_preemptions > 0
         assert rig.engine.load().counters.num_adapter_evictions > 0
 
 
 @pytest.mark.parametrize("has_room", [True, False])
 def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path) -> None:
-    """Asked again, and asked to go on from the middle of an answer: the same, though most of it is not computed.
+    """Sent again, and continued from the middle of an answer: the same, though most of it is not computed.
 
     Without room in the pool pages come back from host memory, and from disk once that is full too.
     """
@@ -199,8 +199,8 @@ def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path) -> None:
         num_cached = rig.engine.load().counters.num_cached_tokens
         output = _ask(rig, later, sampling)
         _assert_same_tokens(later, output)
-        for question, heard in zip(later, output, strict=True):
-            torch.testing.assert_close(_logprobs(heard), question.answer.logprobs, atol=TOLERANCE, rtol=0)
+        for question, received in zip(later, output, strict=True):
+            torch.testing.assert_close(_logprobs(received), question.answer.logprobs, atol=TOLERANCE, rtol=0)
         if has_room:
             sharable = [_sharable(len(q.prompt) - 1) for q in (*bench.questions, *later)]
             assert rig.engine.load().counters.num_cached_tokens == sum(sharable) > num_cached > 0
@@ -226,19 +226,19 @@ def test_random_workload(bench: Bench) -> None:
     pool = max(bench.stock.num_pages(64, adapter) for adapter in ADAPTERS) + 3
     missing = AdapterRef("0" * 64, {"q_proj": 4})
     with bench.stock.engine(pool, max_tokens_per_step=20, max_num_sequences=5) as rig:
-        asked: dict[int, tuple[list[int], str | None]] = {}
-        cancelled: dict[int, int] = {}  # tokens heard until then
+        requested: dict[int, tuple[list[int], str | None]] = {}
+        cancelled: dict[int, int] = {}  # tokens received until then
         lost: set[int] = set()
         for sequence_id in range(60):
             adapter = generator.choice([*ADAPTERS, "missing"])
             prompt = _prompt(generator, low=1, high=40)
             sampling = SamplingParams(max_tokens=generator.randint(1, 24), temperature=0.0, ignore_eos=True)
-            asked[sequence_id] = (prompt, adapter)
+            requested[sequence_id] = (prompt, adapter)
             rig.submit(sequence_id, prompt, missing if adapter == "missing" else adapter, sampling)
             if adapter == "missing":
                 lost.add(sequence_id)
             if generator.random() < 0.3:
-                victim = generator.choice(list(asked))  # running, waiting, ended or cancelled before
+                victim = generator.choice(list(requested))  # running, waiting, ended or cancelled before
                 rig.engine.receive(Cancel(victim))
                 rig.engine.check_integrity()
                 if not rig.outputs[victim].ended:
@@ -247,20 +247,20 @@ def test_random_workload(bench: Bench) -> None:
                 rig.step()
         rig.finish()
         rig.assert_idle()
-        for sequence_id, (prompt, adapter) in asked.items():
-            heard = rig.outputs[sequence_id]
+        for sequence_id, (prompt, adapter) in requested.items():
+            received = rig.outputs[sequence_id]
             if sequence_id in cancelled:
-                assert len(heard.token_ids) == cancelled[sequence_id], "tokens came after the cancel"
-                assert heard.finish_reason is None
-                assert heard.error is not None and heard.error.kind == "cancelled", "its usage was not reported"
+                assert len(received.token_ids) == cancelled[sequence_id], "tokens came after the cancel"
+                assert received.finish_reason is None
+                assert received.error is not None and received.error.kind == "cancelled", "its usage was not reported"
             elif sequence_id in lost:
-                assert heard.error is not None
-                assert heard.error.kind == "adapter_failed"
+                assert received.error is not None
+                assert received.error.kind == "adapter_failed"
             else:
-                assert (heard.finish_reason, heard.error) == ("length", None)
-            if heard.token_ids:
-                logits = bench.oracle.logits(prompt + heard.token_ids[:-1], adapter)[len(prompt) - 1 :]
-                chosen = logits.gather(1, torch.tensor(heard.token_ids)[:, None])[:, 0]
+                assert (received.finish_reason, received.error) == ("length", None)
+            if received.token_ids:
+                logits = bench.oracle.logits(prompt + received.token_ids[:-1], adapter)[len(prompt) - 1 :]
+                chosen = logits.gather(1, torch.tensor(received.token_ids)[:, None])[:, 0]
                 assert (logits.amax(dim=-1) - chosen).max() < TOLERANCE
         assert len(cancelled) > 2
         assert rig.engine.load().counters.num_adapter_evictions > 0
@@ -271,11 +271,11 @@ def test_seeded_draws_survive_preemption(bench: Bench) -> None:
     questions = bench.questions + bench.crowd
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
     with bench.stock.engine(num_pages=400) as rig:
-        texts = [heard.token_ids for heard in _ask(rig, questions, sampling)]
+        texts = [received.token_ids for received in _ask(rig, questions, sampling)]
     assert any(text != question.answer.token_ids for text, question in zip(texts, questions, strict=True))
     with bench.stock.engine(_tiny_pool(bench), max_tokens_per_step=64) as rig:
         fill_to_the_last_page(rig.engine._scheduler)
-        assert [heard.token_ids for heard in _ask(rig, questions, sampling)] == texts
+        assert [received.token_ids for received in _ask(rig, questions, sampling)] == texts
         assert rig.engine.load().counters.num_preemptions > 0
 
 
@@ -286,10 +286,10 @@ def test_bfloat16(bench: Bench, tmp_path: Path) -> None:
     with stock.engine(num_pages=400) as rig:
         output = _ask(rig, bench.questions)
         apart = [
-            float((_logprobs(heard)[0] - question.answer.logprobs[0]).abs().mean())
-            for question, heard in zip(bench.questions, output, strict=True)
+            float((_logprobs(received)[0] - question.answer.logprobs[0]).abs().mean())
+            for question, received in zip(bench.questions, output, strict=True)
         ]
         # Rounding may choose another expert for a row, and then the answer is another one.
         worst = median(apart) if bench.has_experts else max(apart)
         assert worst < BFLOAT16_TOLERANCE, apart
-        assert all(len(heard.token_ids) == NUM_TOKENS for heard in output)
+        assert all(len(received.token_ids) == NUM_TOKENS for received in output)

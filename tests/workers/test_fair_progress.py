@@ -87,9 +87,9 @@ def test_all_end_whatever_they_share_and_lack(seed: int, tiers: TierSizes) -> No
         if step < 60 and rng.random() < 0.7:
             tenant = rng.choice("abcdef")
             adapter = rng.choice([None, *(f"{letter}{rng.choice([1, 1, 4])}" for letter in "abcdefghijkl")])
-            asked = asking(step, [rng.randrange(3)] * rng.randint(1, 20), rng.randint(1, 20), adapter, tenant)
+            requested = asking(step, [rng.randrange(3)] * rng.randint(1, 20), rng.randint(1, 20), adapter, tenant)
             more = {"is_background": rng.random() < 0.2, "priority": rng.choice([0, 0, 3])}
-            s.add(msgspec.structs.replace(asked, weight=10.0 ** (ord(tenant) % 3 - 1), **more), 0)
+            s.add(msgspec.structs.replace(requested, weight=10.0 ** (ord(tenant) % 3 - 1), **more), 0)
         if step >= 60 and not s.has_work():
             break
         plan = s.schedule()
@@ -214,9 +214,9 @@ def test_a_sequence_does_not_wait_behind_background_work_for_the_document_that_t
 
     def share(**more: object) -> int:
         number = len(gang.requests)
-        asked = msgspec.structs.replace(asking(number, [*document, number % 90], 3, tenant="a"), **more)
-        assert gang.scheduler.add(asked, 1) is None
-        gang.requests[number] = asked
+        requested = msgspec.structs.replace(asking(number, [*document, number % 90], 3, tenant="a"), **more)
+        assert gang.scheduler.add(requested, 1) is None
+        gang.requests[number] = requested
         return number
 
     def flood() -> None:

@@ -120,7 +120,7 @@ def test_tokens_that_are_read_before_they_have_arrived_are_found(stock: Stock, m
         ask(rig)
 
 
-def test_who_stops_is_told_so_though_the_next_step_has_begun(stock: Stock) -> None:
+def test_a_sequence_that_stops_ends_though_the_next_step_has_begun(stock: Stock) -> None:
     with engine(stock, "cpu") as (rig, _):
         stops = tuple(output.token_ids[3] for output in ask(rig))
     answers = []
@@ -135,9 +135,9 @@ def test_who_stops_is_told_so_though_the_next_step_has_begun(stock: Stock) -> No
 def test_rules_hold_whatever_was_fed_or_computed_again(stock: Stock, device: str) -> None:
     with engine(stock, device, num_pages=stock.num_pages(19, ADAPTER) + 7) as (rig, _):
         fill_to_the_last_page(rig.engine._scheduler)
-        asked = ask(rig, num=6, max_tokens=16, rules=RULES)
+        requested = ask(rig, num=6, max_tokens=16, rules=RULES)
         assert rig.engine.load().counters.num_preemptions
-    for output in asked:
+    for output in requested:
         tokens = output.token_ids
         assert len(tokens) == 16
         assert set(tokens) <= {0, 1, 2, 3, 4}
@@ -154,7 +154,7 @@ def test_who_is_preempted_goes_on_as_on_the_cpu(stock: Stock) -> None:
             numbers.append(rig.engine.load().counters.num_preemptions)
     assert_same(*answers)
     assert min(numbers) > 0
-    assert all((*told.token_ids[3:5],) == END_OF_THOUGHT for told in answers[1][::3])
+    assert all((*reported.token_ids[3:5],) == END_OF_THOUGHT for reported in answers[1][::3])
 
 
 def test_draws_that_must_look_through_the_whole_vocabulary_are_known_before_they_are_fed(
@@ -180,7 +180,7 @@ def test_draws_that_are_draw_from_all_again_have_their_own_logits(
 ) -> None:
     """All recordings write into one buffer. The next step, which is fed nothing of this one's, may be one of them."""
 
-    def asked(rig: EngineRig) -> list[SequenceOutput]:
+    def requested(rig: EngineRig) -> list[SequenceOutput]:
         rig.submit(0, PROMPT, None, SamplingParams(max_tokens=1, ignore_eos=True, seed=3, temperature=1.5, top_p=0.98))
         one_token = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0, logit_bias={7: 60.0})
         rig.submit(1, [token + 1 for token in PROMPT], None, one_token)  # with other logits than the first
@@ -189,7 +189,7 @@ def test_draws_that_are_draw_from_all_again_have_their_own_logits(
 
     one_prompt = {"max_tokens_per_step": len(PROMPT)}
     with engine(stock, "cpu", **one_prompt) as (rig, _):
-        here = asked(rig)
+        here = requested(rig)
     monkeypatch.setattr(joint_sampling, "FIRST_LOOK", 2)
     launch, buffers = Runner._launch, list[torch.Tensor]()
 
@@ -201,7 +201,7 @@ def test_draws_that_are_draw_from_all_again_have_their_own_logits(
 
     with engine(stock, "cuda", **one_prompt) as (rig, _):
         monkeypatch.setattr(Runner, "_launch", in_one_buffer)
-        assert_same(asked(rig), here)
+        assert_same(requested(rig), here)
         buffers.clear()
 
 

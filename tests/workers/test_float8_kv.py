@@ -6,7 +6,7 @@ A CPU is refused the option; here it is let in, to compare tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, Oracle, write_adapters, write_model
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins, run_worker_on_gpu
 from motet.tests.workers.test_float8_weights import TOLERANCE, rounded
-from motet.workers import worker_builder
+from motet.workers import window_pages, worker_builder
+from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.wire.messages import SamplingParams
@@ -76,11 +77,14 @@ def prompts() -> list[list[int]]:
     return found
 
 
-def asked(rig: EngineRig) -> list[SequenceOutput]:
+def requested(
+    rig: EngineRig, of: list[list[int]] | None = None, after_step: Callable[[], None] = lambda: None
+) -> list[SequenceOutput]:
+    """The answers to the prompts `of`, two for each adapter."""
     first = len(rig.outputs)
-    for index, prompt in enumerate(prompts()):
+    for index, prompt in enumerate(of or prompts()):
         rig.submit(first + index, prompt, ADAPTERS[index // 2], GREEDY)
-    rig.finish()
+    rig.finish(after_step)
     rig.assert_idle()
     return list(rig.outputs.values())[first:]
 
@@ -96,7 +100,7 @@ def on_the_cpu(llama: Stock) -> list[list[int]]:
     with on_a_cpu(), llama.engine(120, max_tokens_per_step=512, prefix_cache=False, **FLOAT8) as rig:
         assert rig.engine.info.kernels == "torch; attention by torch on KV in float8"
         assert rig.engine.info.page_bytes == page_bytes(llama)
-        return tokens(asked(rig))
+        return tokens(requested(rig))
 
 
 def test_pages_shared_and_moved_give_the_same_tokens(llama: Stock, on_the_cpu: list[list[int]], tmp_path: Path) -> None:
@@ -110,7 +114,7 @@ def test_pages_shared_and_moved_give_the_same_tokens(llama: Stock, on_the_cpu: l
         small = {"pool_bytes": needed * size, "host_bytes": 60 * size, "max_tokens_per_step": 24}
         with llama.engine(0, device="cuda", **small, **tiers, **FLOAT8) as rig:
             rig.prefer_copies()
-            first, again = tokens(asked(rig)), tokens(asked(rig))
+            first, again = tokens(requested(rig)), tokens(requested(rig))
             counters = rig.engine.load().counters
         assert not [c for c in gpu.tally.copies_of("page-mover") if c.waits]
     assert (first, again) == (on_the_cpu, on_the_cpu)
@@ -135,18 +139,49 @@ def test_a_gang_of_two_answers_as_one_worker_does(llama: Stock, on_the_cpu: list
     """Scales are of a head, so that it does not matter who has it."""
     config = llama.gang_config(120, 2, device="cuda", **FLOAT8)
     with gang(config, run_worker_on_gpu) as (engine, workers):
-        there = tokens(asked(EngineRig(engine, llama.refs)))
+        there = tokens(requested(EngineRig(engine, llama.refs)))
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert there == on_the_cpu
 
 
 def test_layers_with_and_without_a_window_share_pages_and_give_the_same_tokens(mixed: Stock) -> None:
     with on_a_cpu(), mixed.engine(240, max_tokens_per_step=512, prefix_cache=False, **FLOAT8) as rig:
-        alone = tokens(asked(rig))
+        alone = tokens(requested(rig))
     with gpu_of_twins(), mixed.engine(240, device="cuda", max_tokens_per_step=24, **FLOAT8) as rig:
-        first, again = tokens(asked(rig)), tokens(asked(rig))
+        first, again = tokens(requested(rig)), tokens(requested(rig))
         assert rig.engine.load().counters.num_cached_tokens > 0
     assert (first, again) == (alone, alone)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_dense_pages_hold_kv_of_eight_bits(mixed: Stock, device: str) -> None:
+    """Prompts of many windows give the tokens that they give where no page is given back.
+
+    Everything that no sequence holds is NaN meanwhile, on the CPU alone: there no stream of the stand-in's reads it.
+    """
+    rng = random.Random(3)
+    long = [rng.choices(range(VOCAB_SIZE), k=rng.randint(100, 160)) for _ in prompts()]
+    of = {"max_tokens_per_step": 24, **FLOAT8}
+    no_window = mock.patch.object(ModelConfig, "window", None)
+    with on_a_cpu(), no_window, mixed.engine(240, prefix_cache=False, **of) as rig:
+        whole = tokens(requested(rig, long))
+    num_dense = 0
+    place = on_a_cpu() if device == "cpu" else gpu_of_twins()
+    few_keys = mock.patch.object(window_pages, "_TILE_KEYS", 6)  # twins read no tiles
+    with place, few_keys, mixed.engine(240, device=device, **of) as rig:
+        scheduler, executor = rig.engine._scheduler, rig.engine.executor
+
+        def look() -> None:
+            nonlocal num_dense
+            num_dense += sum(len(each.dense_pages) for each in scheduler._running.by_id.values())
+            if device == "cpu":
+                assert isinstance(executor, LocalExecutor)
+                executor.runner.pool[torch.tensor(scheduler.memory.allocator._free)] = torch.nan
+
+        first, again = (tokens(requested(rig, long, look)) for _ in range(2))
+        num_cached = rig.engine.load().counters.num_cached_tokens
+    assert num_dense > 0 and num_cached > 0
+    assert (first, again) == (whole, whole)
 
 
 @pytest.mark.parametrize(("base", "family", "head_dim"), [("llama", modeling_llama, 16), ("mixed", modeling_qwen2, 16)])
@@ -156,14 +191,14 @@ def test_the_answers_are_those_of_transformers_with_rounded_kv(
     """K as it comes from its rotation, V as it comes from its linear and adapter."""
     stock: Stock = request.getfixturevalue(base)
     with gpu_of_twins(), stock.engine(240, device="cuda", **FLOAT8) as rig:
-        output = asked(rig)
+        output = requested(rig)
     folders = {name: stock.model_path.parent / "adapters" / name for name in stock.refs}
 
     def differences(oracle: Oracle) -> torch.Tensor:
         found = []
-        for index, (prompt, heard) in enumerate(zip(prompts(), output, strict=True)):
-            logits = oracle.logits([*prompt, *heard.token_ids[:-1]], ADAPTERS[index // 2])[len(prompt) - 1 :]
-            for row, said in zip(logits.log_softmax(-1), heard.logprobs, strict=True):
+        for index, (prompt, received) in enumerate(zip(prompts(), output, strict=True)):
+            logits = oracle.logits([*prompt, *received.token_ids[:-1]], ADAPTERS[index // 2])[len(prompt) - 1 :]
+            for row, said in zip(logits.log_softmax(-1), received.logprobs, strict=True):
                 found.append((row[said.top_ids] - torch.tensor(said.top_logprobs)).abs().max())
         return torch.stack(found)
 

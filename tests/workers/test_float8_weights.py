@@ -91,7 +91,7 @@ def folders(stock: Stock) -> dict[str, Path]:
     return {name: stock.model_path.parent / "adapters" / name for name in stock.refs}
 
 
-def asked(rig: EngineRig) -> list[SequenceOutput]:
+def requested(rig: EngineRig) -> list[SequenceOutput]:
     generator = random.Random(7)
     for index, adapter in enumerate(ADAPTERS):
         rig.submit(index, generator.choices(range(VOCAB_SIZE), k=11), adapter, GREEDY)
@@ -116,7 +116,7 @@ def differences(outputs: Sequence[SequenceOutput], oracle: Oracle) -> torch.Tens
 def test_the_base_and_its_adapters_are_those_of_the_rounded_weights(stock: Stock) -> None:
     with gpu_of_twins(), stock.engine(60, device="cuda", weights_dtype="float8") as rig:
         assert rig.engine.info.kernels == "torch; layers' linears by torch in float8"
-        outputs = asked(rig)
+        outputs = requested(rig)
     assert differences(outputs, oracle_in_float8(stock.model_path, folders(stock))).median() < TOLERANCE
     plain = differences(outputs, Oracle(stock.model_path, folders(stock)))
     assert plain.median() > 20 * TOLERANCE, "the comparison can fail: rounding changes what is said"
@@ -125,7 +125,7 @@ def test_the_base_and_its_adapters_are_those_of_the_rounded_weights(stock: Stock
 def test_a_gang_of_two_rounds_what_each_worker_has(llama: Stock) -> None:
     config = llama.gang_config(60, 2, device="cuda", weights_dtype="float8")
     with gang(config, run_worker_on_gpu) as (engine, workers):
-        outputs = asked(EngineRig(engine, llama.refs))
+        outputs = requested(EngineRig(engine, llama.refs))
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert differences(outputs, oracle_in_float8(llama.model_path, folders(llama), degree=2)).median() < TOLERANCE
 
@@ -184,7 +184,7 @@ def test_all_linears_of_layers_and_no_others_are_rounded(llama: Stock) -> None:
         mock.patch.object(worker_builder, "choose_kernels", return_value=replace(plain_kernels(), linear=head)),
         llama.engine(60, device="cuda", weights_dtype="float8") as rig,
     ):
-        asked(rig)
+        requested(rig)
     assert {shape for _, shape in calls} == {(VOCAB_SIZE, 64)}
 
 

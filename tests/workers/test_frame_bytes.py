@@ -39,7 +39,7 @@ TOP = TokenLogprobs(-1.0, list(range(100_000, 100_000 + NUM_TOP)), [-float(n) - 
 
 
 class WordyEngine(StandInEngine):
-    """Where log-probabilities are asked for, a step brings many tokens with many of them; after some steps none."""
+    """Where log-probabilities are requested, a step brings many tokens with many of them; after some steps none."""
 
     def __init__(self, tokens_a_step: int) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ async def test_many_resumed_streams_with_log_probabilities(leader: Leader, monke
         assert isinstance(frame, Frame)
         assert router.num_bytes < MAX_MESSAGE_BYTES
         num_bytes += router.num_bytes
-        heard = {update.sequence_id for update in frame.updates}
-        num_frames_without = 0 if 900 in heard or not heard else num_frames_without + 1
+        received = {update.sequence_id for update in frame.updates}
+        num_frames_without = 0 if 900 in received or not received else num_frames_without + 1
         most_without = max(most_without, num_frames_without)
         for update in frame.updates:
             assert update.error is None
@@ -186,7 +186,7 @@ def test_who_has_most_unread_gives_way_until_half_is_free(num_values: dict[str, 
     assert all(num_values[tenant] >= count for tenant in chosen for count in left)
     if chosen:
         least = min(num_values[tenant] for tenant in chosen)
-        assert sum(left) + least > sum(num_values.values()) // 2, "one gave way in vain"
+        assert sum(left) + least > sum(num_values.values()) // 2, "one gave way without need"
     assert whose_to_give_back(num_values, 1 << 40) == {*num_values}
 
 

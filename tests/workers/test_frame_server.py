@@ -50,18 +50,18 @@ async def test_routers_learn_which_adapters_are_there(leader: Leader) -> None:
     first = Router(leader.address)
     assert await first.read() == Hello(INFO, [])
     await first.send(submit(1, 0, 1, "digest-a"), submit(2, 0, 1, "digest-b"))
-    told: set[str] = set()
-    while told != {"digest-a", "digest-b"}:
+    reported: set[str] = set()
+    while reported != {"digest-a", "digest-b"}:
         message = await first.read()
         assert isinstance(message, Frame)
         assert message.residency.went == []
-        told.update(message.residency.came)
+        reported.update(message.residency.came)
 
     second = Router(leader.address)
     assert await second.read() == Hello(INFO, ["digest-a", "digest-b"])
     leader.engine.evict("digest-a")
     await first.send(submit(3, 0, 1))
-    for router in (first, second):  # the second has no sequence there, and hears it all the same
+    for router in (first, second):  # the second has no sequence there, and gets it all the same
         while True:
             message = await router.read()
             assert isinstance(message, Frame)
@@ -96,7 +96,7 @@ async def test_shares_reach_every_router_and_what_others_served_reaches_the_engi
     leader.engine.shares = [share]
     served = ServedElsewhere([("acme", 7.0)])
     await first.send(served, submit(1, 0, 3))
-    for router in (first, later):  # the later one connects when all was told
+    for router in (first, later):  # the later one connects when all was sent
         while True:
             message = await router.read()
             if isinstance(message, Frame) and message.shares:
@@ -137,8 +137,8 @@ async def test_a_router_that_goes_takes_its_sequences_along(leader: Leader) -> N
     await stays.channel.close()
 
 
-async def orphans_told(router: Router) -> tuple[set[str], set[str]]:
-    """The orphans that came and went, by the next frame that tells of any."""
+async def reported_orphans(router: Router) -> tuple[set[str], set[str]]:
+    """The orphans that came and went, by the next frame that reports any."""
     while True:
         message = await router.read()
         assert isinstance(message, Frame)
@@ -162,7 +162,7 @@ async def test_a_sequence_with_a_key_outlives_its_router(leader: Leader) -> None
     await gone.send(submit(1, 100, 800, key="k/0"), submit(2, 0, 3, key="k/1"), submit(3, 0, None))
     await tokens_of(gone, 20)
     await gone.channel.close()
-    assert await orphans_told(stays) == ({"k/0", "k/1"}, set())  # the one that has ended, too
+    assert await reported_orphans(stays) == ({"k/0", "k/1"}, set())  # the one that has ended, too
     await eventually(lambda: leader.engine.num_running == 1)
     assert leader.server.num_sequences == 0
 
@@ -170,7 +170,7 @@ async def test_a_sequence_with_a_key_outlives_its_router(leader: Leader) -> None
     assert await late.read() == Hello(INFO, orphans=["k/0", "k/1"])
     await late.send(submit(5, 100, 800, key="k/0"))
     assert await tokens_of(late, 1000) == [(101 + n) % INFO.vocab_size for n in range(800)]
-    assert await orphans_told(stays) == (set(), {"k/0"})
+    assert await reported_orphans(stays) == (set(), {"k/0"})
     await stays.send(submit(9, 0, 3, key="k/1"))
     assert await tokens_of(stays, 3) == [1, 2, 3]
     assert len(leader.engine.submitted) == 3
@@ -190,7 +190,7 @@ async def test_a_leader_that_leaves_loses_its_orphans(leader: Leader) -> None:
     await eventually(lambda: leader.engine.num_running == 0)
 
 
-async def test_what_has_arrived_is_told_at_once(leader: Leader) -> None:
+async def test_what_has_arrived_is_reported_at_once(leader: Leader) -> None:
     """Arrivals are reported before any token, so that a router knows which sequences may have killed a gang."""
     leader.engine.paused = True
     router = Router(leader.address)
@@ -319,7 +319,7 @@ async def test_drain_hands_over_what_has_not_ended(leader: Leader) -> None:
 
 
 @pytest.mark.parametrize("reason", ["drained", "dead"])
-async def test_a_gang_that_serves_nobody_greets_nobody(leader: Leader, reason: str) -> None:
+async def test_a_gang_that_serves_none_greets_none(leader: Leader, reason: str) -> None:
     if reason == "drained":
         await leader.server.drain(0)
     else:

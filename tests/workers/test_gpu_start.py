@@ -79,7 +79,7 @@ def test_all_recordings_are_made_in_one_stream(gpu: StandInGpu) -> None:
     assert recordings[0].replay().tolist() == [[4.0] * 4] * 4
 
 
-def test_recording_tells_how_far_it_is(gpu: StandInGpu, caplog: pytest.LogCaptureFixture) -> None:
+def test_recording_reports_its_progress(gpu: StandInGpu, caplog: pytest.LogCaptureFixture) -> None:
     """Not at each graph: of a step with prompts there are as many as layers, and one."""
     caplog.set_level(logging.INFO, "motet.workers.execution.graphs")
     now, weight = 100.0, torch.ones(4, device=GPU)

@@ -83,8 +83,8 @@ def prompt_of(index: int) -> list[int]:
 def sampling_of(index: int, **more: Any) -> SamplingParams:
     """Every fourth is free."""
     grammar = "" if index % 4 == 3 else GRAMMARS[index % 4]
-    asked: dict[str, Any] = {"max_tokens": MANY, "grammar": grammar} | WAYS[index // 4 % 4] | more
-    return SamplingParams(**asked)
+    requested: dict[str, Any] = {"max_tokens": MANY, "grammar": grammar} | WAYS[index // 4 % 4] | more
+    return SamplingParams(**requested)
 
 
 def submit(rig: EngineRig, num: int, given: Mapping[int, list[int]] | None = None, **more: Any) -> None:
@@ -136,7 +136,7 @@ def allowed_by_brute_force(vocabulary: Vocabulary, grammar: str, token_ids: list
 
 
 def test_the_most_likely_token_that_may_come_is_chosen_and_its_logprob_is_that_without_a_grammar(stock: Stock) -> None:
-    """By an engine without grammars, asked for the log-probabilities of all tokens after each prefix of the answer."""
+    """By an engine without grammars, with the log-probabilities of all tokens after each prefix of the answer."""
     vocabulary = Vocabulary(stock.model_path, VOCAB_SIZE, [EOS])
     with engine(stock) as rig:
         for index, grammar in enumerate(GRAMMARS):
@@ -233,8 +233,8 @@ def test_rules_hold_within_a_grammar_which_may_end_where_it_must(stock: Stock) -
     }
     with engine(stock) as rig:
         for index, (grammar, (rules, _)) in enumerate(cases.items()):
-            asked = SamplingParams(max_tokens=12, temperature=1.0, seed=index, grammar=grammar, rules=rules)
-            rig.submit(index, prompt_of(index), ADAPTER, asked)
+            requested = SamplingParams(max_tokens=12, temperature=1.0, seed=index, grammar=grammar, rules=rules)
+            rig.submit(index, prompt_of(index), ADAPTER, requested)
         rig.finish()
         rig.assert_idle()
         for index, (_, texts) in enumerate(cases.values()):

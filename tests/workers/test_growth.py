@@ -80,7 +80,7 @@ def test_a_gang_keeps_nothing_of_versions_and_answers_that_are_gone(tmp_path: Pa
             while rig.engine.has_work():
                 assert all(update.error is None for update in rig.engine.step())
             rig.engine.take_residency_changes()
-            if number % 2:  # of some of them no router tells that they are outdated
+            if number % 2:  # of some of them no router reports that they are outdated
                 rig.engine.receive(Outdated(ref.digest))
 
     with stock.engine(num_pages=60, host_bytes=10 * stock.page_bytes, kv_host_bytes=0) as rig:

@@ -40,14 +40,14 @@ class Base:
 
     def check(self, rig: EngineRig) -> None:
         """Raises AssertionError unless embeddings of all prompts are those of transformers and PEFT."""
-        asked = [(prompt, adapter) for prompt in PROMPTS for adapter in (None, ADAPTER)]
-        for index, (prompt, adapter) in enumerate(asked):
+        requested = [(prompt, adapter) for prompt in PROMPTS for adapter in (None, ADAPTER)]
+        for index, (prompt, adapter) in enumerate(requested):
             rig.submit(index, prompt, adapter, SamplingParams(max_tokens=0, pooling="last" if index % 2 else "mean"))
         updates: list[SequenceUpdate] = []
         while rig.engine.has_work():
             updates += rig.step()
         found = {update.sequence_id: update.embedding for update in updates if update.embedding is not None}
-        for index, (prompt, adapter) in enumerate(asked):
+        for index, (prompt, adapter) in enumerate(requested):
             rows = pooled_positions("last" if index % 2 else "mean", len(prompt))
             expected = self.states(prompt, adapter)[rows.start : rows.stop].mean(0)
             np.testing.assert_allclose(unpacked_vector(found[index]), expected, atol=1e-4, rtol=1e-4)
@@ -92,10 +92,10 @@ def test_embeddings_are_those_of_transformers(base: Base, device: str) -> None:
 def test_tokens_come_where_the_embedding_is_the_head(base: Base) -> None:
     """Elsewhere they are refused, and so are scores."""
     is_tied = json.loads((base.path / "config.json").read_text())["tie_word_embeddings"]
-    asked = [SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)]
-    asked.append(SamplingParams(max_tokens=0, num_prompt_logprobs=0))
+    requested = [SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)]
+    requested.append(SamplingParams(max_tokens=0, num_prompt_logprobs=0))
     with base.stock.engine(400) as rig:
-        for index, sampling in enumerate(asked):
+        for index, sampling in enumerate(requested):
             rig.submit(index, PROMPTS[0], None, sampling)
         rig.finish()
     if not is_tied:

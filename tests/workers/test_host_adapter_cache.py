@@ -76,7 +76,7 @@ def test_what_is_forgotten_takes_no_room() -> None:
     assert disk.reads == ["a", "b"]
 
 
-def test_what_came_and_went_is_told_once() -> None:
+def test_what_came_and_went_is_reported_once() -> None:
     cache, _ = cache_of(250)
     assert cache.take_changes() == ((), ())
     for digest in ("a", "b"):
@@ -111,7 +111,7 @@ def test_pinned_adapters_stay_whatever_else_comes() -> None:
     assert cache.find("a") is None and cache.find("b") is not None
 
 
-def test_pins_without_room_are_told_and_come_when_there_is_room() -> None:
+def test_pins_without_room_are_reported_and_come_when_there_is_room() -> None:
     cache, disk = cache_of(400)
     for digest in ("c", "b", "a"):
         cache.pin({digest: True})
@@ -119,7 +119,7 @@ def test_pins_without_room_are_told_and_come_when_there_is_room() -> None:
             cache.get(lacking)
     assert cache.take_pin_news() == {"a": FULL}
     assert cache.take_pin_news() == {}
-    assert cache.find("a") is None, "what nobody has asked for pushes out nothing"
+    assert cache.find("a") is None, "what was not requested pushes out nothing"
     cache.pin({"c": False})
     assert cache.take_pin_news() == {"a": ""}
     assert cache.next_to_pin() == "a"

@@ -74,7 +74,7 @@ def test_what_is_dear_to_bring_back_stays_longer_but_not_for_ever() -> None:
     for page in range(3, 6):
         order.add(page, 1, 1, cost_s=0.4)  # on top of what the last ones were worth
     assert order.take(2, frozenset()) == [3, 4]
-    order.add(6, 1, 1, cost_s=0.4)  # now worth more than the dear one, which nobody asked for
+    order.add(6, 1, 1, cost_s=0.4)  # now worth more than the dear one, which was not requested
     assert order.take(2, frozenset()) == [5, "dear"]
 
 
@@ -85,7 +85,7 @@ def test_a_prefix_goes_from_its_end() -> None:
     assert order.take(3, frozenset()) == [2, 1, 0]
 
 
-def test_neither_prompts_asked_once_nor_adapters_asked_once_push_out_what_is_used_again_and_again() -> None:
+def test_neither_prompts_nor_adapters_that_are_used_once_push_out_what_is_used_again_and_again() -> None:
     compute_s, copy_s, capacity = 0.012, 0.0005, 100
     order = IdleOrder()
 
@@ -95,7 +95,7 @@ def test_neither_prompts_asked_once_nor_adapters_asked_once_push_out_what_is_use
         return {*(gone or ())}
 
     add("popular", 20, 60, copy_s)
-    for number in range(2000):  # prompts that nobody goes on from, a page each: 25 times what the pool holds
+    for number in range(2000):  # prompts that are not continued, a page each: 25 times what the pool holds
         gone = add(number, 1, 1, compute_s)
         assert "popular" not in gone
         if number % 100 == 0:  # more of them between two uses than fit beside it: the least recent is the adapter

@@ -105,7 +105,7 @@ def test_a_new_version_is_answered_without_the_old_ones_pages(
         assert rig.engine.load().counters.num_pages_in - after.num_pages_in == (0 if tier == "device" else 5)
 
 
-def test_a_truncated_file_costs_computing_again_and_disturbs_nobody(
+def test_a_truncated_file_costs_computing_again_and_disturbs_no_other(
     stock: Stock, alone: dict[str | None, list[int]], tmp_path: Path
 ) -> None:
     with on_disk(stock, tmp_path) as rig:

@@ -32,7 +32,7 @@ def with_time(message: Submit, **fields: Any) -> Submit:
 
 
 async def ends_of(router: Router, *sequence_ids: int) -> dict[int, tuple[list[int], SequenceUpdate]]:
-    """All tokens of each sequence, and its last update. One frame may tell of several ends."""
+    """All tokens of each sequence, and its last update. One frame may report several ends."""
     tokens: dict[int, list[int]] = {sequence_id: [] for sequence_id in sequence_ids}
     ends: dict[int, SequenceUpdate] = {}
     async for update in router.updates():
@@ -118,7 +118,7 @@ async def test_who_still_waits_after_its_time_is_given_up_and_who_runs_is_not(na
     await router.channel.close()
 
 
-async def test_who_has_waited_too_long_is_told_of_its_own_wait_only(narrow_leader: Leader) -> None:
+async def test_an_error_for_a_long_wait_has_that_wait_only(narrow_leader: Leader) -> None:
     router = Router(narrow_leader.address)
     await router.read()
     narrow_leader.engine.paused = True
@@ -153,7 +153,7 @@ async def test_all_of_a_sequences_time(narrow_leader: Leader) -> None:
     await eventually(lambda: sorted(narrow_leader.engine.cancelled) == [1, 2])
     await router.send(with_time(submit(3, 50, 1), timeout_s=60.0))
     assert (await end_of(router, 3))[0] == [51]
-    # What has ended in time is not ended twice, and who comes back for what has not hears so.
+    # What has ended in time is not ended twice, and a router that resumes what has not gets an error.
     await router.send(submit(4, 0, None, key="one"))
     tokens, again = await end_of(router, 4)
     assert tokens == [*range(1, len(tokens) + 1)]

@@ -61,7 +61,7 @@ def recorded_and_launched(num_layers: int, plan: StepPlan) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("has_adapters", "expected"), [(False, (173, 369)), (True, (173, 625))])
 def test_a_layer_is_one_graph_and_its_attention(has_adapters: bool, expected: tuple[int, int]) -> None:
-    """Whatever else a layer does, adapters included; each layer adds the same, so that two models tell of any."""
+    """Whatever else a layer does, adapters included; each layer adds the same, so that two models are enough."""
     plan = mixed_plan(has_adapters)
     one, two = recorded_and_launched(1, plan), recorded_and_launched(2, plan)
     assert two[0] - one[0] == 5, "a graph, three kernels of attention, a copy"

@@ -103,8 +103,8 @@ def test_no_more_is_kept_back_than_answers_can_reach(sequences: list[tuple[int, 
     """`sequences`: tokens of each prompt, the most of its answer, and those that it has. The last one starts."""
     reserve = PageReserve(10_000, 16)
     for number, (num_prompt, most, num_generated) in enumerate(sequences):
-        asked = asking(number, [1] * num_prompt)
-        sequence = GrowingSequence(asked, number, 0, [1] * num_prompt, max_length=num_prompt + most)
+        requested = asking(number, [1] * num_prompt)
+        sequence = GrowingSequence(requested, number, 0, [1] * num_prompt, max_length=num_prompt + most)
         sequence.token_ids += [1] * min(num_generated, most - 1)
         num_pages = pages_for(len(sequence.token_ids), 16)
         if number < len(sequences) - 1:
@@ -188,7 +188,7 @@ def test_hardly_anything_is_computed_twice() -> None:
 @settings(deadline=None, max_examples=30)
 @given(seed=st.integers(0, 2**32), num_pages=st.integers(6, 60), most=st.sampled_from([4, 30]))
 def test_no_reserve_leaves_a_gang_idle(seed: int, num_pages: int, most: int) -> None:
-    """Whatever is asked and however long answers get: a step computes if a sequence waits that lacks nothing."""
+    """Whatever the requests and however long the answers: a step computes if a sequence waits that lacks nothing."""
     rng = random.Random(seed)
     of = GangLimits(256, 100, 4, num_pages, rng.randint(4, 64), rng.randint(1, 12))
     s = scheduler(of)
@@ -199,8 +199,8 @@ def test_no_reserve_leaves_a_gang_idle(seed: int, num_pages: int, most: int) -> 
             num_prompt, limit = rng.randint(1, min(60, 4 * num_pages - 8)), rng.choice([None, rng.randint(1, 40)])
             adapter = rng.choice([None, "a1", "b2"])
             prompt = [rng.randrange(3) for _ in range(num_prompt)]
-            asked = asking(step, prompt, limit, adapter, rng.choice("tuv"))
-            if s.add(asked, 0) is None:
+            requested = asking(step, prompt, limit, adapter, rng.choice("tuv"))
+            if s.add(requested, 0) is None:
                 lengths[step] = rng.randint(1, most)
         if step >= 40 and not s.has_work():
             break

@@ -1,4 +1,4 @@
-"""For how long sequences hold pages: the integrals against sums over every moment, and what is told of them."""
+"""For how long sequences hold pages: the integrals against sums over every moment, and what is reported of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Gang:
         self.kv_page_s: defaultdict[int, float] = defaultdict(float)  # page-seconds by sequence
         self.adapter_page_s: defaultdict[int, float] = defaultdict(float)
         self.used_adapters = 0.0  # page-seconds of adapters that anybody ran with
-        self.told: dict[int, SequenceUsage] = {}  # as of last
+        self.reported: dict[int, SequenceUsage] = {}  # as of last
         self.ended: set[int] = set()
         self._seen: dict[int, GrowingSequence] = {}  # a plan may be about one that was cancelled meanwhile
         self.worker.sequence_of = self._seen.__getitem__
@@ -61,7 +61,7 @@ class Gang:
         self.scheduler.check_integrity()
         for update in updates:
             if (taken := update.usage) is not None:
-                self.told[update.sequence_id] = taken
+                self.reported[update.sequence_id] = taken
                 own = update.sequence_id
                 expected = (self.kv_page_s[own], self.adapter_page_s[own])
                 assert (taken.kv_page_s, taken.adapter_page_s) == pytest.approx(expected, rel=1e-9)
@@ -81,7 +81,7 @@ class Gang:
     num_pages=st.integers(8, 24),
     tiers=st.sampled_from([TierSizes(), TierSizes(6, 60)]),
 )
-def test_what_is_told_is_what_every_moment_adds_up_to(seed: int, num_pages: int, tiers: TierSizes) -> None:
+def test_what_is_reported_is_what_every_moment_adds_up_to(seed: int, num_pages: int, tiers: TierSizes) -> None:
     rng = random.Random(seed)
     gang = Gang(num_pages, tiers, rng)
     before = SequenceUsage(7.5, 2.25)  # of one that comes from another gang
@@ -113,13 +113,13 @@ def test_two_that_run_with_an_adapter_carry_half_of_it_each() -> None:
     gang.scheduler.add(request(2, num_prompt=3, max_tokens=4, adapter="a3"), 0)
     while 2 not in gang.ended:
         gang.step()
-    assert gang.told[2] == SequenceUsage(1 + 1 + 2 + 2, 4 * 3 / 2, 0, 0.0, 3, 0, 4, 0)
+    assert gang.reported[2] == SequenceUsage(1 + 1 + 2 + 2, 4 * 3 / 2, 0, 0.0, 3, 0, 4, 0)
     assert gang.adapter_page_s[1] == alone + 4 * 3 / 2
     gang.finish()
     idle_at = gang.used_adapters
     gang.scheduler.schedule()
     gang.pass_time(50.0)
-    assert gang.used_adapters == idle_at == sum(taken.adapter_page_s for taken in gang.told.values())
+    assert gang.used_adapters == idle_at == sum(taken.adapter_page_s for taken in gang.reported.values())
 
 
 def test_who_is_cancelled_leaves_the_adapter_to_others() -> None:
@@ -132,7 +132,7 @@ def test_who_is_cancelled_leaves_the_adapter_to_others() -> None:
     gang.scheduler.cancel(2)
     gang.finish()
     assert 2 not in gang.ended
-    assert gang.told[1].adapter_page_s == half + 3 * (12 - half / 1.5)
+    assert gang.reported[1].adapter_page_s == half + 3 * (12 - half / 1.5)
 
 
 def test_who_gave_way_holds_nothing_until_it_runs_again() -> None:
@@ -147,17 +147,17 @@ def test_who_gave_way_holds_nothing_until_it_runs_again() -> None:
     assert gang.scheduler.load().gauges.num_waiting == 1
     assert gang.kv_page_s[2] == waited_at
     gang.finish()
-    assert waited_at < gang.told[2].kv_page_s < 1000.0 < gang.told[1].kv_page_s
+    assert waited_at < gang.reported[2].kv_page_s < 1000.0 < gang.reported[1].kv_page_s
 
 
-def test_it_is_told_with_the_first_token_the_last_and_now_and_then_between() -> None:
+def test_it_is_reported_with_the_first_token_the_last_and_now_and_then_between() -> None:
     gang = Gang()
     gang.scheduler.add(request(1, num_prompt=3, max_tokens=40, adapter="a3"), 0)
-    told: list[SequenceUsage | None] = []
+    reported: list[SequenceUsage | None] = []
     while gang.scheduler.has_work():
-        told += [update.usage for update in gang.step()]
-    assert [number for number, one in enumerate(told) if one is not None] == [0, 32 - 3, 39]  # 32: eight pages of 4
-    first, middle, last = (one for one in told if one is not None)
+        reported += [update.usage for update in gang.step()]
+    assert [number for number, one in enumerate(reported) if one is not None] == [0, 32 - 3, 39]  # 32: eight pages of 4
+    first, middle, last = (one for one in reported if one is not None)
     assert (first.num_kv_pages, first.num_adapter_pages, middle.num_kv_pages) == (1, 3.0, 8)
     assert (last.num_kv_pages, last.num_adapter_pages) == (0, 0.0)
     later = first.after(2.0)
@@ -168,10 +168,10 @@ def test_a_prompt_that_is_computed_for_long_counts_from_its_first_step_on() -> N
     gang = Gang()
     gang.scheduler.add(request(1, num_prompt=40, max_tokens=1), 0)
     gang.finish()
-    assert gang.told[1].kv_page_s == 10 * 3.0  # 10 pages, for the three steps that compute its 40 tokens
+    assert gang.reported[1].kv_page_s == 10 * 3.0  # 10 pages, for the three steps that compute its 40 tokens
 
 
-def test_who_ends_with_an_error_is_told_of_too() -> None:
+def test_an_end_with_an_error_is_reported_too() -> None:
     gang = Gang()
     gang.worker.broken.add(1)
     gang.scheduler.add(request(1, num_prompt=3, max_tokens=8, adapter="a3"), 0)
@@ -180,7 +180,7 @@ def test_who_ends_with_an_error_is_told_of_too() -> None:
     assert last.usage == SequenceUsage(1.0, 3.0, num_computed_prompt_tokens=3)
 
 
-def test_a_router_hands_on_what_it_heard_when_a_gang_is_lost() -> None:
+def test_a_router_hands_on_what_it_received_when_a_gang_is_lost() -> None:
     sequence = OpenSequence(request(1))
     sequence.push(SequenceUpdate(1, [5], usage=SequenceUsage(2.0, 1.0)))
     sequence.push(SequenceUpdate(1, [6]))
@@ -190,19 +190,19 @@ def test_a_router_hands_on_what_it_heard_when_a_gang_is_lost() -> None:
     gang.kv_page_s[9], gang.adapter_page_s[9] = 2.0, 1.0
     gang.scheduler.add(here, 0)
     gang.finish()
-    assert gang.told[9].kv_page_s > 2.0
+    assert gang.reported[9].kv_page_s > 2.0
 
 
-def test_a_journal_tells_all_to_who_comes_back() -> None:
+def test_a_journal_has_all_for_a_client_that_resumes() -> None:
     journal = SequenceJournal(leader_config())
-    asked = msgspec.structs.replace(request(3), key="k", usage=SequenceUsage(1.0, 0.5))
-    journal.begin(1, asked, 10)
-    found = journal.attach(asked, 11, 0.0)
+    requested = msgspec.structs.replace(request(3), key="k", usage=SequenceUsage(1.0, 0.5))
+    journal.begin(1, requested, 10)
+    found = journal.attach(requested, 11, 0.0)
     assert found is not None
     assert found.rest.take_all().usage == SequenceUsage(1.0, 0.5)
     journal.record(SequenceUpdate(1, [5], usage=SequenceUsage(4.0, 2.0)), 0.0)
     journal.record(SequenceUpdate(1, [6]), 0.0)
-    found = journal.attach(asked, 12, 0.0)
+    found = journal.attach(requested, 12, 0.0)
     assert found is not None
     assert found.rest.take_all().usage == SequenceUsage(4.0, 2.0)
 

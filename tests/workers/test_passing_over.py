@@ -45,9 +45,9 @@ def test_no_sequence_is_passed_over_more_often_than_its_bound(seed: int, num_ten
     for _ in range(120):
         for _ in range(rng.choice([0, 1, 3])):
             index = len(arrivals)
-            asked = msgspec.structs.replace(request(index), priority=rng.choice([0, 0, 0, 1]))
-            arrival = index * ARRIVAL_STEP - (asked.priority << 63)
-            sequence = GrowingSequence(asked, arrival, 0, [1] * 100, began_at=rng.choice([None, None, None, 0.0]))
+            requested = msgspec.structs.replace(request(index), priority=rng.choice([0, 0, 0, 1]))
+            arrival = index * ARRIVAL_STEP - (requested.priority << 63)
+            sequence = GrowingSequence(requested, arrival, 0, [1] * 100, began_at=rng.choice([None, None, None, 0.0]))
             sequence.counter = rng.choice(counters)
             own = [each for each in queue if each.counter is sequence.counter]
             num_before[sequence] = sum(arrivals[each] < arrival for each in own)

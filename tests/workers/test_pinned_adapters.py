@@ -55,7 +55,7 @@ def num_bytes(stock: Stock, adapter: str) -> int:
     return stock.layout.num_pages(stock.refs[adapter].module_ranks) * stock.page_bytes
 
 
-def test_a_pinned_adapter_comes_by_itself_and_is_read_once_whatever_else_is_asked_for(stock: Stock) -> None:
+def test_a_pinned_adapter_comes_by_itself_and_is_read_once_whatever_else_is_requested(stock: Stock) -> None:
     pinned, *others = sorted(stock.refs, key=lambda name: num_bytes(stock, name))
     host_bytes = 2 * num_bytes(stock, others[-1])
     with stock.engine(num_pages=60, host_bytes=host_bytes) as rig:
@@ -134,7 +134,7 @@ words = st.tuples(
 
 
 @given(st.lists(words | st.sampled_from("xyz"), max_size=30))
-def test_the_engine_hears_the_union(said: list[tuple[str, list[str], list[str], bool] | str]) -> None:
+def test_the_engine_receives_the_union(said: list[tuple[str, list[str], list[str], bool] | str]) -> None:
     pinned, routers, engine = PinnedAdapters(lambda: 0.0), dict[str, set[str]](), set[str]()
     for one in said:
         if isinstance(one, str):

@@ -101,7 +101,7 @@ def test_a_plan_with_copies_is_never_dropped() -> None:
 
 
 class TimedExecutor(WorkerExecutor):
-    """A step ends so long after it began, or as soon as somebody asks, if that is later."""
+    """A step ends so long after it began, or at the next call, if that is later."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
@@ -122,7 +122,7 @@ def test_it_is_made_as_late_as_it_can_be() -> None:
     assert engine.spare_s() == 0  # nothing is executed
     s.add(request(1, num_prompt=3, max_tokens=60), 0)
     engine.step()
-    assert engine.spare_s() == 0  # nobody has come who is behind others
+    assert engine.spare_s() == 0  # no tenant behind others has come
     s.latency_mode._since_step = 0
 
     def step() -> float:
@@ -162,10 +162,10 @@ def test_a_step_that_was_begun_behind_another_takes_only_its_own_time() -> None:
     engine = Engine(s, executor, INFO, clock=lambda: executor.now)
     s.observe = lambda plan, seconds: seen.append(seconds)  # type: ignore[method-assign]
     s.add(request(1, num_prompt=3, max_tokens=6), 0)
-    told: list[int] = []
+    reported: list[int] = []
     while engine.has_work():
-        told += [token for update in engine.step() for token in update.token_ids]
-        assert len(executor._begun) == (0 < len(told) < 6)
-    assert told == [*range(6)]
+        reported += [token for update in engine.step() for token in update.token_ids]
+        assert len(executor._begun) == (0 < len(reported) < 6)
+    assert reported == [*range(6)]
     assert seen == [1.0] * 6
     assert worker.num_fed == 5

@@ -154,7 +154,7 @@ def test_reads_of_a_store_that_hangs_do_not_stop_loads_from_host_memory() -> Non
     assert loads_of(step(s, worker)[0]) == hosted[-1:]
 
 
-def test_nobody_looks_further_ahead_than_a_batch() -> None:
+def test_the_prefetcher_looks_no_further_ahead_than_a_batch() -> None:
     s, worker = full(num_pages=200, num_sequences=2)
     for i in range(5):
         s.add(request(20 + i, adapter=f"{chr(97 + i)}2"), 0)
@@ -245,14 +245,14 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
     worker.sequence_of = s._running.by_id.__getitem__
     went_at: dict[str, int] = {}  # digest to the number of events that could make room, when it was pushed out
     num_events = 0
-    asked: set[int] = set()
+    requested: set[int] = set()
     finished: set[int] = set()
     for i in range(2000):
         if i < 40 and rng.random() < 0.6:
             adapter = rng.choice([None, *(f"{letter}{rng.choice([1, 1, 4])}" for letter in "abcdefghijkl")])
             prompt = [rng.randrange(3)] * rng.randint(1, 20)
             if s.add(asking(i, prompt, rng.randint(1, 20), adapter), 0) is None:
-                asked.add(i)
+                requested.add(i)
         if i >= 40 and not s.has_work():
             break
         running, num_preemptions = set(s._running.by_id), s.load().counters.num_preemptions
@@ -264,12 +264,12 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
         num_events += not running.issuperset(s._running.by_id)
         went = before.intersection(s.memory._idle._soon) - set(
             s._adapters._entries
-        )  # though somebody looks forward to it
+        )  # though a waiting sequence needs it
         went_at |= dict.fromkeys(went, num_events)
         # a sequence gives way when all that is idle has gone
         num_events += s.load().counters.num_preemptions > num_preemptions
         for digest in loads_of(plan):
-            assert went_at.get(digest, -1) < num_events, "nobody has made room since it was pushed out"
+            assert went_at.get(digest, -1) < num_events, "no room was made since it was pushed out"
             newest = next(n for n, sequence in enumerate(s._waiting) if sequence.adapter_digest == digest)
             for older in s._waiting.first(newest):
                 assert not s._prefetcher.is_absent(older), "an adapter of an older one is not there"
@@ -279,7 +279,7 @@ def test_older_ones_first_within_bounds_and_none_again_for_nothing(
         num_events += bool(result.loaded or result.moved) or any(update.finish_reason for update in updates)
         finished |= {update.sequence_id for update in updates if update.finish_reason}
     assert not s.has_work()
-    assert finished == asked
+    assert finished == requested
 
 
 @pytest.mark.parametrize("num_steps", range(1, 5))
@@ -310,8 +310,8 @@ def test_who_can_run_does_not_wait_for_an_adapter_that_began_to_come_as_the_batc
 PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four
 
 
-def told_before(num_pages: int, num_often: int = 0) -> tuple[Scheduler, Worker]:
-    """PROMPT was asked, and its pages are in host memory alone; others, of four pages each, were asked often.
+def reported_before(num_pages: int, num_often: int = 0) -> tuple[Scheduler, Worker]:
+    """PROMPT was computed, and its pages are in host memory alone; others, of four pages each, often.
 
     Now the batch is full, of sequences 10 and 11, and sequence 5, which asks PROMPT again, waits.
     """
@@ -339,7 +339,7 @@ def told_before(num_pages: int, num_often: int = 0) -> tuple[Scheduler, Worker]:
 
 
 def test_pages_of_kv_are_there_when_a_place_opens() -> None:
-    s, worker = told_before(num_pages=30)
+    s, worker = reported_before(num_pages=30)
     while not any(update.finish_reason for update in step(s, worker)[1]):
         pass
     assert s.load().counters.num_pages_in == 7
@@ -349,15 +349,15 @@ def test_pages_of_kv_are_there_when_a_place_opens() -> None:
 
 
 def test_pages_of_kv_do_not_come_into_the_room_that_running_ones_may_need() -> None:
-    s, _ = told_before(num_pages=11)  # who waits needs eight, and nine are left
+    s, _ = reported_before(num_pages=11)  # who waits needs eight, and nine are left
     assert not s.schedule().moves
-    s, _ = told_before(num_pages=12)
+    s, _ = reported_before(num_pages=12)
     assert [len(move.target_pages) for move in s.schedule().moves] == [7]
 
 
 def test_pages_of_kv_that_were_pushed_out_again_come_only_with_a_place() -> None:
-    """There would be room: what was asked often is idle, and worth more."""
-    s, worker = told_before(num_pages=18, num_often=2)
+    """There would be room: what was used often is idle, and worth more."""
+    s, worker = reported_before(num_pages=18, num_often=2)
     num_evictions = s.load().counters.num_prefix_evictions
     num_pages_in = []
     while len(s._running.by_id) == 2:
@@ -372,7 +372,7 @@ def test_pages_of_kv_that_were_pushed_out_again_come_only_with_a_place() -> None
 
 def test_pages_of_kv_of_an_older_one_do_not_go_for_a_newer_ones_adapter() -> None:
     """Even though the other idle pages were used often and are worth more."""
-    s, worker = told_before(num_pages=20, num_often=2)
+    s, worker = reported_before(num_pages=20, num_often=2)
     step(s, worker)
     assert s.load().counters.num_pages_in == 7
     keys = next(iter(s._waiting)).page_keys

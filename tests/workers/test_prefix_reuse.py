@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, run, scheduler
+from motet.workers.memory import prefix_cache
+from motet.workers.memory.paged_memory import PagedMemory
 from motet.workers.plan import INT32_BYTES, StepPlan
 from motet.workers.scheduling.measured_costs import MeasuredCosts, PageCosts, is_worth_bringing
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import SequenceRequest
-from motet.workers.wire.page_keys import first_link, next_keys, short_key
+from motet.workers.wire.page_keys import PageKey, first_link, next_keys, short_key
 
 PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four
 
@@ -74,7 +77,7 @@ def test_samples_of_one_prompt_store_it_once_though_they_come_together() -> None
 
 
 def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
-    """A preempted sequence looks anew: its pages may have gone, and that of its last look-up may be somebody else's."""
+    """A preempted sequence looks anew: its pages may have gone, and that of its last look-up may be another's."""
     s, worker = rig(budget=2)
     ask(s, worker, asking(0, PROMPT, max_tokens=1))
     keys = next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, 4, 7)
@@ -89,7 +92,7 @@ def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
     s.memory.prefixes.forget(keys[1:2])
     s._prefixes._coming[keys[5]] = other  # it has begun, and is beyond the page that is not there any more
     found = s._prefixes.find(preempted, frozenset())
-    assert found is not None or s._prefixes.key_to_await(preempted) in s._prefixes._coming, "nobody would wake it"
+    assert found is not None or s._prefixes.key_to_await(preempted) in s._prefixes._coming, "nothing would wake it"
 
 
 def test_who_waits_for_another_goes_on_alone_when_that_one_is_cancelled() -> None:
@@ -184,9 +187,9 @@ def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> Non
     resident: set[int] = set()
     for i in range(40):
         prompt = [rng.choice([1, 1, 1, 2]) for _ in range(rng.randint(1, 30))]
-        asked = asking(i, prompt, rng.randint(1, 8), rng.choice([None, "a1", "b2"]), rng.choice("tu"))
-        own = [*map(short_key, next_keys(first_link(asked), prompt, 0, 4, (len(prompt) - 1) // 4))]
-        assert s.add(asked, 0) is None
+        requested = asking(i, prompt, rng.randint(1, 8), rng.choice([None, "a1", "b2"]), rng.choice("tu"))
+        own = [*map(short_key, next_keys(first_link(requested), prompt, 0, 4, (len(prompt) - 1) // 4))]
+        assert s.add(requested, 0) is None
         start = None
         while s.has_work():
             found = next((depth for depth, key in enumerate(own) if key not in resident), len(own))
@@ -200,7 +203,7 @@ def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> Non
             resident = (resident - set(change.pages_went)) | set(change.pages_came)
             worker.check_residence(s)
         assert start is not None
-        full = next_keys(first_link(asked), prompt, 0, 4, len(prompt) // 4)
+        full = next_keys(first_link(requested), prompt, 0, 4, len(prompt) // 4)
         assert {short_key(key) for key in full} <= resident, "what was computed is not kept"
 
 
@@ -245,7 +248,7 @@ def test_a_tier_that_is_too_small_keeps_the_latest_and_the_rest_is_computed(tier
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_a_tier_that_fails_is_given_up_and_nobody_notices(tier: str) -> None:
+def test_a_tier_that_fails_is_given_up_and_answers_stay_the_same(tier: str) -> None:
     s, worker = rig(num_pages=12, tiers=TierSizes(host=16, disk=100))
     worker.failing_tiers = {tier}
     first = ask(s, worker, asking(0, PROMPT))
@@ -351,3 +354,27 @@ def test_one_slow_copy_does_not_switch_copies_off() -> None:
         costs.observe_copy("disk", 8, seconds=15.0)
     assert is_worth_bringing(8, costs.costs("host"))
     assert not is_worth_bringing(8, costs.costs("disk"))
+
+
+@given(seed=st.integers(0, 2**32), most_given_back=st.integers(1, 4))
+def test_what_is_left_of_prefixes_that_are_released_little_by_little_is_their_beginnings(
+    seed: int, most_given_back: int
+) -> None:
+    """Though pages are evicted meanwhile."""
+    rng = random.Random(seed)
+    memory = PagedMemory(60, lambda: 1.0, lambda key: 1.0)
+    prefixes, chains = memory.prefixes, list[list[PageKey]]()
+    with patch.object(prefix_cache, "MOST_GIVEN_BACK", most_given_back):
+        for number in range(40):
+            prefixes.begin_step()
+            if rng.random() < 0.5:
+                pages = memory.allocator.allocate(rng.randint(1, 20)) or ()
+                chains.append([bytes([number, depth]) for depth in range(len(pages))])
+                for depth, page in enumerate(pages):
+                    assert prefixes.insert(page, chains[-1][depth], depth)
+                prefixes.release_later(pages, None)
+            memory.make_room(memory.allocator.num_free + rng.randint(0, 3), frozenset())
+            memory.check_integrity([])
+            for chain in chains:
+                num_here = sum(prefixes.page_of(key) is not None for key in chain)
+                assert len(prefixes.find(chain)) == num_here, "a page is kept that cannot be found"

@@ -78,7 +78,7 @@ def test_it_reaches_pool_and_host_memory_and_leaves_them_in_turn(stock: Stock) -
 
 def test_it_waits_as_long_as_others_run_and_takes_no_room_of_them(stock: Stock) -> None:
     others, *_, mine = sorted(stock.refs, key=lambda name: stock.num_pages(2, name))
-    num_pages = stock.num_pages(2, mine)  # all of them, so that nobody else can run beside it
+    num_pages = stock.num_pages(2, mine)  # all of them, so that no other sequence can run beside it
     assert num_pages >= stock.num_pages(41, others)
     with stock.engine(num_pages=num_pages, host_bytes=1 << 30) as rig:
         rig.submit(0, [1] * 8, others, SamplingParams(max_tokens=32, temperature=0, ignore_eos=True))
@@ -123,7 +123,7 @@ def test_one_whose_file_is_damaged_says_so(stock: Stock, tmp_path: Path) -> None
             path.write_bytes(content)
 
 
-def test_a_fault_of_the_worker_is_told_in_the_log_alone(stock: Stock, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_of_the_worker_is_reported_in_the_log_alone(stock: Stock, caplog: pytest.LogCaptureFixture) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("at another tenant's adapter")
 

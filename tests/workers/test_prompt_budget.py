@@ -48,8 +48,8 @@ def test_prompts_of_one_length_come_as_they_came(length: int, number: int, budge
 
 
 @given(_LEFT.filter(bool), st.integers(1, 600))
-def test_nobody_takes_more_than_twice_the_steps_of_its_turn(num_left: list[int], budget: int) -> None:
-    """Short prompts come in every step besides: they hold up nobody for ever."""
+def test_no_prompt_takes_more_than_twice_the_steps_of_its_turn(num_left: list[int], budget: int) -> None:
+    """Short prompts come in every step besides: they hold up no other for ever."""
     prompts = dict(enumerate(num_left))
     steps = 0
     while prompts:
@@ -152,7 +152,7 @@ def test_a_long_prompt_is_not_starved_by_short_ones() -> None:
 
 
 def test_what_one_leaves_over_another_takes() -> None:
-    """Of three that begin alike only the first computes: the budget goes to whoever can use it."""
+    """Of three that begin alike only the first computes: the budget goes to those that can use it."""
     s = gang()
     for i in range(3):
         s.add(asking(i, [1] * 300, max_tokens=4), 0)
@@ -164,7 +164,7 @@ NUM_STREAMS = 16
 
 
 class Device:
-    """Takes as long for a step as its model says, and tells the scheduler."""
+    """Takes as long for a step as its model says, and reports that to the scheduler."""
 
     def __init__(self, s: Scheduler, rng: random.Random, token_s: float, decode_s: float = 0.0004) -> None:
         self.s, self.rng, self.token_s, self.decode_s = s, rng, token_s, decode_s
@@ -291,7 +291,7 @@ def test_steps_have_all_tokens_that_the_interval_allows_after_a_cold_start() -> 
     assert num_tokens[8:] == [512] * 92
 
 
-def test_nobody_decodes_so_the_whole_budget_is_used() -> None:
+def test_without_decodes_the_whole_budget_is_used() -> None:
     s = gang(token_interval_s=0.001)
     s.add(asking(0, [1] * 2000, max_tokens=4), 0)
     for _ in range(3):

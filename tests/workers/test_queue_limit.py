@@ -59,7 +59,7 @@ def test_never_more_than_the_bounds_say(
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 30)), max_size=60), st.integers(1, 8))
 def test_the_longest_queue_gives_way_and_no_longer_one_comes_of_it(todo: list[tuple[str, int]], most: int) -> None:
-    """Against what it is for: bounds hold, and whoever has less than another is never refused for the whole."""
+    """Against what it is for: bounds hold, and a tenant with less than another is never refused for the whole."""
     room = QueueLimit(leader_config(max_waiting_sequences=most, max_waiting_tokens=100, tenant_queue_share=1.0))
     model: dict[int, tuple[str, int]] = {}
 
@@ -172,7 +172,7 @@ rises_and_falls = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9
 
 
 @given(rises_and_falls)
-def test_the_fullest_is_found_whoever_rises_and_falls(todo: list[tuple[str, int]]) -> None:
+def test_the_largest_is_found_after_any_changes(todo: list[tuple[str, int]]) -> None:
     has: dict[str, float] = {}
     fullest = MaxQueue(lambda tenant: has.get(tenant, 0.0))
     for number, (tenant, more) in enumerate(todo):
@@ -235,7 +235,7 @@ async def test_timers_ring_only_for_who_still_waits_or_runs() -> None:
     assert (len(room), len(timers)) == (0, 0)
 
 
-def test_a_tenant_who_fills_the_queue_keeps_nobody_else_out() -> None:
+def test_a_tenant_who_fills_the_queue_keeps_no_other_out() -> None:
     room = QueueLimit(leader_config(max_waiting_sequences=8, tenant_queue_share=0.5))
     for engine_id in range(4):
         assert room.refusal("acme", 10, 0.0) is None

@@ -43,13 +43,13 @@ def test_computing_begins_when_a_step_is_planned() -> None:
     scheduler, worker = Scheduler(of, frozenset({EOS}), lambda _: 1, clock=clock), Worker(of)
     assert scheduler.add(request(1, num_prompt=4, max_tokens=5), seed=1) is None
     assert scheduler.add(request(2, num_prompt=12, max_tokens=2), seed=2) is None
-    told: dict[int, list[float | None]] = {1: [], 2: []}
+    reported: dict[int, list[float | None]] = {1: [], 2: []}
     while scheduler.has_work():
         plan = scheduler.schedule()
         clock.now += 1.0
         for update in scheduler.commit(plan, worker.execute(plan)):
-            told[update.sequence_id].append(update.computing_s)
-    assert told == {1: [1.0, None, None, None, None], 2: [3.0, None]}
+            reported[update.sequence_id].append(update.computing_s)
+    assert reported == {1: [1.0, None, None, None, None], 2: [3.0, None]}
 
 
 def test_who_gave_way_began_before() -> None:
@@ -57,7 +57,7 @@ def test_who_gave_way_began_before() -> None:
     scheduler, worker = Scheduler(of, frozenset({EOS}), lambda _: 1, clock=clock), Worker(of)
     fill_to_the_last_page(scheduler)
     first_planned: dict[int, float] = {}
-    first_told: dict[int, tuple[float, float | None]] = {}
+    first_reported: dict[int, tuple[float, float | None]] = {}
     scheduler.add(request(1, num_prompt=4, max_tokens=12), seed=1)
     scheduler.add(request(2, num_prompt=16, max_tokens=2), seed=2)
     while scheduler.has_work():
@@ -66,15 +66,15 @@ def test_who_gave_way_began_before() -> None:
             first_planned.setdefault(planned.sequence_id, clock.now)
         clock.now += 1.0
         for update in scheduler.commit(plan, worker.execute(plan)):
-            first_told.setdefault(update.sequence_id, (clock.now, update.computing_s))
+            first_reported.setdefault(update.sequence_id, (clock.now, update.computing_s))
     assert scheduler.load().counters.num_preemptions
-    assert {i: now - (computing_s or 0.0) for i, (now, computing_s) in first_told.items()} == first_planned
+    assert {i: now - (computing_s or 0.0) for i, (now, computing_s) in first_reported.items()} == first_planned
 
 
 async def updated(text: TextService, *updates: SequenceUpdate, num_seen: int = 0) -> Metrics:
     """The metrics of a router that got a request long ago and gets its updates now."""
     metrics, dispatcher = Metrics(), FakeDispatcher(script=lambda _: updates)
-    asked = GenerationRequest(
+    requested = GenerationRequest(
         prompts=[Prompt([1, 2], SamplingParams())],
         n=1,
         tenant="acme",
@@ -84,7 +84,7 @@ async def updated(text: TextService, *updates: SequenceUpdate, num_seen: int = 0
         keep_logprobs=False,
         num_seen=[num_seen] if num_seen else (),
     )
-    generation = Generation(asked, dispatcher, text, metrics, time.perf_counter() - LONG_AGO_S)
+    generation = Generation(requested, dispatcher, text, metrics, time.perf_counter() - LONG_AGO_S)
     async for _ in generation.deltas():
         pass
     return metrics
@@ -102,7 +102,7 @@ async def test_a_wait_is_what_no_computing_took_of_the_time_to_the_first_token(t
     assert metrics.first_token_s.sum - metrics.queue_wait_s.sum == pytest.approx(300.0)
 
 
-async def test_what_is_not_a_first_token_or_not_told_is_not_counted(text: TextService) -> None:
+async def test_what_is_not_a_first_token_or_not_reported_is_not_counted(text: TextService) -> None:
     last = SequenceUpdate(1, [6], None, "length", computing_s=1.0)  # of a gang that went on with it
     once = await updated(text, SequenceUpdate(1, [5], computing_s=0.0), last)
     assert count_of(once) == 1
@@ -113,11 +113,11 @@ async def test_what_is_not_a_first_token_or_not_told_is_not_counted(text: TextSe
 
 
 async def test_updates_that_pile_up_keep_the_first_ones(text: TextService) -> None:
-    for told in ((4.0, None), (None, 4.0), (4.0, 9.0)):
+    for reported in ((4.0, None), (None, 4.0), (4.0, 9.0)):
         sequence = OpenSequence(
             SequenceRequest(sequence_id=3, prompt_token_ids=[1], sampling=SamplingParams(), tenant="acme")
         )
-        for computing_s in told:
+        for computing_s in reported:
             sequence.push(SequenceUpdate(3, [5], computing_s=computing_s))
         assert (await anext(sequence)).computing_s == 4.0
 
@@ -130,9 +130,13 @@ async def test_every_choice_of_an_engine_counts_and_beams_too(tmp_path: Path) ->
             for number, fields in enumerate(({}, {"use_beam_search": True}), start=1):
                 assert (await client.post("/v1/completions", json=body | fields)).status_code == 200
                 page = (await client.get("/metrics", headers=OPERATORS)).text
-                assert told(page, "motet_queue_wait_seconds_count") == 2 * number
-                assert 0 <= told(page, "motet_queue_wait_seconds_sum") < told(page, "motet_first_token_seconds_sum")
+                assert reported(page, "motet_queue_wait_seconds_count") == 2 * number
+                assert (
+                    0
+                    <= reported(page, "motet_queue_wait_seconds_sum")
+                    < reported(page, "motet_first_token_seconds_sum")
+                )
 
 
-def told(page: str, name: str) -> float:
+def reported(page: str, name: str) -> float:
     return next(float(line.split()[1]) for line in page.splitlines() if line.startswith(f"{name} "))

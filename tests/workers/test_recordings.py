@@ -81,7 +81,7 @@ def test_bases_are_recorded_in_the_type_that_gpus_serve(family: str, tmp_path: P
 
 
 def test_a_draw_that_is_looked_through_again_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are launched in inference mode, and torch lets nobody else change what was made in it."""
+    """Steps are launched in inference mode, and torch lets no other code change what was made in it."""
     plan = StepPlan(1, (), (), ())
     sampling = SamplePlan(SamplingParams(temperature=1.0, top_p=0.95), 1, 0)
     launched: list[BegunStep] = []

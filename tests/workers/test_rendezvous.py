@@ -7,7 +7,7 @@ HOST = "127.0.0.1"
 
 
 def test_workers_meet_at_one_address_alone() -> None:
-    """The store asks for no secret: whoever reaches it can read and delete what is in it."""
+    """The store asks for no secret: any process that reaches it can read and delete what is in it."""
     store = rendezvous(HOST)
     sockets = psutil.Process().net_connections("inet")
     listening = {one.laddr.ip for one in sockets if one.status == "LISTEN" and one.laddr.port == store.port}

@@ -40,7 +40,7 @@ RULES = TokenRules(
 
 
 @dataclass(frozen=True)
-class Asked:
+class Requested:
     prompt: list[int]
     adapter: str | None
     sampling: SamplingParams
@@ -57,7 +57,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stock]:
     torch.set_num_threads(num_threads)
 
 
-def questions() -> list[Asked]:
+def questions() -> list[Requested]:
     generator = random.Random(5)
     samplings = [
         msgspec.structs.replace(PENALTIES, temperature=0.0),
@@ -66,24 +66,24 @@ def questions() -> list[Asked]:
         SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=0, rules=RULES),
     ]
     return [
-        Asked([generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 30))], adapter, sampling)
+        Requested([generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 30))], adapter, sampling)
         for adapter in (None, *ADAPTERS)
         for sampling in samplings
     ]
 
 
-def undisturbed(stock: Stock, asked: list[Asked]) -> list[SequenceOutput]:
+def undisturbed(stock: Stock, requested: list[Requested]) -> list[SequenceOutput]:
     with stock.engine(num_pages=400) as rig:
-        for sequence_id, question in enumerate(asked):
+        for sequence_id, question in enumerate(requested):
             rig.submit(sequence_id, question.prompt, question.adapter, question.sampling)
         rig.finish()
-        return [rig.outputs[sequence_id] for sequence_id in range(len(asked))]
+        return [rig.outputs[sequence_id] for sequence_id in range(len(requested))]
 
 
-def resumed(rig: EngineRig, asked: list[Asked], whole: list[SequenceOutput]) -> None:
+def resumed(rig: EngineRig, requested: list[Requested], whole: list[SequenceOutput]) -> None:
     """Asks for the rest of the answer after every possible cut, all at once, and compares."""
     expected: dict[int, tuple[SequenceOutput, int]] = {}
-    for question, output in zip(asked, whole, strict=True):
+    for question, output in zip(requested, whole, strict=True):
         for cut in CUTS:
             if cut < len(output.token_ids):
                 sequence_id = len(expected)
@@ -93,10 +93,10 @@ def resumed(rig: EngineRig, asked: list[Asked], whole: list[SequenceOutput]) -> 
     rig.finish()
     rig.assert_idle()
     for sequence_id, (output, cut) in expected.items():
-        heard = rig.outputs[sequence_id]
-        assert heard.token_ids == output.token_ids[cut:]
-        assert (heard.finish_reason, heard.error) == (output.finish_reason, None)
-        for said, would_be in zip(heard.logprobs, output.logprobs[cut:], strict=True):
+        received = rig.outputs[sequence_id]
+        assert received.token_ids == output.token_ids[cut:]
+        assert (received.finish_reason, received.error) == (output.finish_reason, None)
+        for said, would_be in zip(received.logprobs, output.logprobs[cut:], strict=True):
             assert said.top_ids == would_be.top_ids
             values, expected_values = [said.chosen, *said.top_logprobs], [would_be.chosen, *would_be.top_logprobs]
             torch.testing.assert_close(torch.tensor(values), torch.tensor(expected_values), atol=TOLERANCE, rtol=0)
@@ -104,29 +104,33 @@ def resumed(rig: EngineRig, asked: list[Asked], whole: list[SequenceOutput]) -> 
 
 def test_greedy_and_seeded_text_goes_on_as_it_would_have(stock: Stock) -> None:
     """Also in a pool so small that sequences are preempted, and with prompts in chunks."""
-    asked = questions()
-    whole = undisturbed(stock, asked)
+    requested = questions()
+    whole = undisturbed(stock, requested)
     assert all(len(output.token_ids) == NUM_TOKENS and output.finish_reason == "length" for output in whole)
     ruled = [
-        output.token_ids for question, output in zip(asked, whole, strict=True) if question.sampling.rules is not None
+        output.token_ids
+        for question, output in zip(requested, whole, strict=True)
+        if question.sampling.rules is not None
     ]
     assert all(6 in tokens and tokens[tokens.index(6) - 1] == 7 for tokens in ruled), "a thought was ended"
     num_pages = 24 + max(stock.num_pages(30 + NUM_TOKENS, adapter) for adapter in stock.refs)
     with stock.engine(num_pages, max_tokens_per_step=50, max_num_sequences=8) as rig:
         fill_to_the_last_page(rig.engine._scheduler)
-        resumed(rig, asked, whole)
+        resumed(rig, requested, whole)
         assert rig.engine.load().counters.num_preemptions > 0
-        assert rig.engine.load().counters.num_generated_tokens == sum(NUM_TOKENS - cut for _ in asked for cut in CUTS)
+        assert rig.engine.load().counters.num_generated_tokens == sum(
+            NUM_TOKENS - cut for _ in requested for cut in CUTS
+        )
 
 
 def test_it_stops_where_it_would_have(stock: Stock) -> None:
-    asked = questions()
-    stops = [output.token_ids[25] for output in undisturbed(stock, asked)]
-    asked = [
-        Asked(q.prompt, q.adapter, msgspec.structs.replace(q.sampling, stop_token_ids=(stop,), max_tokens=None))
-        for q, stop in zip(asked, stops, strict=True)
+    requested = questions()
+    stops = [output.token_ids[25] for output in undisturbed(stock, requested)]
+    requested = [
+        Requested(q.prompt, q.adapter, msgspec.structs.replace(q.sampling, stop_token_ids=(stop,), max_tokens=None))
+        for q, stop in zip(requested, stops, strict=True)
     ]
-    whole = undisturbed(stock, asked)
+    whole = undisturbed(stock, requested)
     assert all(output.finish_reason == "stop" and output.token_ids[-1] in stops for output in whole)
     with stock.engine(num_pages=400) as rig:
-        resumed(rig, asked, whole)
+        resumed(rig, requested, whole)

@@ -66,8 +66,8 @@ def test_random_workload_ends_with_every_page_accounted_for(
     failed: set[int] = set()
     cancelled: set[int] = set()  # those whose end was not reported yet
     versions = {name: f"{name}{rank}" for name, rank in (("a", 1), ("b", 2), ("c", 3), ("d", 4))}  # digest by name
-    told: set[str] = set()  # adapters that are there or coming, as a router would know
-    told_pages: set[int] = set()
+    reported: set[str] = set()  # adapters that are there or coming, as a router would know
+    reported_pages: set[int] = set()
     for step in range(3000):
         if step < 40 and rng.random() < 0.1:
             name = rng.choice(sorted(versions))
@@ -81,9 +81,9 @@ def test_random_workload_ends_with_every_page_accounted_for(
             tenant = rng.choice("tu")
             sampling: dict[str, object] = {"stop_token_ids": (stop,), "presence_penalty": penalty}
             sampling |= {"repetition_penalty": rng.choice([1.0, 1.5])}
-            asked = asking(step, prompt, max_tokens, adapter, tenant, **sampling)
+            requested = asking(step, prompt, max_tokens, adapter, tenant, **sampling)
             before = list(range(rng.choice([0, 0, rng.randrange(max_tokens)])))
-            if s.add(msgspec.structs.replace(asked, generated_token_ids=before), seed=1) is None:
+            if s.add(msgspec.structs.replace(requested, generated_token_ids=before), seed=1) is None:
                 expected[step] = stop + 1 if len(before) <= stop < max_tokens else max_tokens
                 received[step] = before
                 if rng.random() < 0.05:
@@ -122,12 +122,12 @@ def test_random_workload_ends_with_every_page_accounted_for(
         if rng.random() < 0.3:
             worker.check_residence(s)
         change = s.take_residency_changes()
-        told = (told - set(change.went)) | set(change.came)
-        told_pages = (told_pages - set(change.pages_went)) | set(change.pages_came)
+        reported = (reported - set(change.went)) | set(change.came)
+        reported_pages = (reported_pages - set(change.pages_went)) | set(change.pages_came)
         load = s.load()
-        assert len(told_pages) == load.gauges.num_prefix_pages
-        assert len(told) == load.gauges.num_resident_adapters + load.gauges.num_coming_adapters
-        assert {digest for digest in worker.coming if digest not in told} == set()
+        assert len(reported_pages) == load.gauges.num_prefix_pages
+        assert len(reported) == load.gauges.num_resident_adapters + load.gauges.num_coming_adapters
+        assert {digest for digest in worker.coming if digest not in reported} == set()
         assert load.gauges.num_waiting_for_adapters <= load.gauges.num_waiting
         assert load.gauges.num_queued_tokens >= load.gauges.num_running + load.gauges.num_waiting
     worker.check_residence(s)
@@ -156,11 +156,11 @@ def test_no_token_after_the_last_one_is_shown_or_computed(stop: int) -> None:
     engine = Engine(s, WorkerExecutor(worker), INFO, overlaps=True)
     engine.receive(Submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,))))
     engine.receive(Submit(request(1, num_prompt=4, max_tokens=9)))
-    told: dict[int, list[int]] = {0: [], 1: []}
+    reported: dict[int, list[int]] = {0: [], 1: []}
     while engine.has_work():
         for update in engine.step():
-            told[update.sequence_id] += update.token_ids
-    assert told == {0: [*range(stop + 1)], 1: [*range(9)]}
+            reported[update.sequence_id] += update.token_ids
+    assert reported == {0: [*range(stop + 1)], 1: [*range(9)]}
     assert worker.num_computed == s.load().counters.num_computed_tokens == 4 + stop + 4 + 8
 
 
@@ -172,12 +172,12 @@ def test_no_token_after_the_last_one_is_shown_where_they_are_fed(stop: int) -> N
     engine = Engine(s, FeedingExecutor(worker), INFO)
     engine.receive(Submit(request(0, num_prompt=4, max_tokens=20, stop_token_ids=(stop,))))
     engine.receive(Submit(request(1, num_prompt=4, max_tokens=9)))
-    told: dict[int, list[int]] = {0: [], 1: []}
+    reported: dict[int, list[int]] = {0: [], 1: []}
     while engine.has_work():
         for update in engine.step():
-            told[update.sequence_id] += update.token_ids
+            reported[update.sequence_id] += update.token_ids
         s.check_integrity()
-    assert told == {0: [*range(stop + 1)], 1: [*range(9)]}
+    assert reported == {0: [*range(stop + 1)], 1: [*range(9)]}
     assert worker.num_fed == stop + 1 + 8
     assert worker.num_computed == 4 + stop + 1 + 4 + 8
 
@@ -185,9 +185,9 @@ def test_no_token_after_the_last_one_is_shown_where_they_are_fed(stop: int) -> N
 def test_what_was_begun_elsewhere_goes_on_where_it_was() -> None:
     of = limits(num_pages=40, budget=8)
     s, worker = scheduler(of), Worker(of)
-    asked = request(0, num_prompt=5, max_tokens=20, repetition_penalty=1.5)
+    requested = request(0, num_prompt=5, max_tokens=20, repetition_penalty=1.5)
     worker.sequence_of = s._running.by_id.__getitem__  # it checks what a penalty sees
-    s.add(msgspec.structs.replace(asked, generated_token_ids=list(range(12))), seed=7)
+    s.add(msgspec.structs.replace(requested, generated_token_ids=list(range(12))), seed=7)
     chunks = []
     while s.has_work():
         plan = s.schedule()
@@ -311,7 +311,7 @@ def test_a_sequence_without_finite_logits_fails_alone() -> None:
 
 
 def test_an_older_waiting_sequence_keeps_its_adapter_while_newer_ones_can_give_way() -> None:
-    """It came back from the queue once: its adapter is idle, and whoever is newer gives way before it goes."""
+    """It came back from the queue once: its adapter is idle, and newer sequences give way before it goes."""
     of = limits(num_pages=12, budget=64)
     s, worker = scheduler(of), Worker(of)
     s.add(request(0, num_prompt=1, max_tokens=40), 0)
@@ -335,7 +335,7 @@ def test_base_requests_pass_when_too_many_adapters_are_coming() -> None:
     assert [p.sequence_id for p in plan.sequences] == [12]
 
 
-def test_a_failed_load_fails_its_sequences_and_nobody_else() -> None:
+def test_a_failed_load_fails_its_sequences_and_no_other() -> None:
     of = limits(num_pages=20)
     s, worker = scheduler(of), Worker(of)
     s.add(request(0, adapter="a3"), 0)
@@ -349,7 +349,7 @@ def test_a_failed_load_fails_its_sequences_and_nobody_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "part"),
+    ("requested", "part"),
     [
         (request(0, num_prompt=0), "empty"),
         (request(0, num_prompt=60, max_tokens=9), "5 over the context of 64"),
@@ -371,8 +371,8 @@ def test_a_failed_load_fails_its_sequences_and_nobody_else() -> None:
         ),
     ],
 )
-def test_what_can_never_be_served_is_refused_with_a_reason(asked: SequenceRequest, part: str) -> None:
-    error = scheduler(limits(num_pages=12)).add(asked, 0)
+def test_what_can_never_be_served_is_refused_with_a_reason(requested: SequenceRequest, part: str) -> None:
+    error = scheduler(limits(num_pages=12)).add(requested, 0)
     assert error is not None
     assert error.kind == "invalid_request"
     assert part in error.message
@@ -382,10 +382,10 @@ def test_what_can_never_be_served_is_refused_with_a_reason(asked: SequenceReques
 def test_what_is_admitted_fits_alone(num_prompt: int, max_tokens: int, num_adapter_pages: int) -> None:
     of = limits(num_pages=12, budget=64)
     adapter = f"a{num_adapter_pages}" if num_adapter_pages else None
-    asked = request(0, num_prompt, max_tokens, adapter)
-    if refusal(asked, num_adapter_pages, of) is None:
+    requested = request(0, num_prompt, max_tokens, adapter)
+    if refusal(requested, num_adapter_pages, of) is None:
         s = scheduler(of)
-        s.add(asked, 0)
+        s.add(requested, 0)
         assert sum(len(u.token_ids) for u in run(s, Worker(of))) == max_tokens
         assert s.load().counters.num_preemptions == 0
 
@@ -401,7 +401,7 @@ def test_without_max_tokens_a_sequence_ends_where_pool_or_context_end() -> None:
 
 
 @given(st.lists(st.integers(0, 1000), unique=True, max_size=20), st.integers(0, 1000))
-def test_nobody_older_ever_gives_way(arrivals: list[int], needy_arrival: int) -> None:
+def test_no_older_sequence_ever_gives_way(arrivals: list[int], needy_arrival: int) -> None:
     def made(arrival: int) -> GrowingSequence:
         return GrowingSequence(request(arrival), arrival, 0, [1])
 

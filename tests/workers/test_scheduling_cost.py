@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -267,6 +267,16 @@ def test_many_that_share_a_long_document_start_little_by_little(monkeypatch: pyt
     assert 100 * 512 // 1024 - 5 < num_steps < 60
 
 
+def test_long_prompts_take_few_look_ups_where_layers_have_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of their pages is in the pool, and any of them could begin the window that is."""
+    monkeypatch.setattr(prefix_reuse, "MOST_KEYS", 100_000)  # all are made when they arrive
+    s = Scheduler(GangLimits(131_072, 1000, 16, 20_000, 512, 64, window=4096), frozenset({1}), lambda ref: 2)
+    s.memory.prefixes._pages = PagesWithCalls()
+    for i in range(16):
+        s.add(asking(i, long_prompt(i, 2000), max_tokens=4), 0)
+    assert num_calls(s.schedule) < 16 * 2000  # and ten times as many if each page were looked up
+
+
 @pytest.mark.parametrize("has_bursts", [False, True])
 def test_tenants_whose_prompts_burst_in_cost_a_step_nothing(has_bursts: bool) -> None:
     """Each of so many decodes, and has others waiting."""
@@ -301,6 +311,34 @@ def test_pages_of_ended_sequences_are_released_as_fast_as_they_come(monkeypatch:
     s.check_integrity()
 
 
+def test_pages_that_others_hold_are_not_all_released_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that is behind preempts sequences that share a document of 512 pages, of which none becomes room."""
+    monkeypatch.setattr(prefix_cache, "MOST_GIVEN_BACK", 32)
+    monkeypatch.setattr(prefix_cache, "_MOST_FOR_ROOM", 64)
+    s, num_released = gang(64, num_pages=1000, budget=2048), 0
+    for i in range(60):
+        s.add(asking(i, [*_DOCUMENT, *[i] * 20], max_tokens=1000), 0)
+    while s.load().gauges.num_waiting or s.load().gauges.num_queued_tokens > 60:
+        s.commit(plan := s.schedule(), quick_result(plan))
+    release, most_released = s.memory.allocator.release, 0
+
+    def counting(pages: Sequence[int]) -> None:
+        nonlocal num_released
+        num_released += len(pages)
+        release(pages)
+
+    monkeypatch.setattr(s.memory.allocator, "release", counting)
+    for i in range(4):
+        s.add(asking(100 + i, long_prompt(i, 120), max_tokens=4, tenant="quiet"), 0)
+    while s.load().gauges.num_waiting > s.load().counters.num_preemptions:
+        num_released = 0
+        s.commit(plan := s.schedule(), quick_result(plan))
+        s.check_integrity()
+        most_released = max(most_released, num_released)
+    assert s.load().counters.num_fair_preemptions >= 8
+    assert most_released < 1500  # with all that eight sequences hold more than 4,096
+
+
 def test_an_engine_does_not_sleep_while_pages_are_to_be_released() -> None:
     steps = LeaderSteps(3000, 4)
     steps.submit(own_prompt(1, 16 * 2000))
@@ -327,14 +365,14 @@ def test_work_that_is_spread_over_steps_leaks_nothing_and_ends(seed: int, bound:
         patch.setattr(paged_memory, "MOST_EVICTED", bound)
         patch.setattr(prefix_reuse, "MOST_KEYS", bound)
         ended: set[int] = set()
-        asked: set[int] = set()
+        requested: set[int] = set()
         for i in range(600):
             if i < 60 and rng.random() < 0.6:
                 prompt = [rng.randrange(2)] * rng.randint(1, 50)
                 adapter, tenant = rng.choice([None, "a1", "b3"]), rng.choice("tu")
                 if s.add(asking(i, prompt, rng.randint(1, 12), adapter, tenant), 0) is None:
-                    asked.add(i)
-            if asked and rng.random() < 0.1 and s.cancel(chosen := rng.choice([*asked])) is not None:
+                    requested.add(i)
+            if requested and rng.random() < 0.1 and s.cancel(chosen := rng.choice([*requested])) is not None:
                 ended.add(chosen)
             if i >= 60 and not s.has_work():
                 break
@@ -342,5 +380,5 @@ def test_work_that_is_spread_over_steps_leaks_nothing_and_ends(seed: int, bound:
             s.check_integrity()
             ended |= {update.sequence_id for update in s.commit(plan, worker.execute(plan)) if update.finish_reason}
             s.check_integrity()
-        assert ended == asked
+        assert ended == requested
         assert not s.is_clearing

@@ -1,4 +1,4 @@
-"""What a leader keeps of sequences with keys: for which router, how long, and that it computes nothing in vain."""
+"""What a leader keeps of sequences with keys: for which router, how long, and that all it computes has a reader."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def request(key: str = "k", sequence_id: int = 7, tenant: str = "acme", **fields
 
 def begun(journal: SequenceJournal, engine_id: int = 1, num_tokens: int = 3, **fields: Any) -> SequenceRequest:
     """A sequence of the stream 10 with this number of tokens: 100, 101, …"""
-    asked = request(**fields)
-    assert journal.begin(engine_id, asked, 10) == []
+    requested = request(**fields)
+    assert journal.begin(engine_id, requested, 10) == []
     for n in range(num_tokens):
-        logprobs = None if asked.sampling.num_logprobs is None else [TokenLogprobs(-float(n), [], [])]
+        logprobs = None if requested.sampling.num_logprobs is None else [TokenLogprobs(-float(n), [], [])]
         journal.record(SequenceUpdate(engine_id, [100 + n], logprobs), 0.0)
-    return asked
+    return requested
 
 
-def test_an_orphan_goes_on_with_who_asks() -> None:
+def test_an_orphan_goes_on_with_the_router_that_requests_it() -> None:
     journal = SequenceJournal(CONFIG)
     begun(journal)
     assert journal.orphans == []
@@ -77,12 +77,12 @@ def test_one_that_another_router_reads_is_taken_over() -> None:
         {"key": "another"},
     ],
 )
-def test_who_asks_for_something_else_does_not_get_it(other: dict[str, Any]) -> None:
+def test_another_request_does_not_get_it(other: dict[str, Any]) -> None:
     journal = SequenceJournal(CONFIG)
     begun(journal)
     journal.abandon(10, now=0.0)
     assert journal.attach(request(**other), 11, now=1.0) is None
-    # A new one of the same name takes the name, and only then nobody can ask for the old one any more.
+    # A new one of the same name takes the name, and only then the old one cannot be requested any more.
     has_same_name = not other.keys() & {"tenant", "key"}
     assert journal.begin(2, request(**other), 11) == ([1] if has_same_name else [])
     journal.check_integrity()
@@ -103,7 +103,7 @@ def test_the_end_is_kept_for_a_while() -> None:
     assert journal.attach(request(), 12, now=85.0) is None
 
 
-def test_errors_are_told_as_well() -> None:
+def test_errors_are_reported_as_well() -> None:
     journal = SequenceJournal(CONFIG)
     begun(journal)
     journal.abandon(10, now=0.0)
@@ -123,7 +123,7 @@ def test_a_store_that_could_not_be_read_is_not_remembered() -> None:
     journal.check_integrity()
 
 
-def test_an_orphan_that_nobody_wants_is_cancelled() -> None:
+def test_an_orphan_that_no_router_wants_is_cancelled() -> None:
     journal = SequenceJournal(CONFIG)
     begun(journal)
     journal.abandon(10, now=0.0)
@@ -197,13 +197,13 @@ def test_what_is_too_much_by_another_bound_goes_at_once() -> None:
 class Sequence:
     """The state of a sequence in the engine and at its listener."""
 
-    asked: SequenceRequest
+    requested: SequenceRequest
     owner: int | None
     tokens: list[int] = field(default_factory=list)
 
 
 class Machine(RuleBasedStateMachine):
-    """The calls of a frame server in random order, with an engine that counts: no token is lost or computed in vain."""
+    """Calls of a frame server in random order, and an engine that counts: no token is lost, and all have a reader."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,8 +218,8 @@ class Machine(RuleBasedStateMachine):
     def submit(self, key: str, prompt: int, owner: int, num_had: int) -> None:
         had = [1000 * prompt + n for n in range(num_had)]
         sampling = SamplingParams(num_logprobs=0)
-        asked = request(key, prompt_token_ids=[prompt], generated_token_ids=had, sampling=sampling)
-        found = self.journal.attach(asked, owner, self.now)
+        requested = request(key, prompt_token_ids=[prompt], generated_token_ids=had, sampling=sampling)
+        found = self.journal.attach(requested, owner, self.now)
         if found is not None:
             rest = found.rest.take_all()
             assert rest.token_ids == [1000 * prompt + num_had + n for n in range(len(rest.token_ids))]
@@ -231,16 +231,16 @@ class Machine(RuleBasedStateMachine):
                 one.owner = owner
             return
         self.num_begun += 1
-        for engine_id in self.journal.begin(self.num_begun, asked, owner):
+        for engine_id in self.journal.begin(self.num_begun, requested, owner):
             assert self.running.pop(engine_id).owner is None
-        self.running[self.num_begun] = Sequence(asked, owner, [*had])
+        self.running[self.num_begun] = Sequence(requested, owner, [*had])
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), is_last=st.booleans())
     def step(self, data: st.DataObject, is_last: bool) -> None:
         engine_id = data.draw(st.sampled_from(sorted(self.running)))
         one = self.running[engine_id]
-        token = 1000 * one.asked.prompt_token_ids[0] + len(one.tokens)
+        token = 1000 * one.requested.prompt_token_ids[0] + len(one.tokens)
         one.tokens.append(token)
         logprobs = [TokenLogprobs(-float(token), [], [])]
         self.journal.record(SequenceUpdate(engine_id, [token], logprobs, "stop" if is_last else None), self.now)
@@ -280,8 +280,8 @@ class Machine(RuleBasedStateMachine):
         self.journal.check_integrity()
 
     @invariant()
-    def nothing_runs_for_nobody(self) -> None:
-        orphans = {one.asked.key for one in self.running.values() if one.owner is None}
+    def nothing_runs_without_a_reader(self) -> None:
+        orphans = {one.requested.key for one in self.running.values() if one.owner is None}
         assert orphans <= set(self.journal.orphans)
 
 

@@ -45,7 +45,7 @@ def gpu() -> Iterator[StandInGpu]:
 
 
 def found(gpu: StandInGpu, error: type[Exception], message: str, use: Callable[[], object]) -> None:
-    """`use` raises, and the stand-in keeps it, in case somebody catches it."""
+    """`use` raises, and the stand-in keeps it, in case it is caught."""
     with pytest.raises(error, match=message):
         use()
     assert len(gpu.problems) == 1 and gpu.problems[0].startswith(error.__name__)
@@ -103,7 +103,7 @@ def test_another_stream_must_wait_for_what_it_reads_and_overwrites(gpu: StandInG
     assert later.tolist() == [1.0] * 4
 
 
-def test_rows_are_told_apart(gpu: StandInGpu) -> None:
+def test_rows_are_distinguished(gpu: StandInGpu) -> None:
     """Pages of the pool: a step uses some while a copy beside it writes others."""
     pool, beside = torch.zeros(6, 2, 4, device=GPU), SideStream(GPU)
     content = torch.ones(2, 2, 4).pin_memory()
@@ -336,7 +336,7 @@ def test_a_copy_that_does_not_wait_for_the_steps_before_it_is_found(
     gpu.problems.clear()
 
 
-def test_pinned_runs_come_back_when_nobody_holds_them(gpu: StandInGpu) -> None:
+def test_pinned_runs_come_back_when_they_are_held_no_more(gpu: StandInGpu) -> None:
     arena = PinnedArena(10, GEOMETRY)
     generator, held = random.Random(2), list[torch.Tensor]()
     for _ in range(300):
@@ -379,7 +379,7 @@ class TwoPages:
         return np.full((2, 3, 32), int(digest), np.float32)
 
 
-def test_adapters_are_kept_in_the_arena_and_stay_there_while_somebody_copies_them(gpu: StandInGpu) -> None:
+def test_adapters_are_kept_in_the_arena_and_stay_there_while_they_are_copied(gpu: StandInGpu) -> None:
     arena = PinnedArena(6, GEOMETRY)
     cache = HostAdapterCache(TwoPages(), None, 6 * GEOMETRY.page_bytes, arena)  # type: ignore[arg-type]
     held = cache.get("1")

@@ -34,4 +34,4 @@ def test_each_adapter_counts_until_a_step_notices_it() -> None:
         10.0,
     )  # idle time counts too: nothing else was to do
     assert step(times, clock, 0.0, 1.0, coming=0, loads=2) == (4.0, 11.0)
-    assert step(times, clock, 9.0, 1.0, coming=0, loads=3) == (5.0, 12.0)  # asked for and there within one step
+    assert step(times, clock, 9.0, 1.0, coming=0, loads=3) == (5.0, 12.0)  # requested and there within one step

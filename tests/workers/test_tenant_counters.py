@@ -42,7 +42,7 @@ def test_the_least_come_first_though_all_grow(seed: int) -> None:
     assert {*queue.walk()} == counters.keys()
 
 
-def test_who_comes_back_is_lifted_to_nearly_whoever_is_furthest_behind() -> None:
+def test_a_returning_tenant_is_lifted_to_nearly_the_one_furthest_behind() -> None:
     counters = TenantCounters(10)
     busy = counters.join("busy")
     counters.charge(busy, 1000.0)
@@ -55,7 +55,7 @@ def test_who_comes_back_is_lifted_to_nearly_whoever_is_furthest_behind() -> None
     assert background is not busy and background.value == 0.0
 
 
-def test_who_is_new_and_finds_nobody_does_not_go_before_who_was_here_just_now() -> None:
+def test_a_new_tenant_alone_does_not_go_before_one_that_was_here_just_now() -> None:
     counters = TenantCounters(10)
     quiet = counters.join("quiet")
     counters.charge(quiet, 1000.0)
@@ -68,7 +68,7 @@ def test_who_is_new_and_finds_nobody_does_not_go_before_who_was_here_just_now() 
     counters.leave(quiet)
     counters.charge(quiet, 5000.0)
     assert counters.join("quiet").value == 6000.0
-    assert counters.join("flood").value == 6000.0 - counters.burst  # somebody is here
+    assert counters.join("flood").value == 6000.0 - counters.burst  # a tenant is here
 
 
 def test_a_weight_slows_the_counter_and_a_price_without_lift_is_what_was_served() -> None:
@@ -89,7 +89,7 @@ def test_tenants_that_come_together_come_back_alike() -> None:
     assert {counters.join(f"t{number}").value for number in range(9)} == {1000.0 - counters.burst}
 
 
-def test_what_others_served_is_charged_once_whoever_tells_it() -> None:
+def test_what_others_served_is_charged_once_whichever_router_reports_it() -> None:
     counters = TenantCounters(10)
     here, other = counters.join("acme"), counters.join("globex")
     for totals in ([("acme", 500.0)], [("acme", 530.0)], [("acme", 510.0)], [("acme", 530.0)], [("acme", 535.0)]):

@@ -64,9 +64,9 @@ def sample_on_a_gpu(logits: torch.Tensor, plans: Sequence[SamplePlan]) -> list[A
 def plan(
     index: int = 0, seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params: Any
 ) -> SamplePlan:
-    asked = SamplingParams(**params)
-    seen = SeenTokens(packed(prompt), packed(output)) if asked.has_penalty else None
-    return SamplePlan(asked, seed, index, seen)
+    requested = SamplingParams(**params)
+    seen = SeenTokens(packed(prompt), packed(output)) if requested.has_penalty else None
+    return SamplePlan(requested, seed, index, seen)
 
 
 def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -165,7 +165,7 @@ def test_a_row_that_is_not_finite_fails_alone(sample: Sample, bad: float) -> Non
         assert [token and token.token_id for token in tokens] == [expected[0], None, expected[2]]
 
 
-def test_the_largest_parameters_that_can_be_asked_for_draw_a_token(sample: Sample) -> None:
+def test_the_largest_parameters_that_can_be_requested_draw_a_token(sample: Sample) -> None:
     row = logits()
     for params in ({"top_k": 10 * VOCAB}, {"temperature": 1e30}, {"top_p": 1e-30}, {"min_p": 1.0}, {"seed": -(2**63)}):
         (token,) = sample(row, [plan(**params)])
@@ -259,9 +259,9 @@ def test_penalties_cost_no_more_than_their_distinct_tokens() -> None:
     """Rows with 8,000 tokens cost a few times those without; going through all tokens in Python costs 25 times."""
     kernels, vocab, num_rows = load_build((torch.float32, 1, HERE)).sampling, 32000, 32
     rows = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(1))
-    asked = SamplingParams(repetition_penalty=1.2)
+    requested = SamplingParams(repetition_penalty=1.2)
     counts = [TokenCounts(SeenTokens(packed(range(i, vocab, 4)), b"")) for i in range(num_rows)]
-    plans = [SamplePlan(asked, 0, 0) for _ in range(num_rows)]
+    plans = [SamplePlan(requested, 0, 0) for _ in range(num_rows)]
 
     def cost_s(of: Sequence[TokenCounts | None]) -> float:
         begun = time.process_time()

@@ -1,4 +1,4 @@
-"""What is unread of a sequence: no token is lost or told twice, pieces fit, and growing costs what is added."""
+"""What is unread of a sequence: no token is lost or reported twice, pieces fit, and growing costs what is added."""
 
 from __future__ import annotations
 
@@ -62,23 +62,23 @@ def room_for_both(piece: SequenceUpdate, num_bytes: int) -> bool:
 @given(histories(), st.integers(1, 1000), st.data())
 def test_pieces_are_what_came(history: list[SequenceUpdate], num_bytes: int, data: st.DataObject) -> None:
     unread = UnreadUpdate(history[0])
-    told = []
+    reported = []
     for update in history[1:]:
         if data.draw(st.booleans()):
-            told.append(unread.take(num_bytes)[0])
+            reported.append(unread.take(num_bytes)[0])
         unread.add(update)
     is_all = False
     while not is_all:
-        assert unread or not told or not history[-1].token_ids
+        assert unread or not reported or not history[-1].token_ids
         most = unread.max_bytes
         piece, is_all = unread.take(num_bytes)
-        told.append(piece)
+        reported.append(piece)
         size = len(msgspec.msgpack.encode(piece))
         assert size <= min(update_bytes(piece), most)
         num_scores = 0 if piece.prompt_scores is None else piece.prompt_scores.num_rows
         assert size <= num_bytes or len(piece.token_ids) + num_scores <= 1 or not room_for_both(piece, num_bytes)
-    assert joined(told) == joined(history)
-    assert all(piece.finish_reason is None and piece.error is None for piece in told[:-1])
+    assert joined(reported) == joined(history)
+    assert all(piece.finish_reason is None and piece.error is None for piece in reported[:-1])
 
 
 def test_an_unread_token_takes_little_memory_and_time() -> None:
@@ -101,7 +101,7 @@ def test_an_unread_token_takes_little_memory_and_time() -> None:
 
 
 def test_the_end_of_a_long_update_leaves_room_for_its_tokens() -> None:
-    """Its tokens came with its end, and are told in pieces as large as any."""
+    """Its tokens came with its end, and are reported in pieces as large as any."""
     rows = [TokenLogprobs(-1.0, [*range(20)], [-2.0] * 20)] * 5000
     unread = UnreadUpdate(SequenceUpdate(7, [1] * 5000, rows, "stop"))
     num_bytes, num_pieces, is_all = 1 << 15, 0, False

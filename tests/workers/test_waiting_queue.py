@@ -19,7 +19,9 @@ def made(sequence_id: int, arrival: int) -> GrowingSequence:
 
 
 @given(st.lists(st.integers(-20, 20), unique=True), st.sets(st.integers(-20, 20)), st.integers(0, 9))
-def test_the_oldest_are_first_whoever_came_and_left(arrivals: list[int], gone: set[int], num_sequences: int) -> None:
+def test_the_oldest_are_first_after_any_arrivals_and_ends(
+    arrivals: list[int], gone: set[int], num_sequences: int
+) -> None:
     line, sequences = WaitingQueue(PromptBursts()), {arrival: made(100 + arrival, arrival) for arrival in arrivals}
     for number, sequence in enumerate(sequences.values(), 1):
         line.add(sequence)

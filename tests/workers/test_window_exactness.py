@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-3  # of logits, in float32
 LONGEST, NUM_TOKENS, BUDGET, BLOCK = 170, 40, 16, 8
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-Asked = tuple[list[int], str | None, Answer]  # prompt, adapter, the oracle's answer
+Requested = tuple[list[int], str | None, Answer]  # prompt, adapter, the oracle's answer
 
 
 @pytest.fixture(scope="module", params=["mistral_window", "mixtral", "gemma2", "gemma3"])
@@ -34,15 +34,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.set_num_threads(num_threads)
 
 
-def questions(oracle: Oracle, seed: int, num: int = 5) -> list[Asked]:
+def questions(oracle: Oracle, seed: int, num: int = 5) -> list[Requested]:
     """Prompts of many windows whose best tokens lead clearly, so that rounding cannot change the answer."""
-    rng, found = random.Random(seed), list[Asked]()
+    rng, found = random.Random(seed), list[Requested]()
     while len(found) < num:
         adapters = [(None, RECIPES[3].name)[place % 2] for place in range(len(found), num)]
         prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(LONGEST // 2, LONGEST))] for _ in adapters]
         answers = oracle.answers(prompts, adapters, NUM_TOKENS)
-        asked = zip(prompts, adapters, answers, strict=True)
-        found += [(prompt, own, answer) for prompt, own, answer in asked if answer.margin > 5 * TOLERANCE]
+        requested = zip(prompts, adapters, answers, strict=True)
+        found += [(prompt, own, answer) for prompt, own, answer in requested if answer.margin > 5 * TOLERANCE]
     return found
 
 
@@ -55,14 +55,14 @@ def poison(rig: EngineRig) -> int:
     return len(free)
 
 
-def serve(rig: EngineRig, asked: list[Asked], first_id: int) -> None:
-    for sequence_id, (prompt, adapter, _) in enumerate(asked, first_id):
+def serve(rig: EngineRig, requested: list[Requested], first_id: int) -> None:
+    for sequence_id, (prompt, adapter, _) in enumerate(requested, first_id):
         rig.submit(sequence_id, prompt, adapter, GREEDY)
     while rig.engine.has_work():
         rig.step()
         poison(rig)
     rig.assert_idle()
-    for sequence_id, (_, _, answer) in enumerate(asked, first_id):
+    for sequence_id, (_, _, answer) in enumerate(requested, first_id):
         assert rig.outputs[sequence_id].error is None
         assert rig.outputs[sequence_id].token_ids == answer.token_ids
 
@@ -71,51 +71,51 @@ def serve(rig: EngineRig, asked: list[Asked], first_id: int) -> None:
 def test_answers_are_the_oracles(model: tuple[Stock, Oracle], prefix_cache: bool) -> None:
     """All at once, in chunks; and again, with what the cache has of them. The pool holds no two of them whole."""
     stock, oracle = model
-    asked = questions(oracle, seed=1)
+    requested = questions(oracle, seed=1)
     config = ModelConfig.from_folder(stock.model_path)
     window = config.window
     assert window is not None and (config.full_layers is not None) == (stock.model_path.parent.name.startswith("gemma"))
-    num_adapter_pages = max(stock.num_pages(1, adapter) for _, adapter, _ in asked)
+    num_adapter_pages = max(stock.num_pages(1, adapter) for _, adapter, _ in requested)
     most = most_pages(LONGEST + NUM_TOKENS, BLOCK, window, BUDGET, config.full_layers)
     num_pages = 2 * (most + (config.full_layers is not None)) + num_adapter_pages
     assert num_pages - num_adapter_pages < 2 * -(-LONGEST // BLOCK)
     with stock.engine(num_pages, max_tokens_per_step=BUDGET, prefix_cache=prefix_cache) as rig:
         assert rig.engine._scheduler._limits.window == window
-        for first_id in (0, len(asked)):
-            serve(rig, asked, first_id)
+        for first_id in (0, len(requested)):
+            serve(rig, requested, first_id)
         assert poison(rig) > 0
-        assert rig.engine.load().counters.num_generated_tokens == 2 * len(asked) * NUM_TOKENS
+        assert rig.engine.load().counters.num_generated_tokens == 2 * len(requested) * NUM_TOKENS
 
 
 def test_a_gang_of_two_workers_gives_the_same_answers(model: tuple[Stock, Oracle]) -> None:
     """Each has its part of every page, and fills dense pages from it."""
     stock, oracle = model
-    asked = questions(oracle, seed=3)
+    requested = questions(oracle, seed=3)
     config = ModelConfig.from_folder(stock.model_path)
-    num_adapter_pages = max(stock.num_pages(1, adapter) for _, adapter, _ in asked)
+    num_adapter_pages = max(stock.num_pages(1, adapter) for _, adapter, _ in requested)
     num_pages = 2 * -(-(LONGEST + NUM_TOKENS) // BLOCK) + num_adapter_pages
     with gang(stock.gang_config(num_pages, 2, max_tokens_per_step=BUDGET)) as (engine, _):
         rig = EngineRig(engine, stock.refs)
         num_dense = 0
-        for sequence_id, (prompt, adapter, _) in enumerate(asked):
+        for sequence_id, (prompt, adapter, _) in enumerate(requested):
             rig.submit(sequence_id, prompt, adapter, GREEDY)
         while rig.engine.has_work():
             rig.step()
             num_dense += sum(len(each.dense_pages) for each in engine._scheduler._running.by_id.values())
         rig.assert_idle()
         assert (num_dense > 0) == (config.full_layers is not None)
-        for sequence_id, (_, _, answer) in enumerate(asked):
+        for sequence_id, (_, _, answer) in enumerate(requested):
             assert rig.outputs[sequence_id].token_ids == answer.token_ids
 
 
 def test_a_window_comes_back_from_host_memory(model: tuple[Stock, Oracle]) -> None:
     """Preempted again and again, and gone from the pool each time."""
     stock, oracle = model
-    asked = questions(oracle, seed=2, num=1)
+    requested = questions(oracle, seed=2, num=1)
     with stock.engine(60, max_tokens_per_step=BUDGET, kv_host_bytes=100 * stock.page_bytes) as rig:
         rig.prefer_copies()
         scheduler = rig.engine._scheduler
-        prompt, adapter, answer = asked[0]
+        prompt, adapter, answer = requested[0]
         rig.submit(0, prompt, adapter, GREEDY)
         num_preempted = 0
         while rig.engine.has_work():

@@ -58,7 +58,7 @@ def test_on_a_gpu_a_tile_before_the_window_is_kept_too() -> None:
 
 
 def test_a_sequence_of_any_length_takes_a_window_of_pages() -> None:
-    """On a pool that holds a tenth of it. The worker checks that each token's window is there, and nobody else's."""
+    """On a pool that holds a tenth of it. The worker checks that each token's window is there, and is its own."""
     s, worker = rig(num_pages=MOST)
     assert MOST < 400 // BLOCK // 5
     assert s.add(asking(0, [1, 2, 3] * 50, max_tokens=200), 0) is None
@@ -126,8 +126,20 @@ def test_the_longest_prefix_is_found_whose_last_window_is_there(
     def is_enough(length: int) -> bool:
         return there >= {*keys[num_unseen_pages(length * BLOCK, BLOCK, window) : length]}
 
+    looked_up: list[PageKey] = []
+
+    def is_there(key: PageKey) -> bool:
+        looked_up.append(key)
+        return key in there
+
     expected = max(length for length in range(num_pages + 1) if is_enough(length))
-    assert reuse._num_reached(keys, there.__contains__) == expected
+    assert reuse._num_reached(keys, num_pages, is_there) == expected
+    num_seen = -(-(window - 1) // BLOCK)  # pages, by the token after a full one
+    assert len(looked_up) <= num_pages + num_seen, "pages are looked up again and again"
+    looked_up.clear()
+    there.clear()
+    reuse._num_reached(keys, num_pages, is_there)
+    assert len(looked_up) <= num_pages // max(1, num_seen) + 1, "absent pages are looked up one by one"
 
 
 def test_a_prefix_is_found_though_its_first_pages_are_gone() -> None:
@@ -137,6 +149,9 @@ def test_a_prefix_is_found_though_its_first_pages_are_gone() -> None:
     forget(s, PROMPT, slice(0, 18))
     before = worker.num_computed
     s.add(asking(1, PROMPT, max_tokens=9), 0)
+    (waiting,) = s._waiting.first(1)
+    assert s._prefixes.prefix_here(waiting).num_found == 88, "the order of the queue does not know of it"
+    assert len(s._prefixes.pages_here([waiting], 100)) == 3, "others could be evicted after these"
     plan = s.schedule()
     assert [(part.start, len(part.token_ids)) for part in plan.sequences] == [(88, 2)]
     s.commit(plan, worker.execute(plan))

@@ -126,7 +126,10 @@ class Replayed:
         self.most_running = max(self.most_running, other.most_running)
         self.most_used_pages = max(self.most_used_pages, other.most_used_pages)
         for message, count in other.refused.items():
-            self.refused[message] = self.refused.get(message, 0) + count
+            self.refuse(message, count)
+
+    def refuse(self, message: str, count: int = 1) -> None:
+        self.refused[message] = self.refused.get(message, 0) + count
 
 
 def replay(
@@ -153,18 +156,22 @@ def replay(
         now = clock() - begun_at
         while coming and coming[0].arrival_s <= now:
             request = coming.popleft()
+            if request.prompt_tokens > engine.info.max_model_len:  # however many they are, they are not made
+                found.refuse(f"a prompt is longer than the context of {engine.info.max_model_len} tokens")
+                continue
             open_[number] = _Answer(request)
             engine.receive(Submit(_sequence(number, request, refs, chance, engine.info.vocab_size)))
             number += 1
         if not engine.has_work():
-            wait(begun_at + coming[0].arrival_s)
+            if coming:
+                wait(begun_at + coming[0].arrival_s)
             continue
         updates = engine.step()
         now = clock() - begun_at
         for update in updates:
             answer = open_[update.sequence_id]
             if update.error is not None:
-                found.refused[update.error.message] = found.refused.get(update.error.message, 0) + 1
+                found.refuse(update.error.message)
                 del open_[update.sequence_id]
                 continue
             if update.token_ids:

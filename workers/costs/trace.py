@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+MOST_TOKENS = 1 << 31  # of a prompt or an answer
+
 
 class TracedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arrival_s: float
@@ -23,8 +25,11 @@ class TracedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not 0 <= self.arrival_s < float("inf"):
             raise ValueError(f"arrival_s = {self.arrival_s}: 0 or a later second is needed")
-        if self.prompt_tokens < 1 or self.output_tokens < 1:
-            raise ValueError(f"{self.prompt_tokens} prompt and {self.output_tokens} output tokens: each is 1 at least")
+        if min(self.prompt_tokens, self.output_tokens) < 1 or max(self.prompt_tokens, self.output_tokens) > MOST_TOKENS:
+            raise ValueError(
+                f"{self.prompt_tokens} prompt and {self.output_tokens} output tokens: each is 1 at least, and at most "
+                f"{MOST_TOKENS}"
+            )
 
 
 def read_trace(path: Path) -> tuple[TracedRequest, ...]:

@@ -15,7 +15,7 @@ class Thoughts:
         self._budget = budget
         self._is_thinking = budget.has_begun
         self._num_tokens = 0  # of thoughts, and of ends that have begun
-        self._num_matched = 0  # the last tokens are so many of the mark that would begin or end a thought
+        self._num_matched = 0  # the last tokens that match the mark that would begin or end a thought
         for token_id in output:
             self.add(token_id)
 

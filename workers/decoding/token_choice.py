@@ -31,7 +31,7 @@ def sample(
     counts: Sequence[TokenCounts | None] = (),
     masks: Mapping[int, TokenMask] = NO_MASKS,
 ) -> list[SampledToken | None]:
-    """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where asked for.
+    """One token for each row of `[num_rows, vocab]` float32 logits, with log-probabilities where requested.
 
     None for a row whose largest number is NaN or infinite: no token can be chosen from it. Everything is computed where
     the logits are, on a GPU by `ChoicesUnderWay`, on the CPU by `kernels`.

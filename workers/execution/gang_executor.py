@@ -88,7 +88,7 @@ class GangExecutor:
             ) from None
         if isinstance(done, WorkerLostError):
             raise done
-        assert done.step == step, f"worker {rank} answers step {done.step}, and {step} was asked"
+        assert done.step == step, f"worker {rank} answers step {done.step}, and {step} was expected"
         return done
 
     def _take_ended(self) -> tuple[tuple[str, ...], tuple[AdapterFailure, ...]]:

@@ -121,7 +121,7 @@ def _decodes(count: int, limits: StepLimits, first_adapter: int = 0) -> Iterator
 
 
 def _chunks(num_tokens: int, limits: StepLimits) -> Iterator[Rows]:
-    """Prompts of so many tokens together, on one adapter, in as few sequences as can be."""
+    """Prompts of `num_tokens` together, on one adapter, in as few sequences as can be."""
     for _ in range(limits.max_sequences):
         length = min(num_tokens, limits.longest)
         if length > 0:

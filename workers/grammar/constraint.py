@@ -48,7 +48,7 @@ class Constraint:
         self._origin, self._matcher = matcher, matcher.deep_copy()
 
     def advance(self, num_tokens: int, last: int) -> bool:
-        """From now on the sequence has so many generated tokens, and this is the last of them.
+        """From now on the sequence has this number of generated tokens, and this is the last of them.
 
         The others are those that it had. Whether `make_mask` is to be called, from any thread.
         """

@@ -115,7 +115,7 @@ class Constraints:
                 constraint = self._by_id.get(sequence_id)
                 if sequence_id in found or constraint is None:
                     continue
-                constraint.is_late = True  # before the look: who makes it from here on wakes the loop
+                constraint.is_late = True  # before the look: a thread that makes it from here on wakes the loop
                 mask = constraint.mask(index)
                 if mask is not None:
                     constraint.is_late = False

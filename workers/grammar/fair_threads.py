@@ -31,7 +31,7 @@ class _Tenant:
 
 @dataclass(eq=False)
 class _Worker:
-    """A thread, and what it does now. It ends when it is told to, after its job."""
+    """A thread, and what it does now. It ends on request, after its job."""
 
     yields: bool  # at the lowest priority, for costly jobs alone
     thread_id: int = 0

@@ -46,9 +46,9 @@ from ..wire.stream_options import (
     STREAM_SERVICE,
     TOKEN_KEY,
 )
-from .asked_adapters import AskedAdapters
 from .known_shares import KnownShares
 from .leader_config import LeaderConfig
+from .requested_adapters import RequestedAdapters
 from .residency import Residency
 from .routed_sequences import RoutedSequences
 from .router_stream import RouterStream
@@ -116,9 +116,9 @@ class FrameServer:
         return self._sequences.num_ended
 
     @property
-    def asked_adapters(self) -> AskedAdapters:
+    def requested_adapters(self) -> RequestedAdapters:
         """Names and unfinished sequences of adapters."""
-        return self._sequences.asked_adapters
+        return self._sequences.requested_adapters
 
     @property
     def resident_adapters(self) -> AbstractSet[str]:
@@ -223,7 +223,7 @@ class FrameServer:
 
     async def _beat_forever(self) -> None:
         """Four times a second: sends the load to routers that get no tokens, since they choose a gang by it; ends all
-        streams if the engine has died; and forgets orphans that no router has asked for in time.
+        streams if the engine has died; and forgets orphans that no router has requested in time.
         """
         while True:
             await asyncio.sleep(_BEAT_S)

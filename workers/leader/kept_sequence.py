@@ -18,7 +18,7 @@ class KeptSequence:
     owner: int | None  # number of the router stream that receives its updates; None: an orphan
     token_ids: list[int]  # all that were generated, those that it came with included
     num_without_logprobs: int  # of the first tokens: those it came with, or all whose log-probabilities were dropped
-    logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)  # of the other tokens, if asked for
+    logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)  # of the other tokens, if requested
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
     num_cached_tokens: int | None = None

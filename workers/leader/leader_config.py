@@ -14,14 +14,14 @@ class LeaderConfig:
     tenant_queue_share: float  # of both, that one tenant may take; one of its sequences may always wait
     max_num_sequences: int  # that run at once
     tenant_running_share: float  # of these, that one tenant may have in the engine; 1: there is no bound
-    drain_s: float  # how long sequences may go on once the gang is asked to stop
+    drain_s: float  # how long sequences may go on once the gang is to stop
     orphan_s: float  # from the end of their router's stream: long enough to replace a router
     finished_s: float  # from their end, while their router's stream goes on
     max_finished: int  # sequences that have ended and are kept
     max_finished_values: int  # tokens and log-probabilities of those, together
 
     @property
-    def num_tenant_places(self) -> int | None:
+    def max_tenant_running(self) -> int | None:
         """Sequences of one tenant that the engine may have at once; None: as many as there are."""
         if self.tenant_running_share == 1:
             return None

@@ -71,9 +71,9 @@ class QueueLimit:
         return 0.0 if waiting is None else now - waiting.arrived_at
 
     def refusal(self, tenant: str, num_tokens: int, now: float, times: int = 1) -> SequenceError | None:
-        """Why a tenant's sequence of so many tokens may not wait here; None: it may.
+        """Why a tenant's sequence of `num_tokens` may not wait here; None: it may.
 
-        `times`: the bounds are so many times as high. The error says to come back after as long as the tenant's own
+        `times`: by which the bounds are raised. The error says to come back after as long as the tenant's own
         oldest sequence has waited so far, 0 if none does: how long those of others have is their affair.
         """
         config, num_waiting, own = self._config, len(self._waiting), self._tenants.get(tenant, _Count())
@@ -95,7 +95,7 @@ class QueueLimit:
         )
 
     def make_room(self, tenant: str, num_tokens: int, weight: float) -> list[int]:
-        """Sequences of others to give up, so that a tenant's sequence of so many tokens may wait here.
+        """Sequences of others to give up, so that a tenant's sequence of `num_tokens` may wait here.
 
         They are the newest of the tenant with most waiting by its weight, as long as that is more than this tenant will
         have. They are not counted here any more. Empty, and nothing changed, if that is not enough.

@@ -2,7 +2,7 @@
 
 Routers number their sequences each for itself, so every sequence has an id of the engine's too. A sequence lives as
 long as the stream that it was submitted on. One with a key outlives it: it goes on as an orphan for a while, for the
-router that comes back or for another one that is asked for it (`sequence_journal.py`).
+router that comes back or for another one that requests it (`sequence_journal.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import msgspec
 
 from ..engine_messages import End, GiveUpWaiting
 from ..wire.messages import CANCELLED, Cancel, SequenceError, SequenceRequest, SequenceUpdate, Submit
-from .asked_adapters import AskedAdapters
 from .leader_config import LeaderConfig
 from .queue_limit import QueueLimit
+from .requested_adapters import RequestedAdapters
 from .router_stream import RouterStream
+from .running_limit import RunningLimit
 from .sequence_journal import SequenceJournal
 from .sequence_log import log_arrival, log_end
 from .sequence_timers import SequenceTimers
 from .served_engine import ServedEngine
-from .tenant_places import TenantPlaces
 from .unsent_updates import whose_to_give_back
 
 _MAX_ID = (1 << 63) - 1
@@ -65,8 +65,8 @@ class RoutedSequences:
         self._last_engine_id = 0
         self._journal = SequenceJournal(config)
         self._queue_limit = QueueLimit(config)
-        self._places = TenantPlaces(config.num_tenant_places)
-        self.asked_adapters = AskedAdapters()
+        self._running_limit = RunningLimit(config.max_tenant_running)
+        self.requested_adapters = RequestedAdapters()
         self.num_ended: Counter[str] = Counter()  # by finish reason or kind of error; not of those that were cancelled
         self._timers = SequenceTimers(self._queue_limit, self._give_up_waiting, self._time_out)
 
@@ -78,7 +78,7 @@ class RoutedSequences:
         """Goes by another config from now on."""
         self._journal.change(config)
         self._queue_limit.change(config)
-        for request in self._places.change(config.num_tenant_places):
+        for request in self._running_limit.change(config.max_tenant_running):
             self._engine.receive(Submit(request))
 
     @property
@@ -89,12 +89,12 @@ class RoutedSequences:
     @property
     def num_held(self) -> int:
         """Sequences that the engine does not know yet, because their tenants have their shares of it."""
-        return self._places.num_held
+        return self._running_limit.num_held
 
     @property
     def num_held_tokens(self) -> int:
         """Of their prompts."""
-        return self._places.num_held_tokens
+        return self._running_limit.num_held_tokens
 
     @property
     def oldest_waiting_s(self) -> float:
@@ -128,9 +128,9 @@ class RoutedSequences:
         self._listen(engine_id, stream, request)
         log_arrival(request)
         self._timers.start(engine_id, request)
-        self.asked_adapters.begin(engine_id, request)
+        self.requested_adapters.begin(engine_id, request)
         numbered = msgspec.structs.replace(request, sequence_id=engine_id)
-        if self._places.enter(numbered):
+        if self._running_limit.enter(numbered):
             self._engine.receive(Submit(numbered))
 
     def cancel(self, stream: RouterStream, sequence_id: int) -> None:
@@ -143,7 +143,7 @@ class RoutedSequences:
             return
         listener = self._listeners.pop(engine_id)
         self._journal.forget(engine_id)
-        if self._places.is_held(engine_id):
+        if self._running_limit.is_held(engine_id):
             stream.send(SequenceUpdate(sequence_id, error=CANCELLED))
         else:
             self._cancelled[engine_id] = listener
@@ -162,7 +162,8 @@ class RoutedSequences:
             self._timers.follow(update)
             self._forward(update, now)
             if update.finish_reason is not None or update.error is not None:
-                if self._places.is_placed(update.sequence_id):  # else it was cancelled, or counted when it timed out
+                # Else it was cancelled, or was counted when it timed out.
+                if self._running_limit.is_placed(update.sequence_id):
                     self._count_end(update)
                 self._leave_place(update.sequence_id)
         self._announce_orphans()
@@ -188,13 +189,13 @@ class RoutedSequences:
         self._announce_orphans()
 
     def expire(self) -> None:
-        """Forgets orphans that no router has asked for in time."""
+        """Forgets orphans that no router has requested in time."""
         for engine_id in self._journal.expire(_now()):
             self._cancel_in_engine(engine_id)
         self._announce_orphans()
 
     def give_back(self, stream: RouterStream) -> None:
-        """Ends sequences of a stream whose router does not read, of those tenants who have most unread there.
+        """Ends sequences of a stream whose router does not read, of the tenants with most unread there.
 
         The router asks for them again once it has read what they have brought.
         """
@@ -291,7 +292,7 @@ class RoutedSequences:
         stream.wake.set()
 
     def _make_room(self, request: SequenceRequest) -> bool:
-        """Gives up waiting sequences of tenants who have more of the full queue. False: there is no room."""
+        """Gives up waiting sequences of tenants that have more of the full queue. False: there is no room."""
         given_up = self._queue_limit.make_room(request.tenant, len(request.prompt_token_ids), request.weight)
         for engine_id in given_up:
             self._give_up(engine_id, _GAVE_WAY)
@@ -305,7 +306,7 @@ class RoutedSequences:
 
     def _give_up(self, engine_id: int, error: SequenceError) -> None:
         """Ends a sequence with this error if it waits, in the engine or for a place of its tenant."""
-        if not self._places.is_held(engine_id):
+        if not self._running_limit.is_held(engine_id):
             self._engine.receive(GiveUpWaiting(engine_id, error))
             return
         self._timers.end(engine_id)
@@ -317,13 +318,13 @@ class RoutedSequences:
 
     def _leave_place(self, engine_id: int) -> None:
         """The sequence has ended: another one of its tenant may take its place."""
-        self.asked_adapters.end(engine_id)
-        for following in self._places.leave(engine_id):
+        self.requested_adapters.end(engine_id)
+        for following in self._running_limit.leave(engine_id):
             self._engine.receive(Submit(following))
 
     def _time_out(self, engine_id: int) -> None:
         """A sequence's time is over, whether it waits or runs, and whether or not it is an orphan."""
-        if self._places.is_held(engine_id):
+        if self._running_limit.is_held(engine_id):
             self._give_up(engine_id, _TIMEOUT)
         else:
             self._engine.receive(End(engine_id, _TIMEOUT))
@@ -333,7 +334,7 @@ class RoutedSequences:
 
     def _cancel_in_engine(self, engine_id: int) -> None:
         self._timers.end(engine_id)
-        if not self._places.is_held(engine_id):
+        if not self._running_limit.is_held(engine_id):
             self._engine.receive(Cancel(engine_id))
         self._leave_place(engine_id)
 

@@ -5,7 +5,7 @@ orphans: they go on for a while, and those that ended a moment before are kept, 
 the router. A router that then submits the same request under the same key gets what is there and what is still to come.
 
 A sequence that was begun at another gang came here with its tokens, but without their log-probabilities; and there is
-a bound on log-probabilities. If a sequence is asked for with them, it is given only to a router that already has the
+a bound on log-probabilities. If a sequence is requested with them, it is given only to a router that already has the
 tokens whose log-probabilities are not here.
 """
 
@@ -63,7 +63,7 @@ class SequenceJournal:
         return changed
 
     def begin(self, engine_id: int, request: SequenceRequest, owner: int) -> list[int]:
-        """Adds a new sequence with a key. Returns ids of orphans that cannot be asked for any more: to be cancelled.
+        """Adds a new sequence with a key. Returns ids of orphans that cannot be requested any more: to be cancelled.
 
         A sequence of the same name that a router reads goes on there, but loses its name.
         """
@@ -166,7 +166,7 @@ class SequenceJournal:
         """Raises AssertionError if something is lost or kept twice."""
         for engine_id, entry in self._entries.items():
             assert entry.engine_id == engine_id
-            assert self._by_name[entry.name] is entry, "a sequence that cannot be asked for"
+            assert self._by_name[entry.name] is entry, "a sequence that cannot be requested"
             assert (entry.expires_at is None) == (entry.owner is not None and not entry.is_finished)
             assert (engine_id in self._finished) == entry.is_finished
             num_logprobs = len(entry.token_ids) - entry.num_without_logprobs

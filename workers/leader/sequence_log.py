@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def log_arrival(request: SequenceRequest) -> None:
-    """A router has submitted it, or asked for it again."""
+    """A router has submitted it, or requested it again."""
     if _log.isEnabledFor(logging.DEBUG):
         adapter = "" if request.adapter is None else request.adapter.digest
         counts = {"prompt_tokens": len(request.prompt_token_ids), "had_tokens": len(request.generated_token_ids)}

@@ -25,7 +25,7 @@ _MAX_LEFT_VALUES: Final = 2 * MAX_UNREAD_VALUES  # the same of sequences of whic
 def whose_to_give_back(num_values: Mapping[str, int], num_left_values: int) -> set[str]:
     """The tenants whose sequences should bring no more to a router that does not read: a pure policy.
 
-    `num_values`: what is unread, by tenant. Those who have most come first, until half of it is others'. All, if those
+    `num_values`: what is unread, by tenant. Tenants with most come first, until half of it is others'. All, if those
     that were given back before have left very much (`num_left_values`) and still nothing was read.
     """
     if num_left_values > _MAX_LEFT_VALUES:

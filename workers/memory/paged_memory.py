@@ -76,8 +76,9 @@ class PagedMemory:
 
     def comes_to_room(self, num_pages: int, keep: AbstractSet[Item]) -> bool:
         """As `has_room`, and releases pages of ended sequences at once, as many as it takes."""
-        while not (has_room := self.has_room(num_pages, keep)) and self.prefixes.num_leaving:
-            self.prefixes.give_back(_LEAST_GIVEN_BACK)
+        while not (has_room := self.has_room(num_pages, keep)):
+            if not self.prefixes.give_back_for_room(_LEAST_GIVEN_BACK):
+                break
         return has_room
 
     def make_room(self, num_pages: int, keep: AbstractSet[Item]) -> bool:
@@ -94,8 +95,7 @@ class PagedMemory:
             self._num_evictions_before = self.prefixes.num_evictions
             self._idle.want_pages_soon(self._wanted_pages())
         going = self._idle.take(short, keep)
-        while going is None and self.prefixes.num_leaving:
-            self.prefixes.give_back(max(short, _LEAST_GIVEN_BACK))
+        while going is None and self.prefixes.give_back_for_room(max(short, _LEAST_GIVEN_BACK)):
             short = num_pages - self.allocator.num_free
             going = self._idle.take(short, keep)
         if going is None:

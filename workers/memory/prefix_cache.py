@@ -14,6 +14,9 @@ from .partial_page_index import PartialPageIndex
 from .use_count import UseCount
 
 MOST_GIVEN_BACK = 512  # pages of ended sequences that are released in a step
+_RELEASED_AT_ONCE = 64  # pages of a sequence
+_OWN_HOLDERS = 2  # of a page that an ended sequence alone holds: itself, and this cache
+_MOST_FOR_ROOM = 4096  # pages more in a step, where room is short, of those that others hold, too
 _CLEARING_STEPS = 32  # or this part of all, if that is more: so that they are released as fast as they come
 
 
@@ -50,8 +53,9 @@ class PrefixCache:
         self._entries: dict[int, _Entry] = {}  # by page
         self._of_adapters: dict[str, set[int]] = {}  # pages by digest
         self._partial_pages = PartialPageIndex()
-        # Pages that are not released yet, of ended sequences, and the sequences.
-        self._leaving: deque[tuple[Sequence[int], object]] = deque()
+        # Ended sequences with pages that are not released yet: these, as far as which number; the sequence.
+        self._leaving: deque[tuple[Sequence[int], int, object]] = deque()
+        self._sharing: deque[tuple[Sequence[int], int, object]] = deque()  # those whose last page others hold, too
         self._moved: dict[PageKey, None] = {}  # keys added or removed since the last take_changes()
         self.num_evictions = 0
         self.num_leaving = 0  # pages of ended sequences that are not released yet
@@ -148,7 +152,7 @@ class PrefixCache:
         `owner`: the sequence, which is kept as long as its pages, since freeing thousands of tokens takes long too.
         """
         if pages:
-            self._leaving.append((pages, owner))
+            self._leaving.append((pages, len(pages), owner))
             self.num_leaving += len(pages)
             self.give_back(self.num_may_give_back)
 
@@ -161,16 +165,35 @@ class PrefixCache:
         self.give_back(self.num_may_give_back)
 
     def give_back(self, most: int) -> None:
-        """Releases at most this many pages of ended sequences, those of the first ones first."""
-        while self._leaving and most > 0:
-            pages, owner = self._leaving.popleft()
-            if len(pages) > most:
-                self._leaving.appendleft((pages[most:], owner))
-                pages = pages[:most]
-            most -= len(pages)
-            self.num_leaving -= len(pages)
-            self.num_may_give_back -= len(pages)
-            self.release(pages)
+        """Releases at most this many pages of ended sequences, those of the first ones first.
+
+        Of a sequence its last pages go first, and those that others hold, too, when no other is left: they make no
+        room. And what is idle sooner is evicted sooner, and without the first pages of a prefix none of the others is
+        found.
+        """
+        while most > 0 and (self._leaving or self._sharing):
+            leaving = self._leaving or self._sharing
+            pages, stop, owner = leaving.popleft()
+            if leaving is self._leaving and self._allocator.num_holders(pages[stop - 1]) > _OWN_HOLDERS:
+                self._sharing.append((pages, stop, owner))
+                continue
+            start = max(0, stop - min(most, _RELEASED_AT_ONCE))
+            if start:
+                leaving.appendleft((pages, start, owner))
+            most -= stop - start
+            self.num_leaving -= stop - start
+            self.num_may_give_back -= stop - start
+            self.release(pages[start:stop])
+
+    def give_back_for_room(self, most: int) -> bool:
+        """Releases pages of ended sequences because room is short. False: none is left that may be released now.
+
+        Pages that others hold, too, seldom make room, and there may be a hundred times as many as the pool has.
+        """
+        if not self._leaving and (not self._sharing or self.num_may_give_back < -_MOST_FOR_ROOM):
+            return False
+        self.give_back(most)
+        return True
 
     def forget(self, keys: Iterable[PageKey]) -> None:
         """Drops pages whose numbers are not finite, so no other sequence finds them. Their holders keep them."""
@@ -201,7 +224,7 @@ class PrefixCache:
 
     def ended_holders(self) -> Iterator[Sequence[int]]:
         """Pages of ended sequences that are not released yet, for integrity checks."""
-        return (pages for pages, _ in self._leaving)
+        return (pages[:stop] for pages, stop, _ in (*self._leaving, *self._sharing))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if keys and pages do not match, or an idle page is not known as idle."""
@@ -210,9 +233,7 @@ class PrefixCache:
         of_adapters = {(entry.adapter, page) for page, entry in self._entries.items() if entry.adapter is not None}
         found = {(adapter, page) for adapter, pages in self._of_adapters.items() for page in pages}
         assert found == of_adapters, "an adapter's pages are not known as such"
-        assert self.num_leaving == sum(len(pages) for pages, _ in self._leaving), (
-            "pages of ended sequences are miscounted"
-        )
+        assert self.num_leaving == sum(map(len, self.ended_holders())), "pages of ended sequences are miscounted"
         for page in self._entries:
             assert (page in self._idle) == (self._allocator.num_holders(page) == 1), f"page {page}: idle or not?"
 

@@ -16,6 +16,7 @@ from .families import Family, family_of
 from .rotary_config import RotaryConfig, layer_rotaries
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,14 @@ class ModelConfig:
         path = folder / "config.json"
         if not path.is_file():
             raise ValueError(f"{folder} has no config.json: a model folder in Hugging Face format is needed")
-        raw = json.loads(path.read_text())
-        generation = folder / "generation_config.json"
-        eos = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+        raw, generation = _object_of(path), folder / "generation_config.json"
+        eos = _object_of(generation).get("eos_token_id") if generation.is_file() else None
         try:
             return _parse(raw, eos)
         except KeyError as error:
             raise ValueError(f"{path} lacks {error.args[0]!r}") from None
+        except (TypeError, AttributeError, OverflowError) as error:  # a value of another type than its key has
+            raise ValueError(f"{path} cannot be read: {error}") from error
 
     @property
     def shape(self) -> BaseShape:
@@ -122,24 +124,41 @@ def slab_of_head(head_dim: int, block_size: int, kv_dtype: KVDtype, element_byte
     return block_size * 2 * (head_dim + 4) // element_bytes
 
 
+def _object_of(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return found
+
+
+def _size(raw: Mapping[str, Any], key: str, most: int = 1 << 31) -> int:
+    value = raw[key]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ValueError(f"{key} = {value!r}: a whole number from 1 to {most} is needed")
+    return value
+
+
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     architectures = raw.get("architectures") or ["none named"]
     family = family_of(str(architectures[0]))
     _refuse_unsupported(raw, family)
-    num_heads = int(raw["num_attention_heads"])
-    num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
+    num_heads, hidden_size = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
+    num_kv_heads = _size(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else num_heads
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
-    head_dim = int(raw.get("head_dim") or raw["hidden_size"] // num_heads)
+    head_dim = _size(raw, "head_dim") if raw.get("head_dim") else max(1, hidden_size // num_heads)
     attention_bias = bool(raw.get("attention_bias", False))
-    num_layers = int(raw["num_hidden_layers"])
+    num_layers = _size(raw, "num_hidden_layers", _MOST_LAYERS)
     slides = tuple(family.slides(raw, layer) for layer in range(num_layers))
     window = raw.get("sliding_window", family.window)
     return ModelConfig(
         family=family,
-        vocab_size=int(raw["vocab_size"]),
-        hidden_size=int(raw["hidden_size"]),
-        intermediate_size=int(raw["intermediate_size"]),
+        vocab_size=_size(raw, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_size(raw, "intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -147,7 +166,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         activation=raw.get(family.activation_key, family.activation),
         rotaries=layer_rotaries(raw, slides, family.rope_theta, family.local_rope_theta),
-        max_model_len=int(raw["max_position_embeddings"]),
+        max_model_len=_size(raw, "max_position_embeddings"),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tied_embedding)),
         qkv_bias=attention_bias or bool(raw.get("qkv_bias", family.qkv_bias)),
         output_bias=attention_bias,

@@ -77,7 +77,7 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=own)
     layers = tuple(load_layer(index, sharding, checkpoint, kernels) for index in range(config.num_layers))
     norm = load_norm("model.norm", hidden, sharding, checkpoint)
-    if config.tie_word_embeddings or not checkpoint.has_head:  # then nobody asks for logits: see `GangLimits`
+    if config.tie_word_embeddings or not checkpoint.has_head:  # then no logits are needed: see `GangLimits`
         checkpoint.drop("lm_head.weight")
         head = embedding
     else:

@@ -10,7 +10,7 @@ from .sliding import (
     every_other,
     five_of_six,
     from_layer,
-    if_asked,
+    if_enabled,
     never,
     throughout,
 )
@@ -68,7 +68,7 @@ FAMILIES = {
         "qwen2_moe", qkv_bias=True, slides=below_layer_alternating, experts=_QWEN_EXPERTS, shared_expert=True
     ),
     "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, slides=from_layer),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, slides=if_asked, experts=_QWEN_EXPERTS),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, slides=if_enabled, experts=_QWEN_EXPERTS),
     "Gemma2ForCausalLM": Family(
         "gemma2",
         norm_offset=1.0,

@@ -20,20 +20,20 @@ def throughout(raw: Mapping[str, Any], layer: int) -> bool:
     return True
 
 
-def if_asked(raw: Mapping[str, Any], layer: int) -> bool:
+def if_enabled(raw: Mapping[str, Any], layer: int) -> bool:
     """Qwen3-MoE: all layers or none."""
     return bool(raw.get("use_sliding_window", False))
 
 
 def from_layer(raw: Mapping[str, Any], layer: int) -> bool:
     """Qwen2, Qwen3: all layers but the first `max_window_layers`."""
-    return if_asked(raw, layer) and _listed(raw, layer, layer >= int(raw.get("max_window_layers", 28)))
+    return if_enabled(raw, layer) and _listed(raw, layer, layer >= int(raw.get("max_window_layers", 28)))
 
 
 def below_layer_alternating(raw: Mapping[str, Any], layer: int) -> bool:
     """Qwen2-MoE: every other layer of the first `max_window_layers`."""
     below = layer < int(raw.get("max_window_layers", 28))
-    return if_asked(raw, layer) and _listed(raw, layer, below and layer % 2 == 0)
+    return if_enabled(raw, layer) and _listed(raw, layer, below and layer % 2 == 0)
 
 
 def every_other(raw: Mapping[str, Any], layer: int) -> bool:

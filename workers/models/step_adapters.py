@@ -54,7 +54,7 @@ class AdapterTables:
         return StepAdapters(self._kernels.lora.prepare(segments, self._geometry, self._device), experts)
 
     def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None:
-        """Tables for the adapters of so many rows and segments; None: graphs cannot have adapters of this base."""
+        """Tables for the adapters of `num_rows` and `num_segments`; None: graphs cannot have adapters of this base."""
         lora, expert_lora = self._kernels.capturable_lora, self._kernels.capturable_expert_lora
         assert lora is not None, "only what can be recorded"
         dense = lora.reserve(num_rows, num_segments, self._num_pages, MAX_RANK, self._geometry, self._device)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ..plan import SampledToken
-from ..wire.beams import BeamRound, BeamRules, best_candidates, choose, forks, replayed
+from ..wire.beams import NEW_STATE, BeamRound, BeamRules, best_candidates, choose, forks
 from ..wire.messages import SamplingParams, TokenLogprobs
 from ..wire.sequence_usage import SequenceUsage
 from .growing_sequence import GrowingSequence
@@ -18,12 +18,12 @@ class BeamGroup:
     search in the queue, has always a beam, and begins alone.
     """
 
-    def __init__(self, root: GrowingSequence, rules: BeamRules, rounds: Iterable[BeamRound]) -> None:
-        """`root`: with the prompt alone. `rounds`: of the search so far, which must not be over. Raises ValueError."""
+    def __init__(self, root: GrowingSequence, rules: BeamRules) -> None:
+        """`root`: with the prompt alone. Raises ValueError if the search cannot be so far as the request says."""
         self.root, self.rules = root, rules
-        self.state, beams = replayed(rounds, rules)
-        if not beams:
-            raise ValueError("the search is over")
+        so_far = root.request.beams_so_far
+        self.state = NEW_STATE if so_far is None else so_far.state(rules)
+        beams = [list[int]()] if so_far is None else so_far.beams
         self.places = [root]
         self.live = [*range(len(beams))]  # the place of each live beam, the best first
         self.begun = beams[1:]  # tokens of the beams whose places are not there yet

@@ -42,10 +42,10 @@ class BeamSearches:
         self.joining: dict[BeamGroup, None] = {}  # that run, and lack some of their beams
 
     def add(self, root: GrowingSequence) -> None:
-        """A search arrives. Raises ValueError for rounds that no search can have had."""
+        """A search arrives. Raises ValueError for one that cannot be so far."""
         request = root.request
         assert request.beams is not None
-        group = BeamGroup(root, request.beams, request.beam_rounds)
+        group = BeamGroup(root, request.beams)
         root.num_places = self._num_places(group)
         self._groups[root.sequence_id] = group
 

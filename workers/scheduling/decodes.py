@@ -119,10 +119,7 @@ class Decodes:
         return sum(1 for each in self._running.decoding if each.beams is not None and not each.num_unplanned)
 
     def _join_beams(self) -> None:
-        """Begins beams of searches that run without them.
-
-        Where there is no room for one, the next step tries again.
-        """
+        """Begins beams of searches that run without them; the next steps go on where one could not begin."""
         older = OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
         for group in [*self._beams.joining]:
             for beam in group.beams:
@@ -132,9 +129,14 @@ class Decodes:
                 del self._beams.joining[group]
 
     def _join(self, group: BeamGroup, beam: GrowingSequence, older: OlderSequences) -> bool:
-        """Begins a beam, unless it runs, on the pages of its prefix that are in the pool and new ones for the rest."""
+        """Begins a beam, unless it runs, on the pages of its prefix that are in the pool and new ones for the rest.
+
+        False: there is no room, or as many keys were made as may be in a step.
+        """
         if beam.sequence_id in self._running.by_id:
             return True
+        if not self._prefixes.make_keys(beam):
+            return False
         found, limits = self._prefixes.found_beside(beam, group.root), self._limits
         num_pages = pages_for(beam.num_uncomputed, limits.block_size) - found.num_pages
         most = limits.most_pages(beam.num_uncomputed) - len(found.held_pages)

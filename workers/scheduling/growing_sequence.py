@@ -53,7 +53,7 @@ class GrowingSequence:
     is_constrained: bool = field(init=False)  # it has a grammar
     awaits_mask: bool = False  # its mask was late: no step is planned for it until the mask is made
     beams: BeamGroup | None = None  # the search that it is a beam of: it gets its tokens from there
-    is_pooled: bool = field(init=False)  # an embedding of its prompt is asked for, and no token
+    is_pooled: bool = field(init=False)  # an embedding of its prompt is requested, and no token
     counter: TenantCounter = field(default_factory=TenantCounter)  # its tenant's
     held: HeldPages = field(init=False)  # page-seconds
     # Fields above are read in every step, and lie side by side in memory.

@@ -172,9 +172,12 @@ class PrefixReuse:
             keys = self._usable_keys(sequence)
             found = self._cut(keys, self._in_pool(keys), self._most_found(sequence))
         if self._limits.window is None:
-            most = min(len(sequence.token_ids) - 1, running.num_computed)
-            num_common = common_prefix_len(sequence.token_ids[:most], running.token_ids)
-            num_pages = num_common // self._block_size
+            most = min(len(sequence.token_ids) - 1, running.num_computed) // self._block_size
+            first = slice(self._block_size)
+            if most > found.num_pages and sequence.token_ids[first] == running.token_ids[first]:
+                num_pages = _num_common_pages(sequence.token_ids, running.token_ids, most, self._block_size)
+            else:
+                num_pages = 0
             if num_pages > found.num_pages:
                 found = FoundPrefix(num_pages, running.pages[:num_pages])
         return found
@@ -219,12 +222,13 @@ class PrefixReuse:
         return key is None or (key not in self._coming and self._cache.page_of(key) is None)
 
     def key_to_await(self, sequence: GrowingSequence) -> PageKey:
-        """The key of the last page that is coming for a sequence for which `find` returned None."""
-        keys, depth = sequence.page_keys, sequence.num_here
-        last = self._num_usable(sequence) - 1
-        while depth < last and keys[depth + 1] in self._coming:
-            depth += 1
-        return keys[depth]
+        """The key of the last page that is coming for a sequence for which `find` returned None.
+
+        Pages come in runs, so a few are looked up.
+        """
+        keys, coming = sequence.page_keys, self._coming
+        after = range(sequence.num_here + 1, self._num_usable(sequence))
+        return keys[sequence.num_here + bisect_left(after, True, key=lambda depth: keys[depth] not in coming)]
 
     def last_coming(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> PageKey | None:
         """The key of the last page that is coming for it, if all pages before it are held, or are coming too."""
@@ -321,9 +325,11 @@ class PrefixReuse:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
         self._cache.count_uses(found.held_pages)
         self._tiers.touch(sequence.page_keys[num_unseen:num_found])
-        for key in sequence.page_keys[num_found:]:
-            if sequence.is_scored or self._cache.page_of(key) is None:  # those here are not waited for
-                self._coming.setdefault(key, sequence)
+        keys = sequence.page_keys[num_found:]
+        if not sequence.is_scored:  # those here are not waited for
+            keys = [*filter(self._is_absent, keys)]
+        for key in keys:
+            self._coming.setdefault(key, sequence)
 
     def is_shared(self, page: int, num_holders: int) -> bool:
         """Others than one sequence hold a page that is not full. Copies from it do not count."""
@@ -465,10 +471,14 @@ class PrefixReuse:
     def _pages_here(self, sequence: GrowingSequence) -> tuple[int, range]:
         """What the pool has of a sequence's prefix: how many dense pages, and the depths of the whole ones after them.
 
-        An estimate: of each kind, the first one is looked up, and none before the last one is taken to be gone.
+        An estimate: of each kind, the first one is looked up, and none before the last one is taken to be gone. Where
+        all layers have a window the first ones mostly are, and it is exact.
         """
         keys, page_of, layers = sequence.page_keys, self._cache.page_of, self._limits.full_layers
         most = min(len(keys), self._num_usable(sequence))
+        if layers is None and self._limits.window is not None:
+            num_pages = self._num_reached(keys, most, self._is_here)
+            return 0, range(self._num_unseen(num_pages), num_pages)
         num_dense = num_stood_for = 0  # pages, and those that they stand for
         if layers is not None:
             dense = range(most // layers.num_blocks)
@@ -505,7 +515,7 @@ class PrefixReuse:
         if self._limits.window is None:
             pages = self._cache.find(keys)
             return FoundPrefix(len(pages), pages)
-        return self._longest(keys, lambda key: self._cache.page_of(key) is not None)[1]
+        return self._longest(keys, self._is_here)[1]
 
     def _dense_keys(self, keys: Sequence[PageKey]) -> Iterable[PageKey]:
         """Of the dense pages for pages with these keys."""
@@ -531,7 +541,8 @@ class PrefixReuse:
 
     def _begun(self, keys: Sequence[PageKey], found: FoundPrefix) -> FoundPrefix:
         """The prefix to which pages are copied from a tier: `found`, or the begin of a window in a longer one."""
-        if self._limits.window is None or (self._limits.full_layers is not None and not self._dense_pages(keys)):
+        layers = self._limits.full_layers
+        if self._limits.window is None or (layers is not None and not self._dense_pages(keys[: layers.num_blocks])):
             return found
         num_pages, begun = self._longest(
             keys, lambda key: self._page_here_or_coming(key) is not None or self._tiers.holds(key)
@@ -545,7 +556,7 @@ class PrefixReuse:
         if layers is not None:
             num_dense = len(dense_pages) * layers.num_blocks
             keys = keys[: num_dense + sum(1 for _ in takewhile(is_there, islice(keys, num_dense, None)))]
-        num_pages = self._num_reached(keys, is_there)
+        num_pages = self._num_reached(keys, len(keys), is_there)
         first = self._num_unseen(num_pages)
         if layers is not None:
             first = min(first, num_dense)
@@ -553,11 +564,15 @@ class PrefixReuse:
         pages = self._cache.find(islice(keys, first, num_pages))
         return num_pages, FoundPrefix(first + len(pages), pages, dense_pages)
 
-    def _num_reached(self, keys: Sequence[PageKey], is_there: Callable[[PageKey], bool]) -> int:
-        """The most first pages of which all that are needed whole for the token after them are there."""
-        num_pages = len(keys)
+    def _num_reached(self, keys: Sequence[PageKey], num_pages: int, is_there: Callable[[PageKey], bool]) -> int:
+        """The most first pages, up to `num_pages`, of which all that are needed whole for the token after them are
+        there.
+
+        The first absent page of a window is needed for all of its later ones, too. So few pages are looked up where
+        most are absent.
+        """
         while num_pages:
-            seen = range(num_pages - 1, self._num_unseen(num_pages) - 1, -1)
+            seen = range(self._num_unseen(num_pages), num_pages)
             absent = next((index for index in seen if not is_there(keys[index])), None)
             if absent is None:
                 break
@@ -601,6 +616,9 @@ class PrefixReuse:
     def _page_here_or_coming(self, key: PageKey) -> int | None:
         page = self._cache.page_of(key)
         return self._tiers.page_coming(key) if page is None else page
+
+    def _is_here(self, key: PageKey) -> bool:
+        return self._cache.page_of(key) is not None
 
     def _is_absent(self, key: PageKey) -> bool:
         """The page is neither in the pool nor coming."""

@@ -303,7 +303,7 @@ class PromptPlanner:
         return granted
 
     def charge_load(self, sequence: GrowingSequence) -> None:
-        """The adapter that was loaded for the sequence is used, or was loaded in vain."""
+        """The adapter that was loaded for the sequence is used, or was loaded for nothing."""
         assert sequence.request.adapter is not None
         num_pages = self._pages_of_adapter(sequence.request.adapter)
         self._counters.charge(sequence.counter, load_price(num_pages, self._limits.block_size))

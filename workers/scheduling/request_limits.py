@@ -56,7 +56,10 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
         return _invalid("the prompt is empty: at least one token is needed")
     if not 0 < request.weight < float("inf"):
         return _invalid(f"weight = {request.weight:g}: a positive number is needed")
-    if not all(_are_below(ids, limits.vocab_size) for ids in (request.prompt_token_ids, request.generated_token_ids)):
+    so_far = request.beams_so_far
+    beams = () if so_far is None else (so_far.common, *so_far.ends)
+    known = (request.prompt_token_ids, request.generated_token_ids, *beams)
+    if not all(_are_below(ids, limits.vocab_size) for ids in known):
         return _invalid(f"the prompt has a token id outside 0..{limits.vocab_size - 1}")
     if max_tokens is not None and max_tokens < 0:
         return _invalid(f"max_tokens = {max_tokens}: at least 0 is needed")
@@ -71,9 +74,9 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
     wanted = num_prompt + (num_generated + 1 if max_tokens is None else max_tokens)
     if wanted > limits.max_model_len:
         over = wanted - limits.max_model_len
-        asked = f" and {wanted - num_prompt} to generate" if max_tokens is not None or num_generated else ""
+        requested = f" and {wanted - num_prompt} to generate" if max_tokens is not None or num_generated else ""
         return _invalid(
-            f"{num_prompt} prompt tokens{asked} are {over} over the context of {limits.max_model_len} tokens"
+            f"{num_prompt} prompt tokens{requested} are {over} over the context of {limits.max_model_len} tokens"
         )
     # The last token is never computed, so it takes no room.
     num_pages = limits.needed_pages(max(wanted - 1, num_prompt)) + num_adapter_pages
@@ -93,8 +96,8 @@ def _beam_problem(request: SequenceRequest) -> str | None:
     assert rules is not None
     if rules.width < 1 or rules.max_tokens < 1 or rules.max_tokens != params.max_tokens:
         return f"width = {rules.width}, max_tokens = {rules.max_tokens}: at least 1 is needed, as many as of `sampling`"
-    asks_for_more = params.grammar or params.logit_bias or params.rules is not None or params.pooling is not None
-    if params.has_penalty or asks_for_more or params.num_prompt_logprobs is not None or request.generated_token_ids:
+    wants_more = params.grammar or params.logit_bias or params.rules is not None or params.pooling is not None
+    if params.has_penalty or wants_more or params.num_prompt_logprobs is not None or request.generated_token_ids:
         return "beams are ranked by the model's own probabilities, after a prompt that is not scored"
     return None
 

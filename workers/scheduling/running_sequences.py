@@ -52,7 +52,11 @@ class RunningSequences:
         What a tenant would lose with a sequence is not service yet, and puts it ahead of no other. So a prompt is not
         thrown away because computing it has put its tenant ahead.
         """
-        newest = [sequences[-1] for sequences in self.by_tenant.values()]
+        newest = [
+            sequences[-1]
+            for counter, sequences in self.by_tenant.items()
+            if should_preempt((counter.is_background, counter.value, 0), waiting, slack)  # even without what it loses
+        ]
         return max(
             [each for each in newest if should_preempt(_served(each), waiting, slack)], key=self.rank, default=None
         )

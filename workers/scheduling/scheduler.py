@@ -152,7 +152,8 @@ class Scheduler:
             error = SequenceError("invalid_request", "this gang serves no grammars")
         if error is None:
             self._arrivals += ARRIVAL_STEP
-            arrival = self._arrivals - (_HEAD_START if request.generated_token_ids or request.beam_rounds else 0)
+            has_begun = bool(request.generated_token_ids) or request.beams_so_far is not None
+            arrival = self._arrivals - (_HEAD_START if has_begun else 0)
             arrival -= _PRIORITY * request.priority if self.counters.is_fair else 0
             token_ids = [*request.prompt_token_ids, *request.generated_token_ids]
             longest = max_length(request, num_adapter_pages, self._limits)
@@ -170,7 +171,7 @@ class Scheduler:
                 try:
                     self._beams.add(sequence)
                 except ValueError as problem:
-                    return SequenceError("invalid_request", f"the rounds of this beam search cannot be: {problem}")
+                    return SequenceError("invalid_request", f"this beam search cannot go on: {problem}")
             sequence.counter = self.counters.join(request.tenant, request.weight, request.is_background)
             self.latency_mode.observe(sequence)
             self._prefixes.prepare(sequence)
@@ -276,7 +277,7 @@ class Scheduler:
             decodes = [sequence for sequence in decodes if sequence.beams is None]
         # A preempted sequence must not get back the pages that it freed.
         may_admit = self._counts.num_preemptions == num_preemptions
-        loads = tuple(self._begin_loads()) if may_admit else ()
+        loads = tuple(self._begin_loads(batch)) if may_admit else ()
         num_decodes = len(decodes) + len(beams)
         if self._running.num_beams and self._uncommitted:
             num_decodes += min(self._decodes.num_waiting_beams, (self._limits.max_tokens_per_step - num_decodes) // 2)
@@ -456,14 +457,11 @@ class Scheduler:
         digest = sequence.adapter_digest
         self._waiting.add(sequence, digest is None or self._adapters.state(digest) is AdapterState.RESIDENT)
 
-    def _next_batch(self) -> list[GrowingSequence]:
-        """Waiting sequences that could run next, in fair order: what they need is loaded while they wait."""
-        return self._waiting.first(min(self._limits.max_num_sequences, _MAX_LOOK_AHEAD))
-
-    def _begin_loads(self) -> Iterator[AdapterLoad]:
+    def _begin_loads(self, batch: list[GrowingSequence]) -> Iterator[AdapterLoad]:
+        """Loads what waiting sequences need that could run next, the first ones in fair order, while they wait."""
         if not (self._waiting.num_lacking or self._prefixes.can_come_ahead):
             return iter(())
-        return self._prefetcher.begin(self._next_batch(), self._waiting.num_lacking, len(self._running))
+        return self._prefetcher.begin(batch, self._waiting.num_lacking, len(self._running))
 
     def _end(self, sequence: GrowingSequence) -> None:
         """Ends a running sequence."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush
 from itertools import islice
 
 from ..fairness.min_queue import Key, MinQueue
@@ -84,7 +84,11 @@ class WaitingQueue:
         if len(self._by_tenant) == 1:
             (queue,) = self._by_tenant.values()
             return queue.sequences[:num_sequences]
-        return [*islice(_in_turn(self._all, lambda queue: queue.sequences), num_sequences)]
+        if len(self._by_tenant) > num_sequences:
+            turns = self._all.walk()
+        else:  # all of them are needed, and sorting is quicker than walking
+            turns = iter(sorted(self._by_tenant.values(), key=lambda queue: _place(queue.counter, queue.sequences)))
+        return [*islice(_in_turn(turns, lambda queue: queue.sequences), num_sequences)]
 
     def equipped_in_turn(self, notes_turns: bool = False) -> Iterator[GrowingSequence]:
         """Sequences that have their adapter, in fair order. Invalid once another such iterator is made.
@@ -95,7 +99,7 @@ class WaitingQueue:
         if len(self._by_tenant) == 1 and not notes_turns:
             (queue,) = self._by_tenant.values()
             return iter(queue.equipped[:])
-        return _in_turn(self._with_equipped, lambda queue: queue.equipped)
+        return _in_turn(self._with_equipped.walk(), lambda queue: queue.equipped)
 
     def of_tenant(self, counter: TenantCounter) -> tuple[int, int]:
         """Number of a tenant's sequences here, and of their tokens, as `num_tokens` counts them."""
@@ -387,34 +391,36 @@ class WaitingQueue:
             self.num_awaiting -= 1
 
 
-def _key(counter: TenantCounter, sequences: list[GrowingSequence]) -> Key | None:
+def _place(counter: TenantCounter, sequences: list[GrowingSequence]) -> Key:
     """Its tenant's position in the fair order; equal tenants go in the order of their oldest sequences."""
-    return (counter.is_background, counter.value, sequences[0].arrival) if sequences else None
+    return counter.is_background, counter.value, sequences[0].arrival
+
+
+def _key(counter: TenantCounter, sequences: list[GrowingSequence]) -> Key | None:
+    return _place(counter, sequences) if sequences else None
 
 
 def _in_turn(
-    queues: MinQueue[_TenantQueue], of: Callable[[_TenantQueue], list[GrowingSequence]]
+    walk: Iterator[_TenantQueue], of: Callable[[_TenantQueue], list[GrowingSequence]]
 ) -> Iterator[GrowingSequence]:
-    """Sequences of all queues in fair order; sets each one's `turn`."""
+    """Sequences of all queues in fair order; sets each one's `turn`. `walk`: the queues in this order."""
     merging: list[tuple[Key, list[GrowingSequence], int]] = []  # a heap of the queues begun
-    walk = queues.walk()
     following = next(walk, None)
     while merging or following is not None:
-        if following is not None:
-            sequences = of(following)[:]
-            key = _key(following.counter, sequences)
-            if key is None or not merging or key < merging[0][0]:
-                if key is not None:
-                    heappush(merging, (key, sequences, 0))
-                following = next(walk, None)
-                continue
-        key, sequences, index = merging[0]
+        key = None if following is None else _key(following.counter, of(following))
+        if following is not None and key is None:  # all of its sequences have left
+            following = next(walk, None)
+            continue
+        if following is not None and key is not None and (not merging or key < merging[0][0]):
+            sequences, index = of(following)[:], 0
+            following = next(walk, None)
+        else:
+            key, sequences, index = heappop(merging)
         sequence = sequences[index]
         sequence.turn = key
         yield sequence
-        if index + 1 == len(sequences):
-            heappop(merging)
-            continue
-        price = prompt_price(max(sequence.num_uncomputed - sequence.num_found, 1))
-        further = key[1] + price / sequence.counter.weight
-        heapreplace(merging, ((key[0], further, sequences[index + 1].arrival), sequences, index + 1))
+        index += 1
+        if index < len(sequences):
+            price = prompt_price(max(sequence.num_uncomputed - sequence.num_found, 1))
+            further = key[1] + price / sequence.counter.weight
+            heappush(merging, ((key[0], further, sequences[index].arrival), sequences, index))

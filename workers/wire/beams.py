@@ -2,15 +2,17 @@
 
 Pure functions of plain values, for the gang that computes a search and for the router that follows it. A round is one
 token for each live beam. The gang lists its candidates (`best_candidates`), and both sides `choose` from these, so a
-search is fixed by its rounds alone: it goes on from them at any gang. The rules are those of transformers'
-`generate(num_beams=width, early_stopping="never")`, and so are the scores and sequences.
+router knows at each moment from where the search goes on at any gang (`BeamsSoFar`). The rules are those of
+transformers' `generate(num_beams=width, early_stopping="never")`, and so are the scores and sequences.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -39,15 +41,14 @@ class BeamCandidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     parent: int  # the beam's place among the live ones
     token_id: int
     logprob: float  # natural
-    top_ids: list[int] = []  # the likeliest tokens at its place, as many as asked for
+    top_ids: list[int] = []  # the likeliest tokens at its place, as many as requested
     top_logprobs: list[float] = []
 
 
 class BeamRound(msgspec.Struct, frozen=True, array_like=True):
-    """What was to be chosen from in a round, the best first, and what the router has stopped of it."""
+    """What was to be chosen from in a round, the best first."""
 
     candidates: list[BeamCandidate]
-    stopped: list[int] = []  # indices of candidates that finish their beams, though with no end token
 
 
 class SearchState(NamedTuple):
@@ -147,27 +148,68 @@ def _bound(total: float, num_tokens: int, rules: BeamRules) -> float:
     return score(total, rules.max_tokens if rules.length_penalty > 0 else num_tokens, rules)
 
 
-def replayed(rounds: Iterable[BeamRound], rules: BeamRules) -> tuple[SearchState, list[list[int]]]:
-    """The state after these rounds, and the tokens of each live beam.
+class BeamsSoFar(msgspec.Struct, frozen=True, array_like=True):
+    """A search after some rounds: all that the further ones depend on, so that a gang need not choose these again."""
 
-    Raises ValueError if no search can have had them.
-    """
-    state, links = NEW_STATE, list[list[tuple[int, int]]]()  # of each round: parent and token of each live beam
-    for one in rounds:
-        candidates, num_live = one.candidates, len(state.totals)
-        if not all(0 <= candidate.parent < num_live for candidate in candidates):
-            raise ValueError("a candidate follows a beam that is not live")
-        choice = choose(state, candidates, rules, frozenset(one.stopped).__contains__)
-        links.append([(candidates[index].parent, candidates[index].token_id) for index in choice.live])
-        state = choice.state
-    beams = list[list[int]]()
-    for beam in range(len(state.totals)):
-        token_ids = list[int]()
-        for link in reversed(links):
-            beam, token_id = link[beam]
-            token_ids.append(token_id)
-        beams.append(token_ids[::-1])
-    return state, beams
+    totals: list[float]  # see `SearchState`
+    finished: list[float]
+    common: list[int]  # first tokens of all live beams: most, as a rule
+    ends: list[list[int]]  # of each live beam, the best first: the tokens after them
+
+    @staticmethod
+    def of(state: SearchState, beams: Sequence[tuple[int, ...]]) -> BeamsSoFar:
+        """`beams`: the tokens of each live one, of which there are some."""
+        low, high = min(beams), max(beams)  # what these have in common all others have, which lie between them
+        num_common = bisect_left(range(1, len(low) + 1), True, key=lambda number: low[:number] != high[:number])
+        ends = [[*beam[num_common:]] for beam in beams]
+        return BeamsSoFar([*state.totals], [*state.finished], [*beams[0][:num_common]], ends)
+
+    def state(self, rules: BeamRules) -> SearchState:
+        """Raises ValueError if no such search can be so far."""
+        lengths = {len(end) for end in self.ends}
+        num_tokens = len(self.common) + max(lengths, default=0)
+        if not (1 <= len(self.ends) == len(self.totals) <= rules.width >= len(self.finished) and len(lengths) == 1):
+            raise ValueError(
+                f"{len(self.ends)} beams with {len(self.totals)} totals and {len(self.finished)} finished ones"
+            )
+        if not 1 <= num_tokens < rules.max_tokens:
+            raise ValueError(f"beams of {num_tokens} tokens, of {rules.max_tokens}")
+        return SearchState(self.totals, num_tokens, self.finished)
+
+    @property
+    def beams(self) -> list[list[int]]:
+        """The tokens of each live beam."""
+        return [[*self.common, *end] for end in self.ends]
+
+
+class SearchPath:
+    """Follows a search round by round, and keeps of each round no more than the beams that went on."""
+
+    def __init__(self, rules: BeamRules, so_far: BeamsSoFar | None = None) -> None:
+        self._rules = rules
+        self._begun = [[]] if so_far is None else so_far.beams
+        self.state = NEW_STATE if so_far is None else so_far.state(rules)
+        self._rounds: list[tuple[array[int], array[int]]] = []  # of each round: parents and tokens of the live beams
+
+    def add(self, one: BeamRound) -> None:
+        choice = choose(self.state, one.candidates, self._rules, lambda _: False)
+        chosen = [one.candidates[index] for index in choice.live]
+        self.state = choice.state
+        self._rounds.append(
+            (array("I", [each.parent for each in chosen]), array("I", [each.token_id for each in chosen]))
+        )
+
+    @property
+    def so_far(self) -> BeamsSoFar | None:
+        """None: no round has been chosen, or the search is over."""
+        beams = list[tuple[int, ...]]()
+        for beam in range(len(self.state.totals)):
+            token_ids = list[int]()
+            for parents, tokens in reversed(self._rounds):
+                token_ids.append(tokens[beam])
+                beam = parents[beam]
+            beams.append((*self._begun[beam], *reversed(token_ids)))
+        return BeamsSoFar.of(self.state, beams) if beams and beams[0] else None
 
 
 def forks(parents: Sequence[int], num_places: int, kept: int = 0) -> list[int]:

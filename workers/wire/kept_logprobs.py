@@ -54,7 +54,7 @@ class KeptLogprobs:
         return len(self._bytes) - (self._ends[start - 1] if start else 0)
 
     def num_fitting(self, start: int, num_bytes: int, more_bytes: int) -> int:
-        """How many rows from `start` on fit into so many bytes, if each takes so many more than its own."""
+        """How many rows from `start` on fit into `num_bytes`, if each takes `more_bytes` beyond its own."""
         begin = self._ends[start - 1] if start else 0
         rows = range(start, len(self._ends))
         return bisect_right(rows, num_bytes, key=lambda row: self._ends[row] - begin + (row + 1 - start) * more_bytes)

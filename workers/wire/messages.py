@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from .beams import BeamRound, BeamRules
+from .beams import BeamRound, BeamRules, BeamsSoFar
 from .embedding import Pooling
 from .engine_load import EngineLoad
 from .fair_shares import ServedElsewhere, TenantShare
@@ -23,8 +23,8 @@ FinishReason = Literal["stop", "length"]
 # sequence has ended. A router continues both elsewhere; when that cannot be, its client gets "gang_lost". A sequence
 # is "taken_over" when it was submitted again, by another router or for another of the client's connections. It is
 # "given_back" when it brings more than its router reads: the router asks for it again when it has read all that came.
-# It is "withdrawn" when its router has asked for that before it began: the router sends it elsewhere. It is "cancelled"
-# when its router has asked for that.
+# It is "withdrawn" when its router has requested that before it began: the router sends it elsewhere. It is "cancelled"
+# when its router has requested that.
 # "adapter_failed": its adapter is damaged or missing, which its operator has to mend. "adapter_overflow": the adapter
 # gives numbers that are not finite, which its tenant has to mend.
 # "store_unavailable": its adapter is not in the gang and cannot be read there now; a router goes on with it at another
@@ -114,10 +114,10 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     usage: SequenceUsage | None = None  # its cost at other gangs, as last reported; counting goes on from there
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     request_id: str = ""  # of the request that it belongs to: for the gang's log
-    key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be asked for again
-    has_begun: bool = False  # a client has had tokens of it: it is never refused for want of room
+    key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be requested again
+    has_begun: bool = False  # a client has had tokens of it: it is never refused because a queue is full
     is_resumed: bool = False  # its client resumes it: it is handed over even if another stream reads it
-    was_admitted: bool = False  # it waited in another gang's queue: it is not refused for want of room either
+    was_admitted: bool = False  # it waited in another gang's queue: it is not refused because a queue is full either
     wait_s: float | None = None  # it is given up if it still waits after so long; None: it waits as long as it takes
     timeout_s: float | None = None  # it is given up, waiting or running, after so long; None: never
     weight: float = 1.0  # its tenant's share of what the gang computes, beside those of others
@@ -125,7 +125,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_background: bool = False  # it yields to everybody else's
     # A beam search after the prompt: updates bring its rounds. `sampling` says nothing of how beams are chosen.
     beams: BeamRules | None = None
-    beam_rounds: list[BeamRound] = []  # of the search at other gangs: it goes on after them
+    beams_so_far: BeamsSoFar | None = None  # of the search at other gangs: it goes on from there; None: it is new
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -222,16 +222,16 @@ class SequenceUpdate(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     sequence_id: int
     token_ids: list[int] = []
-    logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids, if asked for
+    logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids, if requested
     finish_reason: FinishReason | None = None
     error: SequenceError | None = None
     num_cached_tokens: int | None = None  # tokens of its prompt that were not computed; with its first token, else None
     computing_s: float | None = None  # since a step was first planned for it, to its first token; with that, else None
     # With its first token, its last update, every few pages between, and chunks of a long prompt; else None.
     usage: SequenceUsage | None = None
-    # Of the prompt's next tokens, if asked for: all of them come before the first of `token_ids`, or with it.
+    # Of the prompt's next tokens, if requested: all of them come before the first of `token_ids`, or with it.
     prompt_scores: PromptScores | None = None
-    embedding: bytes | None = None  # of the prompt, if asked for: a packed vector, with the last update
+    embedding: bytes | None = None  # of the prompt, if requested: a packed vector, with the last update
     beam_rounds: list[BeamRound] | None = None  # of a beam search, whose updates have no tokens
 
 

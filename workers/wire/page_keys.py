@@ -2,7 +2,7 @@
 
 A key stands for a full page of tokens and for all tokens before it, so the keys of a sequence form a chain. The chain
 begins with all that sequences must have in common to share pages: tenant, salt and the adapter's digest. So no tenant
-can use another's pages, or learn from the time of an answer what another has asked, and a new version of an adapter
+can use another's pages, or learn from the time of an answer what another has requested, and a new version of an adapter
 never uses the KV of an old one. The idea of chained hashes is vLLM's automatic prefix caching.
 
 Leaders and routers make the same keys of the same request.

@@ -8,7 +8,7 @@ Word = tuple[int, ...]
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """After so many tokens of thinking, those of the end are forced, whatever other rules say."""
+    """After this number of thinking tokens, those of the end are forced, whatever other rules say."""
 
     num_tokens: int  # of all thoughts together, without the marks around them
     begin: Word

@@ -45,7 +45,7 @@ def update_bytes(update: SequenceUpdate) -> int:
 def round_bytes(one: BeamRound) -> int:
     """At least as many bytes as a round of a beam search takes in a frame."""
     num_tops = sum([len(candidate.top_ids) for candidate in one.candidates])
-    return _TOKEN_BYTES * (1 + len(one.stopped)) + _CANDIDATE_BYTES * len(one.candidates) + _TOP_BYTES * num_tops
+    return _TOKEN_BYTES + _CANDIDATE_BYTES * len(one.candidates) + _TOP_BYTES * num_tops
 
 
 class UnreadUpdate:

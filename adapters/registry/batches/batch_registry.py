@@ -170,7 +170,7 @@ class BatchRegistry:
                 return batch
 
     async def tenants(self, first: int, most: int) -> list[str]:
-        """Ids of tenants with batches that have not ended: who has waited longest first."""
+        """Ids of tenants with batches that have not ended, the longest wait first."""
         async with answered_within(self._timeout_s):
             found: list[str] = await self._client.zrange(BATCH_TENANTS, first, first + most - 1)
         return found

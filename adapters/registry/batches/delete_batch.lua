@@ -1,4 +1,4 @@
--- Forgets a batch: whoever runs it ends, and the bytes of its results count no more unless they are files by now.
+-- Forgets a batch: a router that runs it ends, and the bytes of its results count no more unless they are files by now.
 -- Returns 1; 0: it is not there as `record` any more.
 -- include: file_bytes.lua, end_batch.lua
 -- KEYS: batches, file_ends

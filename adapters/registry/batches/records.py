@@ -15,14 +15,13 @@ BATCH_PREFIX: Final = "batch_"
 Purpose = Literal["batch", "batch_output"]
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 ENDED: Final[frozenset[Status]] = frozenset({"completed", "failed", "expired", "cancelled"})
-RunningStatus = Literal["validating", "in_progress", "cancelling"]
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     tenant: str
     incarnation: int = 0  # of the tenant
-    user: str = ""  # who alone sees it, beside administrators; empty: the keys of the tenant that are no user's
+    user: str = ""  # that sees it, as administrators do; empty: the keys of the tenant that are no user's
     key_id: str = ""  # as whose it is counted, beside its tenant's and its user's
     filename: str
     num_bytes: int
@@ -113,7 +112,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 def new_id(prefix: str) -> str:
-    """Ids sort by the time when they were made. Their last 80 bits are random: nobody guesses one."""
+    """Ids sort by the time when they were made. Their last 80 bits are random, so none can be guessed."""
     return f"{prefix}{time.time_ns() // 1_000_000:012x}{secrets.token_hex(10)}"
 
 

@@ -34,7 +34,9 @@ DAY_S: Final = 86_400
 HOURS_KEPT_DAYS: Final = 40
 DAYS_KEPT_DAYS: Final = 800
 MAX_GROUPS: Final = 20_000  # of a tenant, on a day, that are kept apart
-USERS_PART: Final = 2  # one in so many of them may be of single users; the others are for adapters, which have prices
+USERS_PART: Final = (
+    2  # the part of them that may be of single users is 1 over this; the others are for adapters, which have prices
+)
 MONTHS_OF_USERS: Final = 2  # this one and the last: an invoice can be made all of the next month
 _BATCH_SIZE: Final = 100  # entries of a script, a few milliseconds of Redis's time
 _SENT_AT_ONCE: Final = 200  # entries, which the event loop writes and reads in one piece

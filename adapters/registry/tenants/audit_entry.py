@@ -13,7 +13,7 @@ _log = logging.getLogger(LOGGER)
 
 
 class Actor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who asks for a change."""
+    """The originator of a change."""
 
     kind: ActorKind
     id: str = ""  # of the key, or the subject of the token; empty: the operators
@@ -23,7 +23,7 @@ class Actor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One change that was asked for and done."""
+    """One change that was requested and done."""
 
     action: str  # such as "key.create"
     tenant: str  # whose things have changed; empty: all tenants

@@ -1,4 +1,4 @@
-"""When a canary is taken back: a sequential test that may be asked after every answer.
+"""When a canary is taken back: a sequential test that may be made after every answer.
 
 For each kind of bad event the two versions' rates get bounds that hold at all times at once: confidence sequences from
 a beta-binomial mixture (Robbins 1970; Howard et al., arXiv 1810.08240 §3), by Ville's inequality. A canary goes when

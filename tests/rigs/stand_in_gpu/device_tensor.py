@@ -62,7 +62,7 @@ class DeviceTensor(torch.Tensor):
         return self.cpu().tolist()
 
     def data_ptr(self) -> NoReturn:
-        raise self._refused("the address of the device's memory is asked for")
+        raise self._refused("the address of the device's memory is requested")
 
     def numpy(self, *_: object, **__: object) -> NoReturn:
         raise self._refused("numpy is to read the device's memory")
@@ -70,7 +70,7 @@ class DeviceTensor(torch.Tensor):
     __array__ = numpy
 
     def untyped_storage(self) -> NoReturn:
-        raise self._refused("the storage of the device's memory is asked for")
+        raise self._refused("the storage of the device's memory is requested")
 
     def _refused(self, what: str) -> GpuProblem:
         return self.memory.timeline.problem(HostReadError(f"{product_line()}: {what}"))

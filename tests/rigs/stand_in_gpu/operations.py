@@ -1,4 +1,4 @@
-"""torch's operations on a stand-in GPU: computed on the CPU at once, and noted as a GPU would be asked for them."""
+"""torch's operations on a stand-in GPU: computed on the CPU at once, and noted as a GPU would get them."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class Operations:
         return self._on_host(call)
 
     def wrapped(self, inner: torch.Tensor, work: Work | None) -> DeviceTensor:
-        """A tensor in memory of its own. `work` has written it; None: nobody has."""
+        """A tensor in memory of its own. `work` has written it; None: it was not written."""
         rows = len(inner) if inner.dim() and len(inner) else 1
         storage, line = inner.untyped_storage(), product_line()
         num_bytes, stream = storage.nbytes(), self._streams.current.number
         memory = WatchedMemory(self._timeline, f"memory of {line}", storage.data_ptr(), num_bytes, num_bytes // rows)
         lease = Lease()
         memory.lease = self._streams.watch_lease(lease, memory, stream)
-        # Memory that nobody has written may have been another tensor's, which its stream still uses: what that stream
+        # Unwritten memory may have been another tensor's, which its stream still uses: what that stream
         # was given last counts as if it had written it.
         last = work or self._timeline.last_of(stream)
         if last is not None:

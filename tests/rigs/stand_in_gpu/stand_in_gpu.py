@@ -1,7 +1,7 @@
 """A GPU for tests, on the CPU: `with stand_in_gpu() as gpu:` makes `torch.device("cuda")` work in all threads.
 
-Nothing can reach its memory but torch's operations and interpreted kernels. What a GPU leaves to whoever programs it is
-checked: what reads, waits and copies, and in which order. What it cannot tell: times, and rounding of a GPU's kernels.
+Nothing can reach its memory but torch's operations and interpreted kernels. What a GPU leaves to its programmer is
+checked: what reads, waits and copies, and in which order. What it cannot show: times, and rounding of a GPU's kernels.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Generator(torch.Generator):
-    """Draws on the CPU, whatever device is asked for."""
+    """Draws on the CPU, whatever device is requested."""
 
     def __new__(cls, device: Any = None) -> _Generator:
         return super().__new__(cls)

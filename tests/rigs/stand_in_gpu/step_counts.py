@@ -96,7 +96,7 @@ def _is_computing() -> bool:
 
 @contextmanager
 def counted(gpu: StandInGpu) -> Iterator[Counter]:
-    """Kernels of Triton's are launched and write nothing; memory that nobody has written holds zeros, so that logits
+    """Kernels of Triton's are launched and write nothing; unwritten memory holds zeros, so that logits
     are finite."""
     import triton.runtime.jit as jit
 
@@ -143,7 +143,7 @@ def count(
     size = Size(config, *sizes, load.pool_bytes, load.pool_bytes // 4, max_tokens=load.max_tokens)
     with stand_in_gpu() as gpu, counted(gpu) as counter:
         device = torch.device("cuda", 0)
-        kernels = replace(triton_kernels(device, torch.float32), compiles=False)  # nobody compiles them here
+        kernels = replace(triton_kernels(device, torch.float32), compiles=False)  # they are not compiled here
         bench = Bench(Machine(device, torch.float32, is_dry=False), size, kernels)
 
         def watched(compute: Callable[..., Any]) -> Callable[..., Any]:

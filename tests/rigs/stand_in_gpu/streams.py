@@ -99,7 +99,7 @@ class Event:
         self._mark = self._streams.timeline.mark(self._stream)
 
     def wait(self, stream: Stream | None = None) -> None:
-        if self._mark is not None:  # CUDA takes an event that nobody recorded for done
+        if self._mark is not None:  # CUDA takes an event that was not recorded for done
             self._streams.timeline.wait((stream or self._streams.current).number, self._mark)
 
     def synchronize(self) -> None:

@@ -13,7 +13,7 @@ from motet.workers import one_shot_sums
 
 
 class SymmetricSums:
-    """`num`: sums that were asked for, replays of graphs included."""
+    """`num`: sums that were requested, replays of graphs included."""
 
     def __init__(self, total: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._total = total

@@ -1,4 +1,4 @@
-"""What a stand-in GPU was asked for: launches, copies and waits, each with the product's line."""
+"""What a stand-in GPU was given: launches, copies and waits, each with the product's line."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ Clock = dict[int, int]  # by stream, the number of its last work that is known t
 
 
 class GpuProblem(AssertionError):  # noqa: N818
-    """What a GPU would not survive, or would get wrong. `StandInGpu.problems` keeps it, whoever catches it."""
+    """What a GPU would not survive, or would get wrong. `StandInGpu.problems` keeps it, even if it is caught."""
 
 
 class OrderError(GpuProblem):

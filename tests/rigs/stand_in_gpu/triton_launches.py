@@ -99,7 +99,7 @@ def interpreted_launches(operations: Operations, captures: Captures) -> Iterator
         refused = grid_problem(name, executor.grid)
         if refused is not None:
             raise ours[0].memory.timeline.problem(GridError(f"{product_line()}: {refused}"))
-        # A layer's part of each page of the pool, say: only the addresses tell which pages are used.
+        # A layer's part of each page of the pool, say: only the addresses show which pages are used.
         scattered = list({id(x.memory): x.memory for x in ours if _is_scattered(x)}.values())
         whole: list[Use] = [
             (x.memory, x.memory.cells_of(x.inner), True) for x in ours if all(x.memory is not m for m in scattered)

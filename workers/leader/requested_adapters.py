@@ -7,21 +7,21 @@ from typing import Final
 
 from ..wire.messages import SequenceRequest
 
-_MAX_NAMES: Final = 4096  # of adapters that were asked for last
+_MAX_NAMES: Final = 4096  # of adapters that were requested last
 
 
-class AskedAdapters:
+class RequestedAdapters:
     """A request costs a few dictionary steps here, and a token nothing. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self.names: dict[str, str] = {}  # by digest, the one that was asked for last comes last
+        self.names: dict[str, str] = {}  # by digest, the one that was requested last comes last
         self.ranks: dict[str, int] = {}  # the largest of each adapter that has a name here, by digest
         self.num_open: Counter[str] = Counter()  # unfinished sequences, by digest
         self._digests: dict[int, str] = {}  # of unfinished sequences
 
-    def copy(self) -> AskedAdapters:
+    def copy(self) -> RequestedAdapters:
         """Names and numbers of this moment, for another thread to read."""
-        copied = AskedAdapters()
+        copied = RequestedAdapters()
         copied.names, copied.ranks = dict(self.names), dict(self.ranks)
         copied.num_open = Counter(self.num_open)
         return copied

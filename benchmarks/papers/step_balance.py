@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..models.config import ModelConfig
-from .devices import Device
-from .model_size import kv_bytes_of_a_token, model_size
-from .operations import Batch, Chunk, Formats, step_operations
+from motet.workers.costs.devices import Device
+from motet.workers.costs.model_size import kv_bytes_of_a_token, model_size
+from motet.workers.costs.operations import Batch, Chunk, Formats, step_operations
+from motet.workers.models.config import ModelConfig
 
 Resource = Literal["compute", "memory", "network"]
 

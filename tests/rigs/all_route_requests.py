@@ -47,7 +47,7 @@ def users_things(name: str) -> Mapping[str, Thing]:
 
 
 def names_things(route: RouteSpec) -> bool:
-    """Whether a request to it names something that may be somebody's."""
+    """Whether a request to it names a resource with an owner."""
     fields = getattr(route.body, "__struct_fields__", ())
     return "{" in route.path or any(field in ("model", "adapter", "input_file_id") for field in fields)
 
@@ -57,7 +57,7 @@ def path_of(route: RouteSpec, *, owners: bool, things: Mapping[str, Thing] = THI
 
     def fill(match: re.Match[str]) -> str:
         thing = things[match[1]]
-        return thing.owners if owners else thing.nobodys
+        return thing.owners if owners else thing.unowned
 
     return _PARAMETER.sub(fill, route.path)
 
@@ -77,7 +77,7 @@ def least_body(
     body = _least(document, content["application/json"]["schema"])
     named = {"model", "adapter"} & {*route.body.__struct_fields__}  # which may be absent
     for field in (body.keys() | named) & things.keys():
-        body[field] = things[field].owners if owners else things[field].nobodys
+        body[field] = things[field].owners if owners else things[field].unowned
     return {"content": msgspec.json.encode(body), "headers": {"Content-Type": "application/json"}}
 
 

@@ -1,7 +1,7 @@
-"""Whether two kinds of requests can be told apart by the processor's time that they take.
+"""Whether two kinds of requests can be distinguished by the processor's time that they take.
 
-What a request waits for hides a hundred times as much on a busy machine; but whoever waits once more, or looks up one
-thing more, computes more too.
+What a request waits for hides a hundred times as much on a busy machine; but a request that waits once more, or looks
+up one thing more, computes more too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process for `ChildProcesses`: `python -m motet.tests.rigs.asked_child`. Each question is what it is to do."""
+"""A process for `ChildProcesses`: `python -m motet.tests.rigs.scripted_child`. Each question is what it is to do."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.tenant_places import TenantPlaces
+from motet.workers.leader.running_limit import RunningLimit
 from motet.workers.wire.beams import BeamRules
 from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, Submit
 
 actions = st.lists(st.tuples(st.booleans(), st.sampled_from("ab"), st.integers(0, 40)), max_size=80)
 
 
-def asked(engine_id: int, tenant: str, width: int = 1) -> SequenceRequest:
+def requested(engine_id: int, tenant: str, width: int = 1) -> SequenceRequest:
     """A search with so many beams, if they are several."""
     request = SequenceRequest(sequence_id=engine_id, prompt_token_ids=[1, 2], sampling=SamplingParams(), tenant=tenant)
     return request if width == 1 else msgspec.structs.replace(request, beams=BeamRules(width, 3, frozenset()))
@@ -28,7 +28,7 @@ def asked(engine_id: int, tenant: str, width: int = 1) -> SequenceRequest:
 def test_each_tenant_in_turn_and_never_more_than_its_places(
     todo: list[tuple[bool, str, int]], num_places: int, widths: list[int]
 ) -> None:
-    places = TenantPlaces(num_places)
+    places = RunningLimit(num_places)
     inside: dict[int, str] = {}
     outside: dict[int, str] = {}  # the oldest first
 
@@ -40,7 +40,7 @@ def test_each_tenant_in_turn_and_never_more_than_its_places(
 
     for number, (comes, tenant, which) in enumerate(todo):
         if comes:
-            if places.enter(asked(number, tenant, size(number))):
+            if places.enter(requested(number, tenant, size(number))):
                 assert tenant not in outside.values(), "it overtook another one of its tenant"
                 inside[number] = tenant
             else:
@@ -83,14 +83,14 @@ async def test_who_has_its_share_waits_though_there_are_places() -> None:
 
 
 @given(actions, st.lists(st.none() | st.integers(1, 4), min_size=1, max_size=8))
-def test_a_share_that_changes_lets_in_who_has_a_place_and_sends_nobody_away(
+def test_a_share_that_changes_lets_in_who_has_a_place_and_ends_none(
     todo: list[tuple[bool, str, int]], shares: list[int | None]
 ) -> None:
-    places = TenantPlaces(shares[0])
+    places = RunningLimit(shares[0])
     inside: dict[int, str] = {}
     outside: dict[int, str] = {}  # the oldest first
     for number, (comes, tenant, which) in enumerate(todo):
-        if comes and places.enter(asked(number, tenant)):
+        if comes and places.enter(requested(number, tenant)):
             inside[number] = tenant
         elif comes:
             outside[number] = tenant

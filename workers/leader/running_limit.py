@@ -1,4 +1,4 @@
-"""A bound on the sequences that an engine has of one tenant at once; further ones wait in front of the engine.
+"""A limit on the sequences that an engine has of one tenant at once; further ones wait in front of the engine.
 
 A beam search takes a place for each of its beams, or all that there are.
 """
@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from ..wire.messages import SequenceRequest
 
 
-class TenantPlaces:
+class RunningLimit:
     """Holds the sequences beyond their tenants' places in the engine, by the engine's ids."""
 
     def __init__(self, num_places: int | None) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
-from ..openai_api.tokenize_schema import TokenizeRequest
-from ..openai_api.unsupported_fields import refused_fields
-from .document import Schema
-from .error_codes import ERRORS, EVERYWHERE, OF_NO_ROUTE
-from .schema_words import name_of, shown_name, words_of
+from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from motet.router.openai_api.tokenize_schema import TokenizeRequest
+from motet.router.openai_api.unsupported_fields import refused_fields
+from motet.router.openapi.document import Schema
+from motet.router.openapi.error_codes import ERRORS, EVERYWHERE, OF_NO_ROUTE
+from motet.tests.rigs.schema_words import name_of, shown_name, words_of
 
 _BLOCK: Final = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _CODE: Final = re.compile(r"^- `(\w+)`:", re.MULTILINE)
@@ -26,9 +26,9 @@ _GENERATION: Final[Mapping[str, type[GenerationFields]]] = MappingProxyType(
 
 def with_tables(page: str, document: Schema) -> str:
     """The page with its tables made anew. Raises ValueError for a missing or an unknown table."""
-    asked = [name for _, name, _ in _BLOCK.findall(page)]
-    if sorted(asked) != sorted(_TABLES):
-        raise ValueError(f"the page has the tables {sorted(asked)}: each of {sorted(_TABLES)} must be there once")
+    requested = [name for _, name, _ in _BLOCK.findall(page)]
+    if sorted(requested) != sorted(_TABLES):
+        raise ValueError(f"the page has the tables {sorted(requested)}: each of {sorted(_TABLES)} must be there once")
     return _BLOCK.sub(lambda block: f"{block[1]}\n{_TABLES[block[2]](document)}\n{block[3]}", page)
 
 
