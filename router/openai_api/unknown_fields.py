@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from .chat_messages import ChatMessage, FunctionDefinition, Tool
 from .request_schema import ChatRequest
-from .response_request import AskedTool, ReasoningConfig, ResponsesRequest, TextConfig
+from .response_request import ReasoningConfig, ResponsesRequest, ResponseTool, TextConfig
 
 WARNING_HEADER: Final = b"x-motet-warning"
 MOST_NAMES: Final = 8  # in a header
@@ -24,7 +24,7 @@ _LISTS: Final = frozenset({"messages", "tools"})
 _NESTED: Final[Mapping[type, Mapping[str, type[msgspec.Struct]]]] = MappingProxyType(
     {
         ChatRequest: {"messages": ChatMessage, "tools": Tool},
-        ResponsesRequest: {"reasoning": ReasoningConfig, "text": TextConfig, "tools": AskedTool},
+        ResponsesRequest: {"reasoning": ReasoningConfig, "text": TextConfig, "tools": ResponseTool},
     }
 )
 
