@@ -38,6 +38,7 @@ from motet.tests.rigs.moving_seed import commit_seed
 from motet.tests.rigs.passed_files import covered_files
 from motet.tests.rigs.passing_runs import PassingRuns
 from motet.tests.rigs.patience import PATIENCE_S
+from motet.workers import device_probe
 
 # Torch reads it when it is loaded. Of so small tensors a second thread computes nothing faster, and spins in between.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -147,6 +148,7 @@ def patient_routers() -> Iterator[None]:
             (body_decoder, "DEADLINE_S"),  # of processes that yield to all others
             (grammar_check, "DEADLINE_S"),
             (patterns, "TIMEOUT_S"),
+            (device_probe, "_TIMEOUT_S"),
         ):
             patch.setattr(module, name, PATIENCE_S)
         for function in ASKS_REDIS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from motet.tests.rigs.running_motet import (
     ONE_THREAD,
     RunningMotet,
     running_motet,
+    slowed,
     wait_until_nothing_is_held,
 )
 
@@ -276,19 +278,19 @@ def _disturb(
 ) -> None:
     """Kills the victims while streams run; every stream must be as if undisturbed."""
     jobs = [job for job in ENDLESS for _ in range(2)]
-    num_under_way = count(1)
+    num_under_way, are_killed = count(1), threading.Event()
 
     def kill_in_the_midst() -> None:
         if next(num_under_way) == len(jobs):  # all have begun
-            for gang in gangs:
-                gang.suspend()  # or its streams are over before the signal comes
-            for gang in gangs:
-                if gang in victims:
-                    gang.kill()
-                else:
-                    gang.resume()
+            for victim in victims:
+                victim.kill()
+            are_killed.set()
 
-    with motet.openai() as client, ThreadPoolExecutor(len(jobs)) as pool:
+    with (
+        slowed(gangs, are_killed.is_set),  # or their streams are over before the last one has begun
+        motet.openai() as client,
+        ThreadPoolExecutor(len(jobs)) as pool,
+    ):
         heard = list(pool.map(lambda job: endless(client, job[0], job[1], kill_in_the_midst), jobs))
     for number, got in enumerate(heard):
         expected = undisturbed[number // 2]

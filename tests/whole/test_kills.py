@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from motet.examples.demo.styles import ADAPTER_STYLES
 from motet.examples.resuming_client import resume_stream
 from motet.tests.rigs.listening_sockets import differences
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, holds_nothing, running_motet
+from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, holds_nothing, running_motet, slowed
 from motet.tests.rigs.token_streams import Heard, Job, Meter, read_stream, stream_all
 
 pytestmark = pytest.mark.cluster
@@ -111,17 +112,21 @@ def test_streams_outlive_it(
         for _ in range(num_rounds, MAX_ROUNDS):
             if _num_resumed(motet) > num_resumed:
                 break
-            _kill_in_the_midst(motet, undisturbed, kind, drawn)
+            _kill_in_the_midst(motet, undisturbed, kind, drawn, is_slowed=True)
         assert _num_resumed(motet) > num_resumed, "no kill met a stream"
 
 
-def _kill_in_the_midst(motet: RunningMotet, undisturbed: list[Heard], kind: str, drawn: random.Random) -> None:
+def _kill_in_the_midst(
+    motet: RunningMotet, undisturbed: list[Heard], kind: str, drawn: random.Random, *, is_slowed: bool = False
+) -> None:
     _wait_until_whole(motet, gone=set())
     gangs = _gang_ids(motet)
     victim = drawn.choice(VICTIMS[kind](motet))
     gang = drawn.choice(motet.gang_processes())
+    is_killed = threading.Event()
 
     def kill() -> None:
+        is_killed.set()
         victim.kill()
         if kind == "controller":
             # A new one replaces the gang. Of one that dies just as the new one recovers, Ray Serve keeps the placement
@@ -130,7 +135,8 @@ def _kill_in_the_midst(motet: RunningMotet, undisturbed: list[Heard], kind: str,
 
     meter = Meter(int(drawn.uniform(0.02, 0.8) * NUM_STREAMS * NUM_TOKENS), kill)
     # HTTP connections end with their router, and clients come back; else each stream must be one connection.
-    heard = stream_all(motet, JOBS, meter, come_back if kind == "router" else read_stream)
+    with slowed(motet.gang_processes() if is_slowed else [], is_killed.is_set):
+        heard = stream_all(motet, JOBS, meter, come_back if kind == "router" else read_stream)
     eventually(lambda: not victim.is_running())
     for number, (got, expected) in enumerate(zip(heard, undisturbed, strict=True)):
         assert got == expected, f"stream {number}, {JOBS[number].body}"

@@ -16,7 +16,7 @@ import pytest
 from motet.cluster.launch.local_serve import free_ports
 from motet.examples.resuming_client import resume_stream
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, running_motet
+from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, running_motet, slowed
 from motet.tests.rigs.scraping import Prometheus, scraping
 from motet.tests.rigs.token_streams import Heard, Job, Meter, read_stream, stream_all
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.cluster
 NAME: Final = "desk"
 NUM_STREAMS: Final = 16
 NUM_TOKENS: Final = 350
-# Gangs are ahead of what clients read: with so small steps they are not through before the last kill, and most of what
-# is scraped is yet to come when the first token arrives.
+# Gangs are ahead of what clients read: with so small steps, and slowed, they are not through before the last kill, and
+# most of what is scraped is yet to come when the first token arrives.
 OPTIONS: Final = ("--gangs", "2", "--routers", "2", "--dtype", "float32", "--max-tokens-per-step", "4")
 # Of all tokens, when Redis, a gang and a router are killed.
 MOMENTS: Final = (0.02, 0.05, 0.1)
@@ -107,8 +107,21 @@ def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMotet]:
         yield motet
 
 
-def cpu_s(process: psutil.Process) -> float:
-    return sum(process.cpu_times()[:2])
+def killing_the_busier(gangs: Sequence[psutil.Process]) -> Callable[[], None]:
+    """Kills the gang that has computed most since: another one may have few streams, or none, and be through."""
+    began_s = {gang: sum(gang.cpu_times()[:2]) for gang in gangs}
+
+    def kill() -> None:
+        used_s: dict[psutil.Process, float] = {}
+
+        def is_told_apart() -> bool:  # from one that only says that it lives
+            used_s.update({gang: sum(gang.cpu_times()[:2]) - began_s[gang] for gang in gangs})
+            return max(used_s.values()) > 0.1
+
+        eventually(is_told_apart)
+        max(used_s, key=lambda gang: used_s[gang]).kill()
+
+    return kill
 
 
 def test_sums_over_what_was_scraped_are_what_clients_received(motet: RunningMotet, tmp_path: Path) -> None:
@@ -120,17 +133,16 @@ def test_sums_over_what_was_scraped_are_what_clients_received(motet: RunningMote
 def check_sums(motet: RunningMotet, prometheus: Prometheus) -> None:
     for process in ("router", "gang"):
         prometheus.reaches(f'count(motet_process_up{{process="{process}"}} == 1)', lambda number: number == 2)
-    assert len(prometheus.query("up == 1")) == 1  # all four are on one page
+    assert len(prometheus.query("up")) == 1  # all four are on one page
+    both_answer(motet, prometheus)
     # A scrape that comes too late on a busy machine takes all series of its process away until the next one.
     eventually(lambda: len(prometheus.gangs(MADE_TOKENS)) == 2)
     gangs = prometheus.gangs(f"max_over_time({MADE_TOKENS}[10m])")
     assert len(gangs) == 2
-    used_s = {gang: cpu_s(gang) for gang in motet.gang_processes()}
-
-    def kill_the_busier() -> None:  # the other may have had few streams, and be through with them
-        max(used_s, key=lambda gang: cpu_s(gang) - used_s[gang]).kill()
-
-    heard = stream_all(motet, SCRAPED_JOBS, Meter(1, kill_the_busier), read_stream)
+    running = motet.gang_processes()
+    meter = Meter(1, killing_the_busier(running))
+    with slowed(running, lambda: meter.count > 0):
+        heard = stream_all(motet, SCRAPED_JOBS, meter, read_stream)
     assert [len(one.token_ids) for one in heard] == [NUM_TOKENS] * NUM_STREAMS
 
     # Each router has counted what it sent, and together they have sent what clients received: once.
@@ -153,6 +165,17 @@ def check_sums(motet: RunningMotet, prometheus: Prometheus) -> None:
         assert prometheus.number(f"resets({counter}[10m])") == 0
 
 
+def both_answer(motet: RunningMotet, prometheus: Prometheus) -> None:
+    """Waits until both routers get requests."""
+    with motet.http() as http:
+
+        def have_both() -> bool:
+            http.get("/v1/models").raise_for_status()
+            return prometheus.number('count(motet_requests_total{route="GET /v1/models"} > 0)') == 2
+
+        eventually(have_both)
+
+
 def test_streams_under_kills_are_metered_once(motet: RunningMotet) -> None:
     for style in ("pirate", "spanish"):
         assert motet.upload(NAME, DEMO / "adapters" / style).status_code == 201
@@ -166,14 +189,16 @@ def test_streams_under_kills_are_metered_once(motet: RunningMotet) -> None:
         def kill_router() -> None:  # the one with the most streams: the other may not have been there when they began
             max(motet.router_processes(), key=lambda router: len(router.net_connections())).kill()
 
+        gangs = motet.gang_processes()
         deeds: list[Callable[[], object]] = [
             partial(set_quota, motet, BEGUN_QUOTA),
             motet.redis_process().kill,
-            motet.gang_processes()[0].kill,
+            killing_the_busier(gangs),
             kill_router,
         ]
         kills = Kills(dict(zip([0, *at], deeds, strict=True)))
-        heard = stream_all(motet, JOBS, Meter(), kills.read)
+        with slowed(gangs, lambda: not kills.num_left):
+            heard = stream_all(motet, JOBS, Meter(), kills.read)
         assert [len(one.token_ids) for one in heard] == [NUM_TOKENS] * NUM_STREAMS
         assert kills.num_left == 0
         assert kills.num_returns > 0, "no stream was at the router that died"
@@ -195,7 +220,12 @@ def test_streams_under_kills_are_metered_once(motet: RunningMotet) -> None:
 def set_quota(motet: RunningMotet, quota: Mapping[str, int]) -> None:
     operators = {"Authorization": f"Bearer {motet.operator_key()}"}
     with motet.http() as http:
-        http.patch("/v1/admin/tenants/acme", json={"quota": quota}, headers=operators).raise_for_status()
+
+        def is_set() -> bool:
+            answer = http.patch("/v1/admin/tenants/acme", json={"quota": quota}, headers=operators)
+            return answer.status_code != 503 and bool(answer.raise_for_status())  # its copy of the registry was behind
+
+        eventually(is_set)
 
 
 def expected_usage(heard: Sequence[Heard]) -> Counter[str]:
@@ -207,11 +237,15 @@ def expected_usage(heard: Sequence[Heard]) -> Counter[str]:
 
 
 def usage(http: httpx.Client) -> Counter[str]:
-    """What the ledger says of the tenant; nothing while no router, or no Redis, is there to say so."""
-    answer = http.get("/v1/usage", params={"by": "adapter"})
-    if answer.status_code in (502, 503, 504):
-        return Counter()
-    total = answer.raise_for_status().json()["total"]
+    """What the ledger says of the tenant, once a router and Redis are there to say so."""
+    answers: list[httpx.Response] = []
+
+    def is_told() -> bool:
+        answers[:] = [http.get("/v1/usage", params={"by": "adapter"})]
+        return answers[0].status_code not in (502, 503, 504)
+
+    eventually(is_told)
+    total = answers[0].raise_for_status().json()["total"]
     return +Counter({name: total[name] for name in ("requests", "cut_off", "prompt_tokens", "output_tokens")})
 
 
