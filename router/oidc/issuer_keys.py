@@ -67,7 +67,7 @@ class IssuerKeys:
         await end_tasks(self._task)
 
     def ask(self) -> None:
-        """A token names a key that is not here: the keys are fetched soon, but not more often than ASKED_GAP_S."""
+        """A token names a key that is not here: the keys are fetched soon, but not more often than REQUESTED_GAP_S."""
         self._requested.set()
 
     async def _follow(self, fetched: asyncio.Event) -> None:
