@@ -104,6 +104,8 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         if len(self.coefficients) != len(StepShape().features):
             raise ValueError(f"{len(self.coefficients)} coefficients: {len(StepShape().features)} are needed")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device = {self.device!r}: cpu or cuda is needed")
         if min(*self.coefficients, self.store_load_s, self.store_page_s, self.copy_page_s) < 0:
             raise ValueError("no cost is below 0")
 
