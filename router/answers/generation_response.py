@@ -37,7 +37,7 @@ _HEADERS: Final = [
 # client, and proxies on the way, must see that the connection is alive.
 HEADERS_AFTER_S: Final = 1.0
 HEARTBEAT_S: Final = 15.0  # proxies cut streams that are silent for a minute
-_HEARTBEAT: Final = b": waiting\n\n"  # a comment, which readers of events skip
+_HEARTBEAT: Final = b": waiting\n"  # a comment, which readers of events skip
 _PIECE_BYTES: Final = 256 << 10
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,9 @@ class GenerationResponse:
                 if self._num_sent == num_sent and not self._is_ending:
                     await self._start(send)
                     if self._num_sent == num_sent and not self._is_ending:  # nothing came while that took its time
-                        await self._send_body(send, _HEARTBEAT)
+                        # A blank line lets readers that split there go on. After an event with an id, openai-python
+                        # and httpx-sse take it for one more event, without data.
+                        await self._send_body(send, _HEARTBEAT if self._has_opened else _HEARTBEAT + b"\n")
                 silence_s, num_sent = HEARTBEAT_S, self._num_sent
         finally:
             self._metrics.num_open_generations -= 1

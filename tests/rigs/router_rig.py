@@ -110,11 +110,12 @@ class Event:
 
 
 def events_of(body: bytes) -> list[Event]:
-    """The complete events in a stream's body; bytes after the last blank line are dropped."""
+    """The complete events in a stream's body, without comments; bytes after the last blank line are dropped."""
     events = []
     for block in body.split(b"\n\n")[:-1]:
         fields = dict(line.split(": ", 1) for line in block.decode().split("\n"))
-        events.append(Event(fields.get("id", ""), fields["data"]))
+        if fields.keys() != {""}:
+            events.append(Event(fields.get("id", ""), fields["data"]))
     return events
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai._streaming import SSEDecoder
 from starlette.types import Message
 
 from motet.router.answers import generation_response
@@ -221,8 +222,10 @@ async def test_heartbeats_change_nothing_of_what_is_reported(rig: RouterRig, mon
 
     monkeypatch.setattr(rig.dispatcher, "submit", slow)
     content = (await post(rig, **fields)).content
-    assert content.count(b": waiting\n\n") > 3
-    waited = [event.chunk for event in events_of(content.replace(b": waiting\n\n", b""))[:-1]]
+    assert content.count(b": waiting\n") > 3
+    waited = [event.chunk for event in events_of(content)[:-1]]
+    as_openai_reads = [event.data for event in SSEDecoder().iter_bytes(iter([content]))]
+    assert as_openai_reads == [event.data for event in events_of(content)]
 
     def reported(chunks: list[Any]) -> list[Any]:
         return sorted(str({**chunk, "id": "", "created": 0}) for chunk in chunks)

@@ -169,7 +169,7 @@ class Client:
                     assert answer.status_code == 200, await answer.aread()
                     async for piece in answer.aiter_raw():
                         got += piece
-                        self.events = before + events_of(got.replace(b": waiting\n\n", b""))
+                        self.events = before + events_of(got)
                         if num_tokens is not None and self.num_tokens >= num_tokens:
                             return
             except httpx.TransportError:

@@ -339,7 +339,7 @@ async def test_a_stream_whose_tokens_show_nothing_yet_is_kept_alive(
     monkeypatch.setattr(generation_response, "HEARTBEAT_S", 0.001)
     rig.dispatcher.answer = rig.ids('<tool_call>{"name": "f", "arguments": {}' + " " * 3000)
     body = (await post(rig, tools=TOOLS, stream=True)).content
-    assert body.count(b": waiting\n\n") >= 2
+    assert body.count(b": waiting\n") >= 2
 
 
 async def test_the_client_of_openai_reads_it(rig: RouterRig) -> None:

@@ -75,7 +75,7 @@ class Cluster:
         load = self.call("GET", "/status").json()["load"]
         return holds_nothing(load)
 
-    def streams_cut_off(self) -> list[Heard]:
+    def streams_cut_off(self) -> list[Received]:
         """Cuts the network of the second machine midway. Not slowed, so small a model would be through before."""
         gangs = [
             process
