@@ -5,8 +5,6 @@
 // other processes use as well, a step then lasts as long as the slowest thread is kept from its core.
 #pragma once
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -48,12 +46,10 @@ inline int current_core() {
 // The process's helpers, which live as long as it does. One caller at a time is helped; another one works alone.
 class Team {
   public:
-    // Never destroyed: helpers sleep in it until the process ends. A forked process has none of its parent's helpers, and
-    // perhaps a lock that one of them held: it gets a team of its own.
+    // Never destroyed: helpers sleep in it until the process ends.
     static Team& of_process() {
-        static const int forks = pthread_atfork(nullptr, nullptr, [] { current() = new Team; });
-        (void)forks;
-        return *current();
+        static Team* team = new Team;
+        return *team;
     }
 
     // Calls `compute(block)` once for each block, on up to `num_threads` threads, the caller among them. Returns when
@@ -90,11 +86,6 @@ class Team {
     }
 
   private:
-    static Team*& current() {
-        static Team* team = new Team;
-        return team;
-    }
-
     static constexpr int kMostThreads = 256;  // helpers of a ticket have eight bits
     static constexpr int kTriesBeforeYield = 1000;
     // Longer than between two operations of a step and shorter than between steps.

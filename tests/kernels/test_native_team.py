@@ -18,10 +18,8 @@ PROGRAM = r"""
 #include <dirent.h>
 #include <dlfcn.h>
 #include <pthread.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -81,34 +79,8 @@ static int fewest_woken(int num_threads, int num_rounds) {
     return fewest;
 }
 
-// How many of some children, which are forked while another thread computes, compute right, and how many hang.
-static void fork_often(int& num_right, int& num_hung) {
-    for (int i = 0; i < 40; i++) {
-        std::thread busy([] {
-            for (int k = 0; k < 60; k++) computes(2 + k % 4);
-        });
-        std::this_thread::sleep_for(std::chrono::microseconds(37 * i));
-        const pid_t child = fork();
-        if (child == 0) {
-            alarm(1);
-            bool right = true;
-            for (int k = 0; k < 8; k++) right = computes(2 + k % 3) && right;
-            _exit(right ? 0 : 1);
-        }
-        int status;
-        waitpid(child, &status, 0);
-        busy.join();
-        num_right += WIFEXITED(status) && WEXITSTATUS(status) == 0;
-        num_hung += WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM;
-    }
-}
-
 int main(int argc, char** argv) {
-    if (!strcmp(argv[1], "forked")) {
-        int right = 0, hung = 0;
-        fork_often(right, hung);
-        printf("%d %d", right, hung);
-    } else if (!strcmp(argv[1], "refused")) {
+    if (!strcmp(argv[1], "refused")) {
         num_allowed = 1;
         bool right = true;
         for (int i = 0; i < 100; i++) right = right && computes(4);
@@ -156,8 +128,3 @@ def test_helpers_of_work_with_more_threads_sleep_through_work_with_fewer(program
     """Of eight threads two are used: at least in one round no more than these wake."""
     is_right, num_woken = run(program, "fewer")
     assert is_right == 1 and num_woken <= 2
-
-
-def test_a_forked_process_computes_though_it_has_none_of_its_parents_threads(program: Path) -> None:
-    """Also where one of them held the lock at that moment."""
-    assert run(program, "forked") == (40, 0)
