@@ -469,5 +469,6 @@ def serving(app: FastAPI) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
+        thread.join(timeout=1)  # it closes idle connections, whose sockets would be left open else
         server.force_exit = True
         thread.join(timeout=PATIENCE_S)
