@@ -135,6 +135,7 @@ def one_by_one(
             found = kernels.paged_attention(registers[op.x], op.kv, batch, op.scale, op.window, op.softcap)
             registers[op.to] = found.flatten(1)
         else:
+            assert isinstance(op, Gated), "experts have a test of their own"
             gated = kernels.silu_mul if op.activation == "silu" else kernels.gelu_tanh_mul
             registers[op.to] = gated(registers[op.x])
     return registers[base.program.output]
