@@ -105,7 +105,7 @@ def match_fused_names(
                 "parameter of experts"
             )
         if key in found:
-            raise AdapterInvalid(f"{TENSORS_FILE} holds both {found[key]} and {shown(name, 160)}: one is needed")
+            raise AdapterInvalid(f"{TENSORS_FILE} holds a matrix twice: as {found[key]} and as {shown(name, 160)}")
         found[key] = name
     missing = [fused_tensor_name(*key, targets) for key in expected.values() if key not in found]
     if missing:

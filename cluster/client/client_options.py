@@ -1,4 +1,4 @@
-"""What every command that talks to a running motet takes, and how it shows errors."""
+"""Options of all commands that talk to a running motet, and how these show errors."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def with_client(command: Callable[Concatenate[MotetClient, P], None]) -> Callabl
 
 
 def with_operator_client(command: Callable[Concatenate[MotetClient, P], None]) -> Callable[P, None]:
-    """As `with_client`, for a command that asks for what only operators see.
+    """As `with_client`, for a command that needs the operators' key.
 
-    Their key is the one that was made in the data folder, where no other is given.
+    If no key is given, it is read from the data folder.
     """
 
     @click.option("--url", default=DEFAULT_URL, envvar=URL_VARIABLE, show_default=True, show_envvar=True)
@@ -59,7 +59,7 @@ def with_operator_client(command: Callable[Concatenate[MotetClient, P], None]) -
         envvar=DATA_DIR_VARIABLE,
         show_default=True,
         show_envvar=True,
-        help="The data folder of a motet of this machine, which holds the operators' key if none is given.",
+        help="Data folder of a motet on this machine; its operators' key is used if none is given.",
     )
     @wraps(command)
     def run(*args: P.args, **options: P.kwargs) -> None:

@@ -1,4 +1,4 @@
-"""Receives the JSON bodies of requests and decodes them, so that no tenant takes others' time or memory with them."""
+"""Receives and decodes requests' JSON bodies, so that no tenant's bodies take other tenants' time or memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ R = TypeVar("R", bound=BodyRequest)
 
 
 class BodyReader:
-    """Belongs to one event loop. Its budget is for the bytes of bodies, until they are decoded."""
+    """Belongs to one event loop. `budget` bounds the bytes of bodies that are not decoded yet."""
 
     def __init__(self, max_held_bytes: int, metrics: Metrics, pace: ArrivalPace = PACE) -> None:
         self.budget = BodyBudget(max_held_bytes)
@@ -49,11 +49,11 @@ class BodyReader:
     ) -> AsyncIterator[R]:
         """The request in the body, decoded. `context`: tokens of the model's context; None: not known yet.
 
-        Fields that the schema lacks are noted in the request's record. A tenant's large requests are inside of the
-        block one at a time: what is done there for a long prompt takes others' time too.
+        Fields that the schema lacks are noted in the request's record. Only one large
+        request of a tenant is inside of the block at a time, since work on a long prompt there delays other requests.
 
-        Raises 400 for a body that does not fit the schema, 408 for one that comes too slowly, 413 for one over the
-        limit, 415 for one that is compressed, and 429 where the memory for bodies is taken.
+        Raises 400 for a body that does not fit the schema, 408 for one that arrives too slowly, 413 for one over the
+        limit, 415 for one that is compressed, and 429 when the memory for bodies is used up.
         """
         _check_headers(http, max_bytes)
         body = _HeldBody(tenant)
@@ -89,11 +89,12 @@ class BodyReader:
                     body.data += chunk
                     limit.reschedule(began_at + pace.latest_s(body.num_bytes))
         except TimeoutError:
-            message = f"The request's body comes too slowly: {body.num_bytes} bytes in {loop.time() - began_at:.0f} s."
+            taken_s = loop.time() - began_at
+            message = f"The request's body arrives too slowly: {body.num_bytes} bytes in {taken_s:.0f} s."
             raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
 
     def _release(self, body: _HeldBody) -> None:
-        """Forgets the bytes, if it still has them. A thread that was cancelled may hold them for a moment longer."""
+        """Drops the bytes; further calls do nothing. A thread that was cancelled may hold them for a moment longer."""
         num_bytes, body.num_bytes, body.data = body.num_bytes, 0, bytearray()
         if not num_bytes:
             return
@@ -117,7 +118,7 @@ def _check_headers(http: Request, max_bytes: int) -> None:
     """Refuses a body by its headers, before any of it is read."""
     encoding = http.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        message = f"Bodies are accepted as they are, not with Content-Encoding {encoding[:40]!r}: send it uncompressed."
+        message = f"Content-Encoding {encoding[:40]!r} is not supported: send the body uncompressed."
         raise ApiError(415, message, code="unsupported_encoding", headers={"Connection": "close"})
     declared = http.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):

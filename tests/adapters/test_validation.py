@@ -99,7 +99,7 @@ SPOILED: dict[str, tuple[dict[str, torch.Tensor | None], list[str]]] = {
     "lora bias": ({Q.replace("lora_A.weight", "lora_B.bias"): torch.ones(16)}, ["lora_bias"]),
     "bias": ({"base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias": torch.ones(16)}, ["biases"]),
     "stranger": ({"something": torch.ones(1)}, ["something", "lora_A"]),
-    "doubled": ({Q.replace(".weight", ".default.weight"): torch.ones(4, 16)}, ["holds both"]),
+    "doubled": ({Q.replace(".weight", ".default.weight"): torch.ones(4, 16)}, ["holds a matrix twice"]),
 }
 
 

@@ -1,4 +1,4 @@
-"""What is known of a file and of a batch: plain data, as Redis has it."""
+"""Records of files and batches, as they are stored in Redis."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     tenant: str
     incarnation: int = 0  # of the tenant
-    user: str = ""  # that sees it, as administrators do; empty: the keys of the tenant that are no user's
-    key_id: str = ""  # as whose it is counted, beside its tenant's and its user's
+    user: str = ""  # its owner, who sees it besides administrators; empty: the tenant's keys without a user see it
+    key_id: str = ""  # counts among this key's files, besides its tenant's and its user's
     filename: str
     num_bytes: int
     purpose: Purpose
@@ -44,7 +44,7 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BatchTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of a batch's answers together."""
+    """Tokens of all of a batch's answers."""
 
     num_input: int = 0
     num_cached: int = 0  # of the input
@@ -69,11 +69,11 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     subject: str = ""  # of the token that it was made with; empty: it was a key
     token: KeyRecord | None = None  # what that token allows
     endpoint: str
-    model: str = ""  # that its lines name; empty: they have not been looked at
+    model: str = ""  # that its lines name; empty: they are not validated yet
     input_file_id: str
     completion_window: str
     metadata: dict[str, str] | None = None
-    output_kept_s: int | None = None  # files of its results; None: as long as any
+    output_kept_s: int | None = None  # how long its result files are kept; None: as long as other files
     status: Status = "validating"
     errors: tuple[BatchError, ...] = ()
     created_at: int
@@ -90,7 +90,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_failed: int = 0
     num_bytes: int = 0  # of its results
     tokens: BatchTokens | None = None  # None: no line has begun
-    has_output: bool = False  # files that its end has made
+    has_output: bool = False  # whether it has ended with these files
     has_errors: bool = False
 
     @property
@@ -99,7 +99,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def output_file_id(self) -> str:
-        """Of answers. Follows from the batch's id, so that a router that takes the batch over finds what is there."""
+        """The file of answers. Derived from the batch's id, so that a router that takes the batch over finds it."""
         return f"{FILE_PREFIX}{self.id.removeprefix(BATCH_PREFIX)}o"
 
     @property
@@ -117,5 +117,5 @@ def new_id(prefix: str) -> str:
 
 
 def place_of(record: FileRecord | BatchRecord) -> str:
-    """Names a file or a batch among those of all tenants."""
+    """Identifies a file or a batch among those of all tenants."""
     return f"{record.tenant_id}/{record.id}"
