@@ -115,7 +115,7 @@ def test_costs_and_traces_are_kept_in_files(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.jsonl", [late, early])
     assert read_trace(tmp_path / "trace.jsonl") == (early, late)
     for line, problem in (
-        ('{"arrival_s": 0, "prompt_tokens": 0, "output_tokens": 1}', "each must be at least 1"),
+        ('{"arrival_s": 0, "prompt_tokens": 0, "output_tokens": 1}', "each must be from 1 to"),
         ('{"arrival_s": -1, "prompt_tokens": 1, "output_tokens": 1}', "0 or a later second"),
         ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1, "user": "u"}', "unknown field"),
         ("", "has no requests"),

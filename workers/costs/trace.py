@@ -26,8 +26,8 @@ class TracedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"arrival_s = {self.arrival_s}: it must be 0 or more, and finite")
         if min(self.prompt_tokens, self.output_tokens) < 1 or max(self.prompt_tokens, self.output_tokens) > MOST_TOKENS:
             raise ValueError(
-                f"{self.prompt_tokens} prompt and {self.output_tokens} output tokens: each must be at least 1, and at most "
-                f"{MOST_TOKENS}"
+                f"{self.prompt_tokens} prompt and {self.output_tokens} output tokens: each must be from "
+                f"1 to {MOST_TOKENS}"
             )
 
 
