@@ -96,9 +96,9 @@ def test_long_names_are_whole_and_json_is_the_servers(fake: FakeMotet, folder: P
 
 
 def test_what_the_server_refuses_is_said_in_its_words(fake: FakeMotet) -> None:
-    refused = motet(fake, "adapters", "delete", "nobody")
+    refused = motet(fake, "adapters", "delete", "absent")
     assert refused.exit_code == 1
-    assert refused.stderr == "Error: there is no adapter 'nobody'\n"
+    assert refused.stderr == "Error: there is no adapter 'absent'\n"
 
 
 def test_options_go_before_the_environment(fake: FakeMotet) -> None:
@@ -273,9 +273,9 @@ def test_chat_answers_line_by_line_and_remembers(fake: FakeMotet) -> None:
 
 def test_chat_changes_the_adapter_and_keeps_the_talk(fake: FakeMotet, folder: Path) -> None:
     motet(fake, "adapters", "upload", "pirate", str(folder))
-    talk = motet(fake, "chat", typed="one\n/adapter nobody\n/adapter pirate\n/adapter\ntwo\n/new\nthree\n")
+    talk = motet(fake, "chat", typed="one\n/adapter absent\n/adapter pirate\n/adapter\ntwo\n/new\nthree\n")
     assert talk.exit_code == 1, talk.output
-    assert f"there is no model 'nobody': {BASE}, pirate can be chosen" in talk.stdout
+    assert f"there is no model 'absent': {BASE}, pirate can be chosen" in talk.stdout
     assert f"now pirate\n{BASE}  [pirate]\n" in talk.stdout
     assert [chat["model"] for chat in fake.chats] == [BASE, "pirate", "pirate"]
     assert [len(chat["messages"]) for chat in fake.chats] == [1, 3, 1]
@@ -285,9 +285,9 @@ def test_chat_starts_with_the_chosen_adapter_and_refuses_an_unknown_one(fake: Fa
     motet(fake, "adapters", "upload", "pirate", str(folder))
     motet(fake, "chat", "--model", "pirate", typed="one\n")
     assert [chat["model"] for chat in fake.chats] == ["pirate"]
-    refused = motet(fake, "chat", "--model", "nobody", typed="one\n")
+    refused = motet(fake, "chat", "--model", "absent", typed="one\n")
     assert refused.exit_code == 1
-    assert "there is no model 'nobody'" in refused.stderr
+    assert "there is no model 'absent'" in refused.stderr
 
 
 def test_a_failed_answer_is_said_and_not_remembered(fake: FakeMotet) -> None:

@@ -1,4 +1,4 @@
-"""What has no key, or none that is known, at a real HAProxy: who answers it, how much of it passes, and its counts."""
+"""Requests without a known key at a real HAProxy: what answers them, how much passes, and what is counted."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PRESETS = CHART / "presets"
 
 
 def comparable(manifests: list[Manifest]) -> dict[str, Any]:
-    """By kind and name, without what only says who made them or where they go, and with the text of Serve read."""
+    """By kind and name, without namespace and annotations, and with Serve's configuration parsed."""
     found = {}
     for manifest in manifests:
         metadata = manifest["metadata"]
@@ -44,7 +44,7 @@ def comparable(manifests: list[Manifest]) -> dict[str, Any]:
 
 
 def in_order(part: Any) -> Any:
-    """Lists whose order says nothing, by name."""
+    """With lists whose order means nothing sorted by name."""
     if isinstance(part, dict):
         return {key: in_order(value) for key, value in part.items()}
     if not isinstance(part, list):

@@ -20,9 +20,9 @@ _ADAPTER = Thing(OWNERS_ADAPTER, "no-ones-thing")
 _ID = hash_key(OWNER_KEY)[:16]
 
 
-def _work_of(whose: str) -> Mapping[str, Thing]:
-    """A file, and a batch of it. `whose`: a tenant's or a user's."""
-    file, batch = (Thing(one, f"{one[:-16]}{'e' * 16}") for one in (file_of(whose), batch_of(whose)))
+def _work_of(owner: str) -> Mapping[str, Thing]:
+    """A file, and a batch of it. `owner`: a tenant's or a user's."""
+    file, batch = (Thing(one, f"{one[:-16]}{'e' * 16}") for one in (file_of(owner), batch_of(owner)))
     return {"file_id": file, "input_file_id": file, "batch_id": batch}
 
 
@@ -31,7 +31,7 @@ THINGS: Final[Mapping[str, Thing]] = {
     "name": _ADAPTER,
     "model": _ADAPTER,
     "adapter": _ADAPTER,
-    "tenant": Thing(OWNER, "tenant-of-nobody"[: len(OWNER)].ljust(len(OWNER), "x")),
+    "tenant": Thing(OWNER, "tenant-unknown"[: len(OWNER)].ljust(len(OWNER), "x")),
     "key_id": Thing(_ID, "0" * len(_ID)),
     "version": Thing("1", "1"),  # of an adapter of the owner's, or of none
     "alias": Thing("live", "live"),

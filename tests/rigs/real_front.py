@@ -74,12 +74,12 @@ _READS: Final[Mapping[str, Callable[[Any, str], Any]]] = {  # all of a key, by i
 LIMITS = UploadLimits(max_config_bytes=10_000, max_tensors_bytes=50_000)
 
 
-def file_of(whose: str) -> str:
-    return f"file-{hash_key(whose)[:16]}"
+def file_of(owner: str) -> str:
+    return f"file-{hash_key(owner)[:16]}"
 
 
-def batch_of(whose: str) -> str:
-    return f"batch_{hash_key(whose)[:16]}"
+def batch_of(owner: str) -> str:
+    return f"batch_{hash_key(owner)[:16]}"
 
 
 def key_without(scope: Scope) -> str:
@@ -88,8 +88,10 @@ def key_without(scope: Scope) -> str:
 
 
 def _records() -> dict[str, KeyRecord]:
-    whose = {OWNER_KEY: OWNER, ASKER_KEY: ASKER, SUSPENDED_KEY: SUSPENDED}
-    records = {key: KeyRecord(key_id=hash_key(key)[:16], tenant=tenant, scopes=SCOPES) for key, tenant in whose.items()}
+    tenants = {OWNER_KEY: OWNER, ASKER_KEY: ASKER, SUSPENDED_KEY: SUSPENDED}
+    records = {
+        key: KeyRecord(key_id=hash_key(key)[:16], tenant=tenant, scopes=SCOPES) for key, tenant in tenants.items()
+    }
     records[EXPIRED_KEY] = KeyRecord(
         key_id=hash_key(EXPIRED_KEY)[:16], tenant=ASKER, scopes=SCOPES, created_at=1.0, expires_at=2.0
     )
@@ -151,9 +153,9 @@ class RealFront:
             await self._give_work(tenant, user)
 
     async def _give_work(self, tenant: str, user: str) -> None:
-        whose, now, until = user or tenant, 1, int(time.time()) + 86_400
+        owner, now, until = user or tenant, 1, int(time.time()) + 86_400
         file = FileRecord(
-            id=file_of(whose),
+            id=file_of(owner),
             tenant=tenant,
             user=user,
             filename="work.jsonl",
@@ -166,7 +168,7 @@ class RealFront:
         self.batches.store.path(tenant, file.id).write_bytes(b"{}")
         await self.batches.files.add(file, ())
         batch = BatchRecord(
-            id=batch_of(whose),
+            id=batch_of(owner),
             tenant=tenant,
             user=user,
             endpoint="/v1/completions",

@@ -210,7 +210,7 @@ BAD: Final[list[tuple[dict[str, Any], str]]] = [
     ({"max_tokens": 2 * CONTEXT}, "max_tokens"),
     ({"stop": "dog"}, "stop"),
     ({"n": 2}, "n"),
-    ({"user": "somebody"}, "user"),
+    ({"user": "someone"}, "user"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"stop_sequences": ["x" * 1000] * 5}, "stop_sequences"),
     ({"lora_path": "a"}, "lora_path"),
@@ -284,7 +284,7 @@ async def test_half_of_a_surrogate_pair_in_a_call_is_no_error(thinker: RouterRig
 
 
 async def test_errors_have_anthropics_types(rig: RouterRig) -> None:
-    unknown = await post(rig, model="nobodys")
+    unknown = await post(rig, model="unknown")
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
     rig.dispatcher.script = failing("store_unavailable", "the adapter cannot be read")
     failed = await post(rig)
@@ -306,7 +306,7 @@ async def test_the_key_in_the_header_of_anthropics_clients(rig: RouterRig) -> No
         del client.headers["Authorization"]
         assert (await client.post("/v1/messages", json=body)).json()["error"]["type"] == "authentication_error"
         assert (await client.post("/v1/messages", json=body, headers={"x-api-key": key})).status_code == 200
-        assert (await client.post("/v1/messages", json=body, headers={"x-api-key": "nobodys"})).status_code == 401
+        assert (await client.post("/v1/messages", json=body, headers={"x-api-key": "unknown"})).status_code == 401
         both = {"x-api-key": key, "Authorization": f"Bearer {other}"}
         assert (await client.post("/v1/messages", json=body, headers=both)).status_code == 200
     assert [request.tenant for request in rig.dispatcher.submitted] == [KEYS[key], KEYS[other]]

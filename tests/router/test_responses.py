@@ -278,7 +278,7 @@ BAD: Final[list[tuple[dict[str, Any], str]]] = [
     ({"input": [{"role": "assistant", "content": "hi"}]}, "input"),  # as the template says
     ({"input": [{"content": "hi"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
-    ({"input": [{"role": "nobody", "content": "hi"}]}, "input[0].role"),
+    ({"input": [{"role": "absent", "content": "hi"}]}, "input[0].role"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
     ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
