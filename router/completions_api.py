@@ -1,4 +1,4 @@
-"""Completions, chats, embeddings and the like: from a request to the HTTP response that will generate its answer."""
+"""The routes of completions, chats, embeddings and the like, from a request to the response that generates it."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ from .versions.version_choice import choose_version, on_adapter, version_header
 
 R = TypeVar("R", bound=GenerationFields)
 
-_EventId = Annotated[str, Meta(description="The last event's id that came of a stream: it goes on behind that.")]
-_EVENTS: Final = {"text/event-stream": "With `stream`: an event for each chunk, and at last `[DONE]`."}
+_EventId = Annotated[str, Meta(description="Id of the last event received of a stream: the answer continues after it.")]
+_EVENTS: Final = {"text/event-stream": "With `stream`: an event for each chunk, then `[DONE]`."}
 _ERRORS: Final = (
     "unsupported_parameter",
     "context_length_exceeded",
@@ -94,7 +94,7 @@ _EMBEDDINGS: Final = Embeddings()
 _RESPONSE: Final = ResponseItems()
 _MESSAGE: Final = MessageBlocks(MessageChat)
 _TOKEN_COUNT: Final = MessageBlocks(CountedChat)
-BACKGROUND_TIER = "flex"  # OpenAI's service_tier for what may take its time
+BACKGROUND_TIER = "flex"  # OpenAI's service_tier for requests that may wait
 
 
 class CompletionsApi:
@@ -232,13 +232,13 @@ class CompletionsApi:
             raise renamed(error, kind.names) from error.__cause__
 
     async def _admitted(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> GenerationResponse:
-        """Each step raises the errors of the API, and what one has decided is decided once."""
+        """Each step raises errors of the API, and passes on what it has decided."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
         record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
         async with self._open_body(http, identity, kind) as request:
             if not kind.is_resumable and http.headers.get(LAST_EVENT_ID):
-                raise wrong_position("these streams cannot be resumed: send the request anew without it.")
+                raise wrong_position("these streams cannot be resumed: send the request again without it.")
             position = requested_position(
                 http, is_stream=request.stream, tenant=identity.name, keys=self._view.stream_keys
             )
@@ -344,10 +344,10 @@ def _generation(
     gang: GangInfo,
     request_id: str,
 ) -> GenerationRequest:
-    """What to generate, by the base. Raises a 400 for what is too long."""
+    """What to generate, with the base as model. Raises a 400 for prompts that are too long."""
     num_logprobs = kind.num_logprobs(request)
 
-    @cache  # prompts of a request differ in nothing else, and may be thousands
+    @cache  # the only difference between prompts of a request, which may be thousands
     def sampling(max_tokens: int | None) -> SamplingParams:
         return sampling_params(
             request,
@@ -398,7 +398,7 @@ def _generation(
 
 
 def _num_new_tokens(generation: GenerationRequest, context: int) -> int:
-    """At most, of all sequences together."""
+    """The most tokens that all sequences together may generate."""
     total = 0
     for prompt in generation.prompts:
         room, max_tokens = context - len(prompt.token_ids), prompt.sampling.max_tokens

@@ -25,7 +25,7 @@ from .sequence_journal import SequenceJournal
 from .sequence_log import log_arrival, log_end
 from .sequence_timers import SequenceTimers
 from .served_engine import ServedEngine
-from .unsent_updates import whose_to_give_back
+from .unsent_updates import tenants_to_give_back
 
 _MAX_ID = (1 << 63) - 1
 _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
@@ -207,7 +207,7 @@ class RoutedSequences:
                 num_values[self._listeners[engine_id].tenant] += count
         if not stream.unsent.is_overfull:
             return
-        tenants = whose_to_give_back(num_values, stream.unsent.num_left_values)
+        tenants = tenants_to_give_back(num_values, stream.unsent.num_left_values)
         for sequence_id, engine_id in [*stream.live.items()]:
             if self._listeners[engine_id].tenant in tenants:
                 del self._listeners[engine_id], stream.live[sequence_id]
