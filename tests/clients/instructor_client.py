@@ -5,15 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import instructor
-from demo import AGENT, FACT, JSON, KEY, QUESTION, TOOL_QUESTION, V1, same
+from demo import AGENT, FACT, JSON, KEY, QUESTION, TOOL_QUESTION, V1, Fact, same
 from openai import OpenAI
 from pydantic import BaseModel
-
-
-class Fact(BaseModel):
-    type: str
-    query: str
-    answer: str
 
 
 class Weather(BaseModel):

@@ -29,7 +29,7 @@ from motet.cluster.commands.cli import main
 from motet.tests.rigs.oracle import VARIANTS
 from motet.workers.costs.devices import DEVICES, Device
 from motet.workers.costs.measured_device import measured_device
-from motet.workers.costs.model_size import kv_bytes_of_a_token, model_size
+from motet.workers.costs.model_size import attention_flops, kv_bytes_of_a_token, model_size
 from motet.workers.costs.operations import Batch, Chunk, Formats, Operation, step_operations
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding
@@ -170,8 +170,7 @@ def test_a_token_computes_two_operations_for_each_active_parameter(base: str) ->
     assert sum(operation.flops for operation in operations.values()) == pytest.approx(
         model_size(model).flops_of_a_token, rel=1e-9
     )
-    num_seen = sum(min(100, window or 100) for window in model.sliding_windows)
-    assert attention.flops == 4 * num_seen * model.num_heads * model.head_dim
+    assert attention.flops == attention_flops(model, 100)
     assert attention.read_bytes == 100 * kv_bytes_of_a_token(model)
 
 

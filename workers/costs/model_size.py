@@ -1,4 +1,4 @@
-"""The size of a base: parameters, bytes, and floating-point operations of a token, from config.json alone."""
+"""The size of a base: parameters, bytes, and floating-point operations of a token. By config.json alone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .operations import Formats
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters by part. `active`: those used to compute one token, without the embedding."""
+    """Parameters by part. `active`: those that compute one token, the embedding left out."""
 
     embedding: int
     attention: int
     mlp: int  # experts included
     norms: int
-    head: int  # 0: tied to the embedding
+    head: int  # 0: the embedding is used
     active: int
 
     @property
@@ -28,7 +28,7 @@ class ModelSize:
 
     @property
     def flops_of_a_token(self) -> int:
-        """Of matrix products, without those of attention."""
+        """Of products; attention adds `attention_flops`."""
         return 2 * self.active
 
 
@@ -59,5 +59,11 @@ def model_size(model: ModelConfig) -> ModelSize:
 
 
 def kv_bytes_of_a_token(model: ModelConfig, formats: Formats | None = None) -> int:
-    """Of one token, in all layers."""
+    """Of all layers."""
     return model.num_layers * (formats or Formats()).kv_bytes(model)
+
+
+def attention_flops(model: ModelConfig, context: int) -> int:
+    """Of one token that sees so many, itself included."""
+    seen = sum(min(context, window or context) for window in model.sliding_windows)
+    return 4 * seen * model.num_heads * model.head_dim
