@@ -49,8 +49,8 @@ class BodyReader:
     ) -> AsyncIterator[R]:
         """The request in the body, decoded. `context`: tokens of the model's context; None: not known yet.
 
-        Fields that the schema lacks are noted in the request's record. Only one large
-        request of a tenant is inside of the block at a time, since work on a long prompt there delays other requests.
+        Fields that the schema lacks are noted in the request's record. A tenant's large requests are inside of the
+        block one at a time: what is done there for a long prompt takes others' time too.
 
         Raises 400 for a body that does not fit the schema, 408 for one that arrives too slowly, 413 for one over the
         limit, 415 for one that is compressed, and 429 when the memory for bodies is used up.

@@ -20,9 +20,9 @@ _ADAPTER = Thing(OWNERS_ADAPTER, "no-ones-thing")
 _ID = hash_key(OWNER_KEY)[:16]
 
 
-def _work_of(owner: str) -> Mapping[str, Thing]:
-    """A file, and a batch of it. `owner`: a tenant's or a user's."""
-    file, batch = (Thing(one, f"{one[:-16]}{'e' * 16}") for one in (file_of(owner), batch_of(owner)))
+def _work_of(whose: str) -> Mapping[str, Thing]:
+    """A file, and a batch of it. `whose`: a tenant's or a user's."""
+    file, batch = (Thing(one, f"{one[:-16]}{'e' * 16}") for one in (file_of(whose), batch_of(whose)))
     return {"file_id": file, "input_file_id": file, "batch_id": batch}
 
 

@@ -21,8 +21,8 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str
     tenant: str
     incarnation: int = 0  # of the tenant
-    user: str = ""  # its owner, who sees it besides administrators; empty: the tenant's keys without a user see it
-    key_id: str = ""  # counts among this key's files, besides its tenant's and its user's
+    user: str = ""  # that sees it, as administrators do; empty: the keys of the tenant that are no user's
+    key_id: str = ""  # as whose it is counted, beside its tenant's and its user's
     filename: str
     num_bytes: int
     purpose: Purpose
