@@ -94,9 +94,9 @@ def plan(
 ) -> None:
     """Plan devices for a load, or replay a trace of one.
 
-    MODEL is a folder with config.json; weights are not needed. The plan uses the cost model (`motet costs`): the fewest or
-    cheapest devices that meet the objectives of first tokens and token intervals. A trace replaces
-    traffic, lengths and adapters, and is replayed on motet's own scheduler in virtual time.
+    MODEL is a folder with config.json; weights are not needed. The plan uses the cost model (`motet costs`): the fewest
+    or cheapest devices that meet the objectives of first tokens and token intervals. A trace replaces traffic, lengths
+    and adapters, and is replayed on motet's own scheduler in virtual time.
     """
     if trace_path is None and (costs_path is not None or requests_per_s is None):
         raise click.UsageError("give --requests-per-s, or a --trace")
