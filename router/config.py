@@ -34,7 +34,7 @@ class RouterConfig:
     max_tenant_uploads: int  # of these, of one tenant
     upload_bytes_per_s: float  # an upload that comes more slowly on average is given up
     upload_deadline_s: float  # as is one that has not come by then
-    upload_idle_s: float  # an upload from which nothing arrives for so long gives up its turn
+    upload_idle_s: float  # an upload that sends nothing for this time loses its turn
     adapter_folders: str  # that adapters may be loaded from, with commas between them; empty: none
     cors_origins: str  # of pages that may read answers, with commas between them; "*": of all; empty: of none
     min_free_bytes: int  # of disk that uploads leave to the registry and the logs

@@ -1,4 +1,4 @@
-"""/health and /ready, for everybody; /metrics and /status, for the operators of motet, who have a key of their own."""
+"""/health and /ready, which are public; /metrics and /status, which need the operators' key."""
 
 from __future__ import annotations
 

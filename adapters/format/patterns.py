@@ -67,7 +67,7 @@ def first_matches(
     """For each key the index of the first pattern that matches it; None: no pattern does.
 
     Patterns match as with `re.match` or, if `full`, `re.fullmatch`. `template`: text before and after each pattern.
-    Raises AdapterInvalid, which names `what`, for a pattern that is no regular expression or takes too long.
+    Raises AdapterInvalid, which names `what`, for a pattern that is not a regular expression or takes too long.
     """
     _check_size(patterns, what)
     if not all(_PLAIN.fullmatch(pattern) for pattern in patterns):
@@ -123,7 +123,7 @@ def _match_in_child(
         )
     found, error = json.loads(child.stdout)
     if error is not None:
-        raise AdapterInvalid(f"{what} holds {shown(error[0])}, which is no regular expression: {error[1]}")
+        raise AdapterInvalid(f"{what} holds {shown(error[0])}, which is not a regular expression: {error[1]}")
     matches: list[int | None] = found
     return matches
 

@@ -37,7 +37,7 @@ def bound_stack(num_bytes: int) -> None:
 
 
 def bound_cpu(seconds: float) -> None:
-    """The process is ended by SIGPROF when it has taken so much CPU from now on."""
+    """Ends this process by SIGPROF after this much more CPU time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

@@ -184,7 +184,7 @@ class RegistryView:
                     await self._load_once()
                     break
                 except _EventsMissed as error:
-                    _LOG.info("%s: loading anew", error)
+                    _LOG.info("%s: loading again", error)
             stream_key = await self._registry.share_stream_key(self._stream_keys[0])
             if stream_key != self._stream_keys[0]:
                 self._stream_keys = (stream_key, self._stream_keys[0])
@@ -249,7 +249,7 @@ class RegistryView:
                 return
 
     async def _load_kept(self, filling: bool) -> KeptAdapters:
-        """The names that are kept now, with their versions read anew from the registry."""
+        """The names that are kept now, with versions just read from the registry."""
         names = KeptAdapters(self._names.capacity, filling=filling)
         kept = self._names.names()
         for start in range(0, len(kept), PAGE_SIZE // 4):
@@ -288,13 +288,13 @@ class RegistryView:
         if not entries and await self._registry.num_events() != self._event_number:
             entries = await self._registry.read_events(self._event_id, 0.0)  # they may have come since
             if not entries:  # Redis lost its data, and the ids of its new events are not above the last known one
-                _LOG.info("the registry has lost its events: loading anew")
+                _LOG.info("the registry has lost its events: loading again")
                 await self._load()
         for entry in entries:
             try:
                 _check_next(entry, self._event_number)
             except _EventsMissed as error:
-                _LOG.info("%s: loading anew", error)
+                _LOG.info("%s: loading again", error)
                 await self._load()
                 return
             self.apply(entry.event)

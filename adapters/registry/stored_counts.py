@@ -93,7 +93,7 @@ class StoredCounts:
         return True
 
     async def recount(self) -> int:
-        """Counts all tenants anew, each at one moment, and returns how many have something stored.
+        """Recounts all tenants, each atomically, and returns how many have something stored.
 
         Changes meanwhile are counted, too. One round trip for each tenant.
         """

@@ -51,7 +51,7 @@ class Chat:
             self.history.clear()
             self._show("forgotten\n")
         else:
-            self._show(f"{command} is no command. {HELP}\n")
+            self._show(f"{command} is not a command. {HELP}\n")
 
     def _answer(self, question: str) -> None:
         """Streams the answer. A question that failed or was stopped by Ctrl-C is not kept."""

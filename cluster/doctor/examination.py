@@ -47,7 +47,7 @@ def examine_cluster(address: str, questions: Questions, expected: Expectations) 
             error(
                 CHECK,
                 f"no running Ray cluster was joined at {address}: {problem}",
-                why="none of its nodes could be looked at",
+                why="none of its nodes could be examined",
                 do="run it on a node of the cluster (kubectl exec into a pod), with RAY_AUTH_MODE and RAY_AUTH_TOKEN "
                 "where the cluster wants a token",
             )
@@ -96,7 +96,7 @@ def _gathered(nodes: Sequence[Mapping[str, Any]], questions: Questions) -> tuple
             except ray.exceptions.RayError as failure:
                 problem = _last_line(failure)
         do = "the same image, with motet in it, for every group of the RayCluster; ray status says how the node is"
-        finding = error(CHECK, f"it could not be looked at: {problem}", why="motet cannot use it", do=do)
+        finding = error(CHECK, f"it could not be examined: {problem}", why="motet cannot use it", do=do)
         findings.append(replace(finding, node=name))
     return facts, findings
 

@@ -1,4 +1,4 @@
-"""The folder of secrets: what is in it, who may read it. Nothing of what the files say is kept or shown."""
+"""Checks the folder of secrets: its files and their permissions. Their contents are neither kept nor shown."""
 
 from __future__ import annotations
 

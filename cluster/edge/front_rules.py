@@ -107,7 +107,7 @@ def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] 
 
 def _source_lines() -> list[str]:
     forwarded = f"req.hdr_ip(x-forwarded-for,-1),{NETWORK_OF_SOURCE}"
-    # Some proxies add the client's port: 1.2.3.4:5678, [fd00::1]:5678, which is no address.
+    # Some proxies add the client's port: 1.2.3.4:5678, [fd00::1]:5678, which must be removed.
     return [
         f"http-request set-var(txn.motet_source) src,{NETWORK_OF_SOURCE} if !motet_trusted",
         f"http-request replace-header x-forwarded-for '^(.*[, ])?{_WITH_PORT}$' '\\1\\3\\4' if motet_trusted",

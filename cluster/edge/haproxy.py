@@ -1,6 +1,6 @@
 """The program that Serve runs for HAProxy: it puts motet's edge into the configuration and becomes HAProxy.
 
-Serve runs it anew whenever routers come or go, with a configuration that it has just written, and watches its process.
+Serve restarts it whenever routers start or end, with a configuration that it has just written, and watches its process.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _listening(path: Path) -> socket.socket:
 
 
 def _found_listener(host: str, port: int, others: Iterable[Path]) -> socket.socket | None:
-    """The port's listening socket, of another process or a new one; None: a program that is none of `others` has it."""
+    """The port's listening socket, of another process or a new one; None: a program that is not in `others` has it."""
     for path in others:
         try:
             with socket.socket(socket.AF_UNIX) as asking:

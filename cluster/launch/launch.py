@@ -65,7 +65,7 @@ class Deployment:
         self._config: MotetConfig | None = None  # of what runs
         self._url = ""
         self._secrets_path = Path()  # of what routers and gangs share
-        self._max_gangs: int | None = None  # that have room; None: as many as the cluster can get
+        self._max_gangs: int | None = None  # that have room; None: no limit but the cluster's
         self._on_hangup: Callable[[], None] | None = None
         self._has_hung_up = False
         self._parts = ExitStack()  # ends what was started, the last first, and all of it even if some of it fails

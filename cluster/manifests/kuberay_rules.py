@@ -55,7 +55,7 @@ def _of_metadata(name: str, annotations: Mapping[str, str]) -> Iterator[str]:
         yield f"the name {name} is no DNS label that begins with a letter"
     timeout = annotations.get(TIMEOUT_ANNOTATION, "1")
     if not re.fullmatch(r"(\d+(\.\d+)?(h|m|s|ms))+|\d+", timeout) or not re.search(r"[1-9]", timeout):
-        yield f"{TIMEOUT_ANNOTATION} is no duration: {timeout}"
+        yield f"{TIMEOUT_ANNOTATION} is not a duration: {timeout}"
 
 
 def _of_groups(cluster: Manifest) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _of_groups(cluster: Manifest) -> Iterator[str]:
             yield f"{name} has labels in rayStartParams"
         for key, value in group.get("labels", {}).items():
             if not LABEL_KEY.fullmatch(key) or not LABEL_VALUE.fullmatch(value):
-                yield f"{name} has a label that is none: {key}={value}"
+                yield f"{name} has an invalid label: {key}={value}"
     scales = bool(cluster.get("enableInTreeAutoscaling"))
     for group in workers:
         name, least, most = group["groupName"], group.get("minReplicas"), group.get("maxReplicas")

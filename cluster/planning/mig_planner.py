@@ -41,7 +41,7 @@ class Demand:
         return Demand(name, size.weights_bytes(), kv_bytes, size.flops_of_a_token, users, context, objective_s)
 
     def token_s(self, device: Device, users: int) -> float:
-        """The least time of a step of so many sequences: reading weights and KV, or computing."""
+        """The lower bound of a step's time with this number of sequences: for reading weights and KV, or computing."""
         read = self.weights_bytes + users * self.context * self.kv_bytes
         return max(read / device.bytes_per_s, users * self.flops / device.flops_per_s)
 

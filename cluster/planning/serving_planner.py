@@ -89,7 +89,7 @@ class ServingPlan:
         return None if self.price_per_hour is None else self.price_per_hour * self.num_devices / 3600
 
     def price_of_million(self, tokens_per_request: float) -> float | None:
-        """Of so many tokens of each request, with the load as it is."""
+        """With this number of tokens of each request, and the load as it is."""
         if self.price_per_s is None:
             return None
         return 1e6 * self.price_per_s / (self.gang.traffic.requests_per_s * tokens_per_request)

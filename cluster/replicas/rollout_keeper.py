@@ -140,7 +140,7 @@ def why_not_whole(application: Mapping[str, Any], said: Mapping[str, str], faile
     else.
     """
     for name, deployment in application["deployments"].items():
-        # Where there are many, one bad node is no reason.
+        # With many replicas, a single bad node does not count.
         enough = max(ENOUGH_FAILURES, deployment["target_num_replicas"])
         reported = [one for one in failed if one.kind == name]
         if len(reported) >= enough:

@@ -123,7 +123,7 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 2
     upload_idle_s: Annotated[
         PositiveSeconds,
-        Setting("An upload that sends nothing for so long is ended.", "live", live_in="router"),
+        Setting("An upload that sends nothing for this time is ended.", "live", live_in="router"),
     ] = 60.0
     upload_bytes_per_s: Annotated[
         PositiveAmount,

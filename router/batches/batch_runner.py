@@ -229,7 +229,7 @@ class BatchRunner:
                     await self._look()
 
     async def _rest(self, wait_s: float) -> None:
-        """At least so long, and until a gang is there, unless no line is to be tried any more."""
+        """Waits for at least this time, and until a gang runs, unless no line will be tried again."""
         until, step_s = time.monotonic() + wait_s * random.uniform(0.75, 1.25), min(wait_s, self._pace.look_s)
         while time.monotonic() < until and not self._is_ended_early():  # noqa: ASYNC110
             await asyncio.sleep(step_s)

@@ -18,8 +18,8 @@ from ..metrics import Metrics
 from .batch_runner import BatchRunner
 from .pace import BatchPace
 
-MOST_BATCHES: Final = 8  # that a router runs at once, of as many tenants
-_PAGE: Final = 100  # tenants that are looked at together
+MOST_BATCHES: Final = 8  # that a router runs at once, each of another tenant
+_PAGE: Final = 100  # tenants that are read together
 _log = logging.getLogger(__name__)
 
 

@@ -56,7 +56,7 @@ class FileStore:
         return (self.root / tenant_id).is_dir()
 
     def check_room(self, num_bytes: int) -> None:
-        """Raises OSError (ENOSPC) where the disk has no room for so many bytes more."""
+        """Raises OSError (ENOSPC) if the disk has no room for this many more bytes."""
         if shutil.disk_usage(self.root).free < num_bytes + self._min_free_bytes():
             raise OSError(errno.ENOSPC, "the disk has no room for results")
 
@@ -72,7 +72,7 @@ class FileStore:
         shutil.rmtree(self.root / tenant_id, ignore_errors=True)
 
     def old_files(self, older_than_s: float) -> Iterator[tuple[str, list[str]]]:
-        """Tenant ids, each with the ids of its files that were not written for so long."""
+        """Tenant ids, each with the ids of its files that were not written for this time."""
         oldest = time.time() - older_than_s
         folders = [*self.root.iterdir()] if self.root.is_dir() else []
         for folder in folders:

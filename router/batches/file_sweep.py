@@ -14,7 +14,7 @@ from .file_store import FileStore
 
 SWEEP_S = 600.0  # between sweeps, of all routers together
 _LEASE_S = 120.0
-_ORPHAN_S = 86_400.0  # a file that was not written for so long is no upload's any more
+_ORPHAN_S = 86_400.0  # a file that was not written for this time does not belong to a running upload
 _LATER_S = 3600.0
 _log = logging.getLogger(__name__)
 

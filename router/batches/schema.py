@@ -98,7 +98,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["batch"] = "batch"
     endpoint: Endpoint
-    model: str | None  # that the lines name; null: they have not been looked at
+    model: str | None  # that the lines name; null: they are not validated yet
     errors: InputErrors | None
     input_file_id: str
     completion_window: str

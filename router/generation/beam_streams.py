@@ -42,7 +42,7 @@ class BeamRun:
         is_stopped: Callable[[Beam], bool],
         limit: Callable[[SamplingParams], TimeLimit | None],
     ) -> None:
-        """`request`: for the prompt; its sampling and its key are not looked at.
+        """`request`: for the prompt; its sampling and its key are ignored.
 
         `is_stopped`: of a beam that grew by a token, if `rules.may_stop`. `limit` returns how much time the search has
         left.

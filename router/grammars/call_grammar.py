@@ -125,7 +125,9 @@ class _Rules:
         members = []
         for key, value in properties.items():
             if not _PYTHON_NAME.fullmatch(key):
-                raise ValueError(f"the argument {key!r} is no name in Python, as this model's form of calls needs.")
+                raise ValueError(
+                    f"the argument {key!r} is not a name in Python, as this model's format of calls requires."
+                )
             members.append((f"{quoted(key + '=')} {self._python_value(root, value)}", key in required))
         rules, arguments = listed(members, ", ", f"argument_{number}")
         self._lines += rules

@@ -29,7 +29,7 @@ class CallText(msgspec.Struct, frozen=True):
     are_keywords: bool = False  # the arguments are `key=value`, with JSON for values
     text_mark: str = ""  # at both ends of texts, in JSON whose keys have no quotes; empty: texts and keys are JSON
     is_alone: bool = False  # an answer has one call
-    content: str = ""  # before an answer that is no call
+    content: str = ""  # before an answer that is not a call
     behind_thoughts: str = ""
 
 

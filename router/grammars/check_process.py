@@ -108,7 +108,7 @@ def _error_on_the_way(matcher: LLMatcher, goes_on: bool) -> str:
     """
     for _ in range(NUM_TRIED_BYTES):
         forced, _, _ = matcher.compute_ff_bytes().partition(_TOKEN_MARKER)
-        matcher.consume_tokens([*forced])  # what must come next is no place to go another way
+        matcher.consume_tokens([*forced])  # forced tokens leave no choice
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         allowed = mask & _ALL_BYTES
         if matcher.is_error() or not mask & ~(1 << _Bytes.eos_token_id):

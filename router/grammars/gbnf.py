@@ -201,11 +201,11 @@ class _Converter:
         digits = match[1] or match[2] or match[3]
         if digits is None:
             if match[4] not in _PLAIN:
-                raise self._error(token.position, f"{match[0]!r} is no escape of GBNF")
+                raise self._error(token.position, f"{match[0]!r} is not an escape of GBNF")
             return _PLAIN[match[4]]
         number = int(digits, 16)
         if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-            raise self._error(token.position, f"{match[0]!r} is no character")
+            raise self._error(token.position, f"{match[0]!r} is not a character")
         return chr(number)
 
     def _error(self, position: int, what: str) -> ValueError:

@@ -49,7 +49,7 @@ class GrammarCheck:
         try:
             data = msgspec.msgpack.encode(wanted)
         except UnicodeEncodeError:
-            raise invalid_value(wanted.param, "it has half of a surrogate pair, which is no character.") from None
+            raise invalid_value(wanted.param, "it has half of a surrogate pair, which is not a character.") from None
         except OverflowError:
             raise invalid_value(wanted.param, "it has a whole number of more than 64 bits.") from None
         except RecursionError:

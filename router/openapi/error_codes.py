@@ -121,7 +121,7 @@ EVERYWHERE: Final = (
     "no_router",
     "router_timeout",
 )
-OF_NO_ROUTE: Final = ("not_found", "method_not_allowed")  # what is no route, or not by this method, answers so
+OF_NO_ROUTE: Final = ("not_found", "method_not_allowed")  # for paths and methods without a route
 _WITH_OPERATORS_KEY: Final = ("invalid_api_key",)
 _WITH_KEY: Final = ("invalid_api_key", "missing_scope", "tenant_suspended", "issuer_unavailable")
 _WITH_QUERY: Final = ("invalid_value",)

@@ -20,7 +20,7 @@ from .limits import Level, Limit
 
 EXCHANGE: Final = LuaScript(Path(__file__).with_name("exchange.lua"), allow_oom=True)  # a tenant's grants stay small
 REPORT_INTERVAL_US: Final = 250_000.0  # between messages of a grant for which no request waits
-IDLE_US: Final = REPORT_INTERVAL_US / 2  # units that were not needed for so long go back with the next message
+IDLE_US: Final = REPORT_INTERVAL_US / 2  # units that were unused for this time are returned with the next message
 LEASE_US: Final = 20_000_000  # after which a router that did not renew its grant has lost it
 _RECENT_US: Final = 1_000_000.0  # time constant of what was taken recently
 

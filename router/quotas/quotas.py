@@ -199,7 +199,7 @@ class Quotas:
             else:
                 raise refusal([(grant.level(now_us), cost) for grant, cost in lacking], holder.levels(now_us))
         for grant, _ in costs if is_resumed else ():
-            level = grant.level(clock_us(), with_held=False)  # what routers hold is no debt
+            level = grant.level(clock_us(), with_held=False)  # what routers hold is not a debt
             if grant.limit.kind == "tokens" and level.full_in_s > _MAX_DEBT_S:
                 raise refusal([(level, 0)], holder.levels(clock_us()))
 

@@ -132,7 +132,7 @@ def _loaded(name: str, spec: Spec) -> AnswerFormat:
     try:
         template = load_response_template(spec)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"response-template: {name} is no response template of transformers ({error})") from error
+        raise ValueError(f"response-template: {name} is not a response template of transformers ({error})") from error
     for field in template.fields.values():
         if field.content == "xml-inline":
             _check_tag_pattern(field.content_args.get("tag_pattern"), name)
@@ -151,7 +151,9 @@ def _check_tag_pattern(pattern: object, name: str) -> None:
     try:
         groups = re.compile(str(pattern)).groupindex if pattern is not None else {}
     except re.error as error:
-        raise ValueError(f"response-template: the tag_pattern {pattern!r} in {name} is no pattern ({error})") from error
+        raise ValueError(
+            f"response-template: the tag_pattern {pattern!r} in {name} is not a valid pattern ({error})"
+        ) from error
     if not {"key", "value"} <= groups.keys():
         raise ValueError(f"response-template: the tag_pattern {pattern!r} in {name} has no groups 'key' and 'value'")
 

@@ -64,7 +64,7 @@ class GrowingCalls:
         """`number`: of its first call among those of the answer."""
         self._heads, self._captures, self._tools, self._first = heads, captures, tools, number
         self._head: re.Pattern[str] | None = heads.first  # that may come next; None: no call comes any more
-        self._text = ""  # not read yet; at last what is no call
+        self._text = ""  # not read yet; at the end the text after the calls
         self._rest: list[str] = []  # what is behind all calls
         self._arguments: GrowingArguments | None = None  # of the call that grows
         self.num_begun = self.num_whole = 0
@@ -80,7 +80,7 @@ class GrowingCalls:
         return [*self._added(text)]
 
     def finish(self) -> tuple[list[Call], str]:
-        """What is left of the last call's arguments, and text behind the calls that is none."""
+        """What is left of the last call's arguments, and the text after the calls."""
         rest = "".join([*self._rest, self._text]).lstrip(_ENDS)
         if self._arguments is None:
             return [], rest

@@ -19,7 +19,7 @@ from .growing_calls import GrowingCalls
 from .template_forms import REASONING_NAMES
 
 Part = Literal["content", "reasoning"]
-MAX_HELD_CHARS: Final = 1024  # text that may become a mark, and is not one after as many characters, is not one
+MAX_HELD_CHARS: Final = 1024  # of text that may become a mark: longer text is not held back
 _CONTEXT_CHARS: Final = 64  # before the text to search, for patterns that look behind
 _MAX_KEPT_CHARS: Final = 512
 _PIECE_CHARS: Final = 512  # so that no pattern scans a long text again and again

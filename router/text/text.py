@@ -39,7 +39,7 @@ MOST_THREADS: Final = 2  # of one tenant
 # A decoder must see what came just before, or a completion of SentencePiece tokens would lose its first space.
 NUM_CONTEXT_TOKENS: Final = 6
 MAX_CONTINUATION_BYTES: Final = 3  # of a character in UTF-8
-_CUT: Final = "�"  # what bytes decode to that are no character
+_CUT: Final = "�"  # for bytes that are not a character
 # Arguments of the template's renderer that are ours to set.
 RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
     {
@@ -204,7 +204,7 @@ class TextService:
 
         `read_as`: special tokens that this format names are shown.
 
-        `is_echoed`: bytes at the prompt's end that are no character yet come with the first piece, as the character
+        `is_echoed`: bytes of an incomplete character at the prompt's end come with the first piece, as the character
         that they turn out to be, and are not in the prompt's own text (`echoes`).
         """
         context = self._context(prompt_token_ids)
@@ -221,7 +221,7 @@ class TextService:
         return self._hidden[answers]
 
     def _num_cut(self, prompt_token_ids: Sequence[int]) -> int:
-        """How many characters at the end of the prompt's text are bytes that are none yet."""
+        """How many characters at the end of the prompt's text are bytes of an incomplete character."""
         known = str(self._backend.decode(self._context(prompt_token_ids), skip_special_tokens=True))
         return len(known) - len(known.rstrip(_CUT))
 
@@ -332,7 +332,7 @@ class Detokenizer:
 
         `hidden`: tokens without a text. None: the special ones.
 
-        `is_echoed`: if nothing ends that character, its bytes are flushed all the same, as the prompt's text lacks
+        `is_echoed`: if nothing ends that character, its bytes are flushed nevertheless, as the prompt's text lacks
         them.
         """
         self._is_echoed = is_echoed
@@ -398,7 +398,7 @@ class Detokenizer:
     def _restart(self) -> str | None:
         """The text of the pending tokens.
 
-        Byte tokens that turn out to be no character spoil those before them too, whose text is out already: the whole
+        Byte tokens that do not form a character make earlier ones invalid too, whose text was sent already: the whole
         run decodes to replacement characters then. The stream continues after the last piece.
         """
         *earlier, last = self._pending

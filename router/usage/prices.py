@@ -54,7 +54,7 @@ class Price:
     per_million: Mapping[str, Decimal]  # by what is priced
 
     def amount(self, numbers: Mapping[str, int]) -> Decimal:
-        """What so much costs; exactly."""
+        """The exact cost of this usage."""
         with localcontext(_EXACT):
             amount = Decimal(0)
             for name, rate in self.per_million.items():

@@ -50,7 +50,7 @@ class UsageApi:
         errors=_ERRORS,
     )
     async def show(self, request: Request, identity: Identity) -> Answer:
-        """Only the tenant's own usage; with a user's key that is no administrator's, only that user's."""
+        """Only the tenant's own usage; with the key of a user who is not an administrator, only that user's."""
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=False)
         return await self._answer(identity.tenant.tenant_id, query, lambda: _one(identity.tenant), _shown_to(identity))
 

@@ -129,7 +129,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @staticmethod
     def read(path: Path) -> StepCosts:
-        """Raises ValueError for a file that is no such fit."""
+        """Raises ValueError for a file that does not hold a fit."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=StepCosts)
         except (msgspec.MsgspecError, ValueError) as error:

@@ -116,4 +116,4 @@ class Constraint:
 def _why(matcher: LLMatcher) -> str:
     """Why it goes on no more."""
     reason = matcher.get_error().partition("\n")[0]
-    return _WHY.get(reason, reason) or "the tokens so far are no beginning of an answer"
+    return _WHY.get(reason, reason) or "the tokens so far cannot begin an answer"

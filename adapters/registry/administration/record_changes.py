@@ -1,4 +1,4 @@
-"""Changes of records of tenants and keys: read, made anew, and put in place of what was read if that is still there."""
+"""Changes of records of tenants and keys: read a record, change it, and replace it if it is still the one read."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from math import lgamma, log
 from typing import Final
 
 FALSE_ALARM: Final = 0.01  # of a whole trial
-MIN_ANSWERS: Final = 20  # of each version, and as many thumbs where thumbs are judged
+MIN_ANSWERS: Final = 20  # of each version, and the same number of thumbs where thumbs are judged
 FAULT_MARGIN: Final = 0.02  # by how much more of the canary's answers may fail
 SLOW_MARGIN: Final = 0.15  # by how much more of them may be slower than any one of the edges
 THUMB_MARGIN: Final = 0.1
@@ -42,7 +42,7 @@ class ArmCounts:
     per_token: tuple[int, ...] = (0,) * (len(PER_TOKEN_EDGES_S) + 1)
     thumbs_up: int = 0
     thumbs_down: int = 0
-    uncounted: int = 0  # answers, beside those, of sticky keys that had as many counted as may be
+    uncounted: int = 0  # further answers, of sticky keys that had reached their limit of counted answers
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def rate_bounds(num_bad: int, num: int, false_alarm: float) -> tuple[float, floa
     evidence = _log_beta(_PRIOR + num_bad, _PRIOR + num_good) - _log_beta(_PRIOR, _PRIOR) + log(false_alarm)
 
     def is_possible(rate: float) -> bool:
-        """Whether a mixture of all rates does not explain what was seen so much better than this one."""
+        """Whether this rate explains the counts nearly as well as a mixture of all rates does."""
         bad = num_bad * log(rate) if num_bad else 0.0
         return evidence < bad + (num_good * log(1 - rate) if num_good else 0.0)
 
