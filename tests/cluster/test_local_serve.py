@@ -146,7 +146,7 @@ def test_a_start_of_ray_that_takes_too_long_is_tried_again(
     start_serve(tmp_path, 18000, 1)
     assert (stand_in.num_starts, stand_in.num_shutdowns) == (3, 2)
     assert stand_in.num_left == [0, 0, 0]  # nothing of an attempt is left when the next one begins
-    assert caplog.text.count("Ray did not start, and is started again: HTTP proxies not available after 60s") == 2
+    assert caplog.text.count("Ray did not start, trying again: HTTP proxies not available after 60s") == 2
     stand_in.close()
 
 

@@ -97,7 +97,7 @@ def test_a_head_that_comes_back_needs_to_know_the_redis() -> None:
 
 
 def test_whose_addresses_count_has_to_be_decided() -> None:
-    """Behind a proxy that motet does not know all clients have one address, and together the bounds of one."""
+    """Behind a proxy that motet does not know all clients have one address, and share the limits of one client."""
     ended = run_tool("helm", "template", str(CHART), check=False)
     assert ended.returncode != 0 and "trustedProxies is needed" in ended.stderr
 

@@ -112,7 +112,7 @@ OPERATOR: dict[str, Plant] = {
     "head has no container": lambda m: head(m)["template"]["spec"].update(containers=[]),
     "both in rayStartParams and beside": lambda m: head(m).update(resources={"CPU": "0"}),
     "labels in rayStartParams": lambda m: gangs(m)["rayStartParams"].update(labels="a=b"),
-    "has a label that is none": lambda m: gangs(m).update(labels={"a b": "c"}),
+    "has an invalid label": lambda m: gangs(m).update(labels={"a b": "c"}),
     "needs minReplicas": lambda m: [cluster(m).pop("enableInTreeAutoscaling"), gangs(m).pop("minReplicas")],
     "minReplicas 9 and maxReplicas 8": lambda m: gangs(m).update(minReplicas=9),
     "cannot be suspended": lambda m: gangs(m).update(suspend=True),

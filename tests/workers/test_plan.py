@@ -116,7 +116,7 @@ def test_costs_and_traces_are_kept_in_files(tmp_path: Path) -> None:
     assert read_trace(tmp_path / "trace.jsonl") == (early, late)
     for line, problem in (
         ('{"arrival_s": 0, "prompt_tokens": 0, "output_tokens": 1}', "each must be from 1 to"),
-        ('{"arrival_s": -1, "prompt_tokens": 1, "output_tokens": 1}', "0 or a later second"),
+        ('{"arrival_s": -1, "prompt_tokens": 1, "output_tokens": 1}', "must be 0 or more"),
         ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1, "user": "u"}', "unknown field"),
         ("", "has no requests"),
     ):
