@@ -52,7 +52,7 @@ def _of_metadata(name: str, annotations: Mapping[str, str]) -> Iterator[str]:
     if len(name) > MAX_NAME_CHARS:
         yield f"the name {name} is longer than {MAX_NAME_CHARS} characters"
     if not DNS_LABEL.fullmatch(name):
-        yield f"the name {name} is no DNS label that begins with a letter"
+        yield f"the name {name} is not a DNS label that begins with a letter"
     timeout = annotations.get(TIMEOUT_ANNOTATION, "1")
     if not re.fullmatch(r"(\d+(\.\d+)?(h|m|s|ms))+|\d+", timeout) or not re.search(r"[1-9]", timeout):
         yield f"{TIMEOUT_ANNOTATION} is not a duration: {timeout}"

@@ -107,8 +107,8 @@ SERVE: dict[str, Plant] = {
 }
 OPERATOR: dict[str, Plant] = {
     f"longer than {MAX_NAME_CHARS}": lambda m: m["metadata"].update(name="m" * (MAX_NAME_CHARS + 1)),
-    "is no DNS label": lambda m: m["metadata"].update(name="7motet"),
-    "is no duration": lambda m: m["metadata"].update(annotations={"ray.io/initializing-timeout": "soon"}),
+    "is not a DNS label": lambda m: m["metadata"].update(name="7motet"),
+    "is not a duration": lambda m: m["metadata"].update(annotations={"ray.io/initializing-timeout": "soon"}),
     "head has no container": lambda m: head(m)["template"]["spec"].update(containers=[]),
     "both in rayStartParams and beside": lambda m: head(m).update(resources={"CPU": "0"}),
     "labels in rayStartParams": lambda m: gangs(m)["rayStartParams"].update(labels="a=b"),
