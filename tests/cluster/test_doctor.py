@@ -320,7 +320,7 @@ FINE = SecretFile(mode=0o440)
         (
             SecretsFacts(folder="/s", files={"redis-url": replace(FINE, differs=True)}),
             "error",
-            "REDIS_URL say different",
+            "REDIS_URL have different",
         ),
         (SecretsFacts(folder="/s", files={"redis-url": replace(FINE, mode=0o644)}), "warning", "mode 0644"),
     ],
