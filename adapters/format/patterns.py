@@ -1,7 +1,7 @@
 """Matches regular expressions from uploads, and limits the cost of hostile ones.
 
 A PEFT config may hold any regular expression, and Python's `re` can take years for a short one while it holds the
-interpreter's lock. Plain names are matched in this process, all else in a child process with limited memory and time. All
+interpreter's lock. Plain names are matched in this process, all else in a child with limited memory and time. All
 expressions of one upload share that time.
 """
 
