@@ -43,7 +43,7 @@ class Sight:
         return (private_name(self.user, requested), requested) if self.user else (requested,)
 
     def ranges(self) -> tuple[Range, ...]:
-        """Of the names that the caller sees, in their order."""
+        """The ranges of names that the caller sees, in order."""
         if self.sees_all:
             return (_ALL,)
         return (_PLAIN, (f"{PRIVATE}{self.user}/", f"{PRIVATE}{self.user}0")) if self.user else (_PLAIN,)

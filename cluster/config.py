@@ -109,7 +109,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def ledger_path(self) -> Path:
-        """Of what routers have not sent to Redis yet."""
+        """The folder for usage that routers have not sent to Redis yet."""
         return self.serving.data_dir / "ledger"
 
     @property
@@ -118,7 +118,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def files_path(self) -> Path:
-        """Of tenants' files and the results of batches."""
+        """The folder for tenants' files and the results of batches."""
         return self.store_path / "files"
 
     @property

@@ -247,7 +247,7 @@ class TextCompletion:
 
 
 class Embeddings:
-    """Of prompts that nothing follows."""
+    """Embeddings of prompts, without generated tokens."""
 
     schema = EmbeddingPrompts
     id_prefix = "embd-"
@@ -257,7 +257,7 @@ class Embeddings:
     names: Mapping[str, str] = embedding_prompts.NAMES
 
     def max_prompts(self, max_sequences: int) -> int:
-        """Of which `max_sequences` are computed at once."""
+        """The most prompts of a request; `max_sequences` of them are computed at once."""
         return max(max_sequences, embedding_prompts.MAX_INPUTS)
 
     def num_prompts(self, request: EmbeddingPrompts) -> int:

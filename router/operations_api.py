@@ -32,7 +32,7 @@ _ONE_WORD: Final = {"text/plain": "One word."}
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Of this router, and of the gangs that it is connected to."""
+    """The status of this router, and of the gangs that it is connected to."""
 
     version: str
     model: str

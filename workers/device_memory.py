@@ -27,7 +27,7 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Of the GPU."""
+        """Memory of the GPU."""
         return int(torch.cuda.mem_get_info(self._device)[1])
 
     @contextmanager

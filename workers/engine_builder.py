@@ -203,7 +203,7 @@ def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[
 
 
 def _await_all_ready(connections: Sequence[Connection], on_progress: Progress | None) -> list[Ready]:
-    """By rank. Raises WorkerLostError as soon as one of them is lost, since others may wait for it."""
+    """The workers' reports by rank. Raises WorkerLostError as soon as one is lost, since others may wait for it."""
     with ThreadPoolExecutor(len(connections), thread_name_prefix="gang-start") as threads:
         waits = [threads.submit(_await_ready, rank, each, on_progress) for rank, each in enumerate(connections)]
         try:

@@ -31,7 +31,7 @@ def bound_memory(num_bytes: int) -> None:
 
 
 def bound_stack(num_bytes: int) -> None:
-    """Of the main thread: more ends the process by SIGSEGV."""
+    """Limits the stack of the main thread: using more ends the process by SIGSEGV."""
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (num_bytes, hard))
 

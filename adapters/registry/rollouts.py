@@ -13,7 +13,7 @@ from .registry_keys import ROLLOUT_LOOK, ROLLOUTS
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one application on one cluster."""
+    """The rollout of one application on one cluster."""
 
     good: Mapping[str, Any]  # Serve's configuration of the application, as JSON has it
     taken_back: str | None = None  # why a newer one was rolled back; None: none was, or there is a newer one since

@@ -22,7 +22,7 @@ class Unswept(NamedTuple):
 
     @property
     def event_number(self) -> int:
-        """Of the last event that took it from a name of the tenant."""
+        """The number of the last event that took it from a name of the tenant."""
         return int(self.entry.split(" ", 1)[0])
 
     @property

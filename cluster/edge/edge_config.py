@@ -135,7 +135,7 @@ def _without_router(backend: str, body: list[str]) -> list[str]:
 
 
 def _applications(front: list[str]) -> dict[str, str]:
-    """Of each application the prefix of its paths, and its backend. That at "/" is motet."""
+    """The backend of each application by the prefix of its paths. The one at "/" is motet."""
     found = [re.match(r" *acl is_(\S+) path (\S+)$", line) for line in front]
     return {one[2]: one[1] for one in found if one}
 

@@ -19,7 +19,7 @@ SUFFIX = "-via-ingress-request-router"
 
 
 def second_backends(names: Sequence[str]) -> list[str]:
-    """Of these backends: those that get a second one. One whose second name is taken gets none."""
+    """The backends that get a second one: those whose second name is free."""
     return [name for name in names if not name.endswith(SUFFIX) and f"{name}{SUFFIX}" not in names]
 
 

@@ -170,6 +170,6 @@ def _is_version_2(cluster: Manifest) -> bool:
 
 
 def _environment(group: Manifest) -> dict[str, Any]:
-    """Of Ray's container, which is the first."""
+    """The environment of Ray's container, which is the first one."""
     containers = group["template"]["spec"].get("containers") or [{}]
     return {one["name"]: one.get("value") for one in containers[0].get("env", ())}

@@ -110,7 +110,7 @@ def _wanted_bounds(before: tuple[int, int], wanted: Numbers) -> tuple[int, int]:
 
 
 def _deployment(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Of motet's application; made if it is missing."""
+    """The deployment in motet's application; added if it is missing."""
     applications = [one for one in config["applications"] if one["import_path"] == IMPORT_PATH]
     if len(applications) != 1:
         raise CannotScale(f"serveConfigV2 has {len(applications)} applications of motet: one is needed")

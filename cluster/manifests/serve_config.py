@@ -26,7 +26,7 @@ def serve_config(ray_service: Manifest) -> dict[str, Any]:
 
 
 def arguments(ray_service: Manifest) -> dict[str, Any]:
-    """Of motet's application."""
+    """The arguments of motet's application."""
     (application,) = serve_config(ray_service)["applications"]
     found: dict[str, Any] = application["args"]
     return found

@@ -101,7 +101,7 @@ def choose(demand: Demand, gpu: MigGpu, efficiency: float = EFFICIENCY) -> Gangs
 
 
 def share(profile: Profile) -> float:
-    """Of a GPU, by whichever of its slices it takes more of."""
+    """The share of a GPU: the larger of its shares of compute and memory slices."""
     return max(profile.memory_slices / MEMORY_SLICES, profile.compute_slices / COMPUTE_SLICES)
 
 

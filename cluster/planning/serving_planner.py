@@ -47,7 +47,7 @@ class ServingPlan:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """Of each gang: no node has a part of one."""
+        """The place of each gang. Gangs are not split between nodes."""
         per_node = self.devices_per_node // self.degree
         return tuple(
             Place(number // per_node, tuple(range(first, first + self.degree)))
@@ -57,13 +57,13 @@ class ServingPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Of each worker, for all adapters."""
+        """Host memory of each worker, for all adapters."""
         adapters = self.gang.traffic.adapters
         return ceil(_HOST_SPARE * len(adapters.shares) * self.gang.adapter_bytes / self.degree)
 
     @property
     def pool_bytes(self) -> int:
-        """Of each worker: what its device has left."""
+        """The pool of each worker: what is left on its device."""
         return int(self.gang.pool_bytes / self.degree)
 
     @property
@@ -73,7 +73,7 @@ class ServingPlan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of motet. The pool is what a device has left, which a worker measures."""
+        """Settings of motet, without the pool, which a worker sizes by the memory that is left."""
         found: dict[str, Any] = {
             "gang-num-gpus": 1,
             "tensor-parallel": self.degree,
@@ -95,7 +95,7 @@ class ServingPlan:
         return 1e6 * self.price_per_s / (self.gang.traffic.requests_per_s * tokens_per_request)
 
     def gains(self) -> Iterator[tuple[str, float]]:
-        """By what part a gang serves more with 10 % more of each resource, or with looser objectives."""
+        """How much more a gang serves with 10 % more of each resource, or with looser objectives."""
         gang, device, objectives = self.gang, self.gang.device, self.gang.objectives
         network = device.network_bytes_per_s
         changed = {

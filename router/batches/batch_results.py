@@ -32,7 +32,7 @@ class LineError(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one line, as OpenAI writes it."""
+    """The result of one line, in OpenAI's format."""
 
     id: str = msgspec.field(default_factory=lambda: f"batch_req_{secrets.token_hex(12)}")
     custom_id: str

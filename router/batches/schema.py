@@ -85,7 +85,7 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
 
 
 class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the answers that there are, each once."""
+    """The usage of the answers so far, each counted once."""
 
     input_tokens: int
     input_tokens_details: CachedTokens

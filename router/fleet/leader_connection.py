@@ -266,7 +266,7 @@ class LeaderConnection:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of the next stream. The leader takes the one that was made last for this connection's only one."""
+        """Metadata of the next stream. The leader takes the newest stream of this connection as its only one."""
         self._num_connects += 1
         return (TOKEN_KEY, self._token), (ROUTER_KEY, self._name), (CONNECT_KEY, str(self._num_connects))
 

@@ -113,7 +113,7 @@ class _Rules:
         return " ".join(parts) or '""'
 
     def _any_arguments(self, number: int, tags: Tags | None) -> str:
-        """Of a tool without a schema."""
+        """The arguments of a tool without a schema."""
         if tags is None:
             argument = f'{_ANY_NAME} "=" {json_value(True, self._spaces)}'
             return f'({argument} (", " {argument})*)?'

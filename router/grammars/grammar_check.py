@@ -64,7 +64,7 @@ class GrammarCheck:
         return verdict.lark
 
     async def _awaited(self, tenant: str, digest: bytes, data: bytes, vocab_size: int) -> Verdict:
-        """Of requests with one grammar that came together the first one has it tried.
+        """The first of simultaneous requests with the same grammar has it tested.
 
         That goes on if the requests are given up: to end its process would leave the next tenant to start one.
         """

@@ -146,6 +146,6 @@ def codes_of(route: RouteSpec) -> tuple[str, ...]:
 
 
 def by_status(codes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
-    """Of codes, in the order of statuses."""
+    """Codes by status, in ascending order."""
     statuses = sorted({ERRORS[code][0] for code in codes})
     return {status: tuple(code for code in codes if ERRORS[code][0] == status) for status in statuses}

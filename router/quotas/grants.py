@@ -64,7 +64,7 @@ class Message:
 
 
 class Grant:
-    """Of one limit of a tenant at one router. `key`: of the limit in Redis. `limit` is above 0."""
+    """The grant of one limit of a tenant at one router. `key`: of the limit in Redis. `limit` is above 0."""
 
     _numbers = itertools.count()
 

@@ -48,12 +48,12 @@ class AnswerFormat:
 
     @cached_property
     def call_heads(self) -> CallHeads | None:
-        """Of calls that can be shown while they are written; None: they are shown once they are whole."""
+        """How calls begin, if they can be shown while they are generated; None: they are shown once complete."""
         return call_heads(self.template.fields[_CALLS]) if self.has_calls else None
 
     @property
     def num_id_chars(self) -> int:
-        """Of a call's id. Mistral's chat templates refuse others than those of nine."""
+        """Characters of a call's id. Mistral's chat templates require nine."""
         return 9 if self.family in ("mistral", "mistral-args") else NUM_ID_CHARS
 
     @cached_property

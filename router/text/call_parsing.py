@@ -120,12 +120,12 @@ def json_text(value: Any) -> str:
 
 
 def _refuse(name: str) -> Any:
-    """Of what Python reads as a number, and JSON does not have."""
-    raise ValueError(f"{name} is no JSON")
+    """Refuses a number of Python's that JSON does not have."""
+    raise ValueError(f"{name} is not JSON")
 
 
 def _number(text: str) -> float | str:
-    """Of JSON's, with a point or an exponent."""
+    """A JSON number with a point or an exponent."""
     value = float(text)
     return value if math.isfinite(value) else _BIG + text
 

@@ -109,7 +109,7 @@ class GrowingCalls:
                 self._arguments, self._head = None, self._heads.following
 
     def _next_name(self) -> str | None:
-        """Of the tool that is called next. None: it is not known yet, or none is."""
+        """The name of the tool that is called next. None: not known yet, or there is no further call."""
         match = None if self._head is None else self._head.match(self._text, 0, _MAX_HEAD_CHARS)
         if match is None and self._head is not None and len(self._text) < _MAX_HEAD_CHARS:
             return None

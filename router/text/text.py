@@ -117,7 +117,7 @@ class TextService:
         return found
 
     def token_id(self, token: str) -> int | None:
-        """Of a token of the vocabulary, added ones included; None: it is none."""
+        """The id of a token, added ones included; None: it is not in the vocabulary."""
         return self._backend.token_to_id(token)
 
     def token_str(self, token_id: int) -> str:
@@ -139,12 +139,12 @@ class TextService:
 
     @property
     def special_ids(self) -> Mapping[str, int]:
-        """Of the special tokens, by their names."""
+        """Ids of the special tokens, by name."""
         return {name: token_id for token_id, name in self._special_ids.items()}
 
     @property
     def template_digest(self) -> str:
-        """Of the template of chats; empty: there is none."""
+        """The digest of the chat template; empty: there is none."""
         template = self._templated.chat_template
         if isinstance(template, dict):
             template = template.get("default")

@@ -52,7 +52,7 @@ class LedgerKeeper:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Of lines that Redis does not have yet."""
+        """Bytes of lines that Redis does not have yet."""
         return self._spool.num_waiting_bytes
 
     @property

@@ -72,7 +72,7 @@ class Prices:
     prices: Sequence[Price]
 
     def price_of(self, adapter: str) -> Price | None:
-        """Of an adapter's use, or of the base's. None: it costs nothing.
+        """The price of an adapter, or of the base. None: it costs nothing.
 
         Private adapters have one price: after two months their rows are added up, and amounts must stay as they are.
         """

@@ -121,7 +121,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return num_pages * self.copy_page_s
 
     def move_s(self, num_pages: int) -> float:
-        """Of pages of KV between the pool and host memory, which are as large as those of adapters."""
+        """Seconds to copy pages of KV between the pool and host memory, which are as large as those of adapters."""
         return num_pages * self.copy_page_s
 
     def write(self, path: Path) -> None:

@@ -37,7 +37,7 @@ class TokenCounts:
 
     @classmethod
     def of(cls, plan: SamplePlan) -> TokenCounts:
-        """Of a sequence whose plan carries its tokens."""
+        """The counts of a sequence whose plan carries its tokens."""
         assert plan.seen is not None
         counts, rules = cls(plan.seen), plan.params.rules
         if rules is None or not rules.looks_back:

@@ -142,7 +142,7 @@ class FrameServer:
 
     @property
     def shares(self) -> Iterable[TenantShare]:
-        """Of the tenants that the engine has reported, as last reported."""
+        """The shares of tenants, as last reported by the engine."""
         return iter(self._shares)
 
     @property

@@ -93,7 +93,7 @@ class RoutedSequences:
 
     @property
     def num_held_tokens(self) -> int:
-        """Of their prompts."""
+        """Tokens of their prompts."""
         return self._running_limit.num_held_tokens
 
     @property

@@ -118,7 +118,7 @@ class FileRegistry:
         return [(tenant_id, one) for tenant_id, _, one in (place.partition("/") for place in places)]
 
     async def forget_place(self, tenant_id: str, one: str) -> None:
-        """Of an expired file or batch that has no record any more."""
+        """Removes the entry of an expired file or batch that has no record any more."""
         async with answered_within(self._timeout_s):
             await self._client.zrem(FILE_ENDS, f"{tenant_id}/{one}")
 

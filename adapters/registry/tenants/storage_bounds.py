@@ -30,7 +30,7 @@ class StorageUse:
 
 
 def storage_bounds(tenant: TenantRecord, key: KeyRecord, user: str) -> tuple[StorageBound, ...]:
-    """Of the tenant, of the key, and of the adapter's user; empty: it has no user."""
+    """The bounds of the tenant, of the key, and of the adapter's `user`; empty: it has no user."""
     of_user = StorageBound(user_owner(user), tenant.user_quota.adapters, tenant.user_quota.stored_bytes)
     return (
         StorageBound("", tenant.quota.adapters, tenant.quota.stored_bytes),
