@@ -131,7 +131,7 @@ def _refuse_tensor(name: str, shape: BaseShape) -> None:
             f"only plain LoRA of {', '.join(shape.modules)} is"
         )
     raise AdapterInvalid(
-        f"{TENSORS_FILE} holds {shown(name, 160)}, which is no LoRA matrix of this base: names like "
+        f"{TENSORS_FILE} holds {shown(name, 160)}, which is not a LoRA matrix of this base: names like "
         f"{tensor_name(0, 'q_proj', 'A')} of {', '.join(shape.modules)} are accepted"
     )
 

@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> None:
         try:
             binary = json_haproxy(binary, config_folder)
         except (BinaryUnknown, OSError, subprocess.TimeoutExpired) as error:
-            print(f"motet: {binary} answers in HTML to what is no HTTP: {error}", file=sys.stderr, flush=True)
+            print(f"motet: {binary} answers in HTML to invalid HTTP: {error}", file=sys.stderr, flush=True)
     os.execv(binary, [str(binary), *own])
 
 

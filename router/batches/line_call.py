@@ -97,7 +97,7 @@ class _Answer:
 
 
 def _line_answer(line: Line, request_id: str, answer: _Answer) -> LineAnswer:
-    """Raises msgspec.DecodeError if it is no JSON."""
+    """Raises msgspec.DecodeError if it is not valid JSON."""
     body = bytes(answer.body)
     if b"\n" in body:  # which ends a line of the results
         body = msgspec.json.format(body, indent=-1)

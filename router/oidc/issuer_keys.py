@@ -152,5 +152,5 @@ async def _document(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise IssuerError("a document is not JSON") from error
     if not isinstance(document, dict):
-        raise IssuerError("a document is no JSON object")
+        raise IssuerError("a document is not a JSON object")
     return document

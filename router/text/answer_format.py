@@ -122,7 +122,7 @@ def _of_file(path: Path) -> AnswerFormat:
     try:
         spec = msgspec.json.decode(path.read_bytes())
     except msgspec.DecodeError as error:
-        raise ValueError(f"response-template: {path} is no JSON ({error})") from error
+        raise ValueError(f"response-template: {path} is not valid JSON ({error})") from error
     return _loaded(str(path), spec)
 
 
