@@ -85,10 +85,10 @@ WRONG_TYPES: dict[str, Plant] = {
     "env.0.value": lambda m: ray(gangs(m))["env"][0].update(value=1),
 }
 SERVE: dict[str, Plant] = {
-    "proxy_locations is no field": in_serve(lambda c: c.update(proxy_locations="EveryNode")),
-    "http_options.prot is no field": in_serve(lambda c: c["http_options"].update(prot=8000)),
-    "applications.0.deployment is no field": in_serve(lambda c: c["applications"][0].update(deployment=[])),
-    "deployments.0.num_replica is no field": in_serve(
+    "proxy_locations is not a field": in_serve(lambda c: c.update(proxy_locations="EveryNode")),
+    "http_options.prot is not a field": in_serve(lambda c: c["http_options"].update(prot=8000)),
+    "applications.0.deployment is not a field": in_serve(lambda c: c["applications"][0].update(deployment=[])),
+    "deployments.0.num_replica is not a field": in_serve(
         lambda c: c["applications"][0].update(deployments=[{"name": "gang", "num_replica": 2}])
     ),
     "no deployment gangs": in_serve(lambda c: c["applications"][0].update(deployments=[{"name": "gangs"}])),
