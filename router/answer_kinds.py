@@ -51,7 +51,7 @@ class PromptTokens:
     token_lists: Sequence[list[int]]
     not_shown: Sequence[str] = ()  # fields that the chat template leaves out
     echoes: Sequence[str] = ()  # the text of each prompt, where the answer repeats it; empty: it does not
-    reader: ResponseReader | None = None  # of the answers' text; None: it is shown as it is
+    reader: ResponseReader | None = None  # of the answers' text; None: it is shown unchanged
     wanted: WantedGrammar | None = None  # the form of the answers; None: any
     pooling: Pooling | None = None  # None: no embeddings are requested
     thinking: ThinkingBudget | None = None  # None: thoughts may go on

@@ -115,7 +115,7 @@ class OperationsApi:
         """For Prometheus' HTTP service discovery: where each node of this motet shows the numbers of its processes."""
         return Response(discovery(self._targets()), media_type="application/json")
 
-    @route("GET", "/status", scope="operator", summary="Gangs, their load, and what they are.")
+    @route("GET", "/status", scope="operator", summary="Gangs, their load and their properties.")
     async def status(self, request: Request) -> Status:
         """What `motet status` shows."""
         load = self._dispatcher.load()

@@ -34,7 +34,7 @@ HARMLESS: Mapping[str, str] = {
     "corda_config": "read where init_lora_weights is corda, which is refused; a converted adapter keeps it",
     "ensure_weight_tying": "for embeddings and the output layer, which are refused as targets",
     "eva_config": "how A was drawn before training; ranks that it chose are in rank_pattern",
-    "inference_mode": "whether it is to be trained further",
+    "inference_mode": "whether training is to continue",
     "loftq_config": "read where init_lora_weights is loftq, which is refused",
     "lora_dropout": "zero outside of training",
     "lora_ga_config": "read where init_lora_weights is lora_ga, which is refused; a converted adapter keeps it",

@@ -24,7 +24,7 @@ def yield_wholly(process_id: int) -> None:
 
 
 def bound_memory(num_bytes: int) -> None:
-    """Memory of its own, beside that of mapped files: more is a MemoryError. A no-op where the system has no bound."""
+    """Limits private memory, without mapped files: more raises MemoryError. A no-op on systems without such a limit."""
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

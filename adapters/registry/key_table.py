@@ -34,7 +34,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class KeyRow:
-    """One key as it is kept."""
+    """The stored record of one key."""
 
     __slots__ = ("_fields", "digest")
 

@@ -1,4 +1,4 @@
-"""Options of tenants and keys as they are typed: lifetimes and bounds of a quota."""
+"""Parses options of tenants and keys: lifetimes and quotas."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ user_quota_option = click.option(
 
 
 def quota_text(quota: Mapping[str, int | None]) -> str:
-    """A quota's bounds as they are typed."""
+    """A quota's limits as options on a command line."""
     return " ".join(f"{name.replace('_', '-')}={bound}" for name, bound in quota.items() if bound is not None)

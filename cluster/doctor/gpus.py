@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs: what the driver says, and what torch makes of it. torch is loaded in a process of its own."""
+"""Checks NVIDIA's GPUs, as the driver and torch report them. torch is loaded in a separate process."""
 
 from __future__ import annotations
 

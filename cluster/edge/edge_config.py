@@ -120,7 +120,7 @@ def _without_router(backend: str, body: list[str]) -> list[str]:
     """What is answered while HAProxy reaches no router itself: /ready says so, and long bodies are refused.
 
     Other requests go through Serve's own proxy: slower, and their keys and texts are then in the memory of a process
-    that is not motet's. It takes bodies in before a router has seen their keys, as long as they are.
+    that is not motet's. It reads whole bodies before a router has checked their keys.
     """
     servers = [found[1] for line in body if (found := re.match(r" *server (\S+) (?!.* backup$)", line))]
     routers = [f"acl motet_router srv_is_up({backend}/{server})" for server in servers]

@@ -131,7 +131,7 @@ class NodePage:
 def node_folder(name_bytes: int) -> Path:
     """The folder for sockets of this user's processes. Raises OSError, too if it is another user's.
 
-    `name_bytes`: the longest name that is to be in it.
+    `name_bytes`: of the longest name in it.
     """
     for parent in (Path(tempfile.gettempdir()), SHORT_PARENT):
         folder = parent / FOLDER.format(os.getuid())

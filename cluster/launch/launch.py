@@ -131,7 +131,7 @@ class Deployment:
             time.sleep(POLL_S)
 
     def update(self, config: MotetConfig) -> None:
-        """Replaces routers and gangs by such with another config, in turn, while they serve. Returns when it is done.
+        """Replaces routers and gangs one by one by those with another config, while they serve. Returns when done.
 
         Raises ConfigError for what only a restart changes and for a latency objective of an unknown tenant, and
         LaunchError when the new ones do not start: those before are brought back then.
@@ -321,9 +321,9 @@ def _said_of(status: ApplicationStatusOverview | None) -> dict[str, str]:
 
 
 def why_not_running(status: ApplicationStatusOverview, said: Mapping[str, str]) -> list[str]:
-    """Why it will not run, by deployment; empty: it may yet. Serve itself begins failed starts again without end.
+    """Why it will not run, by deployment; empty: it still may. Serve itself retries failed starts without end.
 
-    `said`: of deployments of which Serve says what it has said of the application before.
+    `said`: earlier messages of Serve; deployments with the same message are ignored.
     """
     from ..replicas.rollout_keeper import last_line, num_failed_starts
 

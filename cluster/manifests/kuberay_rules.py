@@ -44,7 +44,7 @@ def operator_problems(ray_service: Manifest) -> Iterator[str]:
         if field in cluster:
             yield f"{field} needs the feature gate {gate}"
     if cluster["headGroupSpec"].get("headService", {}).get("metadata", {}).get("name"):
-        yield "the head's service may have no name of its own (headService)"
+        yield "the head's service must not have its own name (headService)"
     yield from _of_upgrade(spec, cluster)
 
 

@@ -33,7 +33,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """What a gang needs over what it has, by resource; none may be above 1."""
+    """A gang's demand divided by its limit, by resource; at most 1."""
 
     token_interval: float
     first_token: float

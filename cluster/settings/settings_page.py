@@ -40,7 +40,7 @@ def settings_page(schema: type[Settings]) -> str:
     sections = [INTRODUCTION]
     for heading, fields in groupby(fields_of(schema), key=lambda field: field.heading):
         rows = [_row(field) for field in fields]
-        columns = ("setting", "accepted", "default", "live", "what it is", "application")
+        columns = ("setting", "accepted", "default", "live", "meaning", "application")
         head = f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n"
         sections.append(f"## {heading}\n\n{head}" + "".join(rows))
     return "\n".join(sections)

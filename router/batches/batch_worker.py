@@ -54,7 +54,7 @@ class BatchWorker:
         self._working = asyncio.create_task(self._work())
 
     async def stop(self) -> None:
-        """Lines under way have a few seconds to end; what they have computed is lost otherwise."""
+        """Gives running lines a few seconds to end, after which their results are lost."""
         await end_tasks(self._working)
         running = [one.task for one in self._running.values()]
         for one in self._running.values():

@@ -56,7 +56,7 @@ class FileStore:
         return (self.root / tenant_id).is_dir()
 
     def check_room(self, num_bytes: int) -> None:
-        """Raises OSError (ENOSPC) if the disk has no room for this many more bytes."""
+        """Raises OSError (ENOSPC) where the disk has no room for so many bytes more."""
         if shutil.disk_usage(self.root).free < num_bytes + self._min_free_bytes():
             raise OSError(errno.ENOSPC, "the disk has no room for results")
 

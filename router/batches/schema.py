@@ -1,4 +1,4 @@
-"""What requests of files and batches say, and what they are answered, as OpenAI's API has it."""
+"""Requests and answers of OpenAI's API for files and batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decodes the bodies of requests of all APIs into chats and completions."""
+"""Decodes bodies of requests, of any API, to the chats and completions that they ask for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .packed_request import BodyRequest
 # Any body of this size decodes within a millisecond or two; larger ones are decoded in another process.
 MAX_BYTES_ON_LOOP: Final = 64 << 10
 MAX_TRANSLATED_BYTES_ON_LOOP: Final = 24 << 10
-# In a body that is translated, whose bytes would have room for millions of tiny items.
+# Of a body that is translated: millions of tiny items would fit into its bytes.
 MAX_OBJECTS: Final = 1 << 20
 
 R = TypeVar("R", bound=BodyRequest)
@@ -39,7 +39,7 @@ BODY_KINDS: Final[tuple[type[BodyRequest], ...]] = (
     DetokenizeRequest,
     EmbeddingPrompts,
 )
-# For kinds whose bodies have another schema: that schema, and the function that translates it.
+# For kinds whose bodies have another schema: that schema, and the function that makes the chat.
 _TRANSLATED: Final[Mapping[type[Any], tuple[type[Any], Callable[[Any], Any]]]] = MappingProxyType(
     {
         ResponseChat: (ResponsesRequest, response_chat),
@@ -60,7 +60,7 @@ class RequestDecoder(Generic[R]):
         self._json = msgspec.json.Decoder(self._schema)
 
     def decode(self, body: bytes | bytearray) -> R:
-        """Raises a 400 for a body that does not match the schema, 413 for one with too many objects."""
+        """Raises a 400 for a body that does not fit the schema."""
         if self._is_translated and body.count(b"{") > MAX_OBJECTS:
             raise ApiError(413, f"The request's body has more than {MAX_OBJECTS} objects.", code="request_too_large")
         try:
@@ -73,7 +73,7 @@ class RequestDecoder(Generic[R]):
         return request
 
     def unknown_fields(self, body: bytes | bytearray) -> list[str]:
-        """Names of fields in a decoded body that its schema lacks."""
+        """Names in a body that was decoded which its schema lacks."""
         return unknown_fields(body, self._schema)
 
 

@@ -185,7 +185,7 @@ class LeaderConnection:
         self._outbox.put(Withdraw(self._ids[sequence]))
 
     def send(self, news: News) -> None:
-        """Sends the leader a message that concerns no sequence of its own. No-op while the connection is broken."""
+        """Sends the leader a message that is not about a sequence. No-op while the connection is broken."""
         if self.info is not None:
             self._outbox.put(news)
 

@@ -16,7 +16,7 @@ _PYTHON_TEXT: Final = r'/"([^"\\\x00-\x1F\x7F]|\\["\\\/bfnrt])*"/'
 _PYTHON_BOUNDS: Final = {"minimum": -(2**53) + 1, "maximum": 2**53 - 1}
 _PYTHON_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:[-.][A-Za-z0-9_]+)*")
 _ANY_NAME: Final = "/[A-Za-z_][A-Za-z0-9_]{0,62}/"
-_NO_TEXT: Final = ("pattern", "minLength", "maxLength", "format")  # of texts that stand as they are
+_NO_TEXT: Final = ("pattern", "minLength", "maxLength", "format")  # of strings that are written without quotes
 
 
 def with_calls(wanted: WantedCalls, answer: str | None, special_ids: Mapping[str, int], spaces: str | None) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 
 class Tags(msgspec.Struct, frozen=True):
-    """Around an argument: `{key}` in the opening stands for its name. Texts stand there as they are."""
+    """The texts around an argument: `{key}` in the opening stands for its name."""
 
     opening: str
     closing: str

@@ -1,7 +1,7 @@
 """The process that translates and tries grammars for a router: `python -m motet.router.grammars.check_process`.
 
 A grammar is a program of a tenant's: it may take any time and memory to compile, and one with a long chain of
-references overflows the stack, which ends the process. So each is tried in a process of its own, forked from this one,
+references overflows the stack, which ends the process. So each is tested in its own process, forked from this one,
 which has imported what it needs. A gang compiles only what was compiled here. The stack here is smaller than that of a
 gang's threads, so what fits here fits there.
 """

@@ -151,7 +151,7 @@ class Grant:
         return Level(self.limit, drained_us + self._unreported_us + held * self.limit.unit_us)
 
     def message(self, now_us: float, num_routers: int) -> Message:
-        """The message that is to be sent now: the pending one again, if there is one."""
+        """The message to send now: the pending one again, if there is one."""
         if self._number and now_us > self._lease_ends_us > -math.inf:
             self._restart()
         if self.pending is None:

@@ -26,7 +26,7 @@ class CallHeads:
 
 
 def call_heads(field: Any) -> CallHeads | None:
-    """None: calls are not written as JSON, or their arguments do not stand there as they are."""
+    """None: calls are not JSON, or their arguments are not written unchanged in them."""
     args = field.content_args
     if field.content != "json" or args.get("string_delims") or args.get("unquoted_keys"):
         return None

@@ -342,7 +342,7 @@ class Detokenizer:
         context = [token_id for token_id in context if token_id not in self._hidden]
         self._stream = self._stream_after(context)
         self._pending: list[int] = []  # tokens since the last piece
-        # Context that may end inside of a character, as long as it is not clear what becomes of that.
+        # Context that may end inside of a character, until that is complete.
         self._cut_context = list(context) if context and self._decode(context).endswith(_CUT) else None
 
     def step(self, token_id: int) -> str:

@@ -74,7 +74,7 @@ class Prices:
     def price_of(self, adapter: str) -> Price | None:
         """The price of an adapter, or of the base. None: it costs nothing.
 
-        Private adapters have one price: after two months their rows are added up, and amounts must stay as they are.
+        Private adapters have one price: after two months their rows are added up, which must not change amounts.
         """
         name = _PRIVATE if adapter.startswith("~") else adapter
         return next((price for price in self.prices if fnmatchcase(name, price.pattern)), None)

@@ -155,7 +155,10 @@ EXPERTS_SHAPE = BaseShape(
     [
         (f"{EXPERTS_PATH}experts.4.gate_proj.lora_A.weight", "adapter_config.json does not target"),
         (f"{EXPERTS_PATH.replace('1', '0')}experts.3.gate_proj.lora_A.weight", "adapter_config.json does not target"),
-        ("base_model.model.model.layers.1.block_sparse_moe.experts.0.w1.lora_B.weight", "not a LoRA matrix of this base"),
+        (
+            "base_model.model.model.layers.1.block_sparse_moe.experts.0.w1.lora_B.weight",
+            "not a LoRA matrix of this base",
+        ),
         (f"{EXPERTS_PATH}shared_expert.up_proj.lora_A.weight", "LoRA of a shared expert is not supported"),
         (f"{EXPERTS_PATH}shared_expert_gate.lora_A.weight", "LoRA of a shared expert"),
         (f"{EXPERTS_PATH}gate_proj.lora_A.weight", "not a LoRA matrix of this base"),

@@ -5,9 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import instructor
-from demo import AGENT, FACT, JSON, KEY, QUESTION, TOOL_QUESTION, V1, Fact, same
+from demo import AGENT, FACT, JSON, KEY, QUESTION, TOOL_QUESTION, V1, same
 from openai import OpenAI
 from pydantic import BaseModel
+
+
+class Fact(BaseModel):
+    type: str
+    query: str
+    answer: str
 
 
 class Weather(BaseModel):

@@ -260,7 +260,7 @@ class RoutedSequences:
     def _forward(self, update: SequenceUpdate, now: float) -> None:
         """Forwards an update under the engine's id to the stream that gets the sequence's updates."""
         if update.error is not None and update.error.kind == "withdrawn":
-            self._journal.forget(update.sequence_id)  # if it comes back it is to be computed, not to be withdrawn again
+            self._journal.forget(update.sequence_id)  # if submitted again, it must be computed
         else:
             self._journal.record(update, now)
         listener = self._listeners.get(update.sequence_id)

@@ -23,7 +23,7 @@ class StorageBound:
 
 @dataclass(frozen=True, slots=True)
 class StorageUse:
-    """Adapters are counted by name, and bytes by version that is kept, or is to be swept, and by file."""
+    """Adapters are counted by name; bytes are those of versions, also ones that wait for a sweep, and of files."""
 
     adapters: int = 0
     stored_bytes: int = 0
