@@ -93,6 +93,7 @@ _ERRORS: Final = (
     "store_unavailable",
     "registry_unavailable",
 )
+_STORED_ERRORS: Final = ("response_not_found", "insufficient_quota", "insufficient_storage", "registry_full")
 _CHAT: Final = Chat()
 _TEXT_COMPLETION: Final = TextCompletion()
 _EMBEDDINGS: Final = Embeddings()
@@ -170,7 +171,7 @@ class CompletionsApi:
         answers={200: Response},
         texts={"text/event-stream": "With `stream`: an event for each step, the last of them with the whole answer."},
         events=StreamEvent,
-        errors=("invalid_messages", "response_not_found", "insufficient_quota", "insufficient_storage", *_ERRORS),
+        errors=("invalid_messages", *_STORED_ERRORS, *_ERRORS),
     )
     async def respond(self, http: Request, identity: Identity) -> GenerationResponse:
         """Nothing is stored unless operators turn that on: a next request sends the items of its conversation."""
@@ -312,7 +313,7 @@ class CompletionsApi:
         num_prompts = kind.max_prompts(config.max_sequences_per_request)
         max_bytes = max_body_bytes(context, num_prompts, config.max_body_bytes)
         responses, recall = self._responses, None
-        if kind is _RESPONSE and responses is not None and responses.is_on and not is_line(http.scope):
+        if kind.schema is ResponseChat and responses is not None and responses.is_on and not is_line(http.scope):
             recall = partial(responses.recall, identity)
         return self._bodies.open(http, identity.name, kind.schema, max_bytes=max_bytes, context=context, recall=recall)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated, Any, Final
 
 from msgspec import Meta
@@ -10,11 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from ..openai_api.errors import NoSuchResponse, unsupported
-from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
-from ..openai_api.response_schema import DeletedResponse, InputItemShown, Response
+from ..openai_api.list_page import PAGE_QUERY, list_answer, page_request
+from ..openai_api.response_schema import DeletedResponse, InputItemList, Response
 from ..requests.stored_items import input_page
 from ..route import route
 from ..tenants.identity import Identity
+from .file_content import FileContent
 from .ownership import ORDER_QUERY, requested_order
 from .stored_responses import StoredResponses
 
@@ -40,13 +41,12 @@ class ResponsesApi:
         answers={200: Response},
         errors=("response_not_found", "registry_unavailable", "unsupported_parameter"),
     )
-    async def show(self, request: Request, identity: Identity) -> HttpResponse:
+    async def show(self, request: Request, identity: Identity) -> FileContent:
         """As it was answered. A user sees its own, keys that are no user's those of such keys, administrators all."""
         if request.query_params.get(_STREAM, "false") != "false":
             raise unsupported(_STREAM, "what is stored is sent as one document: leave it out.")
         record = await self._responses.find(identity, request.path_params["response_id"])
-        response, _ = await self._responses.read(record)
-        return HttpResponse(response, media_type="application/json")
+        return await self._responses.open(record)
 
     @route(
         "GET",
@@ -54,18 +54,16 @@ class ResponsesApi:
         scope="infer",
         summary="List the items that a stored response answers.",
         query=_ITEMS_QUERY,
-        answers={200: ListPage[InputItemShown]},
+        answers={200: InputItemList},
         errors=("response_not_found", "registry_unavailable"),
     )
     async def input_items(self, request: Request, identity: Identity) -> HttpResponse:
-        """Those of the conversation before it included."""
+        """Those of the conversation before it included. Of long ones a page has fewer."""
         wanted, is_ascending = page_request(request), requested_order(request)
         limit = wanted.limit if "limit" in request.query_params else _PAGE_SIZE
         record = await self._responses.find(identity, request.path_params["response_id"])
-        _, conversation = await self._responses.read(record)
-        page, more = await asyncio.to_thread(
-            input_page, conversation, record.id, wanted.after, limit, is_ascending=is_ascending
-        )
+        read = partial(input_page, response_id=record.id, after=wanted.after, limit=limit, is_ascending=is_ascending)
+        page, more = await self._responses.with_conversation(record, read)
         return await list_answer(page, [item.id for item in page], more)
 
     @route(

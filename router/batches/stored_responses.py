@@ -1,17 +1,18 @@
 """Responses that are stored where operators allow it, each with the whole conversation that it answers.
 
-A record of it is in Redis, as of a file. On the disk its first line is the response, and its second one the items
-before it. The record is made before the file, and removed after it, so no file is ever without one.
+A record of it is in Redis, as of a file. On the disk are the items of the conversation, behind their number of bytes,
+and the response. The record is made before the file, and removed after it, so no file stays without one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import BinaryIO, Final, TypeVar
 
 from ...adapters.errors import AdapterError, NoSuchFile, QuotaExceeded
 from ...adapters.registry.batches.file_registry import FileRegistry
@@ -22,11 +23,14 @@ from ..openai_api.errors import ApiError, NoSuchResponse, from_adapter_error, in
 from ..openai_api.response_id import parse_response_id
 from ..tenants.identity import Identity
 from ..uploads.adapters_api import DISK_FULL
+from .file_content import FileContent
 from .file_store import FileStore
 from .ownership import sees
 
 MAX_RECALLED: Final = 256  # responses that one request refers to
 DAY_S: Final = 86_400
+_HEAD_BYTES: Final = 16  # hexadecimal digits
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +60,8 @@ class StoredResponses:
 
         `conversation`: JSON of the items that `response` answers. Raises ApiError.
         """
-        keeping = asyncio.create_task(self._keep(identity, response_id, [response, b"\n", conversation]))
+        pieces = [b"%0*x" % (_HEAD_BYTES, len(conversation)), conversation, response]
+        keeping = asyncio.create_task(self._keep(identity, response_id, pieces))
         self._keeping.add(keeping)
         keeping.add_done_callback(self._kept)
         await asyncio.shield(keeping)
@@ -74,14 +79,22 @@ class StoredResponses:
             raise NoSuchResponse()
         return record
 
-    async def read(self, record: FileRecord) -> tuple[bytes, bytes]:
-        """JSON of the response, and of the items before it. Raises 404."""
-        try:
-            content = await asyncio.to_thread(self._content, record)
-        except FileNotFoundError as error:
-            raise NoSuchResponse() from error
-        end = content.index(b"\n")
-        return content[:end], content[end + 1 :]
+    async def open(self, record: FileRecord) -> FileContent:
+        """JSON of the response. Raises 404."""
+        opened, num_before = await asyncio.to_thread(self._opened, record)
+        opened.seek(num_before, os.SEEK_CUR)
+        num_bytes = record.num_bytes - _HEAD_BYTES - num_before
+        return FileContent(opened, num_bytes, b"application/json")
+
+    async def with_conversation(self, record: FileRecord, work: Callable[[bytes], T]) -> T:
+        """What `work` makes, in a thread, of the JSON of the items that the response answers. Raises 404."""
+
+        def run() -> T:
+            opened, num_bytes = self._opened(record)
+            with opened:
+                return work(opened.read(num_bytes))
+
+        return await asyncio.to_thread(run)
 
     async def recall(self, identity: Identity, response_ids: Sequence[str], most_bytes: int) -> bytes:
         """JSON of those that there are: id → `KeptConversation`. Raises 400 and 413 for too many."""
@@ -98,8 +111,7 @@ class StoredResponses:
         found = list[bytes]()
         for record in records:
             with suppress(NoSuchResponse):
-                response, conversation = await self.read(record)
-                found.append(b'"%b":{"input":%b,"response":%b}' % (record.id.encode(), conversation, response))
+                found.append(await asyncio.to_thread(self._recalled, record))
         return b"{" + b",".join(found) + b"}"
 
     async def remove(self, tenant_id: str, response_id: str) -> bool:
@@ -135,6 +147,8 @@ class StoredResponses:
                 with suppress(AdapterError):  # then it expires
                     await self._records.delete(record)
                 raise
+            if await self._records.get(record.tenant_id, record.id) is None:  # deleted meanwhile, by user or tenant
+                await asyncio.to_thread(self._store.delete, record.tenant_id, record.id)
 
     def _kept(self, keeping: asyncio.Task[None]) -> None:
         self._keeping.discard(keeping)
@@ -154,9 +168,20 @@ class StoredResponses:
             expires_at=now + self._config.now.response_days * DAY_S,
         )
 
-    def _content(self, record: FileRecord) -> bytes:
-        with self._store.open(record.tenant_id, record.id) as opened:
-            return opened.read()
+    def _opened(self, record: FileRecord) -> tuple[BinaryIO, int]:
+        """The file, read up to the conversation, which has so many bytes. Raises 404."""
+        try:
+            opened = self._store.open(record.tenant_id, record.id)
+        except FileNotFoundError as error:
+            raise NoSuchResponse() from error
+        return opened, int(opened.read(_HEAD_BYTES), 16)
+
+    def _recalled(self, record: FileRecord) -> bytes:
+        """An entry of what `recall` returns."""
+        opened, num_bytes = self._opened(record)
+        with opened:
+            parts = (record.id.encode(), opened.read(num_bytes), opened.read())
+        return b'"%b":{"input":%b,"response":%b}' % parts
 
 
 def _bounds(identity: Identity) -> Sequence[StorageBound]:

@@ -110,6 +110,16 @@ class CallOutputItem(msgspec.Struct, frozen=True, tag_field="type", tag="functio
 InputItemShown = MessageItem | FunctionCallItem | CallOutputItem | ReasoningItem  # of a stored conversation
 
 
+class InputItemList(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of the items that a stored response answers."""
+
+    object: Literal["list"] = "list"
+    data: list[InputItemShown]
+    first_id: str | None  # null: the page is empty
+    last_id: str | None
+    has_more: bool  # another page follows
+
+
 class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["response"] = "response"

@@ -15,6 +15,7 @@ from .chat_fields import needed
 
 _ITEM_ID: Final = re.compile(r"[a-z]+_([A-Za-z0-9_-]{1,64})_(i?)([0-9]{1,6})", re.ASCII)
 _PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PAGE_BYTES: Final = 1 << 20
 _items: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _item: Final = msgspec.json.Decoder(InputItem).decode
 
@@ -24,7 +25,7 @@ class ItemPlace(NamedTuple):
 
     response_id: str
     is_input: bool  # `msg_…_i0`: it is one that the response answers
-    index: int
+    number: int  # from 0 on
 
 
 def item_place(item_id: str) -> ItemPlace | None:
@@ -70,31 +71,36 @@ def conversation_items(
 
 
 def input_page(
-    conversation: bytes, response_id: str, after: str | None, limit: int, *, is_ascending: bool
+    conversation: bytes, *, response_id: str, after: str | None, limit: int, is_ascending: bool
 ) -> tuple[list[schema.InputItemShown], bool]:
-    """Items of a stored conversation, and whether more follow. `after`: id of the last one of the page before.
+    """Items of a stored conversation, and whether more follow: at most `limit`, and few where they are long.
 
-    Raises 400 if that is none of the response's.
+    `after`: id of the last one of the page before. Raises 400 if that is none of the response's.
     """
     items = _items(conversation)
     positions = range(len(items)) if is_ascending else range(len(items) - 1, -1, -1)
     if after is not None:
         place = item_place(after)
-        if place is None or place[:2] != (response_id, True) or place.index >= len(items):
+        if place is None or place[:2] != (response_id, True) or place.number >= len(items):
             raise invalid_value("after", "it is the id of no such item.")
-        positions = positions[positions.index(place.index) + 1 :]
-    end = response_id.partition("_")[2]
-    page = [(position, _item(items[position])) for position in positions[:limit]]
-    shown = [_shown(item, f"{_PREFIXES[item.type]}_{end}_i{position}") for position, item in page]
-    return shown, len(positions) > limit
+        positions = positions[positions.index(place.number) + 1 :]
+    end, num_bytes = response_id.partition("_")[2], 0
+    page = list[schema.InputItemShown]()
+    for position in positions[:limit]:
+        num_bytes += len(memoryview(items[position]))
+        if page and num_bytes > _PAGE_BYTES:
+            break
+        item = _item(items[position])
+        page.append(_shown(item, f"{_PREFIXES[item.type]}_{end}_i{position}"))
+    return page, len(positions) > len(page)
 
 
 def _referred(kept: Mapping[str, KeptConversation], place: ItemPlace, position: int) -> InputItem:
     conversation = kept[place.response_id]
     items = conversation.input if place.is_input else conversation.response.output
-    if place.index >= len(items):
+    if place.number >= len(items):
         raise NoSuchResponse(f"input[{position}].id")
-    return items[place.index]
+    return items[place.number]
 
 
 def _shown(item: InputItem, item_id: str) -> schema.InputItemShown:

@@ -25,6 +25,7 @@ from motet.router.batches.stored_responses import MAX_RECALLED
 from motet.router.openai_api.errors import ApiError, NoSuchResponse
 from motet.router.openai_api.response_request import InputItem, KeptConversation, ResponseChat, ResponsesRequest
 from motet.router.requests.response_chat import MAX_STORED_ITEMS, response_chat
+from motet.router.requests.stored_items import input_page
 from motet.router.tenants.identity import Identity
 from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line
@@ -39,7 +40,7 @@ from motet.tests.rigs.real_front import (
     key_without,
     real_front,
 )
-from motet.tests.rigs.router_rig import BASE, events_of, serving, text_service
+from motet.tests.rigs.router_rig import BASE, events_of, text_service
 
 PATH: Final = "/v1/responses"
 ANSWER: Final = "hello world"
@@ -206,20 +207,32 @@ async def test_input_items_have_pages_in_either_order(front: RealFront, owner: B
     assert [part["type"] for part in data[3]["content"]] == ["output_text", "refusal"]
     assert data[1]["content"] == [{"type": "input_text", "text": "one"}]
     assert (data[4]["arguments"], data[5]["output"]) == ("{}", [{"type": "input_text", "text": "5"}])
-    ids, seen, after = [one["id"] for one in data], list[str](), {}
+    ids, seen, page_of = [one["id"] for one in data], list[str](), dict[str, str]()
     assert len({*ids}) == len(ids)
     while True:
-        page = await owner.done("GET", where, params={"limit": 3, **after})
+        page = await owner.done("GET", where, params={"limit": "3", **page_of})
         seen += [one["id"] for one in page["data"]]
         if not page["has_more"]:
             break
-        after = {"after": page["last_id"]}
+        page_of = {"after": page["last_id"]}
     assert seen == ids[::-1]
     for after in ("msg_1", ids[0][:-1] + "7", made["output"][0]["id"]):
         assert (await owner.ask("GET", where, params={"after": after})).json()["error"]["param"] == "after"
+    front.dispatcher.context = 4096
     many = await respond(owner, input=[{"role": "user", "content": str(number)} for number in range(30)])
     page = await owner.done("GET", f"{PATH}/{many['id']}/input_items")
     assert (len(page["data"]), page["has_more"]) == (20, True)
+
+
+def test_a_page_of_long_items_has_few() -> None:
+    items = [{"role": "user", "content": letter * 600_000} for letter in "abc"]
+    fields: dict[str, Any] = {"response_id": MISSING, "limit": 9, "is_ascending": True}
+    after, seen = None, list[int]()
+    for _ in items:
+        page, more = input_page(json.dumps(items).encode(), after=after, **fields)
+        seen.append(len(page))
+        after = page[-1].id
+    assert (seen, more) == ([1, 1, 1], False)
 
 
 async def test_no_other_tenant_or_user_sees_it(front: RealFront, owner: BatchClient) -> None:
@@ -232,7 +245,7 @@ async def test_no_other_tenant_or_user_sees_it(front: RealFront, owner: BatchCli
             item = made["output"][0]["id"]
             bodies: list[dict[str, Any]] = [
                 {"input": "x", "previous_response_id": made["id"]},
-                {"input": [{"type": "item_reference", "id": item}, {"role": "user", "content": "x"}]},
+                {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": item}]},
             ]
             asked = [("GET", "", None), ("GET", "/input_items", None), *(("POST", None, body) for body in bodies)]
             for method, end, body in [*asked, ("DELETE", "", None)]:
@@ -385,7 +398,24 @@ async def test_a_client_that_leaves_at_the_end_leaves_no_half(
     assert keeping.cancelled()
     go_on.set()
     await responses.wait()
-    assert await responses.read(await responses.find(identity, MISSING)) == (b"{}", b"[]")
+    record = await responses.find(identity, MISSING)
+    assert await responses.with_conversation(record, bytes) == b"[]"
+
+
+@pytest.mark.parametrize("path", ["/v1/users/badger", "/v1/admin/tenants/tenant-of-moles"])
+async def test_what_is_deleted_while_it_is_written_leaves_no_file(
+    front: RealFront, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    loop, write = asyncio.get_running_loop(), front.batches.responses._store.write
+    operators = BatchClient(front, OPERATOR_KEY if "admin" in path else ASKER_KEY)
+
+    def late(*args: Any) -> None:
+        asyncio.run_coroutine_threadsafe(operators.done("DELETE", path), loop).result()
+        write(*args)
+
+    monkeypatch.setattr(front.batches.responses._store, "write", late)
+    await respond(BatchClient(front, BADGER_KEY))
+    assert not on_disk(front) and not await left_in_redis(front)
 
 
 async def test_lines_of_batches_store_nothing(front: RealFront, owner: BatchClient) -> None:
@@ -435,8 +465,9 @@ async def test_a_request_refers_to_a_bounded_number(front: RealFront, owner: Bat
 
 
 async def test_the_client_of_openai(front: RealFront) -> None:
-    with serving(front.app) as url:
-        async with openai.AsyncOpenAI(api_key=OWNER_KEY, base_url=f"{url}/v1", max_retries=0) as client:
+    async with front.client() as http:
+        where: Any = {"api_key": OWNER_KEY, "base_url": "http://router/v1", "http_client": http}
+        async with openai.AsyncOpenAI(**where, max_retries=0) as client:
             first = await client.responses.create(model=BASE, input="hello")
             assert (await client.responses.retrieve(first.id)).output_text == ANSWER
             async with client.responses.stream(model=BASE, input="now", previous_response_id=first.id) as stream:
@@ -484,6 +515,9 @@ def chat_of(kept: Mapping[str, KeptConversation], items: Any, previous: str | No
     return response_chat(msgspec.convert(body, ResponsesRequest), kept)
 
 
+items_of = msgspec.json.Decoder(list[InputItem]).decode
+
+
 @given(TURNS)
 def test_any_conversation_by_turns_is_that_of_its_items(turns: Any) -> None:
     """Whether a turn refers to the response before it or to each of its items, and whatever the items are."""
@@ -492,7 +526,7 @@ def test_any_conversation_by_turns_is_that_of_its_items(turns: Any) -> None:
     for number, (more, output, refers_to_items) in enumerate(turns):
         chat = chat_of(kept, own, previous)
         assert chat.messages == chat_of(kept, sent).messages
-        assert json.loads(chat.items) == json.loads(chat_of(kept, sent).items)
+        assert items_of(chat.items) == items_of(chat_of(kept, sent).items)
         response_id = f"resp_{number}"
         stored = b'{"input":%b,"response":%b}' % (chat.items, msgspec.json.encode({"output": output}))
         kept[response_id] = msgspec.json.decode(stored, type=KeptConversation)
