@@ -86,7 +86,7 @@ class UsersApi:
     @_own_route(
         "DELETE",
         f"{_OWN}/{{user}}",
-        summary="Delete a user of your tenant with keys, private adapters, files, responses, batches.",
+        summary="Delete a user of your tenant with keys, private adapters and stored work.",
         errors=("user_not_found", "file_in_use", "registry_unavailable"),
     )
     async def delete_own(self, request: Request, identity: Identity) -> Deleted:

@@ -392,11 +392,10 @@ def _options(command: click.Command) -> set[str]:
 CLIENT_COMMANDS: Final = {path: command for path, command in _commands(main) if "--url" in _options(command)}
 MORE: Final = {  # that a command needs to be one
     ("status",): ["--over", "0"],
-    ("canary", "start"): ["--share", "50"],
+    ("canary", "start"): ["--share", "0.5"],
     ("tenants", "set"): ["--weight", "2"],
     ("tenants", "delete"): ["--yes"],
     ("users", "delete"): ["--yes"],
-    ("keys", "delete"): ["--yes"],
 }
 
 

@@ -255,7 +255,9 @@ async def real_front(
     quotas.start()
     canaries.start()
     await usage.start()
-    config = CurrentConfig(router_config(BASE, folder / "spool", max_upload_bytes=LIMITS.max_tensors_bytes))
+    config = CurrentConfig(
+        router_config(BASE, folder / "spool", max_upload_bytes=LIMITS.max_tensors_bytes, response_days=30)
+    )
     metrics = Metrics()
     batches = Batches(redis, folder / "files", view, config, metrics, quotas, pace=QUICK, timeout_s=PATIENCE_S)
     app = create_app(

@@ -29,6 +29,7 @@ from motet.router.requests.stored_items import input_page
 from motet.router.tenants.identity import Identity
 from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line
+from motet.tests.rigs.loop_holds import measured_holds
 from motet.tests.rigs.real_front import (
     ASKER_KEY,
     BADGER_KEY,
@@ -45,6 +46,8 @@ from motet.tests.rigs.router_rig import BASE, events_of, text_service
 PATH: Final = "/v1/responses"
 ANSWER: Final = "hello world"
 MISSING: Final = "resp_" + "A" * 36
+MOST_S: Final = 0.025  # as in test_loop_holds.py
+ATTEMPTS: Final = 5
 ITEM: Final[TypeAdapter[Any]] = TypeAdapter(ResponseItem)
 
 
@@ -56,7 +59,6 @@ def text() -> TextService:
 @pytest.fixture
 async def front(redis_url: str, tmp_path: Path, text: TextService) -> AsyncIterator[RealFront]:
     async with real_front(redis_url, tmp_path, text) as front:
-        set_config(front, response_days=30)
         yield front
         await front.batches.responses.wait()
 
@@ -450,6 +452,21 @@ async def test_large_conversations_are_decoded_beside_the_router(front: RealFron
     set_config(front, max_body_bytes=first_size - 1)
     assert await refused(owner, previous_response_id=first["id"]) == (413, "request_too_large")
     assert front.metrics.num_held_body_bytes == 0, "what was recalled is held no more"
+
+
+async def test_no_long_conversation_holds_the_loop(front: RealFront, owner: BatchClient) -> None:
+    set_config(front, max_body_bytes=16 << 20)
+    front.dispatcher.context = 1 << 18
+    items = [{"role": "user", "content": "a"}] * 4000 + [{"role": "user", "content": "the quick fox " * 20_000}]
+    first = await respond(owner, input=items)
+    for _ in range(ATTEMPTS):
+        with measured_holds() as holds:
+            await respond(owner, previous_response_id=first["id"])
+            for order in ("asc", "desc"):
+                await owner.done("GET", f"{PATH}/{first['id']}/input_items", params={"order": order, "limit": 10_000})
+        if holds.within(MOST_S):
+            return
+    raise AssertionError(holds)
 
 
 async def test_a_request_refers_to_a_bounded_number(front: RealFront, owner: BatchClient) -> None:
