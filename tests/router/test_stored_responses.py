@@ -42,12 +42,11 @@ from motet.tests.rigs.real_front import (
     real_front,
 )
 from motet.tests.rigs.router_rig import BASE, events_of, text_service
+from motet.tests.router.test_loop_holds import ATTEMPTS, MOST_S
 
 PATH: Final = "/v1/responses"
 ANSWER: Final = "hello world"
 MISSING: Final = "resp_" + "A" * 36
-MOST_S: Final = 0.025  # as in test_loop_holds.py
-ATTEMPTS: Final = 5
 ITEM: Final[TypeAdapter[Any]] = TypeAdapter(ResponseItem)
 
 
