@@ -186,11 +186,15 @@ def test_a_killed_worker_is_noticed(llama: Case, rank: int) -> None:
         eventually(lambda: woken, lambda: "an idle leader would not have noticed")
 
 
-def test_a_worker_that_hangs_is_found_by_the_deadline(llama: Case) -> None:
+@pytest.mark.parametrize("in_nano_batches", [False, True])
+def test_a_worker_that_hangs_is_found_by_the_deadline(llama: Case, in_nano_batches: bool) -> None:
+    """The other one, which waits for a sum of both, ends by itself."""
+    run = run_worker_in_nano_batches if in_nano_batches else run_worker
     # Long beside a step of this model, on any machine.
-    with gang(llama.config(2, 40, step_deadline_s=5.0)) as (engine, processes):
+    with gang(llama.config(2, 40, step_deadline_s=5.0), run) as (engine, processes):
         rig = EngineRig(engine, {})
-        rig.submit(0, [1, 2, 3], None, SamplingParams(max_tokens=200, ignore_eos=True))
+        for i in range(3):
+            rig.submit(i, [1, 2, 3], None, SamplingParams(max_tokens=200, ignore_eos=True))
         rig.step()
         pid = processes[1].pid
         assert pid is not None
@@ -198,6 +202,7 @@ def test_a_worker_that_hangs_is_found_by_the_deadline(llama: Case) -> None:
         try:
             with pytest.raises(WorkerLostError):
                 _steps(rig, 200)
+            eventually(lambda: not processes[0].is_alive(), lambda: "it waits on")
         finally:
             processes[1].kill()
 
