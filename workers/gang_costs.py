@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -21,12 +20,11 @@ _PASSES_S = 3.0  # after so long no larger pass is measured
 Clock = Callable[[], float]
 
 
-@dataclass(frozen=True)
 class Unsummed(Alone):
     """A worker of a gang that exchanges nothing: to measure what it computes, and nothing else."""
 
-    rank: int
-    degree: int
+    def __init__(self, parallel: Parallel) -> None:
+        self.rank, self.degree = parallel.rank, parallel.degree
 
 
 def measured_costs(
@@ -41,7 +39,7 @@ def measured_costs(
 
     `runner_of`: a worker's that exchanges what it is given. `context`: of the longest sequence.
     """
-    runner = runner_of(Unsummed(parallel.rank, parallel.degree))
+    runner = runner_of(Unsummed(parallel))
     device = runner.pool.device
     row = torch.zeros((1, runner.hidden_size), dtype=runner.pool.dtype, device=device)
     sums, passes = measured_sums(parallel, row, most_rows, clock), dict[int, float]()

@@ -18,8 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -29,9 +31,7 @@ from motet.cluster.config import MotetConfig
 from motet.workers import worker_builder
 from motet.workers.costs.nano_batches import LEAST_ROWS, NanoBatchCosts, first_rows, first_rows_of
 from motet.workers.engine_builder import rendezvous
-from motet.workers.execution.executor import LocalExecutor
-from motet.workers.execution.runner import Runner
-from motet.workers.gang_costs import measured_sums
+from motet.workers.gang_costs import measured_costs, measured_sums
 from motet.workers.parallel import EndedSum, ProcessGroup, Sum
 from motet.workers.plan import SamplePlan, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import SamplingParams
@@ -148,22 +148,20 @@ class Worker:
             block_size=BLOCK_SIZE,
             max_tokens_per_step=max(NUM_ROWS),
         ).engine
-        measured: list[NanoBatchCosts] = []
-        measure = worker_builder.measured_costs
+        measured = list[NanoBatchCosts]()
 
-        def kept(*given: object) -> NanoBatchCosts:
-            measured.append(measure(*given))  # type: ignore[arg-type]
+        def kept(*given: Any) -> NanoBatchCosts:
+            measured.append(measured_costs(*given))
             return measured[0]
 
-        worker_builder.measured_costs = kept
-        self._executor: LocalExecutor = worker_builder.build_executor(config, self._group, None)
-        self._runner: Runner = self._executor.runner
-        self._passes, self._num_sums = measured[0].passes, measured[0].num_sums
+        with patch.object(worker_builder, "measured_costs", kept):
+            self._runner = worker_builder.build_executor(config, self._group, None).runner
+        self._costs = measured[0]
 
     def costs(self) -> NanoBatchCosts:
         """With the network as it is now."""
         row = torch.zeros((1, HIDDEN), dtype=torch.bfloat16)
-        return NanoBatchCosts(self._num_sums, measured_sums(self._group, row, max(NUM_ROWS)), self._passes)
+        return replace(self._costs, sums=measured_sums(self._group, row, max(NUM_ROWS)))
 
     def case(self, rate: int | None, num_rows: int, costs: NanoBatchCosts) -> Case:
         plan, chosen = step_of(num_rows), first_rows_of(costs, LEAST_ROWS, max(NUM_ROWS))
