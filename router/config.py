@@ -29,6 +29,8 @@ class RouterConfig:
     response_template: str  # of answers: auto, none, the name of a format, or a file
     max_file_bytes: int  # of a file for a batch
     file_days: int  # after which files, and batches that have ended, are removed
+    response_days: int  # for which responses are stored; 0: none are
+    max_stored_responses: int  # of a tenant
     max_batch_lines: int  # under way at once, of all batches together
     max_open_uploads: int  # that arrive at once; more wait their turn unread
     max_tenant_uploads: int  # of these, of one tenant

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec
 
 import click
+from click.core import ParameterSource
 
 from ..settings.settings import Settings
 from .client import ClientError, MotetClient, RequestRefused
@@ -27,7 +28,8 @@ DATA_DIR_VARIABLE = "MOTET_DATA_DIR"
 def with_client(command: Callable[Concatenate[MotetClient, P], None]) -> Callable[P, None]:
     """The command with --url, --key and --key-file, called with a client of a tenant.
 
-    A `ClientError` becomes a message and exit code 1.
+    One with an option --all asks for all tenants' with it, so with the operators' key unless --key gives one. A
+    `ClientError` becomes a message and exit code 1.
     """
 
     @click.option("--url", default=DEFAULT_URL, envvar=URL_VARIABLE, show_default=True, show_envvar=True)
@@ -39,6 +41,11 @@ def with_client(command: Callable[Concatenate[MotetClient, P], None]) -> Callabl
         if isinstance(key_file, Path):
             key = read_key(key_file)
         hint = f"no key was given: set {KEY_VARIABLE}, or use --key or --key-file"
+        if options.get("of_all"):
+            hint = f"no operators' key was given: set {OPERATOR_KEY_VARIABLE}, or use --key or --key-file"
+            source = click.get_current_context().get_parameter_source("key")
+            if key_file is None and source is not ParameterSource.COMMANDLINE:
+                key = os.environ.get(OPERATOR_KEY_VARIABLE) or operator_key_of(_data_dir()) or key
         _call(command, url, str(key) if key else None, hint, *args, **options)
 
     return run
@@ -75,6 +82,11 @@ def with_operator_client(command: Callable[Concatenate[MotetClient, P], None]) -
         _call(command, url, key, hint, *args, **options)
 
     return run
+
+
+def _data_dir() -> Path:
+    given = os.environ.get(DATA_DIR_VARIABLE)
+    return Path(given) if given else Settings().serving.data_dir
 
 
 def _call(

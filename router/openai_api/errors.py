@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -74,6 +74,15 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         return Response(self.body(), self.status_code, self.headers, "application/json")
+
+
+class NoSuchResponse(ApiError):  # noqa: N818
+    """404: the same for a response that is not stored and for one of another tenant or user."""
+
+    def __init__(self, param: str = "response_id", response_ids: Iterable[str] = ()) -> None:
+        """`response_ids`: that the request refers to, if they have not been looked for."""
+        super().__init__(404, "There is no such response.", param=param, code="response_not_found")
+        self.response_ids = list(response_ids)
 
 
 def invalid_value(param: str, message: str) -> ApiError:

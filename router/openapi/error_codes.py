@@ -38,6 +38,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         "key_not_found": (404, "there is no such key, or it is another tenant's"),
         "file_not_found": (404, "there is no such file, or it is another tenant's or user's"),
         "batch_not_found": (404, "there is no such batch, or it is another tenant's or user's"),
+        "response_not_found": (404, "no such response is stored, or it is another tenant's or user's"),
         "not_found": (404, "there is no such route"),
         "method_not_allowed": (405, "the route is not for this method"),
         "request_timeout": (408, "the headers, or the first 30 KiB of the body, took longer than 10 s"),

@@ -44,6 +44,10 @@ CHATS = {
     + b'"messages":'
     + listed(b'{"role":"user","content":"a","x":1}', 1_500)
     + b"}",
+    "unknown fields of parts in a small body": HEAD
+    + b'"messages":[{"role":"user","content":'
+    + listed(b'{"type":"text","text":"","x":1}', 1_900)
+    + b"}]}",
     "lists in arguments": HEAD
     + b'"messages":[{"role":"user","content":"a"},{"role":"assistant","tool_calls":['
     + listed(b'{"function":{"name":"f","arguments":"{\\"a\\":' + listed(b"[]", 19_000) + b'}"}}', 8)[1:]

@@ -192,6 +192,37 @@ async def test_calls_and_thoughts_are_those_of_a_chat(tmp_path: Path) -> None:
     assert "two calls wait 1 weather" in prompt_text(rig)
 
 
+async def test_unknown_fields_within_a_message_are_named(rig: RouterRig) -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"any": "thing"}, "caller": {"type": "direct"}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "5", "mood": 1}]}
+    fields: dict[str, Any] = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hello", "colour": "red", **cached}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "a", "citations": None}, call]},
+            {"role": "user", "content": [{**result, "is_error": True}], "name": "me"},
+        ],
+        "tools": [{"name": "f", "input_schema": SCHEMA, "defer_loading": True, **cached}],
+        "tool_choice": {"type": "none"},
+        "metadata": {"user_id": "1", "team": "2"},
+        "system": [{"type": "text", "text": "be short", "tone": "dry", **cached}],
+    }
+    names = (
+        "messages[].content[].colour, messages[].content[].caller, messages[].name, messages[].content[].is_error, "
+        "messages[].content[].content[].mood, system[].tone, tools[].defer_loading, metadata.team"
+    )
+    rig.dispatcher.context = 60_000
+    for more in ({}, {"stream": True}, {"system": "a " * 20_000}):
+        shown = names if more != {"system": "a " * 20_000} else names.replace("system[].tone, ", "")
+        answer = await post(rig, **{**fields, **more})
+        assert answer.status_code == 200, answer.text
+        ignored = answer.headers["x-motet-warning"].removeprefix("ignored fields: ")
+        assert ignored.startswith(shown), ignored
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a", **cached}]}]
+    answer = await post(rig, messages=messages, cache_control=cached["cache_control"])
+    assert (answer.status_code, answer.headers.get("x-motet-warning")) == (200, None)
+
+
 async def test_a_large_body_means_the_same(rig: RouterRig) -> None:
     """It is decoded, and made a chat, in another process."""
     rig.dispatcher.context = 60_000

@@ -12,20 +12,23 @@ from ..tenants.records import KeyRecord, make_tenant_id
 
 FILE_PREFIX: Final = "file-"
 BATCH_PREFIX: Final = "batch_"
+RESPONSE_PREFIX: Final = "resp_"
 Purpose = Literal["batch", "batch_output"]
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 ENDED: Final[frozenset[Status]] = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A file, or a stored response, which has neither name nor purpose."""
+
     id: str
     tenant: str
     incarnation: int = 0  # of the tenant
     user: str = ""  # that sees it, as administrators do; empty: the keys of the tenant that are no user's
     key_id: str = ""  # as whose it is counted, beside its tenant's and its user's
-    filename: str
+    filename: str = ""
     num_bytes: int
-    purpose: Purpose
+    purpose: Purpose = "batch"
     created_at: int  # Unix time, seconds, as are all times
     expires_at: int
 
