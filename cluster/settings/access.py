@@ -31,7 +31,7 @@ def check_host(host: str | None) -> Refusal | None:
 
 
 def check_keys(keys: tuple[tuple[str, str], ...]) -> Refusal | None:
-    """The keys themselves are secrets: they are not repeated."""
+    """Keys are secrets, so messages do not contain them."""
     seen: dict[str, str] = {}
     for tenant, key in keys:
         try:
@@ -69,7 +69,7 @@ def check_redis_url(url: str | None) -> Refusal | None:
 
 
 def _is_cut_in_password(parts: SplitResult) -> bool:
-    """Whether the host's part ends too early, as at a "/" in a password: what is taken for a port is in messages."""
+    """Whether the host's part ends too early, as at a "/" in a password, which messages would then show as a port."""
     if parts.scheme == "unix":
         return ":" in parts.netloc and "@" not in parts.netloc
     try:
@@ -118,7 +118,7 @@ def check_algorithms(algorithms: str) -> Refusal | None:
 
 
 def _without_password(url: str) -> str:
-    """What follows the last "@", up to a query, as passwords stand before the one and in the other."""
+    """The part after the last "@", up to a query, since passwords are before it or in the query."""
     before, at, after = url.rpartition("@")
     if "?" in before:
         return "…"
