@@ -35,7 +35,7 @@ from .decoder import Decoder
 from .experts import DOWN as EXPERT_DOWN
 from .experts import GATE_UP as EXPERT_GATE_UP
 from .experts import ExpertMlp
-from .layers import Attention, ColumnLinear, DecoderLayer, GatedMlp, RowLinear
+from .layers import Attention, DecoderLayer, GatedMlp, LoraLinear
 
 _log = logging.getLogger(__name__)
 
@@ -160,6 +160,6 @@ def _expert_lora(x: int, to: int, layer: int, modules: tuple[int, ...], num_in: 
     return AddExpertLora(x, to, layer, modules, len(EXPERT_MODULES), num_in, num_out)
 
 
-def _linear(linear: ColumnLinear | RowLinear, x: int, to: int, layer: int) -> Iterator[Operation]:
+def _linear(linear: LoraLinear, x: int, to: int, layer: int) -> Iterator[Operation]:
     yield Linear(x, to, linear.weight, linear.bias)
     yield AddLora(x, to, layer, linear.modules)
