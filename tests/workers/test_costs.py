@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from motet.benchmarks import tensor_parallel
-from motet.benchmarks.papers import nanoflow
+from motet.benchmarks.papers import long_prompts, nanoflow
 from motet.benchmarks.papers.step_balance import (
     Lengths,
     full_batch,
@@ -217,6 +217,21 @@ def test_what_cannot_be_computed_is_refused() -> None:
     with pytest.raises(ValueError, match="the network of H200 is not known"):
         step_balance(LLAMA, Batch((1,)), lonely, 2)
     assert step_balance(LLAMA, Batch((1,)), lonely).network_s == 0
+
+
+def test_a_long_prompt_cut_in_other_ways_computes_the_same() -> None:
+    """One worker gains nothing; keys and values that no other worker holds are exchanged with none."""
+    device, one_head = DEVICES["H100 PCIe"], replace(LLAMA, num_kv_heads=1)
+    alone = long_prompts.prefill(LLAMA, 4096, device, 1)
+    assert alone.heads_s == alone.shared_s == alone.tokens_s
+    apart = long_prompts.prefill(LLAMA, 4096, device, 8)
+    assert apart.shared_s == apart.heads_s > apart.tokens_s > alone.heads_s / 8
+    together = long_prompts.prefill(one_head, 4096, device, 8)
+    assert together.shared_s != together.heads_s
+    free = replace(device, network_bytes_per_s=1e18)
+    assert (
+        long_prompts.prefill(one_head, 4096, free, 8).shared_s < long_prompts.prefill(one_head, 4096, free, 8).heads_s
+    )
 
 
 def test_it_needs_no_torch() -> None:
