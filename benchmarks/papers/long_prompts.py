@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from motet.benchmarks.rigs.published_bases import published_base
 from motet.workers.costs.devices import DEVICES, Device
 from motet.workers.costs.model_size import model_size
-from motet.workers.costs.operations import Batch, Chunk, Operation, step_operations
+from motet.workers.costs.operations import Batch, Chunk, Operation, kv_copies, step_operations
 from motet.workers.models.config import ModelConfig
 
 ELEMENT_BYTES = 2
@@ -41,7 +41,7 @@ def prefill(model: ModelConfig, num_tokens: int, device: Device, degree: int) ->
     """The least time of a prompt of so many tokens in one step, cut in each way."""
     batch = Batch(chunks=(Chunk(0, num_tokens),))
     by_heads = step_operations(model, batch, degree)
-    copies = max(1, degree // model.num_kv_heads)
+    copies = kv_copies(model, degree)
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     moved = model.num_layers * num_tokens * ELEMENT_BYTES  # for each feature
     # Each key and value goes to all others that hold its head.

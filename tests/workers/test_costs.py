@@ -29,7 +29,7 @@ from motet.cluster.commands.cli import main
 from motet.tests.rigs.oracle import VARIANTS
 from motet.workers.costs.devices import DEVICES, Device
 from motet.workers.costs.measured_device import measured_device
-from motet.workers.costs.model_size import attention_flops, kv_bytes_of_a_token, model_size
+from motet.workers.costs.model_size import attention_flops, gang_weights_bytes, kv_bytes_of_a_token, model_size
 from motet.workers.costs.operations import Batch, Chunk, Formats, Operation, step_operations
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding
@@ -138,6 +138,17 @@ def test_the_workers_linears_sum_up_to_the_gangs(degree: int) -> None:
         weights = LLAMA.num_layers * sum(linears[at][0] * linears[at][1] for linears in shares)
         assert operations[name].flops == 2 * 3 * weights
         assert operations[name].read_bytes == 2 * weights
+
+
+@pytest.mark.parametrize("degree", [1, 4, 8, 16, 64])
+def test_a_gang_holds_what_its_workers_hold(degree: int) -> None:
+    """Weights of layers, without norms, and KV."""
+    parts = [ModelSharding(LLAMA, degree, rank) for rank in range(degree)]
+    held = 2 * LLAMA.num_layers * sum(size[0] * size[1] for part in parts for size in part.linears)
+    outside = 2 * (2 * LLAMA.vocab_size * LLAMA.hidden_size + model_size(LLAMA).norms)
+    assert gang_weights_bytes(LLAMA, degree) == held + outside
+    pages = sum(2 * LLAMA.num_layers * part.slab(16) for part in parts)
+    assert kv_bytes_of_a_token(LLAMA, degree=degree) * 16 == pages
 
 
 @pytest.mark.parametrize("degree", [2, 4])
