@@ -270,6 +270,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert document["parameters"] == 68_976_648_192
     assert document["seconds"] == pytest.approx(sum(one["seconds"] for one in document["operations"]))
     assert document["operations"][-2]["name"] == "LoRA"
+    wider = json.loads(CliRunner().invoke(main, [*requested, "--degree", "16", "--json"]).output)
+    assert wider["kv_bytes_of_a_token"] == 2 * document["kv_bytes_of_a_token"]
+    assert wider["weights_bytes"] > document["weights_bytes"]
     for wrong, message in (
         (["--degree", "3"], "cannot share 64 attention heads"),
         (["--decodes", "0"], "give --decodes or --prompt-tokens"),
