@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Mapping
 from statistics import fmean
 
 from motet.benchmarks.papers.nanoflow import A100, DEGREE, PUBLISHED
@@ -62,27 +63,28 @@ def full_tokens_per_s(load: str) -> float:
     return NUM_ROWS / sum(one.seconds(A100, DEGREE) for one in step_operations(MODEL, batch, DEGREE)) * EFFICIENCY
 
 
-def knee(load: str, arrivals_s: float = ARRIVALS_S, num_halvings: int = 4) -> float:
-    """Requests a second, between two rates whose latencies lie on both sides of the objective."""
+def knee(load: str, arrivals_s: float = ARRIVALS_S) -> float:
+    """Requests a second, interpolated between rates whose latencies lie on both sides of the objective."""
     capacity = full_tokens_per_s(load) / (LOADS[load].prompt[0] + LOADS[load].answer[0])
-    below, above = 0.4 * capacity, 1.6 * capacity
-    times = [token_s(load, rate, arrivals_s) for rate in (below, above)]
-    if not times[0] < TOKEN_S < times[1]:
-        raise ValueError(f"{load}: {times[0]:.3f} s and {times[1]:.3f} s do not enclose {TOKEN_S} s")
-    for _ in range(num_halvings):
-        rate = (below + above) / 2
-        took_s = token_s(load, rate, arrivals_s)
-        if took_s < TOKEN_S:
-            below, times[0] = rate, took_s
-        else:
-            above, times[1] = rate, took_s
-    return below + (above - below) * (TOKEN_S - times[0]) / (times[1] - times[0])
+    known = {share * capacity: token_s(load, share * capacity, arrivals_s) for share in (0.9, 1.3)}
+    while min(known.values()) >= TOKEN_S:
+        known[0.7 * min(known)] = token_s(load, 0.7 * min(known), arrivals_s)
+    while max(known.values()) <= TOKEN_S:
+        known[1.4 * max(known)] = token_s(load, 1.4 * max(known), arrivals_s)
+    rate = _between(known)
+    return _between(known | {rate: token_s(load, rate, arrivals_s)})
+
+
+def _between(known: Mapping[float, float]) -> float:
+    """Where a line meets the objective: between the rates on both sides of it that are closest to each other."""
+    below = max(rate for rate, took_s in known.items() if took_s < TOKEN_S)
+    above = min(rate for rate, took_s in known.items() if took_s >= TOKEN_S and rate > below)
+    return below + (above - below) * (TOKEN_S - known[below]) / (known[above] - known[below])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arrivals-s", type=float, default=ARRIVALS_S, help="of virtual time (default 120)")
-    parser.add_argument("--halvings", type=int, default=4, help="of the interval that a knee lies in (default 4)")
     arguments = parser.parse_args()
     print(f"efficiency {EFFICIENCY:.3f}, {NUM_PAGES} pages of {BLOCK_SIZE}; requests/s at {TOKEN_S} s a token")
     print(
@@ -90,7 +92,7 @@ def main() -> None:
     )
     found, full = {}, {}
     for load, (tensorrt, nanoflow) in PUBLISHED_KNEES.items():
-        found[load], full[load] = knee(load, arguments.arrivals_s, arguments.halvings), full_tokens_per_s(load) / DEGREE
+        found[load], full[load] = knee(load, arguments.arrivals_s), full_tokens_per_s(load) / DEGREE
         print(
             f"{load:10} {found[load]:6.1f} {tensorrt:12} {nanoflow:8}; {full[load]:6.0f} {PUBLISHED_TOKENS_PER_S[load]}"
             f", {full[load] / OPTIMUM:.3f} of the optimum",

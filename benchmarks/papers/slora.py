@@ -17,6 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -71,9 +72,10 @@ class Merged(Continuous):
     def __init__(self) -> None:
         self._merged: str | None = None
         self._pause_s = 0.0
+        self._num_others = 0  # that wait, when it was last looked through them
 
     def admit(self, waiting: MutableSequence[Job], num_running: int, now_s: float, is_last: bool) -> int:
-        if not waiting:
+        if not waiting or (num_running and len(waiting) == self._num_others):
             return 0
         if not num_running and waiting[0].adapter != self._merged:
             self._merged = waiting[0].adapter
@@ -84,6 +86,7 @@ class Merged(Continuous):
         others = [job for job in waiting if job.adapter != self._merged]
         waiting.clear()
         waiting.extend([*ours, *others])
+        self._num_others = len(others)
         return len(ours)
 
     def pause_s(self) -> float:
@@ -177,12 +180,17 @@ def own_pool(jobs: list[Job]) -> tuple[Outcome, OwnPool]:
     return run(jobs, policy, NUM_PAGES - num_pages, pages_of_adapter=lambda _: 0), policy
 
 
+@cache
+def base_alone(number: int) -> float:
+    """Tokens a second. Requests are as long however many adapters there are."""
+    return run([Job(job.prompt, job.answer) for job in jobs_of(1, number)], Continuous(), NUM_PAGES).tokens_per_s
+
+
 def measure(num_adapters: int, number: int = NUM_JOBS) -> dict[str, float]:
     """Tokens a second of each."""
     jobs = jobs_of(num_adapters, number)
-    base = [Job(job.prompt, job.answer) for job in jobs]
     return {
-        "base alone": run(base, Continuous(), NUM_PAGES).tokens_per_s,
+        "base alone": base_alone(number),
         "one pool": one_pool(jobs).tokens_per_s,
         "padded ranks": one_pool(jobs, lambda _: RANKS[-1]).tokens_per_s,
         "own pool": own_pool(jobs)[0].tokens_per_s,

@@ -161,12 +161,11 @@ def test_one_pool_loses_least_of_the_memory() -> None:
 
 
 def test_a_knee_lies_where_latency_meets_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More requests a second wait longer; so short a trace fills no gang."""
+    """More requests a second wait longer. Rates are tried until they lie on both sides."""
     assert 0 < knees.token_s("LMSYS", 8.0, 4.0) < knees.token_s("LMSYS", 80.0, 4.0)
-    with pytest.raises(ValueError, match="do not enclose"):
-        knees.knee("LMSYS", 2.0, 1)
-    monkeypatch.setattr(knees, "token_s", lambda load, rate, arrivals_s: rate / 100)
-    assert knees.knee("LMSYS", 4.0, 2) == pytest.approx(100 * knees.TOKEN_S)
+    for slope in (1.0, 1e-2, 1e-4):
+        monkeypatch.setattr(knees, "token_s", lambda load, rate, arrivals_s, slope=slope: (slope * rate) ** 2)
+        assert knees.knee("LMSYS", 4.0) == pytest.approx(knees.TOKEN_S**0.5 / slope, rel=0.02)
 
 
 def test_rounds_compute_less_where_their_kv_is_kept(
