@@ -3,7 +3,8 @@
 Llama-2-70B on eight A100 80GB: motet's scheduler in virtual time, whose steps take what the cost model says over one
 efficiency, that of all operations in the paper's table 2 together. Operations run one after the other. Requests
 come by chance; lengths are lognormal with the paper's means and deviations. A request's latency is the time from its
-arrival to its end over the tokens of its answer, and the knee is the rate where the mean of them reaches 200 ms.
+arrival to its end over the tokens of its answer, and the knee is the rate where the mean of them reaches 200 ms, in the
+second of three minutes of arrivals.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping
 from statistics import fmean
 
 from motet.benchmarks.papers.nanoflow import A100, DEGREE, PUBLISHED
@@ -33,7 +33,7 @@ LOADS = {"Splitwise": Lengths((1155, 1109), (211, 163)), "LMSYS": LENGTHS["LMSYS
 PUBLISHED_KNEES = {"Splitwise": (6.6, 8.2), "LMSYS": (17.1, 32.1), "ShareGPT": (10.5, 16.3)}  # TensorRT-LLM, NanoFlow
 PUBLISHED_TOKENS_PER_S = {"Splitwise": 1259, "LMSYS": 1247, "ShareGPT": 1272}  # NanoFlow's, of a GPU, figure 7
 TOKEN_S = 0.2
-ARRIVALS_S = 120.0
+ARRIVALS_S = 180.0
 
 
 def jobs_of(load: str, number: int, rate: float) -> list[Job]:
@@ -46,10 +46,15 @@ def jobs_of(load: str, number: int, rate: float) -> list[Job]:
 
 
 def token_s(load: str, rate: float, arrivals_s: float = ARRIVALS_S) -> float:
-    """Mean seconds for each token of an answer, of the requests that come after the first third."""
+    """Mean seconds for each token of an answer, of the requests that come in the second third.
+
+    Before it the gang fills, and after it requests go on coming while most of these are answered.
+    """
     jobs = jobs_of(load, max(1, round(rate * arrivals_s)), rate)
     outcome = run(jobs, Continuous(), NUM_PAGES, NUM_ROWS, NUM_ROWS, step_s=COSTS.step_s)
-    return fmean(took_s for job, took_s in outcome.token_s.items() if job.arrives_s >= arrivals_s / 3)
+    return fmean(
+        took_s for job, took_s in outcome.token_s.items() if arrivals_s / 3 <= job.arrives_s < arrivals_s * 2 / 3
+    )
 
 
 def full_tokens_per_s(load: str) -> float:
@@ -64,27 +69,26 @@ def full_tokens_per_s(load: str) -> float:
 
 
 def knee(load: str, arrivals_s: float = ARRIVALS_S) -> float:
-    """Requests a second, interpolated between rates whose latencies lie on both sides of the objective."""
+    """Requests a second, interpolated between two rates whose latencies lie on both sides of the objective.
+
+    A step takes a fixed time and more for each row, of which there are more the longer it takes: the inverse of the
+    latency falls on a line as the rate grows.
+    """
     capacity = full_tokens_per_s(load) / (LOADS[load].prompt[0] + LOADS[load].answer[0])
-    known = {share * capacity: token_s(load, share * capacity, arrivals_s) for share in (0.9, 1.3)}
-    while min(known.values()) >= TOKEN_S:
-        known[0.7 * min(known)] = token_s(load, 0.7 * min(known), arrivals_s)
-    while max(known.values()) <= TOKEN_S:
-        known[1.4 * max(known)] = token_s(load, 1.4 * max(known), arrivals_s)
-    rate = _between(known)
-    return _between(known | {rate: token_s(load, rate, arrivals_s)})
-
-
-def _between(known: Mapping[float, float]) -> float:
-    """Where a line meets the objective: between the rates on both sides of it that are closest to each other."""
-    below = max(rate for rate, took_s in known.items() if took_s < TOKEN_S)
-    above = min(rate for rate, took_s in known.items() if took_s >= TOKEN_S and rate > below)
-    return below + (above - below) * (TOKEN_S - known[below]) / (known[above] - known[below])
+    below, above = 0.85 * capacity, 1.05 * capacity
+    speeds = [1 / token_s(load, rate, arrivals_s) for rate in (below, above)]
+    while speeds[0] <= 1 / TOKEN_S:
+        above, below = below, 0.8 * below
+        speeds = [1 / token_s(load, below, arrivals_s), speeds[0]]
+    while speeds[1] > 1 / TOKEN_S:
+        below, above = above, 1.25 * above
+        speeds = [speeds[1], 1 / token_s(load, above, arrivals_s)]
+    return below + (above - below) * (speeds[0] - 1 / TOKEN_S) / (speeds[0] - speeds[1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--arrivals-s", type=float, default=ARRIVALS_S, help="of virtual time (default 120)")
+    parser.add_argument("--arrivals-s", type=float, default=ARRIVALS_S, help="of virtual time (default 180)")
     arguments = parser.parse_args()
     print(f"efficiency {EFFICIENCY:.3f}, {NUM_PAGES} pages of {BLOCK_SIZE}; requests/s at {TOKEN_S} s a token")
     print(

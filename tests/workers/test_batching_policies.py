@@ -163,9 +163,11 @@ def test_one_pool_loses_least_of_the_memory() -> None:
 def test_a_knee_lies_where_latency_meets_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     """More requests a second wait longer. Rates are tried until they lie on both sides."""
     assert 0 < knees.token_s("LMSYS", 8.0, 4.0) < knees.token_s("LMSYS", 80.0, 4.0)
-    for slope in (1.0, 1e-2, 1e-4):
-        monkeypatch.setattr(knees, "token_s", lambda load, rate, arrivals_s, slope=slope: (slope * rate) ** 2)
-        assert knees.knee("LMSYS", 4.0) == pytest.approx(knees.TOKEN_S**0.5 / slope, rel=0.02)
+    for most in (1.0, 40.0, 500.0):
+        monkeypatch.setattr(
+            knees, "token_s", lambda load, rate, arrivals_s, most=most: 0.1 / max(1e-3, 1 - rate / most)
+        )
+        assert knees.knee("LMSYS", 4.0) == pytest.approx(most / 2)
 
 
 def test_rounds_compute_less_where_their_kv_is_kept(
