@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -19,6 +20,7 @@ def main() -> None:
     names = parser.parse_args().names or VIRTUAL
     if unknown := set(names) - {*VIRTUAL, *MEASURED}:
         parser.error(f"{', '.join(sorted(unknown))}: {', '.join((*VIRTUAL, *MEASURED))} are there")
+    gc.set_threshold(100_000)  # steps make many objects that live on
     took_s = {}
     for name in names:
         print(f"== {name}", flush=True)

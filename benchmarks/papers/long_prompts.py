@@ -53,8 +53,10 @@ def prefill(model: ModelConfig, num_tokens: int, device: Device, degree: int) ->
     ]
     exchanged = moved * (2 * query + 2 * kv * copies) * (degree - 1) / degree
     by_tokens.append(Operation("exchange", 0, 0, 0, exchanged))
-    ways = [sum(one.seconds(device, degree) for one in way) for way in (by_heads, shared, by_tokens)]
-    return Prefill(*ways, model_size(model).weights_bytes())
+    heads_s, shared_s, tokens_s = (
+        sum(one.seconds(device, degree) for one in way) for way in (by_heads, shared, by_tokens)
+    )
+    return Prefill(heads_s, shared_s, tokens_s, model_size(model).weights_bytes())
 
 
 def _projected_once(one: Operation, query: int, kv: int, copies: int) -> Operation:

@@ -199,7 +199,9 @@ def test_an_adapter_that_is_cut_adds_what_a_whole_one_adds(way: str, degree: int
         for module in modules:
             (a, b), parts = adapter[module], [one.outputs[module] for one in found]
             whole = sum(parts) if module in adapter_sharding.ROW_PARALLEL else torch.cat(parts, 1)
-            torch.testing.assert_close(whole, inputs[modules[0]] @ a.T @ b.T)
+            torch.testing.assert_close(
+                whole, inputs[modules[0]] @ a.T @ b.T, atol=1e-5, rtol=1e-5
+            )  # sums are in float32
     assert {one.num_collectives for one in found} == {4 if way == "S-LoRA" else 0}
     held = found[0].share_held
     assert held > 1 / degree if way == "motet" else held <= 1 / degree
