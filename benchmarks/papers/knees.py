@@ -33,7 +33,7 @@ LOADS = {"Splitwise": Lengths((1155, 1109), (211, 163)), "LMSYS": LENGTHS["LMSYS
 PUBLISHED_KNEES = {"Splitwise": (6.6, 8.2), "LMSYS": (17.1, 32.1), "ShareGPT": (10.5, 16.3)}  # TensorRT-LLM, NanoFlow
 PUBLISHED_TOKENS_PER_S = {"Splitwise": 1259, "LMSYS": 1247, "ShareGPT": 1272}  # NanoFlow's, of a GPU, figure 7
 TOKEN_S = 0.2
-ARRIVALS_S = 120.0
+ARRIVALS_S = 180.0
 
 
 def jobs_of(load: str, number: int, rate: float) -> list[Job]:
@@ -79,7 +79,7 @@ def knee(load: str, arrivals_s: float = ARRIVALS_S) -> float:
     A step takes a fixed time and more for each row, of which there are more the longer it takes: the inverse of the
     latency falls on a line as the rate grows.
     """
-    below, above = 0.85 * sustained(load), 1.05 * sustained(load)
+    below, above = 1.05 * sustained(load), 1.35 * sustained(load)
     speeds = [1 / token_s(load, rate, arrivals_s) for rate in (below, above)]
     while speeds[0] <= 1 / TOKEN_S:
         above, below = below, 0.8 * below
@@ -92,7 +92,7 @@ def knee(load: str, arrivals_s: float = ARRIVALS_S) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--arrivals-s", type=float, default=ARRIVALS_S, help="of virtual time (default 120)")
+    parser.add_argument("--arrivals-s", type=float, default=ARRIVALS_S, help="of virtual time (default 180)")
     arguments = parser.parse_args()
     print(f"efficiency {EFFICIENCY:.3f}, {NUM_PAGES} pages of {BLOCK_SIZE}; requests/s at {TOKEN_S} s a token")
     print(

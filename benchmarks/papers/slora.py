@@ -261,11 +261,11 @@ def main() -> None:
     print("\nin a gang, beside the base's two collectives a layer: collectives, bytes of a token, share of the adapter")
     sharded: dict[str, dict[int, tuple[int, float]]] = {}
     for way, degree in itertools.product(WAYS, DEGREES):
-        one = exchanged(way, degree)
-        sharded.setdefault(way, {})[degree] = one.num_collectives, one.bytes_of_a_token
+        counted = exchanged(way, degree)
+        sharded.setdefault(way, {})[degree] = counted.num_collectives, counted.bytes_of_a_token
         print(
-            f"{way:15} {degree} workers: {one.num_collectives} {one.bytes_of_a_token:6.0f} {one.share_held:6.3f}; "
-            f"of the base {2 * 2 * 2 * (degree - 1) / degree * HIDDEN:6.0f} bytes"
+            f"{way:15} {degree} workers: {counted.num_collectives} {counted.bytes_of_a_token:6.0f} "
+            f"{counted.share_held:6.3f}; of the base {2 * 2 * 2 * (degree - 1) / degree * HIDDEN:6.0f} bytes"
         )
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
         model_path = write_model(Path(folder))
