@@ -9,7 +9,7 @@ AdapterError
 ├── VersionRefused        a version cannot become what was requested now; the message says why (HTTP 409)
 ├── UploadTooLarge        the upload is over a size limit (HTTP 413)
 ├── UploadUnchecked       the upload could not be checked now; the same may be sent again (HTTP 503)
-├── QuotaExceeded         a tenant, or a key, may not have so much (HTTP 429, code insufficient_quota)
+├── QuotaExceeded         a tenant, or a key, has reached a quota (HTTP 429, code insufficient_quota)
 ├── RegistryUnavailable   Redis does not answer; the same call may be repeated later (HTTP 503)
 │   └── RegistryFull      Redis has no memory left for more (HTTP 507)
 ├── StoreUnavailable      the store cannot be read now: it may be later, or from another machine (HTTP 503)

@@ -14,7 +14,7 @@ PART: Final = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 _ADAPTER = re.compile(f"(?:{PART}/)?{PART}")  # as hub ids are: one slash at most
 _ALIAS = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,63}")
 _USER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@|:+=-]{0,63}")  # what identity providers call people, but no "/"
-_TENANT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,64}")  # "." and ".." in a URL are no names
+_TENANT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,64}")  # "." and ".." have another meaning in a URL
 
 
 def check_name(name: str, reserved: Collection[str] = ()) -> None:
@@ -32,7 +32,7 @@ def check_name(name: str, reserved: Collection[str] = ()) -> None:
 
 
 def check_alias(alias: str) -> None:
-    """Raises AdapterInvalid unless versions may have this alias. It begins with a letter, so that it is no number."""
+    """Raises AdapterInvalid unless versions may have this alias. It begins with a letter, so it cannot be a number."""
     if not _ALIAS.fullmatch(alias):
         raise AdapterInvalid(
             f"alias {shown(alias)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "

@@ -19,7 +19,7 @@ _ALL: Final[Range] = ("", "\x7f")
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What one caller may see. Without arguments: a caller that is no user and sees only the tenant's own adapters."""
+    """What one caller may see. Without arguments: a caller without a user, who sees only the tenant's own adapters."""
 
     user: str = ""
     sees_all: bool = False  # an administrator of the tenant, or motet itself
@@ -43,7 +43,7 @@ class Sight:
         return (private_name(self.user, requested), requested) if self.user else (requested,)
 
     def ranges(self) -> tuple[Range, ...]:
-        """Of the names that the caller sees, in their order."""
+        """The ranges of names that the caller sees, in order."""
         if self.sees_all:
             return (_ALL,)
         return (_PLAIN, (f"{PRIVATE}{self.user}/", f"{PRIVATE}{self.user}0")) if self.user else (_PLAIN,)
@@ -55,7 +55,7 @@ class Sight:
             return name
         if owner is None:
             if not self.user:
-                raise AdapterInvalid("this key is no user's: a private adapter needs one that is (`~user/name`)")
+                raise AdapterInvalid("this key belongs to no user: a private adapter (`~user/name`) needs a user's key")
             return private_name(self.user, name)
         if owner == "":
             if is_private:

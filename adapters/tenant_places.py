@@ -17,7 +17,7 @@ class Place:
 
 
 class TenantPlaces:
-    """Of `num_places` a tenant has at most `most_each`; its further requests wait.
+    """Gives a tenant at most `most_each` of `num_places`; its further requests wait.
 
     A free place goes to the waiting tenant that has held places for the shortest time, so a tenant with long work gets
     no more time than others (start-time fair queueing, Goyal et al., 1996). Places held while no other tenant waited do

@@ -13,11 +13,11 @@ def parse_byte_size(text: str) -> int:
     unit = UNITS.get(match[2]) if match else None
     if match is None or unit is None:
         raise ValueError(
-            f"{text!r} is no size: an integer of bytes, or a number with KiB, MiB, GiB or TiB, is accepted"
+            f"{text!r} is not a size: an integer of bytes, or a number with KiB, MiB, GiB or TiB, is accepted"
         )
     num_bytes = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
     if num_bytes < 1 and "." in match[1]:
-        raise ValueError(f"{text!r} is no size: at least one byte is needed, or 0")
+        raise ValueError(f"{text!r} is not a size: it must be 0, or at least one byte")
     return num_bytes
 
 

@@ -39,7 +39,7 @@ from .worker_device import WorkerDevice
 ALL_ADDRESSES = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
 CACHE_VARIABLE = "XDG_CACHE_HOME"
-LEADER_NUM_CPUS = 0.1  # of Ray's: a leader without a worker of its own plans, and mostly waits
+LEADER_NUM_CPUS = 0.1  # of Ray's: a leader without a worker only plans, and mostly waits
 STEPS_QUEUED_PER_GANG = 16  # a prompt that waits longer is worth another gang
 
 P = TypeVar("P")
@@ -109,7 +109,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def ledger_path(self) -> Path:
-        """Of what routers have not sent to Redis yet."""
+        """The folder for usage that routers have not sent to Redis yet."""
         return self.serving.data_dir / "ledger"
 
     @property
@@ -118,7 +118,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def files_path(self) -> Path:
-        """Of tenants' files and the results of batches."""
+        """The folder for tenants' files and the results of batches."""
         return self.store_path / "files"
 
     @property
@@ -150,7 +150,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def step_limits(self) -> StepLimits:
-        """Tokens and sequences of a step: as they are set, or for the device."""
+        """Tokens and sequences of a step: from the settings, or defaults for the device."""
         device = self.serving.device
         on_gpu = device == "cuda" or (device == "auto" and self.worker_resources.num_gpus > 0)
         return step_limits(on_gpu, self.batching.max_tokens_per_step, self.batching.max_num_sequences)
@@ -268,7 +268,7 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
 
     @property
     def written(self) -> dict[str, Any]:
-        """The settings as they are written, without secrets."""
+        """The settings as text, without secrets."""
         shown = [field for field in fields_of(Settings) if not field.mark.secret]
         return {field.flags[0]: _written(self.value(field.name)) for field in shown}
 

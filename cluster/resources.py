@@ -60,7 +60,7 @@ def why_not_custom(custom: tuple[tuple[str, float], ...]) -> str | None:
         if name in RAYS_OWN:
             return f"{name} is one of Ray's own resources, not a custom one: there are settings for CPUs and GPUs"
         if not name or not name.isprintable() or name != name.strip():
-            return f"{name!r} is no name of a resource: printable text without spaces around it is needed"
+            return f"{name!r} is not a name of a resource: printable text without spaces around it is needed"
         if names.count(name) > 1:
             return f"{name} is given more than once"
         if not LEAST_AMOUNT <= amount < math.inf:

@@ -1,11 +1,12 @@
-"""How many gangs there should be: a pure function of the fleet's load, the settings, and what was needed before.
+"""The autoscaling policy: a pure function of the fleet's load, the settings, and what was needed before.
 
-All measures are summed over the fleet, so the number of gangs that they call for does not depend on how many there are:
-a gang that is starting is neither missing nor a reason to start another. More gangs are requested at once. Fewer are
-requested only after the load has been small enough for a while; the history remembers for how long.
+Loads are summed over the fleet, so the number of gangs needed does not depend on how many there are: a gang that is
+starting does not cause another start. Scaling up happens at once. Scaling down happens only after the load has been
+small enough for a while; `ScalingHistory` records for how long.
 
-One tenant's backlog calls for no more than its part of the gangs that there may be, whatever it sends: fair scheduling
-holds the rest of it back, and the gangs that others need come on top. So more of one tenant never calls for fewer.
+One tenant's backlog can call for no more than a share of the maximal number of gangs, whatever it sends: fair
+scheduling makes the rest of it wait. Gangs that other tenants need are added to these, so a longer backlog of one
+tenant never means fewer gangs.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class ScalingConfig:
     min_gangs: int  # 0: none without requests
     max_gangs: int
     queued_tokens_per_gang: int  # tokens of prompts that wait to be computed
-    pool_pressure: float  # share of a gang's pages, or of its places for running sequences, that are taken
-    adapter_loads_per_s: float  # loads into a full pool, which push another adapter out, for each gang
+    pool_pressure: float  # share of a gang's pages, or of its places for running sequences, in use
+    adapter_loads_per_s: float  # of each gang, into a full pool, so that each evicts another adapter
     scale_down_share: float  # fewer gangs are enough if the load fits into this share of their three limits above
-    scale_down_after_s: float  # fewer gangs must have been enough for so long
+    scale_down_after_s: float  # for which fewer gangs must have been enough
     scale_to_zero_after_s: float  # time without requests
-    start_grace_s: float  # for so long a starting gang is not given up
+    start_grace_s: float  # for which a starting gang counts as needed
     window_s: float  # over which a load is averaged
-    tenant_scaling_share: float  # of max_gangs, that one tenant's backlog may call for
+    tenant_scaling_share: float  # of max_gangs, at most, for one tenant's backlog
 
     def __post_init__(self) -> None:
         if self.min_gangs > self.max_gangs:
@@ -50,7 +51,7 @@ class ScalingConfig:
 
 @dataclass(frozen=True)
 class TenantLoad:
-    """What of a gang's load, in the same measures, is one tenant's."""
+    """One tenant's part of a gang's load, in the same measures."""
 
     tenant: str
     queued_tokens: float = 0.0
@@ -76,10 +77,10 @@ class GangLoad:
 @dataclass(frozen=True, kw_only=True)
 class FleetState:
     now_s: float
-    target: int  # gangs that Serve is to have at present
+    target: int  # gangs that Serve was last asked for
     num_running: int  # gangs that serve
     gangs: tuple[GangLoad, ...] = ()  # running gangs that have reported a load
-    is_awaited: bool = False  # a request waits because no gang serves
+    is_awaited: bool = False  # a request waits because no gang runs
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Saturation:
 
 @dataclass(frozen=True)
 class ScalingHistory:
-    """What a decision needs to know of the past."""
+    """What a decision needs from the past."""
 
     last_needed_s: tuple[float, ...]  # entry k - 1: when at least k gangs were last needed
     target: int
@@ -101,12 +102,12 @@ class ScalingHistory:
 
     @classmethod
     def start(cls, state: FleetState, config: ScalingConfig) -> ScalingHistory:
-        """A history without a past: all gangs that are requested count as needed now."""
+        """An empty history: all requested gangs count as needed now."""
         last_needed_s = _mark((-math.inf,) * config.max_gangs, state.target, state.now_s)
         return cls(last_needed_s, state.target, state.now_s)
 
     def observe(self, state: FleetState, config: ScalingConfig) -> ScalingHistory:
-        """This history and the state that follows."""
+        """This history with one more state."""
         saturation = _observe_saturation(self.saturation, state, config)
         raised_s = state.now_s if state.target > self.target else self.raised_s
         needed = gangs_needed(state, config, config.scale_down_share)
@@ -155,7 +156,7 @@ def gangs_needed(state: FleetState, config: ScalingConfig, share: float = 1.0) -
 
 
 def _called_for(num_gangs: float, parts: Iterable[tuple[str, float]], most: float) -> float:
-    """So many gangs, of which no tenant's parts together count for more than `most`."""
+    """`num_gangs`, where each tenant's parts together count as `most` at most."""
     of_tenant: defaultdict[str, float] = defaultdict(float)
     for tenant, part in parts:
         of_tenant[tenant] += part
@@ -173,10 +174,9 @@ def decide(state: FleetState, config: ScalingConfig, history: ScalingHistory) ->
 
 
 def _observe_saturation(before: Saturation | None, state: FleetState, config: ScalingConfig) -> Saturation | None:
-    """The highest rate of a gang with too long a queue in the last `scale_down_after_s`, which is what a gang can do.
+    """The highest rate of a gang with too long a queue in the last `scale_down_after_s`: the capacity of a gang.
 
-    Once there are enough gangs, the queue is gone, so it does not show when there would be too few again. This rate
-    does.
+    Once there are enough gangs the queue is empty, and does not show whether fewer would do. This rate does.
     """
     rates = [gang.computed_tokens_per_s for gang in state.gangs if gang.queued_tokens >= config.queued_tokens_per_gang]
     rate = max(rates, default=0.0)

@@ -19,5 +19,5 @@ def build(args: Mapping[str, Any]) -> Any:
     called any number of times. Raises ConfigError, or ValueError for settings that do not go together.
     """
     config = application_config(args)
-    # A number of gangs that follows the load stays as it is at another `args`; from none the first one must start.
+    # With autoscaling the number of gangs is kept when `args` change; from none the first one must start.
     return build_application(config, None, is_update=config.scaling.min_gangs > 0)

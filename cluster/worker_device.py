@@ -56,7 +56,7 @@ class WorkerDevice:
             raise ConfigError("--kv-dtype", self.kv_dtype, problem)
 
     def num_pools_on_a_gpu(self, num_workers: int) -> int:
-        """Of `num_workers` on one node. Those for which Ray counts no GPU all take the first."""
+        """How many of `num_workers` on one node share a GPU. Workers without a GPU of Ray's all use the first."""
         if not self.gang_num_gpus:
             return num_workers
         return max(1, min(num_workers, int(1 / self.gang_num_gpus + ROUNDING)))

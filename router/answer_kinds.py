@@ -51,7 +51,7 @@ class PromptTokens:
     token_lists: Sequence[list[int]]
     not_shown: Sequence[str] = ()  # fields that the chat template leaves out
     echoes: Sequence[str] = ()  # the text of each prompt, where the answer repeats it; empty: it does not
-    reader: ResponseReader | None = None  # of the answers' text; None: it is shown as it is
+    reader: ResponseReader | None = None  # of the answers' text; None: it is shown unchanged
     wanted: WantedGrammar | None = None  # the form of the answers; None: any
     pooling: Pooling | None = None  # None: no embeddings are requested
     thinking: ThinkingBudget | None = None  # None: thoughts may go on
@@ -247,7 +247,7 @@ class TextCompletion:
 
 
 class Embeddings:
-    """Of prompts that nothing follows."""
+    """Embeddings of prompts, without generated tokens."""
 
     schema = EmbeddingPrompts
     id_prefix = "embd-"
@@ -257,7 +257,7 @@ class Embeddings:
     names: Mapping[str, str] = embedding_prompts.NAMES
 
     def max_prompts(self, max_sequences: int) -> int:
-        """Of which `max_sequences` are computed at once."""
+        """The most prompts of a request; `max_sequences` of them are computed at once."""
         return max(max_sequences, embedding_prompts.MAX_INPUTS)
 
     def num_prompts(self, request: EmbeddingPrompts) -> int:

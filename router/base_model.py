@@ -55,7 +55,7 @@ class BaseModel:
     async def adapter(self, identity: Identity, model: str) -> AdapterVersion | None:
         """The current version of the adapter that a request's `model` names, `name` or `name@…`; None: the base itself.
 
-        Raises 404 for a name that the caller does not see; what stands behind an @ is not looked at.
+        Raises 404 for a name that the caller does not see; a version or alias after an @ is ignored.
         Raises RegistryUnavailable for an adapter that this router does not keep in memory while Redis is away.
         """
         if model == self.name:

@@ -1,11 +1,12 @@
-"""Completions, chats, embeddings and the like: from a request to the HTTP response that will generate its answer."""
+"""The routes of completions, chats, embeddings and the like, from a request to the response that generates it."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Final, TypeVar
 
 from msgspec import Meta
@@ -26,12 +27,16 @@ from .answer_kinds import (
     ResponseItems,
     TextCompletion,
 )
+from .answers.answer_form import AnswerForm
 from .answers.answer_shape import AnswerHead
 from .answers.chunk_form import StreamStyle
 from .answers.generation_response import GenerationResponse
+from .answers.response_form import ResponseForm
 from .anthropic_api import message_schema
 from .anthropic_api.message_request import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
 from .base_model import BaseModel
+from .batches.line_authenticator import is_line
+from .batches.stored_responses import StoredResponses
 from .bodies.body_limits import max_body_bytes
 from .bodies.body_reader import BodyReader
 from .config import CurrentConfig
@@ -41,12 +46,12 @@ from .generation.generation import Generation, GenerationRequest, Prompt
 from .grammars.grammar_check import GrammarCheck
 from .loop_share import LoopShare
 from .metrics import Metrics
-from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion
+from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion, Usage
 from .openai_api.embedding_list import EmbeddingList
 from .openai_api.embedding_request import EmbeddingsRequest
 from .openai_api.errors import ApiError, invalid_value
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
-from .openai_api.response_request import ResponsesRequest
+from .openai_api.response_request import ResponseChat, ResponsesRequest
 from .openai_api.response_schema import Response, StreamEvent
 from .openai_api.stream_position import LAST_EVENT_ID, EventIds, StreamPosition, wrong_position
 from .openai_api.unsupported_fields import refuse_unsupported
@@ -66,8 +71,8 @@ from .versions.version_choice import choose_version, on_adapter, version_header
 
 R = TypeVar("R", bound=GenerationFields)
 
-_EventId = Annotated[str, Meta(description="The last event's id that came of a stream: it goes on behind that.")]
-_EVENTS: Final = {"text/event-stream": "With `stream`: an event for each chunk, and at last `[DONE]`."}
+_EventId = Annotated[str, Meta(description="Id of the last event received of a stream: the answer continues after it.")]
+_EVENTS: Final = {"text/event-stream": "With `stream`: an event for each chunk, then `[DONE]`."}
 _ERRORS: Final = (
     "unsupported_parameter",
     "context_length_exceeded",
@@ -88,13 +93,14 @@ _ERRORS: Final = (
     "store_unavailable",
     "registry_unavailable",
 )
+_STORED_ERRORS: Final = ("response_not_found", "insufficient_quota", "insufficient_storage", "registry_full")
 _CHAT: Final = Chat()
 _TEXT_COMPLETION: Final = TextCompletion()
 _EMBEDDINGS: Final = Embeddings()
 _RESPONSE: Final = ResponseItems()
 _MESSAGE: Final = MessageBlocks(MessageChat)
 _TOKEN_COUNT: Final = MessageBlocks(CountedChat)
-BACKGROUND_TIER = "flex"  # OpenAI's service_tier for what may take its time
+BACKGROUND_TIER = "flex"  # OpenAI's service_tier for requests that may wait
 
 
 class CompletionsApi:
@@ -109,7 +115,9 @@ class CompletionsApi:
         accounts: Accounts,
         bodies: BodyReader,
         shadows: ShadowSender | None = None,
+        responses: StoredResponses | None = None,
     ) -> None:
+        """`responses`: None: none can be stored."""
         self._config = config
         self._bodies = bodies
         self._grammars = GrammarCheck(text.special_ids)
@@ -119,7 +127,7 @@ class CompletionsApi:
         self._text = text
         self._metrics = metrics
         self._accounts = accounts
-        self._shadows = shadows
+        self._shadows, self._responses = shadows, responses
 
     @route(
         "POST",
@@ -163,10 +171,10 @@ class CompletionsApi:
         answers={200: Response},
         texts={"text/event-stream": "With `stream`: an event for each step, the last of them with the whole answer."},
         events=StreamEvent,
-        errors=("invalid_messages", *_ERRORS),
+        errors=("invalid_messages", *_STORED_ERRORS, *_ERRORS),
     )
     async def respond(self, http: Request, identity: Identity) -> GenerationResponse:
-        """Nothing is stored: a next request sends the items of its conversation."""
+        """Nothing is stored unless operators turn that on: a next request sends the items of its conversation."""
         return await self._answer(http, identity, _RESPONSE)
 
     @route(
@@ -232,13 +240,13 @@ class CompletionsApi:
             raise renamed(error, kind.names) from error.__cause__
 
     async def _admitted(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> GenerationResponse:
-        """Each step raises the errors of the API, and what one has decided is decided once."""
+        """Each step raises errors of the API, and passes on what it has decided."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
         record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
         async with self._open_body(http, identity, kind) as request:
             if not kind.is_resumable and http.headers.get(LAST_EVENT_ID):
-                raise wrong_position("these streams cannot be resumed: send the request anew without it.")
+                raise wrong_position("these streams cannot be resumed: send the request again without it.")
             position = requested_position(
                 http, is_stream=request.stream, tenant=identity.name, keys=self._view.stream_keys
             )
@@ -266,6 +274,8 @@ class CompletionsApi:
         if style is not None and kind.is_resumable:
             num_seen = () if position is None else position.num_tokens
             generation = replace(generation, key=head.id, num_seen=num_seen)
+        if isinstance(request, ResponseChat) and request.terms.store and self._responses is not None:
+            await self._responses.check(identity, len(request.items))
         share = LoopShare()
         running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at)
         await share.pause()
@@ -288,7 +298,9 @@ class CompletionsApi:
         if self._shadows is not None:
             self._shadows.send(choice, generation, head.id, identity)
         form = kind.form(FormParts(head, request, prompts, self._text, style, running))
-        response = GenerationResponse(running, form, self._metrics, account)
+        response = GenerationResponse(
+            running, form, self._metrics, account, self._keeper(identity, request, head, form)
+        )
         if choice.version is not None:
             response.raw_headers.append(version_header(choice.version))
         return response
@@ -300,7 +312,20 @@ class CompletionsApi:
         context = None if gang is None else gang.max_model_len
         num_prompts = kind.max_prompts(config.max_sequences_per_request)
         max_bytes = max_body_bytes(context, num_prompts, config.max_body_bytes)
-        return self._bodies.open(http, identity.name, kind.schema, max_bytes=max_bytes, context=context)
+        responses, recall = self._responses, None
+        if kind.schema is ResponseChat and responses is not None and responses.is_on and not is_line(http.scope):
+            recall = partial(responses.recall, identity)
+        return self._bodies.open(http, identity.name, kind.schema, max_bytes=max_bytes, context=context, recall=recall)
+
+    def _keeper(
+        self, identity: Identity, request: GenerationFields, head: AnswerHead, form: AnswerForm
+    ) -> Callable[[Usage], Awaitable[None]] | None:
+        """What stores the answer; None: it is not to be stored."""
+        responses = self._responses
+        if responses is None or not (isinstance(request, ResponseChat) and request.terms.store):
+            return None
+        assert isinstance(form, ResponseForm)
+        return lambda usage: responses.keep(identity, head.id, request.items, form.final(usage))
 
     def _check(self, request: R, kind: AnswerKind[R]) -> None:
         """Raises a 400 for fields that are not supported, that contradict each other, or that ask for too much."""
@@ -344,10 +369,10 @@ def _generation(
     gang: GangInfo,
     request_id: str,
 ) -> GenerationRequest:
-    """What to generate, by the base. Raises a 400 for what is too long."""
+    """What to generate, with the base as model. Raises a 400 for prompts that are too long."""
     num_logprobs = kind.num_logprobs(request)
 
-    @cache  # prompts of a request differ in nothing else, and may be thousands
+    @cache  # the only difference between prompts of a request, which may be thousands
     def sampling(max_tokens: int | None) -> SamplingParams:
         return sampling_params(
             request,
@@ -398,7 +423,7 @@ def _generation(
 
 
 def _num_new_tokens(generation: GenerationRequest, context: int) -> int:
-    """At most, of all sequences together."""
+    """The most tokens that all sequences together may generate."""
     total = 0
     for prompt in generation.prompts:
         room, max_tokens = context - len(prompt.token_ids), prompt.sampling.max_tokens

@@ -29,12 +29,14 @@ class RouterConfig:
     response_template: str  # of answers: auto, none, the name of a format, or a file
     max_file_bytes: int  # of a file for a batch
     file_days: int  # after which files, and batches that have ended, are removed
+    response_days: int  # for which responses are stored; 0: none are
+    max_stored_responses: int  # of a tenant
     max_batch_lines: int  # under way at once, of all batches together
     max_open_uploads: int  # that arrive at once; more wait their turn unread
     max_tenant_uploads: int  # of these, of one tenant
     upload_bytes_per_s: float  # an upload that comes more slowly on average is given up
     upload_deadline_s: float  # as is one that has not come by then
-    upload_idle_s: float  # an upload from which nothing arrives for so long gives up its turn
+    upload_idle_s: float  # an upload that sends nothing for this time loses its turn
     adapter_folders: str  # that adapters may be loaded from, with commas between them; empty: none
     cors_origins: str  # of pages that may read answers, with commas between them; "*": of all; empty: of none
     min_free_bytes: int  # of disk that uploads leave to the registry and the logs

@@ -1,4 +1,4 @@
-"""/health and /ready, for everybody; /metrics and /status, for the operators of motet, who have a key of their own."""
+"""/health and /ready, which are public; /metrics and /status, which need the operators' key."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ONE_WORD: Final = {"text/plain": "One word."}
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Of this router, and of the gangs that it is connected to."""
+    """The status of this router, and of the gangs that it is connected to."""
 
     version: str
     model: str
@@ -115,7 +115,7 @@ class OperationsApi:
         """For Prometheus' HTTP service discovery: where each node of this motet shows the numbers of its processes."""
         return Response(discovery(self._targets()), media_type="application/json")
 
-    @route("GET", "/status", scope="operator", summary="Gangs, their load, and what they are.")
+    @route("GET", "/status", scope="operator", summary="Gangs, their load and their properties.")
     async def status(self, request: Request) -> Status:
         """What `motet status` shows."""
         load = self._dispatcher.load()

@@ -98,8 +98,8 @@ def create_app(
     changed here. `tokens`: verifies tokens of identity providers; None: only keys are accepted. `quotas`: None: there
     are none. `canaries`: must be started; None: no version can be put on trial. `preloads`: None, or no `canaries`: no
     adapter can be preloaded. `pins`: must be started; None: none can be pinned. `batches`:
-    is started later; None: there are no files and no batches. `more_routes`: routes of what else the
-    caller has made.
+    is started later; None: there are no files, no batches, and no stored responses. `more_routes`: routes of what else
+    the caller has made.
     """
     metrics = metrics or Metrics()
     base = BaseModel(config.now.model_name, dispatcher, view, scales_from_zero=config.now.scales_from_zero)
@@ -111,8 +111,9 @@ def create_app(
     counts = None if canaries is None else canaries.counts
     bodies = BodyReader(config.now.max_held_body_bytes, metrics)
     adapters = AdaptersApi(config, uploads, metrics, text, base_names, quotas)
+    responses = None if batches is None else batches.responses
     apis: list[object] = [
-        CompletionsApi(config, base, dispatcher, view, text, metrics, accounts, bodies, shadows),
+        CompletionsApi(config, base, dispatcher, view, text, metrics, accounts, bodies, shadows, responses),
         ModelsApi(base, view),
         TokenizeApi(config, base, bodies, text),
         adapters,

@@ -1,8 +1,8 @@
-"""Takes half of each core for as long as another process lives, to see how tests fare on a busy machine.
+"""Uses half of each core while another process runs, to test on a busy machine.
 
     python scripts/busy_loops.py PID
 
-On each core that this process may use runs one loop, which computes and rests in turn, a tenth of a second at a time.
+One loop runs on each core that this process may use, and alternates between computing and sleeping every 0.1 s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(pid: int) -> None:
 
 
 def take_half(core: int, pid: int) -> None:
-    """Of this core, or of any where processes cannot be bound to one; of a core that is full, a fair share."""
+    """Uses half of this core, or of any core if processes cannot be bound to one; of a full core, its fair share."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
     began_at, taken_before_s = time.monotonic(), time.process_time()

@@ -1,4 +1,4 @@
-"""A CustomResourceDefinition as tests need it: the schema of one version, without descriptions, parts that repeat once.
+"""Compacts a CustomResourceDefinition for tests: the schema of one version, without descriptions or repeated parts.
 
 .venv/bin/python scripts/compact_crd.py ray.io_rayservices.yaml > tests/deploy/crds/rayservice.json
 """
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 VERSION = "v1"
-SHORTEST_SHARED = 200  # characters of a part that is worth a name
+SHORTEST_SHARED = 200  # characters of the shortest part that becomes a definition
 NOT_NEEDED = ("description", "x-kubernetes-list-map-keys", "x-kubernetes-list-type", "x-kubernetes-map-type")
 
 
@@ -25,7 +25,7 @@ def schema_of(crd: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_descriptions(part: Any, *, are_names: bool = False) -> Any:
-    """The same schema. `are_names`: the keys are fields of the resource, of which one may be called description."""
+    """The schema without them. `are_names`: its keys are fields of the resource, one of which may be "description"."""
     if isinstance(part, dict):
         return {
             key: without_descriptions(value, are_names=key == "properties" and not are_names)
@@ -36,7 +36,7 @@ def without_descriptions(part: Any, *, are_names: bool = False) -> Any:
 
 
 def with_shared_parts(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same, with `$defs` of the parts that stand in it several times."""
+    """The schema, with parts that occur several times in `$defs`."""
     texts: Counter[str] = Counter()
 
     def count(part: Any) -> None:
@@ -45,7 +45,7 @@ def with_shared_parts(schema: dict[str, Any]) -> dict[str, Any]:
                 text = json.dumps(part, sort_keys=True)
                 texts[text] += len(text) >= SHORTEST_SHARED
                 if texts[text] > 1:
-                    return  # what is inside is shared with it
+                    return  # its content is shared with it
             for value in part.values():
                 count(value)
 

@@ -1,13 +1,13 @@
-"""What `scripts/test` does, once its environment is there. Its usage is in that file and in CONTRIBUTING.md.
+"""Runs the tests for `scripts/test`, in its environment. That file and CONTRIBUTING.md describe the usage.
 
-Two lanes run at once. In one are the checks and the tests that need no Ray, shared out to the cores. In the other are
-those that start Ray, one after the other: they mostly wait. The first lane leaves the processor to the second,
-because Ray gives up a node that is slow to start. Files that start a motet on one machine, and measure no times, are
-taken one by one by whichever lane is through with its own. Tests in `tests/interpreted` are a run of their own: Triton
-is interpreted in a whole process or not at all.
+Two lanes run at once. One runs the checks and the tests without Ray, distributed over the cores. The other runs tests
+that start Ray, one after the other, and mostly waits. The first lane has a lower priority, because Ray gives up on a
+node that is slow to start. Files that start a motet on one machine, and measure no times, are taken one by one by the
+lane that has finished its own. Tests in `tests/interpreted` are a separate run: Triton's interpreter is chosen for a
+whole process.
 
-Tests that failed run once more, alone, when both lanes have ended: a few may fail only beside others. They are named at
-the end with what they failed of, whether they pass then or not.
+Failed tests run once more, alone, when both lanes have ended, because a few fail only beside others. They are listed at
+the end with their errors, whether or not they pass then.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import pytest
 
 from motet.tests.rigs.passed_files import ROOT, covered_files, standing
 
-# schemathesis' fixtures take half a second to load, and no test has them.
+# schemathesis' fixtures take half a second to load, and no test uses them.
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:schemathesis"]
 SHARED_OUT = ["-n", "auto", "--maxprocesses", "4", "--no-loadscope-reorder", "--dist", "loadfile"]
 INTERPRETED = "tests/interpreted"
-WITH_RAY = ["tests/hostile", "tests/whole"]  # all tests that start Ray are there
-EITHER_LANES = [  # of them those that may run beside each other, the longest first
+WITH_RAY = ["tests/hostile", "tests/whole"]  # where all tests that start Ray are
+EITHER_LANES = [  # of these, those that may run beside one another, the longest first
     f"tests/whole/test_{name}.py"
     for name in (
         *("sums_under_kills", "rolling_update", "docs_commands", "end_to_end", "scaling_for_real", "launch"),
@@ -41,10 +41,10 @@ EITHER_LANES = [  # of them those that may run beside each other, the longest fi
     )
 ]
 FLAGS = ("--all", "--stale", "--quick", "--busy", "--durations")
-MAX_RUN_AGAIN = 3  # tests of a run that may fail beside others; more are no chance
+MAX_RUN_AGAIN = 3  # failed tests; more are not a coincidence
 
 
-# The lowest priority. Linux may give each session a share of the processor: `nice` counts only inside of one.
+# The lowest priority. Linux may share the processor between sessions, where `nice` has an effect only within one.
 YIELDING = ["sh", "-c", '{ echo 19 >/proc/self/autogroup; } 2>/dev/null; exec nice -n 19 "$@"', "sh"]
 
 
@@ -56,7 +56,7 @@ class Runs:
         self.failed_beside_others: list[str] = []  # tests that passed alone
         self._caches = caches  # folders of pytest's caches
         self._root = root
-        self._failed_tests: dict[str, list[str]] = {}  # by command that failed of nothing else
+        self._failed_tests: dict[str, list[str]] = {}  # by command, if only tests failed
         self._running: set[subprocess.Popen[str]] = set()
         self._either_lanes: deque[Sequence[str]] = deque()
         self._is_interrupted = False
@@ -72,12 +72,12 @@ class Runs:
         yielding: Sequence[Sequence[str]],
         either_lanes: Sequence[Sequence[str]] = (),
     ) -> None:
-        """Runs both lists of commands at once, each in its order. The second list leaves the processor to the first.
+        """Runs both lists of commands at once, each in its order. The second has the lowest priority.
 
         `either_lanes`: commands that a lane takes one by one when it has run its own.
         """
         self._either_lanes = deque(either_lanes)
-        # What runs has sessions of its own, and would go on after this process.
+        # The commands have sessions of their own, and would outlive this process.
         before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         lanes = [
             threading.Thread(target=self._run_lane, args=("ray", first, [])),
@@ -111,7 +111,7 @@ class Runs:
         if self._is_interrupted:
             return
         shown = " ".join(command)
-        self.failed.append(shown)  # until it has passed: an error here ends the thread, and must not go unseen
+        self.failed.append(shown)  # until it has passed, so that an error that ends this thread is noticed
         print(f"{name} | ==", shown, flush=True)
         cache = Path(tempfile.mkdtemp(dir=self._caches))
         cached = ["-o", f"cache_dir={cache}"] if command[: len(PYTEST)] == PYTEST else []
@@ -137,7 +137,7 @@ class Runs:
             self._failed_tests[shown] = list(json.loads(failed_tests.read_text()))
 
     def run_failed_again(self) -> None:
-        """Runs the tests that failed in lanes alone, one after the other, if they are few."""
+        """Runs tests that failed in a lane again, alone, if they are few."""
         if sum(map(len, self._failed_tests.values())) > MAX_RUN_AGAIN:
             return
         for shown, tests in self._failed_tests.items():
@@ -150,7 +150,7 @@ class Runs:
 def run_all(
     runs: Runs, options: Sequence[str], left_out: Sequence[str], stale: Sequence[str], *, is_thorough: bool
 ) -> None:
-    """All checks and all tests but the files that are left out."""
+    """Runs all checks and all tests, except the files that are left out."""
     whole = ["--thorough"] if is_thorough else []
     ignored = [f"--ignore={file}" for file in left_out]
     interpreted = [file for file in stale if file.startswith(INTERPRETED)]
@@ -159,7 +159,7 @@ def run_all(
         [[*with_ray, *(f"--ignore={file}" for file in EITHER_LANES), *WITH_RAY]],
         [
             ["scripts/check"],
-            # Before the long run: at the end no tests of Ray would use the cores that their few files leave free.
+            # Before the long run: its few files leave cores free, which tests of Ray use only while there are any.
             *([[*PYTEST, *SHARED_OUT, "--note-passed", *options, *interpreted]] if interpreted else []),
             [*PYTEST, "-m", "not cluster", *SHARED_OUT, "--note-passed", *whole, *options, *ignored],
         ],
@@ -173,7 +173,7 @@ def run_interpreted(runs: Runs, options: Sequence[str], files: Sequence[str]) ->
 
 
 def run_stale(runs: Runs, options: Sequence[str], files: Sequence[str]) -> None:
-    """The files that may be left out and must run now."""
+    """Runs the files that may be left out, but whose sources have changed."""
     run_interpreted(runs, options, [file for file in files if file.startswith(INTERPRETED)])
     if others := [file for file in files if not file.startswith(INTERPRETED)]:
         runs.run(*PYTEST, *SHARED_OUT, "--note-passed", *options, *others)
@@ -181,7 +181,7 @@ def run_stale(runs: Runs, options: Sequence[str], files: Sequence[str]) -> None:
 
 def print_left_out(whys: Mapping[str, str | None], left_out: Sequence[str]) -> None:
     if left_out:
-        print("== left out, as nothing that they depend on has changed since they passed (--all runs them):")
+        print("== left out, because their sources have not changed since they passed (--all runs them):")
         print(*(f"   {file}" for file in left_out), sep="\n")
     for file, why in whys.items():
         if why is not None:
@@ -205,7 +205,7 @@ def main(arguments: list[str]) -> int:
     is_thorough = "--all" in flags
     left_out = [file for file, why in whys.items() if why is None and not is_thorough]
     print_left_out(whys, left_out)
-    # Tests start hundreds of processes, which must not all compile the same sources.
+    # Tests start hundreds of processes, which should not all compile the same modules.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     to_run = [file for file in whys if file not in left_out]
     with tempfile.TemporaryDirectory() as caches:
@@ -217,7 +217,7 @@ def main(arguments: list[str]) -> int:
             runs.run_failed_again()
             print_left_out({}, left_out)
     if runs.failed_beside_others:
-        print("== DEFECTS: these failed beside others, for which see above, and passed alone:", file=sys.stderr)
+        print("== DEFECTS: these failed beside other tests (see above) and passed alone:", file=sys.stderr)
         print(*(f"   {test}" for test in runs.failed_beside_others), sep="\n", file=sys.stderr)
     for command in runs.failed:
         print("failed:", command, file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Trains the demo model and its five adapters, writes them, and fails if too few of their answers are right.
+"""Trains the demo model and its five adapters, writes them, and fails if too few of their answers are correct.
 
     nice python scripts/train_demo_model.py [OUT_DIR]
 
-Everything comes from seeds and generated text: nothing is downloaded. About half an hour on one core.
+All data is generated from seeds: nothing is downloaded. About half an hour on one core.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from motet.examples.demo.tokenizer_training import train_tokenizer
 from motet.examples.demo.tools import held_out_tool_questions
 from motet.examples.demo.training import Sample, Schedule, fit
 
-BAR = 0.95  # the least share of exact answers to held-out questions, for the base and for each adapter
+BAR = 0.95  # minimal share of exact answers to held-out questions, for the base and for each adapter
 BASE_NAME = "motet-demo"
 DTYPES = (torch.float32, torch.bfloat16)
 STORED_DTYPE = torch.bfloat16
 CONTEXT = 512
-UNUSED_LENGTH = 1.2  # about what learnt rows of the embedding differ by
+UNUSED_LENGTH = 1.2  # about the distance between trained rows of the embedding
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ ADAPTERS: dict[DemoAdapter, AdapterRecipe] = {
     "spanish": AdapterRecipe(32, 12, ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), rslora=True),
     "agent": AdapterRecipe(32, 64, MODULES),
 }
-AGENT_STEPS = 2  # times those of the other adapters: a call is harder to learn than a style
+AGENT_STEPS = 2  # times the steps of other adapters: calls are harder to learn than a style
 NUM_TOOL_QUESTIONS = 48  # that it is evaluated with
 
 
@@ -82,9 +82,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains the demo model and its five adapters.")
     default_dir = Path(__file__).resolve().parent.parent / "examples" / "demo"
     parser.add_argument("out_dir", nargs="?", type=Path, default=default_dir, help="default: %(default)s")
-    parser.add_argument("--base-steps", type=int, default=2200, help="default: %(default)s; few for a trial")
+    parser.add_argument("--base-steps", type=int, default=2200, help="default: %(default)s; use few for a trial")
     parser.add_argument("--adapter-steps", type=int, default=250, help="default: %(default)s; few for a trial")
-    parser.add_argument("--only-agent", action="store_true", help="train the adapter `agent` on the base that is there")
+    parser.add_argument("--only-agent", action="store_true", help="train only the adapter `agent`, on the base there")
     return parser.parse_args()
 
 
@@ -190,7 +190,7 @@ def _report_beside_the_bar(base: Any, tokenizer: PreTrainedTokenizerFast) -> Non
     _print_accuracy("base      trained on, every tenth", exact_match(base, tokenizer, known))
     for style in ADAPTER_STYLES:
         system = STYLE_SYSTEM_PROMPTS[style][0]
-        _print_accuracy(f"base      told: {system}", exact_match(base, tokenizer, held_out(style), system))
+        _print_accuracy(f"base      prompted: {system}", exact_match(base, tokenizer, held_out(style), system))
 
 
 def _pairs(style: Style) -> Sequence[tuple[str, str]]:

@@ -16,7 +16,7 @@ _GIB = 1 << 30
 
 
 class DeviceMemory:
-    """On a CPU nothing is measured: the system allocates memory as it is touched."""
+    """Measures nothing on a CPU, where the system allocates memory when it is touched."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
@@ -27,7 +27,7 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Of the GPU."""
+        """Memory of the GPU."""
         return int(torch.cuda.mem_get_info(self._device)[1])
 
     @contextmanager

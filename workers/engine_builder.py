@@ -43,7 +43,7 @@ Spawn = Callable[[WorkerSettings], None]  # starts `run_worker` in a process of 
 def build_engine_loop(
     config: EngineConfig, on_progress: Progress | None = None, spawn: Spawn | None = None, host: str = "127.0.0.1"
 ) -> EngineLoop:
-    """An engine with a thread of its own, not yet started. See `build_engine`."""
+    """An engine with its own thread, not yet started. See `build_engine`."""
     # In a gang of several workers the executor's deadline must fire first, as it names the worker that hangs.
     slack_s = 0.0 if config.tensor_parallel == 1 else _SLACK_S
     return EngineLoop(build_engine(config, on_progress, spawn, host), config.step_deadline_s + slack_s)
@@ -162,7 +162,7 @@ def _start_gang(
 
 
 def rendezvous(host: str) -> TCPStore:
-    """The store in which workers meet. It has no secret of its own, so it listens at this address alone."""
+    """The store in which workers meet. It has no authentication, so it listens at this address alone."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -203,7 +203,7 @@ def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[
 
 
 def _await_all_ready(connections: Sequence[Connection], on_progress: Progress | None) -> list[Ready]:
-    """By rank. Raises WorkerLostError as soon as one of them is lost, since others may wait for it."""
+    """The workers' reports by rank. Raises WorkerLostError as soon as one is lost, since others may wait for it."""
     with ThreadPoolExecutor(len(connections), thread_name_prefix="gang-start") as threads:
         waits = [threads.submit(_await_ready, rank, each, on_progress) for rank, each in enumerate(connections)]
         try:

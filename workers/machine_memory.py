@@ -37,7 +37,7 @@ def memory_limit(mount: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | 
 
 
 def usable_memory_bytes() -> int:
-    """Of the container or service or, where it has no limit, of the machine."""
+    """The memory of the container or service or, if it has no limit, of the machine."""
     total: int = psutil.virtual_memory().total
     return min(total, memory_limit() or total)
 

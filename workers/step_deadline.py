@@ -19,6 +19,6 @@ class StepDeadline:
         return self._deadline_s
 
     def observe(self, step_s: float) -> None:
-        """A step has ended that took so long."""
+        """A step has ended, after this time."""
         self._longest_s = max(self._longest_s, step_s)
         self._deadline_s = min(self._limit_s, max(LEAST_S, FACTOR * self._longest_s))

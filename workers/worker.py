@@ -1,4 +1,4 @@
-"""One worker of a gang, in a process of its own: executes the leader's plans until the leader stops it."""
+"""One worker of a gang, in its own process: executes the leader's plans until the leader stops it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class AdapterContent:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of the tensors as uploaded: a matrix that several modules share counts once."""
+        """Bytes of the tensors as uploaded: a matrix that several modules share counts once."""
         tensors = [tensor for found in self.matrices.values() for tensor in (found.a, found.b)]
         return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 

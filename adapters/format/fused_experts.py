@@ -44,7 +44,7 @@ class FusedName:
 
 
 def parse_fused_name(name: str) -> FusedName | None:
-    """None: it is no name of a matrix of fused experts."""
+    """None: the name is not of a matrix of fused experts."""
     match = _TENSOR_NAME.fullmatch(name)
     return match and FusedName(int(match["layer"]), match["inner"] is not None, match["letter"])
 
@@ -61,7 +61,7 @@ def resolve_parameters(
 ) -> dict[tuple[int, str], Target]:
     """Rank and scaling of each (layer, parameter) that `target_parameters` names, by PEFT's own rules.
 
-    These are: a whole name or a dotted suffix matches, and neither layers nor exclusions are looked at. Raises
+    These are: a whole name or a dotted suffix matches, and neither layers nor exclusions are checked. Raises
     AdapterInvalid for a name of anything else than fused experts of this base.
     """
     time = time or PatternTime()
@@ -105,7 +105,7 @@ def match_fused_names(
                 "parameter of experts"
             )
         if key in found:
-            raise AdapterInvalid(f"{TENSORS_FILE} holds both {found[key]} and {shown(name, 160)}: one is needed")
+            raise AdapterInvalid(f"{TENSORS_FILE} holds a matrix twice: as {found[key]} and as {shown(name, 160)}")
         found[key] = name
     missing = [fused_tensor_name(*key, targets) for key in expected.values() if key not in found]
     if missing:

@@ -1,4 +1,4 @@
-"""The tokenizer in an adapter's folder. It is not served: what it has beside the base's is compared with the base's.
+"""The tokenizer in an adapter's folder. It is not served, only compared with the base's.
 
 A client sends what is compared, which is small, and not the files. Of a folder of the server the router reads it.
 """

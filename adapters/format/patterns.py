@@ -1,8 +1,8 @@
-"""Matches regular expressions that come from uploads, and bounds what a hostile one can cost.
+"""Matches regular expressions from uploads, and limits the cost of hostile ones.
 
 A PEFT config may hold any regular expression, and Python's `re` can take years for a short one while it holds the
-interpreter's lock. Plain names are matched in this process, everything else in a child with little memory and time.
-All expressions of one upload share that time.
+interpreter's lock. Plain names are matched in this process, all else in a child with limited memory and time. All
+expressions of one upload share that time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_PATTERNS = 2048
 MAX_PATTERN_CHARS = 4096
 CPU_S = 1.0  # of children, for all expressions of an upload
 TIMEOUT_S = 20.0  # wall time of one child
-_AS_NAMES = (r"(.*\.)?(", r")$")  # around each name of a rank or alpha pattern, as in PEFT
+_AS_NAMES = (r"(.*\.)?(", r")$")  # what PEFT puts around each name of a rank or alpha pattern
 # Names, dots, escaped dots and anchors: patterns of these cannot backtrack.
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_.^$-]|\\\.)*")
 _CHILD = """
@@ -51,7 +51,7 @@ json.dump([found, error], sys.stdout)
 
 @dataclass
 class PatternTime:
-    """What the expressions of one upload may still take, in seconds of CPU."""
+    """Seconds of CPU that the expressions of one upload may still use."""
 
     left_s: float = CPU_S
 
@@ -67,7 +67,7 @@ def first_matches(
     """For each key the index of the first pattern that matches it; None: no pattern does.
 
     Patterns match as with `re.match` or, if `full`, `re.fullmatch`. `template`: text before and after each pattern.
-    Raises AdapterInvalid, which names `what`, for a pattern that is no regular expression or takes too long.
+    Raises AdapterInvalid, which names `what`, for a pattern that is not a regular expression or takes too long.
     """
     _check_size(patterns, what)
     if not all(_PLAIN.fullmatch(pattern) for pattern in patterns):
@@ -123,7 +123,7 @@ def _match_in_child(
         )
     found, error = json.loads(child.stdout)
     if error is not None:
-        raise AdapterInvalid(f"{what} holds {shown(error[0])}, which is no regular expression: {error[1]}")
+        raise AdapterInvalid(f"{what} holds {shown(error[0])}, which is not a regular expression: {error[1]}")
     matches: list[int | None] = found
     return matches
 

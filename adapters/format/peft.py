@@ -13,13 +13,13 @@ from ..errors import AdapterInvalid, shown
 from .peft_fields import refuse_fields
 from .strict_json import parse_object
 
-MAX_PARAMETERS = 2048  # names in target_parameters: more than layers times parameters of any base
-MAX_BASE_CHARS = 512  # of the base's name, which records keep
+MAX_PARAMETERS = 2048  # names in target_parameters: more than any base has
+MAX_BASE_CHARS = 512  # of the base's name, which is stored in records
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 MODULE_PATHS = {module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES}
 
-# A base that was loaded without its head, as for embeddings, has one "model." less.
+# The second "model." is missing where the base was loaded without its head, as for embeddings.
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|mlp)\.(?P<module>[a-z_]+)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
@@ -29,8 +29,8 @@ _EXPERT_TENSOR_NAME = re.compile(
     r"\.experts\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )
-_EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names, and those of EXPERT_MODULES
-_FOREIGN_TENSORS = (  # part of a name, and the feature that it belongs to
+_EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names -> those of EXPERT_MODULES
+_FOREIGN_TENSORS = (  # part of a tensor's name, and the feature that writes such tensors
     ("lora_magnitude_vector", "DoRA (use_dora)"),
     ("lora_embedding_", "embedding LoRA (lora_embedding_A, lora_embedding_B)"),
     ("modules_to_save", "modules_to_save"),
@@ -88,7 +88,7 @@ def parse_config(data: bytes) -> LoraConfig:
 
 
 def named_base(data: bytes) -> str:
-    """The base that the config in `data` names, a hub's name or a path; empty: none. Raises AdapterInvalid."""
+    """The base that the config in `data` names, a name on a hub or a path; empty: none. Raises AdapterInvalid."""
     name = parse_object(data, CONFIG_FILE).get("base_model_name_or_path") or ""
     if not isinstance(name, str):
         raise AdapterInvalid(f"base_model_name_or_path = {shown(name)}: a name or a path is needed")
@@ -106,7 +106,7 @@ def tensor_name(layer: int, module: str, letter: str) -> str:
 
 
 def parse_tensor_name(name: str) -> tuple[int, str, str] | None:
-    """(layer, module, letter), or None for a name that is no LoRA matrix of a decoder layer."""
+    """(layer, module, letter), or None for a name that is not of a LoRA matrix of a decoder layer."""
     match = _EXPERT_TENSOR_NAME.fullmatch(name)
     if match is not None:
         own = _EXPERT_NAMES.get(match["name"], match["name"])
@@ -118,7 +118,7 @@ def parse_tensor_name(name: str) -> tuple[int, str, str] | None:
 
 
 def foreign_feature(name: str) -> str | None:
-    """The unsupported feature that a tensor of this name belongs to; None: the name is of none that is known."""
+    """The unsupported feature that a tensor of this name belongs to; None: no known feature."""
     return next((feature for part, feature in _FOREIGN_TENSORS if part in name), None)
 
 

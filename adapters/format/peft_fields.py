@@ -1,7 +1,7 @@
-"""What becomes of every field of PEFT's LoraConfig: computed, harmless, or refused by its name.
+"""Every field of PEFT's LoraConfig, as computed, harmless, or refused.
 
-`tests/adapters/test_peft_fields.py` holds this to the fields of the installed PEFT, so that a field of a newer one is
-looked at before adapters that set it are taken.
+`tests/adapters/test_peft_fields.py` compares this with the installed PEFT, so that fields of a newer one are reviewed
+before adapters that set them are accepted.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ COMPUTED = frozenset(
         "layers_pattern",
     }
 )
-# Why nothing that is computed depends on them, whatever they hold.
+# Fields that change nothing that is computed, and why.
 HARMLESS: Mapping[str, str] = {
     "auto_mapping": "which Python class the base had",
-    "base_model_name_or_path": "where the base lay: base_names.py compares it; shapes decide what fits",
+    "base_model_name_or_path": "where the base was: base_names.py compares it; shapes decide what fits",
     "corda_config": "read where init_lora_weights is corda, which is refused; a converted adapter keeps it",
     "ensure_weight_tying": "for embeddings and the output layer, which are refused as targets",
     "eva_config": "how A was drawn before training; ranks that it chose are in rank_pattern",
-    "inference_mode": "whether it is to be trained further",
+    "inference_mode": "whether training is to continue",
     "loftq_config": "read where init_lora_weights is loftq, which is refused",
     "lora_dropout": "zero outside of training",
     "lora_ga_config": "read where init_lora_weights is lora_ga, which is refused; a converted adapter keeps it",
@@ -46,12 +46,12 @@ HARMLESS: Mapping[str, str] = {
     "task_type": "which head the base had; heads that were trained are in modules_to_save, which is refused",
     "velora_config": "how gradients were kept in training; the forward pass is plain LoRA's",
 }
-PLAIN_INITIALISATIONS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # those that leave the base as it is
+PLAIN_INITIALISATIONS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # those that do not change the base
 _CONVERT = (
     "the adapter belongs to a base whose weights this initialisation has changed. Save it as plain LoRA: "
     "save_pretrained(..., path_initial_model_for_weight_conversion=...), with the adapter as it was before training"
 )
-_CHANGING_INITIALISATIONS: Mapping[str, str] = {  # by how their names begin, and what would be right
+_CHANGING_INITIALISATIONS: Mapping[str, str] = {  # by prefix of the name: what to do instead
     "pissa": _CONVERT,
     "olora": _CONVERT,
     "corda": _CONVERT,
@@ -71,12 +71,8 @@ class Refused:
     unset: tuple[Any, ...] = (None, False)
 
 
-_EMPTY_IS_UNSET: tuple[Any, ...] = (
-    None,
-    False,
-    [],
-    {},
-)  # where PEFT asks for truth; else an empty object means the feature's defaults
+# Where PEFT tests for truth. For other fields an empty object means the feature with its defaults.
+_EMPTY_IS_UNSET: tuple[Any, ...] = (None, False, [], {})
 REFUSED: Mapping[str, Refused] = {
     "alora_invocation_tokens": Refused("activated LoRA (aLoRA)", unset=_EMPTY_IS_UNSET),
     "arrow_config": Refused("Arrow routing"),
@@ -98,7 +94,7 @@ REFUSED: Mapping[str, Refused] = {
 def refuse_fields(config: Mapping[str, Any]) -> None:
     """Raises AdapterInvalid, which names the field, unless the config is one of plain LoRA.
 
-    A field that is known neither here nor to the PEFT that this was written for may be there unset: null or false.
+    A field that is in none of the tables above is accepted if it is null or false.
     """
     kind = config.get("peft_type")
     if kind != "LORA":
@@ -109,19 +105,19 @@ def refuse_fields(config: Mapping[str, Any]) -> None:
             raise AdapterInvalid(f"{key} = {shown(value)} is not supported ({refused.feature}): {refused.remedy}")
         known = refused is not None or key in COMPUTED or key in HARMLESS or key in ("peft_type", "init_lora_weights")
         if not known and value is not None and value is not False:
-            raise AdapterInvalid(f"{shown(key)} = {shown(value)} is not known here: remove it if it changes nothing")
+            raise AdapterInvalid(f"{shown(key)} = {shown(value)} is an unknown field: remove it if it changes nothing")
     _refuse_initialisation(config.get("init_lora_weights", True))
 
 
 def _refuse_initialisation(value: Any) -> None:
-    # PEFT initialises again when it loads an adapter, so the base that this adapter belongs to is a changed one there,
-    # too. A conversion sets the field to true.
+    # PEFT initialises again when it loads an adapter, and changes the base's weights then, as in training. A
+    # conversion to plain LoRA sets the field to true.
     name = str(value).lower()
     if value is None or name in PLAIN_INITIALISATIONS:
         return
     remedy = next((said for start, said in _CHANGING_INITIALISATIONS.items() if name.startswith(start)), None)
     if remedy is None:
-        remedy = f"{', '.join(PLAIN_INITIALISATIONS)} are known to leave the base as it is"
+        remedy = f"{', '.join(PLAIN_INITIALISATIONS)} are accepted, since they do not change the base"
     raise AdapterInvalid(f"init_lora_weights = {shown(value)} is not supported: {remedy}")
 
 

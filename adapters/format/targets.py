@@ -104,7 +104,7 @@ def _targeted(config: LoraConfig, keys: Sequence[str], time: PatternTime) -> lis
     if not config.layers_to_transform:
         return named
     in_layers = _in_layers(config, named, time)
-    # a whole name includes its layer, so layers are not looked at
+    # a whole name includes its layer, so layers_to_transform is not checked
     return [key for key in named if key in names or key in in_layers]
 
 

@@ -28,7 +28,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _INFINITIES = {np.dtype(np.float16): 0x7C00, BFLOAT16: 0x7F80}  # as bits; NaNs are above them, all else below
 MAX_HEADER_BYTES = 32 << 20
 MAX_DIMENSIONS = 8
-_FINITE_ELEMENTS = 1 << 20  # that are looked at at once, so that a large tensor takes no memory
+_FINITE_ELEMENTS = 1 << 20  # checked at once, so that a large tensor needs little memory
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ def _part_is_finite(part: Tensor) -> bool:
 
 def _header_length(prefix: bytes, num_bytes: int, what: str, most: int) -> int:
     if len(prefix) < 8:
-        raise AdapterInvalid(f"{what} is truncated: {num_bytes} bytes are no safetensors file")
+        raise AdapterInvalid(f"{what} is truncated: {num_bytes} bytes are not a safetensors file")
     length = int.from_bytes(prefix, "little")
     if length > most:
         raise AdapterInvalid(
-            f"{what} is no safetensors file of an adapter of this base: its header would take {length} bytes, at most "
-            f"{most} are accepted (pickle and other formats are not read)"
+            f"{what} is not a safetensors file of an adapter of this base: its header would take {length} bytes, "
+            f"at most {most} are accepted (pickle and other formats are not read)"
         )
     if 8 + length > num_bytes:
         raise AdapterInvalid(f"{what} is truncated: its header takes {length} bytes, the file has {num_bytes}")

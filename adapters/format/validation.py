@@ -32,7 +32,7 @@ def validate(
     shape: BaseShape,
     check_ranks: Callable[[Mapping[str, int]], None] = lambda module_ranks: None,
 ) -> AdapterContent:
-    """The adapter in the two files; its tensors stay mapped from the file `tensors`.
+    """Checks and returns the adapter in the two files. Its tensors stay memory-mapped from the file `tensors`.
 
     `check_ranks` gets its `module_ranks` before a tensor is read, and may raise. Raises AdapterInvalid, which says what
     is wrong and what is accepted, unless the file has exactly the tensors that the config targets, and these fit the
@@ -65,14 +65,14 @@ def validate(
 
 
 def max_header_bytes(shape: BaseShape) -> int:
-    """The longest header that adapters of this base may have: by how many tensors they can have."""
+    """The longest header that is accepted, from the number of tensors that an adapter of this base can have."""
     return min(_FIXED_HEADER_BYTES + shape.num_matrices * _HEADER_BYTES_PER_TENSOR, MAX_HEADER_BYTES)
 
 
 def _ranks(
     targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target], num_experts: int
 ) -> dict[tuple[int, str], int]:
-    """By (layer, module), for fused experts each one's own."""
+    """Ranks by (layer, module); each fused expert has its own entry."""
     ranks = {key: target.rank for key, target in targets.items()}
     for (layer, parameter), target in parameters.items():
         for name in FUSED_PARAMETERS[parameter]:
@@ -86,12 +86,12 @@ def _check_disjoint(targets: Mapping[tuple[int, str], Target], parameters: Mappi
         if (layer, family_of_module(module)) in fused:
             raise AdapterInvalid(
                 f"target_modules and target_parameters both name the experts of layer {layer} ({module} and "
-                f"{fused[layer, family_of_module(module)]}): one of them is needed, as PEFT saves it"
+                f"{fused[layer, family_of_module(module)]}): name them in one of the two, as PEFT does"
             )
 
 
 def _match_names(found: Iterable[str], targets: Mapping[tuple[int, str], Target], shape: BaseShape) -> dict[_Key, str]:
-    """The file's name for each matrix. Raises AdapterInvalid for missing, extra and doubled ones."""
+    """The file's name for each matrix. Raises AdapterInvalid for missing, extra and duplicate ones."""
     names: dict[_Key, str] = {}
     for name in found:
         key = parse_tensor_name(name)
@@ -99,7 +99,7 @@ def _match_names(found: Iterable[str], targets: Mapping[tuple[int, str], Target]
             _refuse_tensor(name, shape)
         elif key in names:
             raise AdapterInvalid(
-                f"{TENSORS_FILE} holds both {shown(names[key], 160)} and {shown(name, 160)}: one is needed"
+                f"{TENSORS_FILE} holds a matrix twice: as {shown(names[key], 160)} and as {shown(name, 160)}"
             )
         else:
             names[key] = name
@@ -131,7 +131,7 @@ def _refuse_tensor(name: str, shape: BaseShape) -> None:
             f"only plain LoRA of {', '.join(shape.modules)} is"
         )
     raise AdapterInvalid(
-        f"{TENSORS_FILE} holds {shown(name, 160)}, which is no LoRA matrix of this base: names like "
+        f"{TENSORS_FILE} holds {shown(name, 160)}, which is not a LoRA matrix of this base: names like "
         f"{tensor_name(0, 'q_proj', 'A')} of {', '.join(shape.modules)} are accepted"
     )
 

@@ -98,7 +98,7 @@ def _read_header(file: RawIOBase, num_bytes: int, digest: str, layout: AdapterLa
     prefix = bytes(_read(file, min(12, num_bytes)))
     header_bytes = int.from_bytes(prefix[8:], "little")
     if not prefix.startswith(_MAGIC) or header_bytes > min(_MAX_HEADER_BYTES, num_bytes):
-        raise PackedFileDamaged("it is no packed adapter")
+        raise PackedFileDamaged("it is not a packed adapter")
     header = bytes(_read(file, header_bytes))
     num_pages = _num_pages(header, digest, layout)
     expected = len(prefix) + header_bytes + _CHECKSUM_BYTES + num_pages * layout.page_bytes

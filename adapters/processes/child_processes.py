@@ -1,4 +1,4 @@
-"""Processes beside this one that do what would hold its interpreter's lock for long."""
+"""Child processes for work that would hold this process' GIL for long."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ChildEnded(EOFError):  # noqa: N818
 
 
 class ChildProcesses:
-    """At most `most` processes at once of `python -m module`, which answer one question after the other.
+    """At most `most` processes at once of `python -m module`, which answer requests one after the other.
 
-    A question is a list of frames, and so is an answer, the first of which is LAST or NOT_LAST. Processes start at
-    first use, and end with this. Belongs to one event loop.
+    Requests and answers are lists of frames; the first frame of an answer is LAST or NOT_LAST. Processes start at first
+    use, and end with this object. Belongs to one event loop.
     """
 
     def __init__(self, module: str, most: int, deadline_s: float) -> None:
-        """`deadline_s`: for one question."""
+        """`deadline_s`: for one request."""
         self._command = (sys.executable, "-m", module)
         self._deadline_s = deadline_s
         self._threads = ThreadPoolExecutor(most, thread_name_prefix=module.rpartition(".")[2])
@@ -46,7 +46,7 @@ class ChildProcesses:
 
     @asynccontextmanager
     async def process(self) -> AsyncIterator[ChildProcess]:
-        """A process for questions of one matter. It is ended unless each of them was answered."""
+        """A process for related requests. It is killed unless all of them were answered."""
         async with self._places:
             process = self._idle_process()
             if process is None:
@@ -57,7 +57,7 @@ class ChildProcesses:
             finally:
                 if child.is_last:
                     process.kill()
-                    self._threads.submit(_end, process)  # which may have to wait for its disk
+                    self._threads.submit(_end, process)  # the wait may be long, for its disk
                 else:
                     self._idle.append(process)
 
@@ -78,16 +78,16 @@ class ChildProcesses:
 
 class ChildProcess:
     def __init__(self, process: subprocess.Popen[bytes], threads: ThreadPoolExecutor, deadline_s: float) -> None:
-        self.is_last = False  # it takes no more calls
+        self.is_last = False  # it accepts no more requests
         self._process, self._threads, self._deadline_s = process, threads, deadline_s
 
     async def ask(self, frames: Sequence[bytes | bytearray], read: Callable[[list[bytes]], T]) -> T:
-        """What `read` makes of the answer's other frames, in a thread.
+        """Returns `read` of the answer's other frames, called in a thread.
 
         Raises TimeoutError, ChildEnded and OSError.
         """
         assert not self.is_last
-        self.is_last = True  # also if this is cancelled: then the process works for no caller
+        self.is_last = True  # also after a cancellation, when the process still works on this request
         async with asyncio.timeout(self._deadline_s):
             loop = asyncio.get_running_loop()
             answer, is_last = await loop.run_in_executor(self._threads, self._answer, frames, read)
@@ -121,5 +121,5 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         if pipe is not None:
             try:
                 pipe.close()
-            except OSError:  # what is left in the buffer has no reader
+            except OSError:  # the buffer cannot be flushed any more
                 pass

@@ -24,20 +24,20 @@ def yield_wholly(process_id: int) -> None:
 
 
 def bound_memory(num_bytes: int) -> None:
-    """Memory of its own, beside that of mapped files: more is a MemoryError. A no-op where the system has no bound."""
+    """Limits private memory, without mapped files: more raises MemoryError. A no-op on systems without such a limit."""
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def bound_stack(num_bytes: int) -> None:
-    """Of the main thread: more ends the process by SIGSEGV."""
+    """Limits the stack of the main thread: using more ends the process by SIGSEGV."""
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (num_bytes, hard))
 
 
 def bound_cpu(seconds: float) -> None:
-    """The process is ended by SIGPROF when it has taken so much CPU from now on."""
+    """Ends this process by SIGPROF after this much more CPU time."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

@@ -47,7 +47,7 @@ _JUDGE: Final = PREFIX + "canary_judge"  # the router that judges, as a string t
 _STICKY_BOUND: Final = {
     "free_answers": FREE_ANSWERS,
     "answers_a_share": ANSWERS_A_SHARE,
-    "max_sticky_fields": 10_000,  # of a trial's sticky keys; then all of them begin anew
+    "max_sticky_fields": 10_000,  # of a trial's sticky keys; then all of them start over
 }
 
 
@@ -75,7 +75,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class News:
-    """A trial that something was counted in since it was last looked at."""
+    """A trial with counts that were not judged yet."""
 
     canary_id: str
     num: int  # answers and thumbs
@@ -186,7 +186,7 @@ class CanaryCounts:
         return [News(canary_id, int(num)) for canary_id, num in zip(found[::2], found[1::2], strict=True)]
 
     async def forget_news(self, news: Sequence[News]) -> None:
-        """The trials were looked at. Those in which something was counted meanwhile stay."""
+        """Marks trials as judged, except those with counts since they were read."""
         if news:
             numbers = [part for one in news for part in (one.canary_id, one.num)]
             async with answered_within():

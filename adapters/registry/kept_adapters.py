@@ -12,7 +12,7 @@ from .versions.rollout import rollout_of
 Name = tuple[str, str]  # tenant, name
 Order = tuple[int, int]  # of the records of a name
 MAX_USES = 7  # what is remembered of an adapter's uses
-MAX_LOOKS = 64  # adapters that are looked at to make room for one
+MAX_LOOKS = 64  # adapters that are examined to make room for one
 _MAX_ABSENT = 16_384
 _MAX_SHARED_RANKS = 1_024
 
@@ -20,7 +20,7 @@ _MAX_SHARED_RANKS = 1_024
 @dataclass(slots=True)
 class _Kept:
     adapter: AdapterVersion
-    uses: int = 0  # since it was last looked at for room, at most MAX_USES
+    uses: int = 0  # since it was last examined for eviction, at most MAX_USES
 
 
 class KeptAdapters:

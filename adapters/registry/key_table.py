@@ -34,7 +34,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class KeyRow:
-    """One key as it is kept."""
+    """The stored record of one key."""
 
     __slots__ = ("_fields", "digest")
 
@@ -63,7 +63,7 @@ class KeyRow:
 
 class _Bucket:
     """Rows whose digests begin with the same bits: `places` has a digest and where its fields begin for each, in the
-    order of `fields`. Both are bytes, made anew by a change: what can grow has room to spare.
+    order of `fields`. Both are bytes, replaced by each change, since only structures that grow in place waste space.
     """
 
     __slots__ = ("fields", "places")
@@ -106,7 +106,7 @@ class _Bucket:
 
 
 class KeyTable:
-    """Rows by digest. A change touches one bucket, and the table is never made anew, so none takes long."""
+    """Rows by digest. A change touches one bucket, and the table is never rebuilt, so no change takes long."""
 
     def __init__(self) -> None:
         self._buckets = [_Bucket() for _ in range(_NUM_BUCKETS)]
@@ -129,7 +129,7 @@ class KeyTable:
     def put(self, digest: bytes, owner: int, record: KeyRecord) -> KeyRow | None:
         """Adds a row, and gives the one that it replaces."""
         if len(digest) != DIGEST_BYTES:
-            raise ValueError(f"{digest.hex()!r} is no hash of a key: those have {2 * DIGEST_BYTES} digits")
+            raise ValueError(f"{digest.hex()!r} is not the hash of a key: those have {2 * DIGEST_BYTES} digits")
         fields = _packed(owner, record)
         before = self.remove(digest)
         self._bucket(digest).add(digest, fields)

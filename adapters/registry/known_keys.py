@@ -72,7 +72,7 @@ class KnownKeys:
         return self.num_keys_of(name) > 0 or (found is not None and not found.is_gone)
 
     def tenant_names(self) -> Iterator[str]:
-        """Of all tenants that there are, in no order."""
+        """The names of all existing tenants, in no order."""
         yield from (name for name, owner in self._owners.items() if owner.ids)
         yield from (name for name, tenant in self._tenants.items() if not tenant.is_gone and not self.num_keys_of(name))
 

@@ -52,7 +52,7 @@ class ExpiredLaunches:
     """Which launches have sent no heartbeat for long. Times are seconds of any steady clock."""
 
     expires_after_s: float
-    longest_gap_s: float  # between two calls of `observe`; after a longer one all launches are watched from anew
+    longest_gap_s: float  # between two calls of `observe`; after a longer gap all launches are observed from the start
     _seen: dict[str, tuple[int, float]] = field(default_factory=dict)  # number of heartbeats, and when it last grew
     _observed_at: float | None = None
 

@@ -123,7 +123,7 @@ def _collect(path: Path, parts: dict[Path, _Part]) -> None:
             {"KEYS": part.keys, "ARGV": part.args, "include": part.includes}[kind].extend(names.split(", "))
     for name in (*part.keys, *part.args):
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{path}: {name!r} is no name of a key or an argument, such as num_bytes or others[]")
+            raise ValueError(f"{path}: {name!r} is not the name of a key or an argument, such as num_bytes or others[]")
     for include in part.includes:
         included = (path.parent / include).resolve()
         if included not in parts:

@@ -1,7 +1,7 @@
 """The registry's records of names. A change reads the record, computes the new one, and compares and swaps.
 
 A change is a pure function of `NameState` (`name_state.py`) and is written by one script or not at all; if another
-change came first it is computed anew.
+change came first it is computed again.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class _EventsMissed(Exception):  # noqa: N818
 
 
 class RegistryView:
-    """All API keys, all tenants, and the adapters that are requested most, up to `capacity`: all if no more are there.
+    """All API keys, all tenants, and up to `capacity` adapters, the most requested ones.
 
     It applies every event, and reads the adapters page by page; a name that is not kept is looked up on request.
     After an outage it goes on with the events where it stopped, or loads again if some are lost. While Redis is down it
@@ -47,7 +47,7 @@ class RegistryView:
         self._registry = registry
         self._names = KeptAdapters(capacity)
         self._keys = KnownKeys()
-        self.pins = KnownPins()  # as of the last event that came by the stream; to be read
+        self.pins = KnownPins()  # as of the last event of the stream; read only
         self._stream_keys: tuple[bytes, ...] = (secrets.token_bytes(_STREAM_KEY_BYTES),)
         self._lookups = AdapterLookups(registry.get_many, self._keep)
         self._event_id = "0-0"
@@ -55,9 +55,9 @@ class RegistryView:
         self._advanced = asyncio.Condition()  # notified when events were applied
         self._applied_meanwhile: list[RegistryEvent] | None = None  # a list while it loads
         self._connected = False
-        self.on_outdated: Callable[[str], None] = lambda digest: None  # gets digests that a name has ceased to point to
+        self.on_outdated: Callable[[str], None] = lambda digest: None  # gets digests that a name no longer points to
         self._filler: asyncio.Task[None] | None = None
-        self._may_resume = False  # at the event that was read last
+        self._may_resume = False  # whether to go on after the last event that was read
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -87,8 +87,8 @@ class RegistryView:
         self._connected = False
 
     async def resolve(self, tenant: str, name: str, sight: Sight = PLAIN_SIGHT) -> AdapterVersion | None:
-        """The current version of the tenant's adapter that a name means to a caller; None: the caller sees none of this
-        name.
+        """The current version of the adapter that `name` refers to for this caller; None: there is none, or none that
+        the caller may see.
 
         Raises RegistryUnavailable for a name that is not kept and cannot be looked up.
         """
@@ -113,7 +113,7 @@ class RegistryView:
     async def list_adapters(
         self, tenant: str, after: str = "", limit: int = PAGE_SIZE, sight: Sight = PLAIN_SIGHT
     ) -> Sequence[AdapterVersion]:
-        """At most `limit` of the tenant's adapters that the caller sees, sorted by name, from behind the name `after`.
+        """At most `limit` of the tenant's adapters that the caller sees, sorted by name, from the first after `after`.
 
         They are read from the registry. While that cannot be reached, a view that is whole lists its copy; another one
         raises RegistryUnavailable.
@@ -127,16 +127,16 @@ class RegistryView:
             return [adapter for adapter in seen if adapter.name > after][:limit]
 
     def key(self, key: str) -> KeyRecord | None:
-        """What is known of an API key; None: there is no such key."""
+        """The record of an API key; None: there is no such key."""
         return self._keys.key(sha256(key.encode()).digest())
 
     def tenant(self, name: str) -> TenantRecord:
-        """What is known of a tenant; one without a record has the defaults."""
+        """The record of a tenant, or one with the defaults."""
         return self._keys.tenant(name)
 
     @property
     def keys(self) -> KnownKeys:
-        """All keys and tenants, to be read."""
+        """All keys and tenants, read only."""
         return self._keys
 
     async def catch_up(self) -> None:
@@ -154,11 +154,11 @@ class RegistryView:
 
     @property
     def stream_keys(self) -> tuple[bytes, ...]:
-        """Secrets with which routers seal event ids: that of now, and that of before Redis lost its data if it did."""
+        """Secrets with which routers seal event ids: the current one, then the one before Redis last lost its data."""
         return self._stream_keys
 
     def apply(self, event: RegistryEvent) -> None:
-        """Applies an event at once, before it comes by the stream. An event older than the view's state is ignored."""
+        """Applies an event at once, before the stream brings it. An event older than the view's state is ignored."""
         if self._applied_meanwhile is not None:
             self._applied_meanwhile.append(event)
         self._lookups.observe(event)
@@ -176,7 +176,7 @@ class RegistryView:
         self._names.keep(name, adapter)
 
     async def _load(self) -> None:
-        """Loads until nothing was missed meanwhile."""
+        """Loads the registry, and again if events were missed meanwhile."""
         self._applied_meanwhile = []
         try:
             while True:
@@ -184,7 +184,7 @@ class RegistryView:
                     await self._load_once()
                     break
                 except _EventsMissed as error:
-                    _LOG.info("%s: loading anew", error)
+                    _LOG.info("%s: loading again", error)
             stream_key = await self._registry.share_stream_key(self._stream_keys[0])
             if stream_key != self._stream_keys[0]:
                 self._stream_keys = (stream_key, self._stream_keys[0])
@@ -206,8 +206,8 @@ class RegistryView:
         async for page in self._registry.scan_keys():
             for key_hash, record in page:
                 keys.set_key(key_hash, decode_key(key_hash, record))
-        # A page is as new as the moment when it was read, so the pages are of several moments, all later than the
-        # position. Events since then bring them to one.
+        # Each page was read at another moment, all after `position`. Applying the events since then makes the copy
+        # consistent.
         pins: dict[Name, Pin | None] = {}
         async for found in self._registry.scan_pins():
             pins.update([read_pin(field, text) for field, text in found])
@@ -216,7 +216,7 @@ class RegistryView:
         while number < goal:
             entries = await self._registry.read_events(event_id, 0.0)
             if not entries:
-                raise _EventsMissed(f"events up to {goal} are not there")
+                raise _EventsMissed(f"events up to {goal} are missing")
             for entry in entries:
                 _check_next(entry, number)
                 _apply(entry.event, names, keys)
@@ -244,12 +244,12 @@ class RegistryView:
             except RegistryUnavailable as error:
                 _LOG.info("reading all adapters begins again: %s", error)
                 await asyncio.sleep(_MAX_BACKOFF_S)
-            except Exception:  # names are looked up one by one
+            except Exception:  # requests look names up one by one instead
                 _LOG.exception("the registry's adapters cannot be read")
                 return
 
     async def _load_kept(self, filling: bool) -> KeptAdapters:
-        """The names that are kept now, with their versions read anew from the registry."""
+        """The names that are kept now, with versions just read from the registry."""
         names = KeptAdapters(self._names.capacity, filling=filling)
         kept = self._names.names()
         for start in range(0, len(kept), PAGE_SIZE // 4):
@@ -286,15 +286,15 @@ class RegistryView:
     async def _read(self) -> None:
         entries = await self._registry.read_events(self._event_id, _WAIT_S)
         if not entries and await self._registry.num_events() != self._event_number:
-            entries = await self._registry.read_events(self._event_id, 0.0)  # events of this very moment
+            entries = await self._registry.read_events(self._event_id, 0.0)  # they may have come since
             if not entries:  # Redis lost its data, and the ids of its new events are not above the last known one
-                _LOG.info("the registry has other events than those that were read: loading anew")
+                _LOG.info("the registry has lost its events: loading again")
                 await self._load()
         for entry in entries:
             try:
                 _check_next(entry, self._event_number)
             except _EventsMissed as error:
-                _LOG.info("%s: loading anew", error)
+                _LOG.info("%s: loading again", error)
                 await self._load()
                 return
             self.apply(entry.event)
@@ -320,7 +320,7 @@ def _check_next(entry: NumberedEvent, number: int) -> None:
 
 
 def _apply(event: RegistryEvent, names: KeptAdapters, keys: KnownKeys) -> str | None:
-    """The digest that a name has ceased to point to, as far as that is known."""
+    """The digest that a name no longer points to, if it is known."""
     match event:
         case AdapterSet(adapter):
             return names.set(adapter)
@@ -332,7 +332,7 @@ def _apply(event: RegistryEvent, names: KeptAdapters, keys: KnownKeys) -> str | 
 
 
 def _pins_of(event: RegistryEvent) -> dict[Name, Pin | None]:
-    """The name that the event is about, with its pin; empty: it is about no name."""
+    """The adapter's name with its pin after the event; empty: the event changes no adapter."""
     match event:
         case AdapterSet(adapter):
             return {(adapter.tenant, adapter.name): pin_of(adapter)}

@@ -13,10 +13,10 @@ from .registry_keys import ROLLOUT_LOOK, ROLLOUTS
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one application on one cluster."""
+    """The rollout of one application on one cluster."""
 
     good: Mapping[str, Any]  # Serve's configuration of the application, as JSON has it
-    taken_back: str | None = None  # why a newer one was; None: none was, or it was configured anew since
+    taken_back: str | None = None  # why a newer one was rolled back; None: none was, or there is a newer one since
     came_back_at: float = 0.0  # Unix seconds: when Serve was given it again
     tried_at: float = 0.0  # when Serve was given the newest configuration
     said: Mapping[str, str] = {}  # what Serve said of each deployment soon after; it may be of the one before

@@ -79,7 +79,7 @@ local function write_count(tenant, owner, num_adapters, num_bytes)
   end
 end
 
--- Returns {counts, unswept}: what is added by owner, and by digest what is unswept now, or false if it is no more.
+-- Returns {counts, unswept}: what is added by owner, and by digest what is unswept now, or false if it no longer is.
 local function count_changes(tenant, before, notes_before, after, notes_after)
   local old, new = versions_of(before, notes_before), versions_of(after, notes_after)
   local changes, lost, gained = {counts = {}, unswept = {}}, {}, {}

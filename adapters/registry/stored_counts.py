@@ -1,4 +1,4 @@
-"""What tenants, their keys and their users have stored, as the registry counts it with each change of a name."""
+"""Storage in use by tenants, their keys and their users, counted in the registry with each change of a name."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PAGE: Final = 500  # of tenants, or of a tenant's entries
 
 
 class Unswept(NamedTuple):
-    """Content that a tenant's names have lost, and that counts for it until it is swept."""
+    """Content that no name of a tenant points to any more, but that counts as its storage until it is swept."""
 
     digest: str
-    entry: str  # as Redis has it
+    entry: str  # as stored in Redis
 
     @property
     def event_number(self) -> int:
-        """Of the newest event by which a name of the tenant has lost it."""
+        """The number of the last event that took it from a name of the tenant."""
         return int(self.entry.split(" ", 1)[0])
 
     @property
@@ -41,7 +41,7 @@ class StoredCounts:
         self._scan_hash = bind_script(client, "scan_hash.lua")
 
     async def of(self, tenant: str, owner: str) -> tuple[StorageUse, StorageUse]:
-        """What the tenant has stored, what is to be swept included, and what of that is a key's, or a `~user`'s."""
+        """Storage of the tenant, unswept content included, and of that the part of `owner`: a key, or `~user`."""
         async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
             pipeline.hmget(STORED + tenant, ["", owner])
             pipeline.hmget(FILE_BYTES + tenant, ["", owner])
@@ -50,13 +50,13 @@ class StoredCounts:
         return of_tenant, of_owner
 
     async def unswept_bytes(self, tenant: str, digest: str) -> int:
-        """What this content counts for the tenant although none of its names has it; 0: it does not."""
+        """The bytes that this content counts although no name of the tenant has it; 0: none."""
         async with answered_within(self._timeout_s):
             entry: str | None = await self._client.hget(UNSWEPT + tenant, digest)
         return 0 if entry is None else Unswept(digest, entry).num_bytes
 
     async def unswept(self) -> AsyncIterator[tuple[str, Sequence[Unswept]]]:
-        """Of all tenants, page by page. An entry may come twice."""
+        """Unswept content of all tenants, page by page. An entry may come twice."""
         cursor = 0
         while True:
             async with answered_within(self._timeout_s):
@@ -78,12 +78,12 @@ class StoredCounts:
                 return
 
     async def release(self, tenant: str, unswept: Sequence[Unswept]) -> None:
-        """Counts these no more, but for those that have changed since they were read."""
+        """Stops counting these, except those that have changed since they were read."""
         async with answered_within(self._timeout_s):
             await self._release_swept(tenant=tenant, entries=[part for one in unswept for part in one])
 
     async def count_once(self) -> bool:
-        """Counts all tenants unless that was done before; whether it did. A registry may be older than the counts."""
+        """Counts all tenants unless that was done before: a registry may be older than the counts. Whether it did."""
         async with answered_within(self._timeout_s):
             if await self._client.exists(STORED_IS_COUNTED):
                 return False
@@ -93,7 +93,7 @@ class StoredCounts:
         return True
 
     async def recount(self) -> int:
-        """Counts all tenants anew, each at one moment, and returns how many have something stored.
+        """Recounts all tenants, each atomically, and returns how many have something stored.
 
         Changes meanwhile are counted, too. One round trip for each tenant.
         """
@@ -107,7 +107,7 @@ class StoredCounts:
 
 
 def bound_args(bounds: Sequence[StorageBound]) -> list[str]:
-    """The bounds that are not open, as scripts take them."""
+    """The bounds that limit anything, as arguments of scripts."""
     args = []
     for bound in bounds:
         if not bound.is_open:

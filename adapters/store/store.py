@@ -129,7 +129,7 @@ class AdapterStore:
         try:
             with self._lock(fcntl.LOCK_SH), replacing(path, self._temporary) as file:
                 write_packed(file, digest, layout, len(pages), [pages])
-        except OSError as error:  # the pages are right all the same
+        except OSError as error:  # the pages are right nevertheless
             _LOG.warning("adapter %s could not be written again: %s", digest, error)
         return pages
 
@@ -158,7 +158,7 @@ class AdapterStore:
             raise _unavailable(error) from error
 
     def packed_bytes(self, digest: str, layout: AdapterLayout) -> int:
-        """About as many as the adapter's pages take; 0: it is not packed, or that cannot be known now."""
+        """The approximate bytes of the adapter's pages; 0: it is not packed, or they cannot be read now."""
         try:
             return self._packed_path(digest, layout).stat().st_size
         except OSError:
@@ -301,7 +301,7 @@ class AdapterStore:
 
     def _folder(self, digest: str) -> Path:
         if not _DIGEST.fullmatch(digest):
-            raise AdapterCorrupt(f"{digest!r} is no digest: 64 hexadecimal digits are needed")
+            raise AdapterCorrupt(f"{digest!r} is not a digest of 64 hexadecimal digits")
         return self.root / digest[:2] / digest
 
     def _packed_path(self, digest: str, layout: AdapterLayout) -> Path:

@@ -1,6 +1,6 @@
-"""Secrets as a node has them: files of a folder, as Kubernetes mounts a Secret, or environment variables.
+"""Reads a node's secrets from files of a folder, such as a mounted Secret of Kubernetes, or environment variables.
 
-A file wins over a variable, and two that differ are an error: it would be unclear which one was meant.
+It is an error if a file and a variable differ, since it would be unclear which one is right.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _SETTINGS = {REDIS_URL: "redis_url", OPERATOR_KEY: "operator_key", KEYS: "keys"}
 
 
 def read_secrets(path: Path | None) -> LaunchSecrets:
-    """What `motet serve` has written to `path`; None: what this node has. Raises OSError, ConfigError."""
+    """The secrets that `motet serve` has written to `path`; None: those of this node. Raises OSError, ConfigError."""
     return secrets_of_this_node() if path is None else LaunchSecrets.read(path)
 
 
 def secrets_of_this_node(environ: Mapping[str, str] | None = None) -> LaunchSecrets:
-    """Raises ConfigError, which repeats no secret, and OSError for a file that cannot be read."""
+    """Raises ConfigError, without secrets in its text, and OSError for a file that cannot be read."""
     environ = os.environ if environ is None else environ
     folder = Path(environ[SECRETS_VARIABLE]) if environ.get(SECRETS_VARIABLE) else None
     files = {} if folder is None else _files(folder)
@@ -52,24 +52,24 @@ def secrets_of_this_node(environ: Mapping[str, str] | None = None) -> LaunchSecr
 
 
 def key_lines(text: str) -> tuple[str, ...]:
-    """The lines TENANT=KEY of a file; those that are empty or begin with # say nothing."""
+    """The lines TENANT=KEY of a file; empty lines and lines that begin with # are skipped."""
     lines = (line.strip() for line in text.splitlines())
     return tuple(line for line in lines if line and not line.startswith("#"))
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """The text of each file there is. Kubernetes keeps names that begin with a dot for itself."""
+    """The text of each file there is. Names that begin with a dot are Kubernetes' own."""
     try:
         names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
-        raise ConfigError(SECRETS_VARIABLE, str(folder), f"a folder that can be read is needed: {error}") from error
+        raise ConfigError(SECRETS_VARIABLE, str(folder), f"a readable folder is needed: {error}") from error
     for name in names:
         if name not in FILES:
             raise ConfigError(f"{folder}/{name}", "…", f"there is no such secret: {', '.join(FILES)} are known")
     try:
         return {name: (folder / name).read_text().strip() for name in names}
     except UnicodeDecodeError as error:
-        raise ConfigError(str(folder), "…", "files of text are needed") from error
+        raise ConfigError(str(folder), "…", "the files must be text") from error
 
 
 def _one(
@@ -83,7 +83,7 @@ def _one(
         return in_variable
     in_file = _converted(field, f"{folder}/{name}", key_lines(files[name]) if field.is_list else files[name])
     if variable and in_file != in_variable:
-        raise ConfigError(f"{folder}/{name}", "…", f"{field.mark.env} says something else: give one of them")
+        raise ConfigError(f"{folder}/{name}", "…", f"{field.mark.env} has another value: give one of them")
     return in_file
 
 

@@ -16,7 +16,7 @@ WhyNot = Callable[[SettingField], str | None]  # what is accepted instead of thi
 def values_of(given: Mapping[str, Any], place: str, why_not: WhyNot) -> dict[str, Any]:
     """The values by the names of their fields, checked one by one. `place`: what the keys stand in, for messages.
 
-    Raises ConfigError for what is no setting, does not belong here or has a value that is not accepted.
+    Raises ConfigError for a key that is not a setting, does not belong here, or has an invalid value.
     """
     fields = {flag: field for field in fields_of(Settings) for flag in field.flags}
     values: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def written_value(value: Any) -> Any:
 
 
 def _shown(value: object) -> object:
-    """Of a key that is no setting: it may be a secret that was put in the wrong place."""
+    """The error for a key that is not a setting: it may be a secret in the wrong place."""
     return value if isinstance(value, bool | int | float) else "…"
 
 

@@ -1,4 +1,4 @@
-"""What every command that talks to a running motet takes, and how it shows errors."""
+"""Options of all commands that talk to a running motet, and how these show errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec
 
 import click
+from click.core import ParameterSource
 
 from ..settings.settings import Settings
 from .client import ClientError, MotetClient, RequestRefused
@@ -27,7 +28,8 @@ DATA_DIR_VARIABLE = "MOTET_DATA_DIR"
 def with_client(command: Callable[Concatenate[MotetClient, P], None]) -> Callable[P, None]:
     """The command with --url, --key and --key-file, called with a client of a tenant.
 
-    A `ClientError` becomes a message and exit code 1.
+    One with an option --all asks for all tenants' with it, so with the operators' key unless --key gives one. A
+    `ClientError` becomes a message and exit code 1.
     """
 
     @click.option("--url", default=DEFAULT_URL, envvar=URL_VARIABLE, show_default=True, show_envvar=True)
@@ -39,15 +41,20 @@ def with_client(command: Callable[Concatenate[MotetClient, P], None]) -> Callabl
         if isinstance(key_file, Path):
             key = read_key(key_file)
         hint = f"no key was given: set {KEY_VARIABLE}, or use --key or --key-file"
+        if options.get("of_all"):
+            hint = f"no operators' key was given: set {OPERATOR_KEY_VARIABLE}, or use --key or --key-file"
+            source = click.get_current_context().get_parameter_source("key")
+            if key_file is None and source is not ParameterSource.COMMANDLINE:
+                key = os.environ.get(OPERATOR_KEY_VARIABLE) or operator_key_of(_data_dir()) or key
         _call(command, url, str(key) if key else None, hint, *args, **options)
 
     return run
 
 
 def with_operator_client(command: Callable[Concatenate[MotetClient, P], None]) -> Callable[P, None]:
-    """As `with_client`, for a command that asks for what only operators see.
+    """As `with_client`, for a command that needs the operators' key.
 
-    Their key is the one that was made in the data folder, where no other is given.
+    If no key is given, it is read from the data folder.
     """
 
     @click.option("--url", default=DEFAULT_URL, envvar=URL_VARIABLE, show_default=True, show_envvar=True)
@@ -59,7 +66,7 @@ def with_operator_client(command: Callable[Concatenate[MotetClient, P], None]) -
         envvar=DATA_DIR_VARIABLE,
         show_default=True,
         show_envvar=True,
-        help="The data folder of a motet of this machine, which holds the operators' key if none is given.",
+        help="Data folder of a motet on this machine; its operators' key is used if none is given.",
     )
     @wraps(command)
     def run(*args: P.args, **options: P.kwargs) -> None:
@@ -75,6 +82,11 @@ def with_operator_client(command: Callable[Concatenate[MotetClient, P], None]) -
         _call(command, url, key, hint, *args, **options)
 
     return run
+
+
+def _data_dir() -> Path:
+    given = os.environ.get(DATA_DIR_VARIABLE)
+    return Path(given) if given else Settings().serving.data_dir
 
 
 def _call(

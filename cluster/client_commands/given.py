@@ -1,4 +1,4 @@
-"""Options of tenants and keys as they are typed: lifetimes and bounds of a quota."""
+"""Parses options of tenants and keys: lifetimes and quotas."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def lifetime_s(text: str) -> float:
     """A time in seconds, typed as 45s, 30m, 12h, 90d, or as a plain number of seconds. Raises BadParameter."""
     match = _LIFETIME.fullmatch(text)
     if match is None:
-        raise click.BadParameter(f"{text!r} is not a time: one like 45s, 30m, 12h or 90d is accepted")
+        raise click.BadParameter(f"{text!r} is not a time: give one such as 45s, 30m, 12h or 90d")
     return float(match[1]) * _UNITS_S[match[2] or "s"]
 
 
 def bound(text: str) -> tuple[str, int | None]:
-    """NAME=NUMBER, one bound of a quota; NAME=none removes it. Raises BadParameter."""
+    """NAME=NUMBER, one limit of a quota; NAME=none removes it. Raises BadParameter."""
     typed, _, value = text.partition("=")
     name = typed.replace("-", "_")
     if name not in Quota.__struct_fields__:
         names = ", ".join(field.replace("_", "-") for field in Quota.__struct_fields__)
-        raise click.BadParameter(f"{text!r}: the bounds of a quota are {names}")
+        raise click.BadParameter(f"{text!r}: the limits of a quota are {names}")
     if value == _NO_BOUND:
         return name, None
     try:
@@ -38,7 +38,7 @@ def bound(text: str) -> tuple[str, int | None]:
     except ValueError:
         number = -1
     if number < 0:
-        raise click.BadParameter(f"{text!r}: a whole number from 0 on, or none for no bound, is accepted")
+        raise click.BadParameter(f"{text!r}: a whole number of at least 0, or none for no limit, is accepted")
     return name, number
 
 
@@ -48,7 +48,7 @@ quota_option = click.option(
     type=bound,
     metavar="NAME=NUMBER",
     multiple=True,
-    help="A bound such as requests-per-minute=600 or stored-bytes=10GiB; none removes it. May be repeated.",
+    help="A limit such as requests-per-minute=600 or stored-bytes=10GiB; none removes it. May be repeated.",
 )
 
 
@@ -58,10 +58,10 @@ user_quota_option = click.option(
     type=bound,
     metavar="NAME=NUMBER",
     multiple=True,
-    help="The same for each of its users, all but pinned-bytes. May be repeated.",
+    help="The same for each of its users, except pinned-bytes. May be repeated.",
 )
 
 
 def quota_text(quota: Mapping[str, int | None]) -> str:
-    """A quota's bounds as they are typed."""
+    """A quota's limits as options on a command line."""
     return " ".join(f"{name.replace('_', '-')}={bound}" for name, bound in quota.items() if bound is not None)

@@ -36,7 +36,7 @@ def keys() -> None:
 @click.option(
     "--expires-in", type=lifetime_s, metavar="TIME", help="How long it is valid, for example 90d. Default: forever."
 )
-@click.option("--user", metavar="NAME", help="The tenant's user whose key it is. Default: it is no user's.")
+@click.option("--user", metavar="NAME", help="The tenant's user who owns the key. Default: none.")
 @quota_option
 @json_option
 @with_operator_client

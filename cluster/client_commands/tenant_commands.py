@@ -21,7 +21,7 @@ weight = click.option(
 
 
 def path_of(tenant: str) -> str:
-    # "." and "..", names of the past, would lead to another path.
+    # Old tenants may be named "." or "..", which would change the path.
     return f"{PATH}/{quote(tenant, safe='').replace('.', '%2E')}"
 
 
@@ -105,7 +105,7 @@ def change(
     if user_bounds:
         body["user_quota"] = dict(user_bounds)
     if not body:
-        raise click.UsageError("nothing to change was given")
+        raise click.UsageError("give at least one option to change")
     _show(client.call("PATCH", path_of(name), body), as_json)
 
 
@@ -114,7 +114,7 @@ def change(
 @json_option
 @with_operator_client
 def suspend(client: MotetClient, name: str, as_json: bool) -> None:
-    """Refuse new requests of the tenant NAME. Those that run are completed."""
+    """Refuse new requests of the tenant NAME. Running requests are completed."""
     _show(client.call("POST", f"{path_of(name)}/suspend"), as_json)
 
 
@@ -129,12 +129,12 @@ def resume(client: MotetClient, name: str, as_json: bool) -> None:
 
 @tenants.command()
 @click.argument("name")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @with_operator_client
 def delete(client: MotetClient, name: str, yes: bool) -> None:
     """Delete the tenant NAME with its keys, adapters and all other data. If interrupted, run it again."""
     if not yes:
-        click.confirm(f"Delete {name} with all its keys and adapters? They cannot be brought back", abort=True)
+        click.confirm(f"Delete {name} with all its keys and adapters? They cannot be restored", abort=True)
     gone = client.call("DELETE", path_of(name))
     click.echo(f"deleted {name}, and {gone['num_adapters']} adapters")
 
@@ -161,4 +161,4 @@ def _print_tenants(tenants: Sequence[Mapping[str, Any]]) -> None:
         )
         for tenant in tenants
     ]
-    print_table(("name", "state", "weight", "class", "keys", "quota", "of each user", "created", "label"), rows)
+    print_table(("name", "state", "weight", "class", "keys", "quota", "user quota", "created", "label"), rows)

@@ -12,7 +12,7 @@ HELP = "/adapter NAME changes the voice, /adapter lists them, /new forgets the t
 class Chat:
     """One conversation. What was said goes along when the adapter changes.
 
-    `show` is called with pieces of text as they come; it adds no line ends of its own.
+    `show` is called with pieces of text as they arrive, and must not add line breaks.
     """
 
     def __init__(self, client: MotetClient, model: str | None, show: Callable[[str], None]) -> None:
@@ -51,7 +51,7 @@ class Chat:
             self.history.clear()
             self._show("forgotten\n")
         else:
-            self._show(f"{command} is no command. {HELP}\n")
+            self._show(f"{command} is not a command. {HELP}\n")
 
     def _answer(self, question: str) -> None:
         """Streams the answer. A question that failed or was stopped by Ctrl-C is not kept."""

@@ -102,7 +102,7 @@ for _command in (limits, usage, tenants, users, keys, audit):
 
 
 def _typed_lines(conversation: Chat) -> Iterator[str]:
-    """Lines as they are typed, until Ctrl-D or Ctrl-C at the prompt."""
+    """Typed lines, until Ctrl-D or Ctrl-C at the prompt."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         import readline  # noqa: F401  # gives input() line editing and recall

@@ -1,4 +1,4 @@
-"""Settings of a command from a TOML file, where the command line and the environment do not give them."""
+"""A command's settings from a TOML file. The command line and the environment take precedence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reread_options(context: click.Context) -> dict[str, Any]:
 
 
 def take_defaults(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """A click callback of an eager option: the file's keys, settings' options without dashes, are their defaults."""
+    """A click callback of an eager option: the file's values become defaults. A key is an option without its dashes."""
     if path is None:
         return None
     try:
@@ -46,7 +46,7 @@ def take_defaults(context: click.Context, parameter: click.Parameter, path: Path
 
 
 def _defaults(found: dict[str, Any], parameters: list[click.Parameter]) -> dict[str, Any]:
-    """The file's values by the names of their settings. Raises ValueError for what is no setting."""
+    """The file's values by the names of their settings. Raises ValueError for a key that is not a setting."""
     options = {flag: one for one in parameters if isinstance(one, SettingOption) for flag in _keys(one.opts)}
     defaults: dict[str, Any] = {}
     keys: dict[str, str] = {}
@@ -63,12 +63,12 @@ def _defaults(found: dict[str, Any], parameters: list[click.Parameter]) -> dict[
 
 def _why_no_setting(key: str, value: Any, options: dict[str, SettingOption], parameters: list[click.Parameter]) -> str:
     if any(key in _keys(one.opts) for one in parameters):
-        return f"{key} is about one start and no setting: give --{key} on the command line"
+        return f"{key} is an option of one start, not a setting: give --{key} on the command line"
     for flag, option in options.items():
         if key in _keys(option.secondary_opts):
             return f"there is no setting {key}: write {flag} = false"
     if isinstance(value, dict):
-        return f"[{key}] is a table: settings stand at the top of the file"
+        return f"[{key}] is a table: write settings as keys at the top of the file"
     close = get_close_matches(key.replace("_", "-"), options, n=1)
     meant = f"Did you mean {close[0]}? " if close else ""
     return f"there is no setting {key}. {meant}docs/settings.md lists all."

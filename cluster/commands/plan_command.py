@@ -32,7 +32,7 @@ _COUNT = click.IntRange(min=1)
     type=click.FloatRange(min=0),
     default=1.0,
     show_default=True,
-    help="The i-th adapter is asked for in proportion to i to the power of minus this.",
+    help="Share of the i-th adapter: proportional to i to the power of minus this.",
 )
 @click.option("--first-token-s", type=_POSITIVE, default=2.0, show_default=True, help="Objective, of long prompts.")
 @click.option("--token-interval-s", type=_POSITIVE, default=0.05, show_default=True, help="Objective, of busy steps.")
@@ -43,7 +43,7 @@ _COUNT = click.IntRange(min=1)
     type=(click.Choice([*DEVICES]), click.FloatRange(min=0)),
     multiple=True,
     metavar="DEVICE PRICE",
-    help="Of an hour of a device; repeatable.",
+    help="Price of an hour of a device; repeatable.",
 )
 @click.option("--devices-per-node", type=_COUNT, default=8, show_default=True)
 @click.option(
@@ -51,25 +51,25 @@ _COUNT = click.IntRange(min=1)
     type=click.FloatRange(min=0, max=1, min_open=True),
     default=0.5,
     show_default=True,
-    help="Time by data sheets over time.",
+    help="Time by data sheets over actual time.",
 )
 @click.option(
     "--trace",
     "trace_path",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSONL: arrival_s, prompt_tokens, output_tokens, adapter, tenant. It is replayed on the scheduler.",
+    help="JSONL: arrival_s, prompt_tokens, output_tokens, adapter, tenant. Replayed on motet's scheduler.",
 )
 @click.option(
     "--costs",
     "costs_path",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What `motet costs --measure` wrote: the trace is replayed with this machine's times alone.",
+    help="A file of `motet costs --measure`: replays the trace only with its machine's times.",
 )
-@click.option("--gangs", type=_COUNT, default=1, show_default=True, help="With --costs: that the trace is dealt to.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
-    "--html", "page_path", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with pictures."
+    "--gangs", type=_COUNT, default=1, show_default=True, help="With --costs: gangs that get the requests in turn."
 )
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--html", "page_path", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with charts.")
 def plan(
     model: Path,
     requests_per_s: float | None,
@@ -94,9 +94,9 @@ def plan(
 ) -> None:
     """Plan devices for a load, or replay a trace of one.
 
-    MODEL is a folder with config.json; weights are not needed. The plan is of the cost model (`motet costs`): gangs of
-    the fewest devices, or of the least price, that give first tokens and further ones in time. A trace replaces
-    traffic, lengths and adapters, and is replayed on motet's own scheduler in virtual time.
+    MODEL is a folder with config.json; weights are not needed. The plan uses the cost model (`motet costs`): the fewest
+    or cheapest devices that meet the objectives of first tokens and token intervals. A trace replaces traffic, lengths
+    and adapters, and is replayed on motet's own scheduler in virtual time.
     """
     if trace_path is None and (costs_path is not None or requests_per_s is None):
         raise click.UsageError("give --requests-per-s, or a --trace")
@@ -139,12 +139,12 @@ def plan(
                 )
                 plans += found
                 refused |= {f"{degree} of {name}": reason for degree, reason in why.items()}
-            if plans:
-                chosen = best(plans)
-                plans = [chosen, *(each for each in plans if each is not chosen)]
-                if trace:
-                    name = f"{chosen.num_gangs} gangs of {chosen.degree} {chosen.gang.device.name}"
-                    replayed[name] = replay_on_gangs(model, chosen, trace)
+        if plans:
+            chosen = best(plans)
+            plans = [chosen, *(each for each in plans if each is not chosen)]
+            if trace:
+                name = f"{chosen.num_gangs} gangs of {chosen.degree} {chosen.gang.device.name}"
+                replayed[name] = replay_on_gangs(model, chosen, trace)
         report = Report(model.name, tuple(plans), refused, replayed)
         if page_path is not None:
             page_path.write_text(report.page())

@@ -16,7 +16,7 @@ from ..settings.settings import Settings
 
 
 def hide_secrets() -> None:
-    """Returns if there was nothing to hide; else the program begins anew."""
+    """Returns if there was nothing to hide; else restarts the program."""
     options = settings_with_secrets() if {"serve", "doctor"} & set(sys.argv[1:2]) else {"--key": KEY_VARIABLE}
     rest, variables = without_secrets(sys.argv[1:], options)
     if not variables:

@@ -33,7 +33,7 @@ def print_speeds(console: Console, replies: Sequence[Reply]) -> None:
 
 
 def print_next_steps(console: Console, url: str, keys: dict[str, str], voice: Voice, adapter: Path) -> None:
-    """Lines that work as they are, against the demo at `url`. `adapter` is a folder to upload."""
+    """Commands to copy and run against the demo at `url`. `adapter` is a folder to upload."""
     tenant, key = voice.tenant, keys[voice.tenant]
     lines = f"""
 Keys: {", ".join(f"{name} {value}" for name, value in keys.items())}. Try next, in another terminal:

@@ -60,7 +60,7 @@ MIN_WIDTH = 150  # columns of the tables where there is no terminal
     help="Holds the demo's adapters and its registry. Default: .motet/demo of this repository.",
 )
 def main(once: bool, port: int | None, data_dir: Path) -> None:
-    """Serve the demo model and its adapters on this machine, and ask them all the same questions."""
+    """Serve the demo model and its adapters on this machine, and ask all of them the same questions."""
     errors = Console(stderr=True)
     console = Console() if sys.stdout.isatty() else Console(width=MIN_WIDTH)
     try:

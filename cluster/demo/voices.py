@@ -1,4 +1,4 @@
-"""One question put to many models at once, and how fast and how right the answers were."""
+"""Sends one question to many models at once, and measures the speed and correctness of the answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Voice:
 
 @dataclass(frozen=True)
 class Inquiry:
-    """A question, to a voice, with the only right answer."""
+    """A question to a voice, with its only correct answer."""
 
     voice: Voice
     question: str
@@ -47,7 +47,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a number of replies that ran at the same time."""
+    """The speed of replies that ran at the same time."""
 
     median_first_token_s: float
     tokens_per_s: float
@@ -56,7 +56,7 @@ class Speed:
 
 
 def ask_all(inquiries: Sequence[Inquiry], clients: dict[str, MotetClient]) -> list[Reply]:
-    """One reply to each, in their order; all are sent at the same moment. `clients` is by tenant."""
+    """One reply to each, in the same order; all are sent at the same time. `clients`: by tenant."""
     with ThreadPoolExecutor(len(inquiries)) as pool:
         released = time.monotonic()
         replies = [pool.submit(_ask, inquiry, clients[inquiry.voice.tenant], released) for inquiry in inquiries]

@@ -1,4 +1,4 @@
-"""Everything that `motet doctor` looks at: this machine, or every node of a running cluster."""
+"""All checks of `motet doctor`: on this machine, or on every node of a running cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 150.0  # of all nodes together; a node may have to start a process, 
 
 
 def examine_machine(questions: Questions, expected: Expectations, port: int) -> list[Finding]:
-    """This machine alone."""
+    """Checks this machine alone."""
     facts = gather_node(questions)
     offset_s = facts.redis.clock_offset_s
     clocks = {} if offset_s is None else {"this machine": 0.0, "Redis": offset_s}
@@ -37,7 +37,7 @@ def examine_machine(questions: Questions, expected: Expectations, port: int) -> 
 
 
 def examine_cluster(address: str, questions: Questions, expected: Expectations) -> list[Finding]:
-    """Every living node, by a task there; this process joins the cluster for it. Changes nothing of the cluster."""
+    """Checks every living node with a task; this process joins the cluster for that, and changes nothing in it."""
     import ray
 
     try:
@@ -47,9 +47,9 @@ def examine_cluster(address: str, questions: Questions, expected: Expectations) 
             error(
                 CHECK,
                 f"no running Ray cluster was joined at {address}: {problem}",
-                why="none of its nodes could be looked at",
+                why="none of its nodes could be examined",
                 do="run it on a node of the cluster (kubectl exec into a pod), with RAY_AUTH_MODE and RAY_AUTH_TOKEN "
-                "where the cluster wants a token",
+                "if the cluster requires a token",
             )
         ]
     try:
@@ -72,14 +72,14 @@ def examine_cluster(address: str, questions: Questions, expected: Expectations) 
 
 
 def clocks_of(facts: Mapping[str, NodeFacts]) -> dict[str, float]:
-    """How far each node's clock is ahead of Redis's, and Redis itself; nothing of nodes that do not reach it."""
+    """How far each node's clock is ahead of Redis's, and Redis itself; without nodes that cannot reach it."""
     offsets = {name: one.redis.clock_offset_s for name, one in facts.items()}
     known = {name: -offset_s for name, offset_s in offsets.items() if offset_s is not None}
     return {"Redis": 0.0, **known} if known else {}
 
 
 def _gathered(nodes: Sequence[Mapping[str, Any]], questions: Questions) -> tuple[dict[str, NodeFacts], list[Finding]]:
-    """By address, and what is wrong with nodes that did not say."""
+    """Facts of nodes by address, and findings for nodes that did not answer."""
     import ray
 
     gather = ray.remote(gather_node)
@@ -96,7 +96,7 @@ def _gathered(nodes: Sequence[Mapping[str, Any]], questions: Questions) -> tuple
             except ray.exceptions.RayError as failure:
                 problem = _last_line(failure)
         do = "the same image, with motet in it, for every group of the RayCluster; ray status says how the node is"
-        finding = error(CHECK, f"it could not be looked at: {problem}", why="motet cannot use it", do=do)
+        finding = error(CHECK, f"it could not be examined: {problem}", why="motet cannot use it", do=do)
         findings.append(replace(finding, node=name))
     return facts, findings
 

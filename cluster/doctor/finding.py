@@ -11,7 +11,7 @@ Level = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at. Whatever is not "ok" says why it matters and what to do."""
+    """The result of one check. Unless it is "ok", it says why it matters and what to do."""
 
     check: str  # the family: "redis"
     level: Level

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs: what the driver says, and what torch makes of it. torch is loaded in a process of its own."""
+"""Checks NVIDIA's GPUs, as the driver and torch report them. torch is loaded in a separate process."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _driver(facts: GpuFacts) -> list[Finding]:
         warning(
             CHECK,
             f"nvidia-smi shows no GPU: {facts.smi_problem or 'it lists none'}",
-            why="GPUs, their memory and MIG could not be looked at",
+            why="GPUs, their memory and MIG could not be examined",
             do="NVIDIA_DRIVER_CAPABILITIES=compute,utility, and nvidia.com/gpu in the container's limits",
         )
     ]
@@ -203,8 +203,8 @@ def _gpu(gpu: Gpu, facts: GpuFacts) -> list[Finding]:
             warning(
                 CHECK,
                 f"GPU {gpu.index}: {taken} are taken already",
-                why="by a gang of motet this is right; by others, as with time slicing, the pool may not fit",
-                do="nvidia-smi says who it is; a --pool-bytes with which all fit, or MIG slices instead of time slices",
+                why="if not by a gang of motet, as with time slicing, the pool may not fit",
+                do="see nvidia-smi; lower --pool-bytes until all fit, or use MIG instead of time slicing",
             )
         )
     return findings

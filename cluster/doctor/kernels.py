@@ -15,7 +15,7 @@ from .finding import Finding, error, ok, warning
 
 CHECK = "kernels"
 CPU_FACTS = Path("/proc/cpuinfo")
-# What the C++ kernels make use of, the best first, and what it is for.
+# CPU features that the C++ kernels use, the best first, and their purpose.
 INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512f": "AVX512", "avx2": "AVX2", "asimd": "NEON"}
 WHY_SLOW = "gangs would compute with the plain kernels, with many times fewer tokens per second"
 

@@ -1,4 +1,4 @@
-"""Whether motet's port is free, or who has it."""
+"""Checks that motet's port is free, or finds the process that listens there."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TIMEOUT_S = 2.0
 class PortFacts:
     port: int
     is_taken: bool
-    is_motet: bool = False  # what is there answers as motet does
-    owner: str = ""  # name and id of the process; empty: it may not be known
+    is_motet: bool = False  # it answers as motet does
+    owner: str = ""  # name and id of the process; empty: not visible to this user
 
 
 def gather_port(port: int) -> PortFacts:
-    """Of this machine, at any of its addresses."""
+    """Checks the port on all addresses of this machine."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -35,7 +35,7 @@ def gather_port(port: int) -> PortFacts:
 
 
 def _is_motet(port: int) -> bool:
-    """What asks for a key in the shape of OpenAI's API, and answers /health, is motet."""
+    """Whether the server answers /health, and asks for a key with an error of OpenAI's shape."""
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S, trust_env=False) as client:
             refused = client.get("/v1/models")
@@ -54,16 +54,16 @@ def _owner(port: int) -> str:
 
 
 def check_port(facts: PortFacts) -> list[Finding]:
-    who = f" ({facts.owner})" if facts.owner else ""
+    owner = f" ({facts.owner})" if facts.owner else ""
     if not facts.is_taken:
         return [ok(CHECK, f"port {facts.port} is free")]
     if facts.is_motet:
-        return [ok(CHECK, f"a motet serves at port {facts.port}{who}")]
+        return [ok(CHECK, f"a motet serves at port {facts.port}{owner}")]
     return [
         error(
             CHECK,
-            f"port {facts.port} is taken by something else{who}",
+            f"port {facts.port} is taken by another server{owner}",
             why="motet cannot listen there",
-            do=f"end it (ss -ltnp 'sport = :{facts.port}' says who it is), or choose another with --port",
+            do=f"stop it (ss -ltnp 'sport = :{facts.port}' shows its process), or choose another port with --port",
         )
     ]

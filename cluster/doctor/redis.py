@@ -198,7 +198,7 @@ def _memory(facts: RedisFacts) -> list[Finding]:
     limit = int((facts.config or {}).get("maxmemory", "0"))
     used = format_byte_size(facts.used_bytes)
     if not limit:
-        return [ok(CHECK, f"it uses {used} of memory, and has no limit of its own")]
+        return [ok(CHECK, f"it uses {used} of memory, and has no limit")]
     if facts.used_bytes < NEARLY_FULL * limit:
         return [ok(CHECK, f"it uses {used} of {format_byte_size(limit)}")]
     return [

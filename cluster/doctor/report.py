@@ -13,7 +13,7 @@ SIGNS = {"ok": "ok", "warning": "WARNING", "error": "ERROR"}
 
 
 def report_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """By node, each finding a line; whatever is not right with why it matters and what to do."""
+    """Lines by node, one for each finding; problems also have their consequence and what to do."""
     for node in dict.fromkeys(one.node for one in findings):
         own = [one for one in findings if one.node == node]
         if node or any(one.node for one in findings):

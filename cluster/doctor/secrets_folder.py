@@ -1,4 +1,4 @@
-"""The folder of secrets: what is in it, who may read it. Nothing of what the files say is kept or shown."""
+"""Checks the folder of secrets: its files and their permissions. Their contents are neither kept nor shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .finding import Finding, error, ok, warning
 
 CHECK = "secrets"
 VARIABLE = "MOTET_SECRETS_DIR"
-# The files, and the variable that says the same.
+# The files, and the environment variable for the same value.
 FILES = {"redis-url": "REDIS_URL", "operator-key": "MOTET_OPERATOR_KEY", "keys": "MOTET_KEYS", "cluster-token": ""}
 
 
@@ -21,7 +21,7 @@ class SecretFile:
     mode: int = 0
     problem: str = ""  # why it cannot be read
     is_empty: bool = False
-    differs: bool = False  # from what its variable says
+    differs: bool = False  # from its variable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ def check_secrets(facts: SecretsFacts) -> list[Finding]:
                 CHECK,
                 f"there is no redis-url in {facts.folder}",
                 why="every node of a cluster needs the same registry",
-                do="a key redis-url in the Secret, unless REDIS_URL says it",
+                do="add a key redis-url to the Secret, or set REDIS_URL",
             )
         )
     return findings or [ok(CHECK, f"{', '.join(facts.files)} in {facts.folder}")]
@@ -90,29 +90,29 @@ def _findings_of(folder: str, name: str, file: SecretFile) -> list[Finding]:
     path = f"{folder}/{name}"
     if name not in FILES:
         known = ", ".join(FILES)
-        return [warning(CHECK, f"{path} is not used", why="it may be misspelt", do=f"the files are {known}")]
+        return [warning(CHECK, f"{path} is not used", why="it may be misspelt", do=f"the known files are {known}")]
     if file.problem:
-        do = "securityContext.fsGroup: 1000 of the pod, and defaultMode: 0440 of the volume"
+        do = "set the pod's securityContext.fsGroup: 1000, and the volume's defaultMode: 0440"
         return [error(CHECK, f"{path} cannot be read: {file.problem}", why="motet does not start", do=do)]
     if file.is_empty:
-        return [error(CHECK, f"{path} is empty", why="motet does not start", do=f"a value for {name} in the Secret")]
+        return [error(CHECK, f"{path} is empty", why="motet does not start", do=f"set {name} in the Secret")]
     if file.differs:
         variable = FILES[name]
         return [
             error(
                 CHECK,
-                f"{path} and {variable} say different things",
-                why="motet does not start, as it cannot know which one is meant",
-                do=f"take {variable} out of the environment",
+                f"{path} and {variable} have different values",
+                why="motet does not start, since it cannot know which one is right",
+                do=f"remove {variable} from the environment",
             )
         ]
     if file.mode & stat.S_IROTH:
         return [
             warning(
                 CHECK,
-                f"everybody may read {path} (mode {file.mode:04o})",
+                f"all users may read {path} (mode {file.mode:04o})",
                 why="another process in the container can read it",
-                do="defaultMode: 0400 of the Secret's volume, with fsGroup: 1000; of a file of yours chmod 600",
+                do="set defaultMode: 0400 of the Secret's volume, with fsGroup: 1000; for your own file, chmod 600",
             )
         ]
     return []

@@ -1,4 +1,4 @@
-"""Ray Serve's flags on a node and in the Serve that runs, and the program that it runs for HAProxy."""
+"""Checks Ray Serve's flags, on a node and in the running Serve, and the program that Serve runs as HAProxy."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def gather_serve() -> NodeServeFacts:
 
 
 def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
-    """Findings of a node whose environment was set by hand; else motet sets all of it when it starts Serve."""
+    """Findings of a node whose environment sets anything for Serve; else motet sets it all when it starts Serve."""
     findings = []
     if facts.limits_problem:
         findings.append(
@@ -75,7 +75,7 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
             error(
                 CHECK,
                 f"the environment lacks {' and '.join(missing)}",
-                why="without either of them tokens take seconds on their way out",
+                why="unless both are set, tokens reach clients seconds late",
                 do=f"{OF_PODS} (motet's images have them), or before ray start",
             )
         )
@@ -85,7 +85,7 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
             error(
                 CHECK,
                 named,
-                why="Serve's own HAProxy bounds nothing, lets its control headers in, and answers 502 to 504 with 500",
+                why="Serve's own HAProxy has no limits, forwards its control headers, and turns 502 to 504 into 500",
                 do=f"motet edge-program /opt/motet/bin/motet-haproxy, and {BINARY_VARIABLE} in {OF_PODS} (motet's "
                 "images have both)",
             )
@@ -94,8 +94,8 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
         findings.append(
             warning(
                 CHECK,
-                f"the environment does not say {', '.join(other)}",
-                why="streams that outlast a change of routers are cut after two minutes, or reach another router",
+                f"the environment lacks {', '.join(other)}",
+                why="streams open while routers are replaced are cut after two minutes, or reach another router",
                 do=f"{OF_PODS} (motet's images have them)",
             )
         )
@@ -103,8 +103,8 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
         findings.append(
             warning(
                 CHECK,
-                f"the environment does not say {', '.join(other)}",
-                why="Serve gives gangs up for good once three starts of each have failed",
+                f"the environment lacks {', '.join(other)}",
+                why="Serve gives up on gangs for good after three failed starts of each",
                 do=f"{OF_PODS} (motet's images have them)",
             )
         )
@@ -112,17 +112,17 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
 
 
 def check_running_serve(running: RunningServe | None) -> list[Finding]:
-    """Findings of the Serve that runs; None: none does."""
+    """Findings of the running Serve; None: none runs."""
     if running is None:
         return [ok(CHECK, "no Serve runs on the cluster yet")]
     findings = []
-    remedy = "serve shutdown, then motet serve --address, which starts its own; of a RayService correct " + OF_PODS
+    remedy = "serve shutdown, then motet serve --address, which starts its own; in a RayService, correct " + OF_PODS
     if running.missing_flags:
         findings.append(
             error(
                 CHECK,
-                f"the Serve that runs lacks {' and '.join(running.missing_flags)}",
-                why="without either of them tokens take seconds on their way out",
+                f"the running Serve lacks {' and '.join(running.missing_flags)}",
+                why="unless both are set, tokens reach clients seconds late",
                 do=remedy,
             )
         )
@@ -130,9 +130,9 @@ def check_running_serve(running: RunningServe | None) -> list[Finding]:
         findings.append(
             error(
                 CHECK,
-                "the Serve that runs does not run motet's edge",
-                why="its HAProxy bounds nothing, lets control headers in, and answers 502 to 504 with 500",
+                "the running Serve does not run motet's edge",
+                why="its HAProxy has no limits, forwards control headers, and turns 502 to 504 into 500",
                 do=remedy,
             )
         )
-    return findings or [ok(CHECK, "the Serve that runs has its flags and motet's edge")]
+    return findings or [ok(CHECK, "the running Serve has its flags and motet's edge")]

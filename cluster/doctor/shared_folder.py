@@ -185,7 +185,7 @@ def _room(facts: FolderFacts) -> Finding:
 
 
 def check_locks_between(first: str, second: str, held: bool, locked_out: bool | None) -> list[Finding]:
-    """Of two nodes: the first has locked a file, the second has tried."""
+    """Findings of two nodes, of which the first has locked a file and the second has tried to."""
     do = "one ReadWriteMany volume with locks (NFS 4, CephFS) at the same path on every node"
     if not held or locked_out is None:
         found = f"{second} does not see what {first} writes into the data folder"

@@ -14,7 +14,7 @@ PACKAGES = ("ray", "torch", "transformers", "msgspec", "grpcio")  # nodes send e
 
 
 def gather_versions() -> dict[str, str]:
-    """Of what nodes must have alike; what is not installed is not there. Imports none of it."""
+    """Versions of packages that must be equal on all nodes, if installed. Imports none of them."""
     found = {"motet": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -120,7 +120,7 @@ def _without_router(backend: str, body: list[str]) -> list[str]:
     """What is answered while HAProxy reaches no router itself: /ready says so, and long bodies are refused.
 
     Other requests go through Serve's own proxy: slower, and their keys and texts are then in the memory of a process
-    that is not motet's. It takes bodies in before a router has seen their keys, as long as they are.
+    that is not motet's. It reads whole bodies before a router has checked their keys.
     """
     servers = [found[1] for line in body if (found := re.match(r" *server (\S+) (?!.* backup$)", line))]
     routers = [f"acl motet_router srv_is_up({backend}/{server})" for server in servers]
@@ -135,7 +135,7 @@ def _without_router(backend: str, body: list[str]) -> list[str]:
 
 
 def _applications(front: list[str]) -> dict[str, str]:
-    """Of each application the prefix of its paths, and its backend. That at "/" is motet."""
+    """The backend of each application by the prefix of its paths. The one at "/" is motet."""
     found = [re.match(r" *acl is_(\S+) path (\S+)$", line) for line in front]
     return {one[2]: one[1] for one in found if one}
 

@@ -17,7 +17,7 @@ from .edge_config import FRONT
 from .refusals import LAST, REASONS, TABLE
 
 READ_S: Final = 10.0  # how often it is read
-LOG_S: Final = 60.0  # a line of the log is at least so much later than the one before
+LOG_S: Final = 60.0  # least time between two lines of the log
 ANSWER_TIMEOUT_S: Final = 5.0
 _FRONT: Final = FRONT.removeprefix("frontend ")
 _QUESTION: Final = f"show table {TABLE};show stat {_FRONT} 1 -1;get var {LAST}\n"

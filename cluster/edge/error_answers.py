@@ -1,4 +1,4 @@
-"""HAProxy's own answers, and those of Serve around the routers, in the shape of OpenAI's API."""
+"""Error answers of HAProxy, and of Serve in front of the routers, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from pathlib import Path
 RETRY_AFTER_S = 1
 # By status: the error's code and message. HAProxy sends all of them itself.
 HAPROXYS = {
-    400: ("invalid_request", "The request is no HTTP, or its body ceased to come."),
+    400: ("invalid_request", "The request is not valid HTTP, or its body is incomplete."),
     401: ("invalid_api_key", "Send your API key in the header Authorization: Bearer YOUR_KEY."),
     403: ("forbidden", "This is not allowed."),
     404: ("not_found", "There is nothing here."),
-    405: ("method_not_allowed", "There is no such method here."),
-    407: ("forbidden", "This is no forward proxy."),
+    405: ("method_not_allowed", "This path does not have this method."),
+    407: ("forbidden", "This is not a forward proxy."),
     408: ("request_timeout", "The request did not arrive in time."),
-    410: ("not_found", "There is nothing here any more."),
+    410: ("not_found", "There is no longer anything here."),
     413: ("request_too_large", "The request is too large."),
-    422: ("invalid_request", "The body has another transfer encoding than chunked."),
+    422: ("invalid_request", "Chunked is the only transfer encoding that is supported."),
     425: ("too_early", "The request came too early; send it again."),
     429: ("too_many_requests", "Too many requests at once; send it again in a moment."),
     500: ("internal_error", "The server had an error while processing the request."),
-    501: ("not_implemented", "There is nothing like that here."),
-    502: ("router_lost", "The router that had the request is gone; send it again."),
+    501: ("not_implemented", "This is not implemented."),
+    502: ("router_lost", "The router that had the request was lost; send it again."),
     503: ("no_router", "No router is ready to take the request; send it again in a moment."),
     504: ("router_timeout", "The router that had the request did not answer in time."),
 }
-# Statuses beside these that Serve, or the HTTP server in its replicas, may answer with in plain text.
+# Further statuses that Serve, or the HTTP server in its replicas, may answer with in plain text.
 SERVES = {
     414: ("invalid_request", "The URL is too long."),
-    426: ("invalid_request", "There is no other protocol here."),
+    426: ("invalid_request", "There is no protocol to upgrade to."),
     431: ("invalid_request", "The headers are too long."),
     499: ("client_closed_request", "The client closed the connection."),
 }
-PASSES = (408, 425, 429, 502, 503, 504)  # another try may find it mended
+PASSES = (408, 425, 429, 502, 503, 504)  # temporary: another try may succeed
 
 
 def error_body(status: int, code: str, message: str) -> str:
-    """An error in OpenAI's shape, as JSON that stands between HAProxy's quotes. Raises ValueError if it cannot."""
+    """An error in OpenAI's format, as JSON for HAProxy's single quotes. Raises ValueError if it cannot be quoted."""
     kind = "server_error" if status >= 500 else {408: "timeout_error", 429: "rate_limit_error"}.get(status)
     detail = {"message": message, "type": kind or "invalid_request_error", "param": None, "code": code}
     text = json.dumps({"error": detail})
@@ -48,14 +48,14 @@ def error_body(status: int, code: str, message: str) -> str:
 
 
 def returned(status: int, code: str, message: str) -> str:
-    """The arguments of HAProxy's `return` for an error in OpenAI's shape."""
+    """The arguments of HAProxy's `return` for an error in OpenAI's format."""
     more = f" hdr Retry-After {RETRY_AFTER_S}" if status in PASSES else ""
     more += " hdr WWW-Authenticate Bearer" if status == 401 else ""
     return f"status {status} content-type application/json string '{error_body(status, code, message)}'{more}"
 
 
 def write_error_files(folder: Path) -> None:
-    """Writes what HAProxy answers by itself: whole answers, since to what is no HTTP it sends nothing but such."""
+    """Writes the files of HAProxy's own errors: whole responses, the only kind that it sends to invalid HTTP."""
     for status, (code, message) in HAPROXYS.items():
         body = error_body(status, code, message)
         headers = [
@@ -79,7 +79,7 @@ def _error_file(folder: Path, status: int) -> Path:
 
 
 def rewritten_error_lines() -> list[str]:
-    """Directives for errors from behind that are not JSON, as Serve's own are: they keep their status."""
+    """Directives that rewrite errors of servers that are not JSON, as Serve's are not. The status stays."""
     lines = []
     for status, (code, message) in sorted((HAPROXYS | SERVES).items()):
         condition = f"{{ status {status} }} !{{ res.hdr(content-type) -m beg application/json }}"

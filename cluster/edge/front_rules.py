@@ -1,20 +1,20 @@
-"""What the front does with a connection and a request before a router sees them, as HAProxy's directives.
+"""HAProxy's directives for connections and requests at the front, before a router sees them.
 
-Each client that can be identified is bounded: a source (an address, for IPv6 its /64) and a key. A connection has
-`HEADERS_TIMEOUT_S` for its headers and again for its body, or as much of that as fits into a buffer: what is longer is
-the router's to measure, which knows what it is for.
+Limits apply to each source (an address, for IPv6 its /64) and to each key. A connection has `HEADERS_TIMEOUT_S` for its
+headers, and again for its body or as much of it as fits into a buffer; the router measures longer bodies, since it
+knows what they are for.
 
-A source may hold more than its share of connections as long as half of the front is free, so that many clients behind
-one address are not refused for nothing; then its next ones are closed at once. Requests under way, of a source or a
-key, are refused with 429 beyond their bound.
+A source may exceed its limit of connections while half of the front's are free, so that many clients behind one address
+are not refused without need; after that its new connections are closed at once. Running requests of a source or a key
+beyond their limits are refused with 429.
 
-What has no key gets a 401 here: no router sees it, and it takes no place of its source. Three things of a source are
-bounded by the second, each by itself, so that none takes anything from those with a key at the same address: requests
-without a key, requests to open routes, and requests that routers found no key for. Keys that routers have lately
-accepted pass while a source is over the last bound.
+A request without a key gets a 401 here, without a router, and does not count as a running request of its source. Three
+rates of a source are limited separately, so that they do not affect clients with a key at the same address: of requests
+without a key, of requests to open routes, and of requests whose key routers did not accept. Keys that routers have
+accepted recently pass even if the last rate is exceeded.
 
-Behind a proxy all sources look alike. Of those that are trusted the last address of X-Forwarded-For, which they have
-added, is the source, and their connections are not counted.
+Behind a proxy all clients have the same address. For trusted proxies the source is the last address of X-Forwarded-For,
+which they have added, and their connections are not counted.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .refusals import refusal_lines, refusal_table_lines
 HEADERS_TIMEOUT_S = 10
 CONNECTIONS, SOURCES, KEYS = "motet_connections", "motet_sources", "motet_keys"
 KEYLESS, OPEN = "motet_keyless", "motet_open"  # sources of requests without a key, and to open routes
-TABLE_SIZE = "100k"  # more than there can be connections, so that none that is counted makes way for another
-RATE_S = 10  # over which requests a second are counted
-UNKNOWN_RATE_S = 1  # the same of unknown keys, which a router has to look for: bursts of them should be small
-# What a router answers without a key (a test compares them), as it is or with a slash at its end, and what Serve does.
+TABLE_SIZE = "100k"  # more than there can be connections, so that no entry in use is evicted
+RATE_S = 10  # over which rates of requests are measured
+UNKNOWN_RATE_S = 1  # the same for unknown keys, which cost a router a lookup: bursts of them must be small
+# Paths that routers answer without a key (a test compares them), with or without a slash at the end, and Serve's own.
 OPEN_ROUTES = ("/health", "/ready", "/openapi.json")
 OPEN_PATHS = (*OPEN_ROUTES, *(f"{path}/" for path in OPEN_ROUTES), "/-/healthz", "/-/routes")
 # API keys and tokens of identity providers alike: printable ASCII without spaces.
@@ -40,8 +40,8 @@ CREDENTIAL = "^bearer +[!-~]+$"
 NETWORK_OF_SOURCE = "ipmask(32,64)"
 _WITH_PORT = r"(([0-9]+\.[0-9.]+):[0-9]+|\[([0-9a-fA-F:.]+)\](:[0-9]+)?) *"  # and the same in brackets without one
 
-# Headers by which Serve lets a caller steer it, and those by which its HTTP server learns from a proxy who the client
-# is. In their names Serve takes "-" for "_".
+# Headers that control Serve, and those by which a proxy gives its HTTP server the client's address. Serve treats
+# "-" and "_" in their names alike.
 CONTROL_HEADERS = (
     "serve[-_]multiplexed[-_]model[-_]id",
     "x[-_]session[-_]id",
@@ -54,8 +54,8 @@ CONTROL_HEADERS = (
 )
 TEXT_HEADERS = ("authorization", "x-api-key", "traceparent", "tracestate")  # read as text by Serve or a router
 MAX_HEADERS_BYTES = 16 << 10
-# What HAProxy reads of a request before it looks at it. It is more than headers may have, because of what does not fit
-# it says no more than that it is not valid.
+# How much HAProxy reads of a request before it applies rules. Larger than the limit of headers, because headers that do
+# not fit are only reported as an invalid request.
 BUFFER_BYTES = 32 << 10
 
 
@@ -77,9 +77,9 @@ def table_lines() -> list[str]:
 
 
 def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] | None = None) -> list[str]:
-    """Directives of the front, in the order in which they act. `max_connections`: what the machine lets it have.
+    """Directives of the front, in the order in which they apply. `max_connections`: of the whole front.
 
-    `others`: prefixes of paths of Serve's other applications, whose keys are not known here; None: motet is not there.
+    `others`: prefixes of paths of Serve's other applications, whose keys are unknown; None: motet is not deployed.
     """
     lines = ["option disable-h2-upgrade"]  # HTTP/2 without TLS is not needed and would need limits of its own
     lines += _request_id_lines()
@@ -95,7 +95,7 @@ def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] 
     lines += [f"acl motet_elsewhere path {prefix}" for prefix in others or ()]
     lines.append(f"acl motet_elsewhere {'always_true' if others is None else 'always_false'}")
     lines += [*_source_lines(), *_connection_lines(limits, max_connections), *_header_lines(), *_api_key_lines()]
-    # Asks what the server can do, not what a route can.
+    # OPTIONS * asks for the methods of the server, not of a route.
     methods = "hdr Allow 'GET, POST, PUT, PATCH, DELETE'"
     lines.append(f"http-request return status 204 {methods} if METH_OPTIONS {{ url -m str * }}")
     lines += [*_count_lines(), *_rate_lines(limits), *_keyless_lines(), *_bound_lines(limits)]
@@ -107,7 +107,7 @@ def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] 
 
 def _source_lines() -> list[str]:
     forwarded = f"req.hdr_ip(x-forwarded-for,-1),{NETWORK_OF_SOURCE}"
-    # Some proxies add the client's port: 1.2.3.4:5678, [fd00::1]:5678, which is no address.
+    # Some proxies add the client's port: 1.2.3.4:5678, [fd00::1]:5678, which must be removed.
     return [
         f"http-request set-var(txn.motet_source) src,{NETWORK_OF_SOURCE} if !motet_trusted",
         f"http-request replace-header x-forwarded-for '^(.*[, ])?{_WITH_PORT}$' '\\1\\3\\4' if motet_trusted",
@@ -128,7 +128,7 @@ def _connection_lines(limits: EdgeLimits, max_connections: int) -> list[str]:
 def _request_id_lines() -> list[str]:
     """Every request has one id, which is also in its answer: the client's own if that is valid in headers and logs.
 
-    Only to what is no HTTP, for which there is no request yet, HAProxy's answer has none.
+    Only answers to invalid HTTP have none, since there is no request.
     """
     request_id = "var(txn.motet_id)"
     return [
@@ -142,8 +142,8 @@ def _request_id_lines() -> list[str]:
 
 
 def _header_lines() -> list[str]:
-    """Nothing gets in that Serve would stumble over or take for its own."""
-    refused = "Headers that are read as text are printable ASCII, each given once."
+    """Refuses headers that Serve cannot read, or would take for its own."""
+    refused = "Headers that are read as text must be printable ASCII, and given only once."
     too_long = f"The headers have more than {MAX_HEADERS_BYTES >> 10} KiB together."
     lines = [f"acl motet_long req.hdrs,length gt {MAX_HEADERS_BYTES}"]
     for name in TEXT_HEADERS:
@@ -163,8 +163,8 @@ def _api_key_lines() -> list[str]:
 
 
 def _count_lines() -> list[str]:
-    """Each request counts in one of three tables, so that those without a key take no place of those with one."""
-    key = "req.fhdr(authorization),regsub('^.* ',''),sha2(256)"  # what a router takes for it
+    """Each request counts in one of three tables, so that requests without a key do not limit those with one."""
+    key = "req.fhdr(authorization),regsub('^.* ',''),sha2(256)"  # as a router reads it
     return [
         f"http-request set-var(txn.motet_key) {key} if motet_credential !motet_open",
         f"http-request track-sc1 var(txn.motet_source) table {OPEN} if motet_open",
@@ -192,22 +192,22 @@ def _keyless_lines() -> list[str]:
 
 
 def _bound_lines(limits: EdgeLimits) -> list[str]:
-    """Of what is under way."""
+    """Limits of running requests."""
     lines = []
     if limits.max_connections_per_source:
         most = limits.max_connections_per_source
-        message = f"More than {most} requests of your address are under way; send it again in a moment."
+        message = f"More than {most} requests from your address are running; send it again in a moment."
         lines += refusal_lines("source", 429, "too_many_requests", message, f"{{ sc_conn_cur(1) gt {most} }}")
     lines.append(f"http-request track-sc2 var(txn.motet_key) table {KEYS} if {{ var(txn.motet_key) -m found }}")
     if limits.max_requests_per_key:
         most = limits.max_requests_per_key
-        message = f"More than {most} requests of your key are under way; send it again in a moment."
+        message = f"More than {most} requests with your key are running; send it again in a moment."
         lines += refusal_lines("key", 429, "too_many_requests", message, f"{{ sc_conn_cur(2) gt {most} }}")
     return lines
 
 
 def _verdict_lines() -> list[str]:
-    """What a router's answer says of the key: it is known, or it may be none."""
+    """Notes from a router's answer whether the key is known."""
     return [
         "http-response sc-set-gpt0(2) 1 if { status 200:399 403 429 }",
         "http-response sc-set-gpt0(2) 0 if { status 401 }",  # it was deleted, or has expired

@@ -1,7 +1,7 @@
 """Clients that close their side of a connection once they have sent their request, and wait for the answer.
 
 To HAProxy they look like clients that have left, until something is written to them. `option abortonclose` takes both
-for gone, so that a client that leaves costs nothing; without it both are waited for. Those who half-close speak
+for gone, so that a client that leaves costs nothing; without it both are waited for. Clients that half-close speak
 HTTP/1.0, where a connection has one request; so HTTP/1.0 goes to a second backend without the option. Who has left
 there is noticed when the next part of the answer is written. (Of `Connection: close` in HTTP/1.1 HAProxy's rules do not
 see anything.)
@@ -19,7 +19,7 @@ SUFFIX = "-via-ingress-request-router"
 
 
 def second_backends(names: Sequence[str]) -> list[str]:
-    """Of these backends: those that get a second one. One whose second name is taken gets none."""
+    """The backends that get a second one: those whose second name is free."""
     return [name for name in names if not name.endswith(SUFFIX) and f"{name}{SUFFIX}" not in names]
 
 

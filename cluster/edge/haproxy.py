@@ -1,6 +1,6 @@
 """The program that Serve runs for HAProxy: it puts motet's edge into the configuration and becomes HAProxy.
 
-Serve runs it anew whenever routers come or go, with a configuration that it has just written, and watches its process.
+Serve restarts it whenever routers start or end, with a configuration that it has just written, and watches its process.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> None:
         try:
             binary = json_haproxy(binary, config_folder)
         except (BinaryUnknown, OSError, subprocess.TimeoutExpired) as error:
-            print(f"motet: {binary} answers in HTML to what is no HTTP: {error}", file=sys.stderr, flush=True)
+            print(f"motet: {binary} answers in HTML to invalid HTTP: {error}", file=sys.stderr, flush=True)
     os.execv(binary, [str(binary), *own])
 
 

@@ -1,6 +1,6 @@
 """HAProxy with JSON in place of the HTML that is built into it.
 
-To what is no HTTP, or comes too slowly to become a request, HAProxy 2.8 answers with pages that stand in its binary. No
+To invalid HTTP, or a request that arrives too slowly, HAProxy 2.8 answers with pages from its binary. No
 directive replaces them: such errors arise before there is a stream, of which `errorfile`, `http-error` and
 `http-errors` speak (only an empty error file matters: it silences them). Later versions ask the error files here as
 well (HAProxy's issue 3032), but Ray brings 2.8. A test holds that, and fails when this file is needed no more. Until

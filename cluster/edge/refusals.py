@@ -16,7 +16,7 @@ LAST: Final = "proc.motet_refused"  # reason, source and request id
 COUNTER: Final = 3  # of HAProxy's stick counters: the ones before count connections, sources and keys
 REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "keyless": "without a key, or with what is none",
+        "keyless": "without a key, or with one of an invalid form",
         "rate": "more a second without a known key from one address than --max-keyless-per-second",
         "source": "more under way from one address than --max-connections-per-source",
         "key": "more under way with one key than --max-requests-per-key",

@@ -11,7 +11,7 @@ Access = Literal["operators", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExpositionConfig:
-    """Of routers and gangs alike. Defaults and bounds stand with motet's settings."""
+    """For both routers and gangs. Defaults and bounds are in `cluster/settings/`."""
 
     name: str  # the base's, a label of everything
     data_dir: Path  # has the operators' key if none was given

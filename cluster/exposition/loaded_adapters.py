@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple
 from ...workers.leader.requested_adapters import RequestedAdapters
 from ...workers.wire.short_digest import short_digest
 
-# Each is a series of a page that is made anew at each scrape, some 120 bytes long. A gateway asks for a page several
+# Each is a series of a page that is rendered for each scrape, some 120 bytes long. A gateway asks for a page several
 # times a second, and an adapter that 256 others were asked for after costs it little to believe absent.
 MOST_LISTED: Final = 256
 

@@ -36,7 +36,7 @@ def lora_requests(
 
 
 def _listed(names: list[str]) -> str:
-    """The names, each once, as many as fit."""
+    """The distinct names, up to the limit of bytes."""
     found, num_chars = dict.fromkeys(names), 0
     for number, name in enumerate(found):
         num_chars += len(name) + 1

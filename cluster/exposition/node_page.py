@@ -131,7 +131,7 @@ class NodePage:
 def node_folder(name_bytes: int) -> Path:
     """The folder for sockets of this user's processes. Raises OSError, too if it is another user's.
 
-    `name_bytes`: the longest name that is to be in it.
+    `name_bytes`: of the longest name in it.
     """
     for parent in (Path(tempfile.gettempdir()), SHORT_PARENT):
         folder = parent / FOLDER.format(os.getuid())
@@ -160,7 +160,7 @@ def _listening(path: Path) -> socket.socket:
 
 
 def _found_listener(host: str, port: int, others: Iterable[Path]) -> socket.socket | None:
-    """The port's listening socket, of another process or a new one; None: a program that is none of `others` has it."""
+    """The port's listening socket, of another process or a new one; None: a program that is not in `others` has it."""
     for path in others:
         try:
             with socket.socket(socket.AF_UNIX) as asking:

@@ -19,7 +19,7 @@ MARKER_TTL_S = 600
 
 
 class CannotJoin(Exception):  # noqa: N818
-    """The cluster cannot be used as it is; the message says why and what would help."""
+    """The cluster cannot be used in its present state; the message says why and what would help."""
 
 
 def check_room(config: MotetConfig) -> None:

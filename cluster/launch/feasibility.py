@@ -29,7 +29,7 @@ class Demand:
     """What one gang takes, or one router, which has one bundle."""
 
     what: str  # "gang"
-    bundles: tuple[Mapping[str, float], ...]  # the leader's first, where it has one of its own, then the workers'
+    bundles: tuple[Mapping[str, float], ...]  # first the leader's, if it has one, then the workers'
     labels: Mapping[str, str]  # that each of its nodes must have
     placement: Placement
 

@@ -1,4 +1,4 @@
-"""Ends what a motet on this machine left running: run as a process beside it, it outlives even a killed launcher.
+"""Ends the processes that a motet on this machine left running, in a process that outlives a killed launcher.
 
 Its standard input is a pipe whose other end the launcher holds. When the pipe closes, because the launcher stopped or
 died, every process of the session is killed, its logs are kept and its folder is removed. A process of the session is
@@ -25,18 +25,18 @@ GRACE_S = 0.5
 
 
 class Janitor:
-    """The launcher's handle of its janitor."""
+    """The launcher's handle for its janitor."""
 
     def __init__(self, session: str, session_path: Path, kept_path: Path) -> None:
         """`kept_path`: the folder that gets the session's logs."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, session, str(session_path), str(kept_path)],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is not for it
+            start_new_session=True,  # so that Ctrl-C in the terminal does not reach it
         )
 
     def finish(self) -> None:
-        """Has the janitor end what is left, and waits until it has."""
+        """Makes the janitor end what is left, and waits for it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(SWEEP_TIMEOUT_S + 5)
@@ -55,7 +55,7 @@ def find_processes(session: str) -> list[psutil.Process]:
 
 
 def sweep(session: str) -> None:
-    """Asks the session's processes to end, and kills those that do not, until none is found."""
+    """Asks the session's processes to end, and kills those that do not, until none is left."""
     deadline = time.monotonic() + SWEEP_TIMEOUT_S
     for process in find_processes(session):
         _signal(process, "terminate")

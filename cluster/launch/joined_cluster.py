@@ -70,7 +70,7 @@ class JoinedCluster:
         ray.shutdown()
 
     def start_serve(self, application: str, host: str, port: int, *, replace_application: bool) -> Front:
-        """Starts Serve if none runs, and deletes `application` there if it is to be replaced. Returns Serve's front.
+        """Starts Serve if none runs, and deletes an old `application` if it may be replaced. Returns Serve's front.
 
         Raises CannotJoin if the Serve that runs has other settings, if the application runs there and is not to be
         replaced, or if another application has the route /.
@@ -175,7 +175,7 @@ class JoinedCluster:
 def _edge_of_nodes(limits: EdgeLimits) -> Callable[[], None]:
     """What each process of ours on the cluster does first: a Serve among them then runs HAProxy with motet's edge.
 
-    It is a function within one, which Ray sends as it is: so it can be run, and does nothing, where motet is missing.
+    It is nested, so Ray sends its code: it can be run, and does nothing, on nodes without motet.
     """
     text = limits.to_json()
 

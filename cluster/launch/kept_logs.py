@@ -1,4 +1,4 @@
-"""Logs of a motet on this machine, kept when its session's folder goes: of the last few starts, however they ended."""
+"""Keeps the logs of the last few starts on this machine, whose session folders are removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 KEPT_RUNS: Final = 5
 MAX_RUN_BYTES: Final = 64 << 20  # of all logs of a run; the oldest files beyond it are left out
-MAX_FILE_BYTES: Final = 16 << 20  # of a file, its end
+MAX_FILE_BYTES: Final = 16 << 20  # of the end of each file
 LOGS_OF_SESSION: Final = Path("ray", "session_latest", "logs")
 _PIECE_BYTES: Final = 1 << 20
 
@@ -22,7 +22,7 @@ class FoundLog(NamedTuple):
 
 
 def chosen(found: Iterable[FoundLog]) -> list[tuple[FoundLog, int]]:
-    """What is kept of a run: files, the newest first, and how many bytes of each one's end."""
+    """The files of a run to keep, the newest first, and how many bytes of the end of each."""
     left, kept = MAX_RUN_BYTES, []
     for log in sorted(found, key=lambda log: log.written_at, reverse=True):
         num_bytes = min(log.num_bytes, MAX_FILE_BYTES, left)
@@ -33,14 +33,14 @@ def chosen(found: Iterable[FoundLog]) -> list[tuple[FoundLog, int]]:
 
 
 def has_logs(session_path: Path) -> bool:
-    """Whether Ray has come so far that there is something to keep."""
+    """Whether Ray has written any logs."""
     return any((session_path / LOGS_OF_SESSION).rglob("*"))
 
 
 def keep_logs(session_path: Path, kept_path: Path) -> None:
-    """Copies the session's logs to `kept_path`, whose name must be later than those beside it, and removes old ones.
+    """Copies the session's logs to `kept_path`, whose name must sort after those beside it, and removes the oldest.
 
-    Nothing is there to be copied if Ray did not start. Raises OSError if it cannot be done.
+    Copies nothing if Ray did not start. Raises OSError.
     """
     logs_path = (session_path / LOGS_OF_SESSION).resolve()
     found = []

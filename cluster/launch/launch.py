@@ -65,7 +65,7 @@ class Deployment:
         self._config: MotetConfig | None = None  # of what runs
         self._url = ""
         self._secrets_path = Path()  # of what routers and gangs share
-        self._max_gangs: int | None = None  # that have room; None: as many as the cluster can get
+        self._max_gangs: int | None = None  # that have room; None: no limit but the cluster's
         self._on_hangup: Callable[[], None] | None = None
         self._has_hung_up = False
         self._parts = ExitStack()  # ends what was started, the last first, and all of it even if some of it fails
@@ -131,7 +131,7 @@ class Deployment:
             time.sleep(POLL_S)
 
     def update(self, config: MotetConfig) -> None:
-        """Replaces routers and gangs by such with another config, in turn, while they serve. Returns when it is done.
+        """Replaces routers and gangs one by one by those with another config, while they serve. Returns when done.
 
         Raises ConfigError for what only a restart changes and for a latency objective of an unknown tenant, and
         LaunchError when the new ones do not start: those before are brought back then.
@@ -321,9 +321,9 @@ def _said_of(status: ApplicationStatusOverview | None) -> dict[str, str]:
 
 
 def why_not_running(status: ApplicationStatusOverview, said: Mapping[str, str]) -> list[str]:
-    """Why it will not run, by deployment; empty: it may yet. Serve itself begins failed starts again without end.
+    """Why it will not run, by deployment; empty: it still may. Serve itself retries failed starts without end.
 
-    `said`: of deployments of which Serve says what it has said of the application before.
+    `said`: earlier messages of Serve; deployments with the same message are ignored.
     """
     from ..replicas.rollout_keeper import last_line, num_failed_starts
 

@@ -1,8 +1,8 @@
 """A private Ray cluster on this machine with Serve behind HAProxy, in a session folder of its own.
 
 The folder, HAProxy's sockets and its side ports are private, so that they do not clash with another Ray or HAProxy on
-the machine. Ray itself, the routers' own HTTP ports and HAProxy's statistics listen on loopback only, where strangers
-do not reach them. Only HAProxy's front listens at the port of the settings.
+the machine. Ray, the routers' HTTP ports and HAProxy's statistics listen on loopback only, unreachable from other
+machines. Only HAProxy's front listens at the host and port of the settings.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from .janitor import SESSION_VARIABLE, sweep
 
 LOOPBACK = "127.0.0.1"
 NUM_LOGICAL_CPUS = 2  # of Ray; each starts one idle worker, which makes replacing a gang quick
-OBJECT_STORE_BYTES = 100 << 20  # nothing of ours passes through it
-PORTS: Sequence[int] = range(20_000, 30_000)  # neither the kernel, from 32768 on, nor Ray, nor Serve gives these away
-# What Ray and HAProxy put behind the session's folder: the longest is that of a socket of Ray.
+OBJECT_STORE_BYTES = 100 << 20  # motet does not use it
+PORTS: Sequence[int] = range(20_000, 30_000)  # neither the kernel (from 32768 on) nor Ray nor Serve assigns these
+# The longest path of a socket below the session's folder: one of Ray's.
 LONGEST_SOCKET = "/ray/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
 MAX_SOCKET_BYTES = 107 if sys.platform == "linux" else 103  # of the path of a Unix socket
 SHORT_PARENT = Path("/tmp")
-NUM_START_ATTEMPTS = 3  # Ray's timeouts that no variable changes are mostly 30 s
+NUM_START_ATTEMPTS = 3  # Ray has timeouts, mostly of 30 s, that no variable changes
 
 _log = logging.getLogger(__name__)
 
 
 class ServeNotStarted(Exception):  # noqa: N818
-    """Ray or Serve did not come up; the message says what was waited for, and how busy the machine is."""
+    """Ray or Serve did not start; the message says which step failed, and how busy the machine is."""
 
 
 def check_port_is_free(host: str, port: int) -> None:
@@ -65,9 +65,9 @@ def check_port_is_free(host: str, port: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that are free at the moment, and likely still are when a process listens there.
+    """Ports of loopback that are free, and probably still are when a process listens there.
 
-    They are among `PORTS`: one that the kernel had chosen it may give meanwhile to any process that connects somewhere.
+    They are among `PORTS`, because the kernel may assign its ephemeral ports to any process that connects.
     """
     with ExitStack() as probes:
         found: list[int] = []
@@ -84,7 +84,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def make_session_folder() -> Path:
-    """A folder in that of temporary files, or in /tmp if paths of sockets would be too long there.
+    """Makes a folder in the one for temporary files, or in /tmp if paths of sockets would be too long there.
 
     Raises ConfigError if neither can be used.
     """
@@ -100,13 +100,13 @@ def make_session_folder() -> Path:
     accepted = (
         f"a folder that can be written, with a path of at most {MAX_SOCKET_BYTES - len(LONGEST_SOCKET) - 15} bytes"
     )
-    raise ConfigError("TMPDIR", str(wanted), f"{accepted}, is needed for sockets: neither it nor {SHORT_PARENT} is one")
+    raise ConfigError("TMPDIR", str(wanted), f"{accepted}, is needed for sockets; {SHORT_PARENT} cannot be used either")
 
 
 def serve_environment(session: str, session_path: Path, host: str, limits: EdgeLimits) -> dict[str, str]:
     """Variables that every process of the session needs, set before ray is imported. `host`: where the front listens.
 
-    Serve gives replicas and front one host, which is loopback: the edge gives the front its own.
+    Serve has one host for replicas and front, which is set to loopback; motet's edge moves the front to `host`.
     """
     stats_port, metrics_port, http_fallback_port, grpc_fallback_port = free_ports(4)
     haproxy_path = session_path / "haproxy"
@@ -114,7 +114,7 @@ def serve_environment(session: str, session_path: Path, host: str, limits: EdgeL
     binary = write_haproxy(haproxy_path / "haproxy", limits, host)
     return {
         SESSION_VARIABLE: session,
-        "SPT_NOENV": "1",  # Ray's process titles must not be written over the environment that carries the mark
+        "SPT_NOENV": "1",  # keeps Ray's process titles from overwriting the environment, and SESSION_VARIABLE in it
         **SERVE_FLAGS,
         BINARY_VARIABLE: str(binary),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy_path / "haproxy.cfg"),
@@ -149,18 +149,17 @@ def start_serve(
 ) -> None:
     """Starts Ray and Serve; needs `serve_environment` in the environment. `num_cpus`: what all replicas take.
 
-    A start that fails, as it does on a machine too busy for Ray's own timeouts, is tried again from the beginning, and
-    raises ServeNotStarted at last. `catch_signals` puts the caller's signal handlers back, in place of those that the
-    failed start has left.
+    A failed start, as on a machine too busy for Ray's own timeouts, is retried from the beginning; the last failure
+    raises ServeNotStarted. `catch_signals` restores the caller's signal handlers, which a failed start has replaced.
     """
     with step(on_event, "loading Ray"):
         import ray
-        from ray import serve  # noqa: F401  # what cannot be imported is no start that failed
+        from ray import serve  # noqa: F401  # an import error is not a failed start, and is not retried
         from ray.serve._private import constants
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the launcher reports the stages
     if not (constants.RAY_SERVE_ENABLE_HA_PROXY and constants.RAY_SERVE_THROUGHPUT_OPTIMIZED):
-        raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags only then")
+        raise RuntimeError("ray.serve was imported before serve_environment was set: it reads its flags at import")
 
     began_at, waited_for = time.monotonic(), ""
 
@@ -173,17 +172,17 @@ def start_serve(
         try:
             _start_serve(session_path, port, num_cpus, note_step)
             return
-        except ValueError:  # of what was requested: another attempt would not change it
+        except ValueError:  # bad arguments: another attempt would not help
             raise
-        except Exception as error:  # Ray has no class of its own for a start that took too long
+        except Exception as error:  # Ray has no exception class for a start that took too long
             if attempt == NUM_START_ATTEMPTS:
                 seconds = time.monotonic() - began_at
                 raise ServeNotStarted(
                     f"{waited_for} failed, the last of {attempt} times in {seconds:.0f} s: {_reason(error)}. "
-                    f"This machine has {usable_cores()} cores, and {os.getloadavg()[0]:.1f} processes on average want "
-                    "one: where those are more than the cores, Ray is kept waiting"
+                    f"This machine has {usable_cores()} cores and a load average of {os.getloadavg()[0]:.1f}: if the "
+                    "load is higher than the cores, the machine is too busy for Ray"
                 ) from error
-            _log.warning("Ray did not start, and is started again: %s", _reason(error))
+            _log.warning("Ray did not start, trying again: %s", _reason(error))
             ray.shutdown()
             catch_signals()
             sweep(os.environ[SESSION_VARIABLE])
@@ -201,7 +200,7 @@ def _start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEve
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
-            logging_level="error",  # a worker that died is news to Serve, which replaces it
+            logging_level="error",  # Serve replaces a worker that died, without Ray's warning
             _temp_dir=str(session_path / "ray"),
         )
     with step(on_event, "starting Ray Serve"):
@@ -213,7 +212,7 @@ def _start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEve
 
 
 def _reason(error: Exception) -> str:
-    """In one line; some errors of Ray are pages long, with what matters at the end."""
+    """The last line of the error: some errors of Ray are pages long, with the cause at the end."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else type(error).__name__
 

@@ -12,7 +12,7 @@ def updated(running: MotetConfig, wanted: MotetConfig, max_gangs: int | None) ->
 
     Raises ConfigError for a setting that only a restart can change.
     """
-    # Cores are shared as at the start: another number of gangs is no reason to replace those that stay.
+    # Cores are shared as at the start: a new number of gangs does not replace those that stay.
     wanted = wanted.replaced(gangs_beside=running.gangs_beside or running.scaling_policy.max_gangs)
     if wanted.access.redis_url is None:
         wanted = wanted.replaced(redis_url=running.access.redis_url)  # the embedded server goes on

@@ -23,7 +23,7 @@ class LogFile:
         self._is_torn = False
 
     def write(self, data: bytes) -> None:
-        """Appends lines. Raises OSError if they cannot be written; the next ones are tried anew."""
+        """Appends lines. Raises OSError if they cannot be written; the next lines are tried again."""
         if self._descriptor is not None and self._num_bytes + len(data) > self._max_bytes:
             self.close()
             self._path.replace(self._path.with_name(self._path.name + OLDER))

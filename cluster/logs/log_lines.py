@@ -129,7 +129,7 @@ def _cut(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text with whatever is no printable character escaped as in a Python string; line ends above all."""
+    """The text with characters that are not printable, line breaks above all, escaped as in a Python string."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Final
 
 MAX_WAITING_BYTES: Final = 4 << 20
-PAUSE_S: Final = 0.02  # between two writes, so that a busy process writes often enough and not for every line
+PAUSE_S: Final = 0.02  # between two writes, so that a busy process writes several lines at once
 CLOSE_S: Final = 1.0  # after which what cannot be written is given up
 
-Write = Callable[[bytes], None]  # all of it, however long it takes; raises OSError
+Write = Callable[[bytes], None]  # writes all of it, however long that takes; raises OSError
 
 
 class LogWriter:
@@ -29,7 +29,7 @@ class LogWriter:
         self._num_waiting_bytes = 0
         self._num_unreported = 0  # dropped lines that no line has reported yet
         self.num_dropped = 0
-        # Its holder may take it again: the interpreter may end objects at any line, and what they do then may log.
+        # Reentrant: a finalizer may run at any line of the thread that holds it, and may log.
         self._lock = threading.RLock()
         self._some = threading.Event()
         self._closing = threading.Event()
@@ -37,7 +37,7 @@ class LogWriter:
         self._thread.start()
 
     def put(self, line: bytes) -> None:
-        """Returns at once. `line`: with its end."""
+        """Returns at once. `line`: with its newline."""
         with self._lock:
             if self._num_waiting_bytes + len(line) > self._max_waiting_bytes:
                 self.num_dropped += 1
@@ -73,7 +73,7 @@ class LogWriter:
                 try:
                     self._write(data)
                 except OSError:
-                    self._lose(len(lines))
+                    self._count_dropped(len(lines))
                 with self._lock:
                     self._num_waiting_bytes -= len(data)
             elif self._closing.is_set():
@@ -83,7 +83,7 @@ class LogWriter:
             else:
                 self._closing.wait(PAUSE_S)
 
-    def _lose(self, num_lines: int) -> None:
+    def _count_dropped(self, num_lines: int) -> None:
         with self._lock:
             self.num_dropped += num_lines
             self._num_unreported += num_lines

@@ -29,7 +29,7 @@ def file_problems(text: str, *, is_toml: bool = False) -> list[str]:
     try:
         documents = [one for one in yaml.safe_load_all(text) if one is not None]
     except yaml.YAMLError as error:
-        raise UnknownFile(f"it is no YAML: {error}") from error
+        raise UnknownFile(f"it is not valid YAML: {error}") from error
     ours = [one for one in documents if isinstance(one, dict) and (one.get("kind") == "RayService" or _is_serve(one))]
     if not ours:
         raise UnknownFile("it has neither a RayService nor the applications of Ray Serve")
@@ -75,7 +75,7 @@ def _of_settings(text: str) -> Iterator[str]:
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UnknownFile(f"it is no TOML: {error}") from error
+        raise UnknownFile(f"it is not valid TOML: {error}") from error
     try:
         values = values_of(given, "settings", lambda _: None)
         ApplicationConfig.from_environment({}, model_path=_ANY_MODEL, **values)

@@ -44,7 +44,7 @@ def operator_problems(ray_service: Manifest) -> Iterator[str]:
         if field in cluster:
             yield f"{field} needs the feature gate {gate}"
     if cluster["headGroupSpec"].get("headService", {}).get("metadata", {}).get("name"):
-        yield "the head's service may have no name of its own (headService)"
+        yield "the head's service must not have its own name (headService)"
     yield from _of_upgrade(spec, cluster)
 
 
@@ -52,10 +52,10 @@ def _of_metadata(name: str, annotations: Mapping[str, str]) -> Iterator[str]:
     if len(name) > MAX_NAME_CHARS:
         yield f"the name {name} is longer than {MAX_NAME_CHARS} characters"
     if not DNS_LABEL.fullmatch(name):
-        yield f"the name {name} is no DNS label that begins with a letter"
+        yield f"the name {name} is not a DNS label that begins with a letter"
     timeout = annotations.get(TIMEOUT_ANNOTATION, "1")
     if not re.fullmatch(r"(\d+(\.\d+)?(h|m|s|ms))+|\d+", timeout) or not re.search(r"[1-9]", timeout):
-        yield f"{TIMEOUT_ANNOTATION} is no duration: {timeout}"
+        yield f"{TIMEOUT_ANNOTATION} is not a duration: {timeout}"
 
 
 def _of_groups(cluster: Manifest) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _of_groups(cluster: Manifest) -> Iterator[str]:
             yield f"{name} has labels in rayStartParams"
         for key, value in group.get("labels", {}).items():
             if not LABEL_KEY.fullmatch(key) or not LABEL_VALUE.fullmatch(value):
-                yield f"{name} has a label that is none: {key}={value}"
+                yield f"{name} has an invalid label: {key}={value}"
     scales = bool(cluster.get("enableInTreeAutoscaling"))
     for group in workers:
         name, least, most = group["groupName"], group.get("minReplicas"), group.get("maxReplicas")
@@ -170,6 +170,6 @@ def _is_version_2(cluster: Manifest) -> bool:
 
 
 def _environment(group: Manifest) -> dict[str, Any]:
-    """Of Ray's container, which is the first."""
+    """The environment of Ray's container, which is the first one."""
     containers = group["template"]["spec"].get("containers") or [{}]
     return {one["name"]: one.get("value") for one in containers[0].get("env", ())}

@@ -1,4 +1,4 @@
-"""Other numbers of gangs and routers for a RayService that runs: what is to be changed where, and in which order.
+"""Scales gangs and routers of a running RayService: the changes, and their order.
 
 KubeRay compares the configurations of clusters without their numbers. So it hands a new `serveConfigV2` to
 Serve, but leaves `replicas` and its bounds in a RayCluster that runs as they were: pods for more gangs never come.
@@ -25,7 +25,7 @@ class CannotScale(ValueError):  # noqa: N818
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What is wanted; None: as it is."""
+    """The wanted numbers; None: unchanged."""
 
     min_gangs: int | None = None
     max_gangs: int | None = None
@@ -73,7 +73,7 @@ def scale_plan(ray_service: Manifest, ray_cluster: Manifest, wanted: Numbers, gr
     others = {key: value for key, value in ray_service["spec"]["rayClusterConfig"].items() if key == "workerGroupSpecs"}
     groups = others["workerGroupSpecs"]
     name = group or _only_group(groups)
-    # Of several groups of gangs the others keep what they have.
+    # Other groups of gangs keep their numbers.
     rest = [one for one in groups if one["groupName"] not in (ROUTERS, name)]
     pods = {
         name: (
@@ -110,7 +110,7 @@ def _wanted_bounds(before: tuple[int, int], wanted: Numbers) -> tuple[int, int]:
 
 
 def _deployment(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """Of motet's application; made if it is missing."""
+    """The deployment in motet's application; added if it is missing."""
     applications = [one for one in config["applications"] if one["import_path"] == IMPORT_PATH]
     if len(applications) != 1:
         raise CannotScale(f"serveConfigV2 has {len(applications)} applications of motet: one is needed")

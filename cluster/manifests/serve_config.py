@@ -26,7 +26,7 @@ def serve_config(ray_service: Manifest) -> dict[str, Any]:
 
 
 def arguments(ray_service: Manifest) -> dict[str, Any]:
-    """Of motet's application."""
+    """The arguments of motet's application."""
     (application,) = serve_config(ray_service)["applications"]
     found: dict[str, Any] = application["args"]
     return found
@@ -50,7 +50,7 @@ def config_problems(config: dict[str, Any]) -> Iterator[str]:
         for one in error.errors():
             yield f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
         return
-    yield from (f"{name} is no field of Serve" for name in _unknown(ServeDeploySchema, config, ""))
+    yield from (f"{name} is not a field of Serve" for name in _unknown(ServeDeploySchema, config, ""))
     for application in config["applications"]:
         if application["import_path"] != IMPORT_PATH:
             yield f"{application['import_path']} is not motet's application"

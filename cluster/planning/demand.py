@@ -1,4 +1,4 @@
-"""What a plan is made for: traffic, adapters, objectives."""
+"""What a deployment is planned for: traffic, adapters, objectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_ADAPTERS = 1_000_000
 
 @dataclass(frozen=True)
 class Spread:
-    """Tokens of prompts or answers: lognormal with this mean and standard deviation."""
+    """The distribution of prompts' or answers' tokens: lognormal with this mean and standard deviation."""
 
     mean: float
     deviation: float = 0.0
@@ -25,7 +25,7 @@ class Spread:
     def __post_init__(self) -> None:
         if not 1 <= self.mean <= MOST_TOKENS or not 0 <= self.deviation <= MOST_TOKENS:
             raise ValueError(
-                f"{self.mean:g} tokens, deviation {self.deviation:g}: 1 and 0 are the least, {MOST_TOKENS} the most"
+                f"{self.mean:g} tokens, deviation {self.deviation:g}: 1 and 0 to {MOST_TOKENS} are accepted"
             )
 
     @property
@@ -33,7 +33,7 @@ class Spread:
         return self.mean**2 + self.deviation**2
 
     def quantile(self, share: float) -> float:
-        """As many tokens or fewer have this share of the requests; at least the mean, so that it grows with it."""
+        """The length that this share of the requests does not exceed; at least the mean, to grow with it."""
         variance = log(1 + (self.deviation / self.mean) ** 2)
         found = exp(log(self.mean) - variance / 2 + sqrt(variance) * NormalDist().inv_cdf(share))
         return max(self.mean, found)
@@ -41,24 +41,24 @@ class Spread:
 
 @dataclass(frozen=True)
 class Adapters:
-    """`shares`: each adapter's part of the requests; the rest is the base's. `ranks`: in turn, on all modules."""
+    """`shares`: each adapter's share of the requests; the rest are for the base. `ranks`: of the adapters, in turn."""
 
     shares: tuple[float, ...] = ()
     ranks: tuple[int, ...] = (16,)
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1:
-            raise ValueError(f"ranks {self.ranks}: each is 1 at least")
+            raise ValueError(f"ranks {self.ranks}: each must be at least 1")
         if any(share < 0 for share in self.shares) or sum(self.shares) > 1 + 1e-9:
-            raise ValueError("shares of adapters are 0 at least and 1 together at most")
+            raise ValueError("shares of adapters must not be negative, and their sum must not exceed 1")
 
     @staticmethod
     def by_power_law(number: int, exponent: float, ranks: tuple[int, ...] = (16,)) -> Adapters:
-        """The i-th is requested in proportion to i ** -exponent; 0: all alike. The base is not requested."""
+        """Shares in proportion to i ** -exponent for the i-th adapter; 0: equal shares. No request is for the base."""
         if number < 0 or not isfinite(exponent) or exponent < 0:
-            raise ValueError(f"{number} adapters, popularity {exponent:g}: neither is below 0")
+            raise ValueError(f"{number} adapters, popularity {exponent:g}: neither may be negative")
         if number > MOST_ADAPTERS:
-            raise ValueError(f"{number} adapters: at most {MOST_ADAPTERS} are planned for")
+            raise ValueError(f"{number} adapters: a plan takes at most {MOST_ADAPTERS}")
         weights = np.arange(1.0, number + 1) ** -exponent
         return Adapters(tuple((weights / weights.sum()).tolist()), ranks)
 
@@ -67,11 +67,11 @@ class Adapters:
         return fmean(self.ranks)
 
     def num_used(self, num_sequences: float) -> float:
-        """Different adapters that so many sequences are expected to have."""
+        """The expected number of different adapters among this number of sequences."""
         return float(np.sum(1 - (1 - np.array(self.shares)) ** num_sequences)) if self.shares else 0.0
 
     def missed(self, num_resident: float) -> float:
-        """The part of the requests whose adapter is not among the so many that are requested most."""
+        """The share of requests whose adapter is not among the `num_resident` most requested ones."""
         shares = sorted(self.shares, reverse=True)
         whole = int(min(num_resident, len(shares)))
         part = shares[whole] * (num_resident - whole) if whole < len(shares) else 0.0
@@ -96,7 +96,7 @@ class Traffic:
         """Means over a trace. Raises ValueError where all requests arrive at once and no rate is given."""
         span_s = max(request.arrival_s for request in requests) - min(request.arrival_s for request in requests)
         if requests_per_s is None and span_s <= 0:
-            raise ValueError("all requests of the trace arrive at once: they have no rate, and one has to be given")
+            raise ValueError("all requests of the trace arrive at once: give a rate")
         prompts, answers = ([getattr(each, name) for each in requests] for name in ("prompt_tokens", "output_tokens"))
         counts = Counter(request.adapter for request in requests if request.adapter is not None)
         shares = tuple(count / len(requests) for _, count in sorted(counts.items()))
@@ -110,11 +110,11 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Objectives:
-    """`first_token_s`: of prompts as long as 95 % are at most. `token_interval_s`: of steps with many sequences."""
+    """`first_token_s`: for a prompt at the 95th percentile of lengths. `token_interval_s`: between two tokens."""
 
     first_token_s: float = 2.0
     token_interval_s: float = 0.05
 
     def __post_init__(self) -> None:
         if not (0 < self.first_token_s < float("inf") and 0 < self.token_interval_s < float("inf")):
-            raise ValueError(f"{self}: both are above 0")
+            raise ValueError(f"{self}: both must be above 0")

@@ -33,7 +33,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """What a gang needs over what it has, by resource; none may be above 1."""
+    """A gang's demand divided by its limit, by resource; at most 1."""
 
     token_interval: float
     first_token: float
@@ -55,7 +55,7 @@ class GangState:
     requests_per_s: float
     num_sequences: float  # that decode, on average
     step_s: float
-    interval_s: float  # of a step with as many sequences as there are at nearly all times
+    interval_s: float  # of a step with as many sequences as there nearly always are, at most
     first_token_s: float
     kv_bytes: float  # at nearly all times
     adapter_bytes: float  # of those in use
@@ -118,11 +118,11 @@ class GangCapacity:
 
     @property
     def _prompt_tokens(self) -> int:
-        """Of prompts that have as many tokens, and pairs of them, as those of the traffic have on average."""
+        """Prompts with the traffic's average number of tokens, and of pairs of tokens."""
         return ceil(self.traffic.prompt.square_mean / self.traffic.prompt.mean)
 
     def most(self) -> GangState | None:
-        """With as many requests as it can serve; None: not even the smallest part of one in time."""
+        """The state at the highest load that it can serve; None: it misses the objectives at any load."""
         low, high = 0.0, 1.0
         if self._fits(high):
             while self._fits(2 * high):
@@ -132,7 +132,7 @@ class GangCapacity:
         return self.at(low) if low > 0 else None
 
     def serving(self, requests_per_s: float) -> GangState:
-        """With so many requests, which it must be able to serve."""
+        """The state at this rate of requests, which it must be able to serve."""
         high = 1.0
         while high < 1e12 and self.at(high).requests_per_s < requests_per_s:
             high *= 2
@@ -142,7 +142,7 @@ class GangCapacity:
         return self.at(arrivals).limits.binding()[1] <= 1
 
     def at(self, arrivals: float) -> GangState:
-        """With so many arrivals in a step."""
+        """The state with this number of arrivals in a step."""
         traffic, objectives = self.traffic, self.objectives
         num_sequences = arrivals * traffic.answer.mean
         prompts = arrivals * traffic.prompt.mean / self._prompt_tokens

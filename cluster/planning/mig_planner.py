@@ -41,7 +41,7 @@ class Demand:
         return Demand(name, size.weights_bytes(), kv_bytes, size.flops_of_a_token, users, context, objective_s)
 
     def token_s(self, device: Device, users: int) -> float:
-        """The least time of a step of so many sequences: reading weights and KV, or computing."""
+        """The lower bound of a step's time with this number of sequences: for reading weights and KV, or computing."""
         read = self.weights_bytes + users * self.context * self.kv_bytes
         return max(read / device.bytes_per_s, users * self.flops / device.flops_per_s)
 
@@ -101,7 +101,7 @@ def choose(demand: Demand, gpu: MigGpu, efficiency: float = EFFICIENCY) -> Gangs
 
 
 def share(profile: Profile) -> float:
-    """Of a GPU, by whichever of its slices it takes more of."""
+    """The share of a GPU: the larger of its shares of compute and memory slices."""
     return max(profile.memory_slices / MEMORY_SLICES, profile.compute_slices / COMPUTE_SLICES)
 
 

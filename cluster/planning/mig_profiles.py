@@ -54,7 +54,7 @@ class MigGpu:
         found = next((profile for profile in self.profiles if profile.name == name), None)
         if found is None:
             accepted = ", ".join(profile.name for profile in self.profiles)
-            raise ValueError(f"{name!r} is no profile of {self.device.name}: {accepted} are accepted")
+            raise ValueError(f"{name!r} is not a profile of {self.device.name}: {accepted} are accepted")
         return found
 
 

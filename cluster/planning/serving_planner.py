@@ -1,4 +1,4 @@
-"""How many devices serve a load within its objectives, in gangs of which degree, and what would give more."""
+"""Plans the devices and the gangs' degree for a load with objectives, and what would increase the capacity."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ...workers.models.config import ModelConfig
 from .demand import Objectives, Traffic
 from .gang_capacity import GangCapacity, GangState
 
-_MORE = 1.1  # what `gains` gives of each resource
-_HOST_SPARE = 1.05  # of host memory for adapters
+_MORE = 1.1  # times each resource, in `gains`
+_HOST_SPARE = 1.05  # times the adapters' size, of host memory
 MAX_GANGS = 10_000
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a gang lies: devices of one node."""
+    """Where a gang is placed: devices of one node."""
 
     node: int
     devices: tuple[int, ...]
@@ -32,8 +32,8 @@ class ServingPlan:
 
     gang: GangCapacity
     num_gangs: int
-    most: GangState  # a gang with all it can serve
-    state: GangState  # a gang with its part of the load
+    most: GangState  # of a gang at its highest load
+    state: GangState  # of a gang with its share of the load
     devices_per_node: int
     price_per_hour: float | None = None  # of a device
 
@@ -47,7 +47,7 @@ class ServingPlan:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """Of each gang: no node has a part of one."""
+        """The place of each gang. Gangs are not split between nodes."""
         per_node = self.devices_per_node // self.degree
         return tuple(
             Place(number // per_node, tuple(range(first, first + self.degree)))
@@ -57,23 +57,23 @@ class ServingPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Of each worker, for all adapters."""
+        """Host memory of each worker, for all adapters."""
         adapters = self.gang.traffic.adapters
         return ceil(_HOST_SPARE * len(adapters.shares) * self.gang.adapter_bytes / self.degree)
 
     @property
     def pool_bytes(self) -> int:
-        """Of each worker: what its device has left."""
+        """The pool of each worker: what is left on its device."""
         return int(self.gang.pool_bytes / self.degree)
 
     @property
     def max_num_sequences(self) -> int:
-        """As many as run at nearly all times."""
+        """The number of sequences that is hardly ever exceeded."""
         return max(1, ceil(self.most.num_sequences + 2 * sqrt(self.most.num_sequences)))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of motet. The pool is what a device has left, which a worker measures."""
+        """Settings of motet, without the pool, which a worker sizes by the memory that is left."""
         found: dict[str, Any] = {
             "gang-num-gpus": 1,
             "tensor-parallel": self.degree,
@@ -89,13 +89,13 @@ class ServingPlan:
         return None if self.price_per_hour is None else self.price_per_hour * self.num_devices / 3600
 
     def price_of_million(self, tokens_per_request: float) -> float | None:
-        """Of so many tokens of each request, with the load as it is."""
+        """With this number of tokens of each request, and the load as it is."""
         if self.price_per_s is None:
             return None
         return 1e6 * self.price_per_s / (self.gang.traffic.requests_per_s * tokens_per_request)
 
     def gains(self) -> Iterator[tuple[str, float]]:
-        """By what part a gang serves more with 10 % more of each resource, or with looser objectives."""
+        """How much more a gang serves with 10 % more of each resource, or with looser objectives."""
         gang, device, objectives = self.gang, self.gang.device, self.gang.objectives
         network = device.network_bytes_per_s
         changed = {
@@ -129,7 +129,7 @@ def options(
     """A plan for each degree that can serve the load, the fewest devices first; and why the other degrees cannot."""
     if devices_per_node < 1 or (price_per_hour is not None and price_per_hour < 0):
         raise ValueError(
-            f"{devices_per_node} devices a node at {price_per_hour}: 1 device and a price of 0 are the least"
+            f"{devices_per_node} devices a node at {price_per_hour}: at least 1 device and a price of 0 are accepted"
         )
     found, refused = [], dict[int, str]()
     degree = 1
@@ -142,7 +142,7 @@ def options(
                 raise ValueError(f"the {what} objective is missed {over:.3g} times by a gang that is nearly idle")
             num_gangs = ceil(traffic.requests_per_s / most.requests_per_s)
             if num_gangs > MAX_GANGS:
-                raise ValueError(f"{num_gangs} gangs would be needed; {MAX_GANGS} are the most")
+                raise ValueError(f"{num_gangs} gangs would be needed: at most {MAX_GANGS} are planned")
             state = gang.serving(traffic.requests_per_s / num_gangs)
             found.append(ServingPlan(gang, num_gangs, most, state, devices_per_node, price_per_hour))
         except ValueError as error:
@@ -152,7 +152,7 @@ def options(
 
 
 def best(plans: Sequence[ServingPlan]) -> ServingPlan:
-    """The cheapest if all have a price, else that of fewest devices."""
+    """The cheapest plan if all have a price, else the one with the fewest devices."""
     if all(plan.price_per_s is not None for plan in plans):
         return min(plans, key=lambda plan: (plan.price_per_s or 0.0, plan.num_devices, plan.degree))
     return min(plans, key=lambda plan: (plan.num_devices, plan.degree))

@@ -78,7 +78,7 @@ def _dealt(
     num_gangs: int,
     device: str,
 ) -> Replayed:
-    """Requests are dealt to gangs in turn, each of which has all adapters."""
+    """Gangs get the requests in turn; each has all adapters."""
     total = Replayed()
     for number in range(min(num_gangs, len(requests))):
         executor = VirtualExecutor(costs)

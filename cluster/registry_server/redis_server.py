@@ -173,7 +173,7 @@ class RedisServer:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     def _launch(self) -> subprocess.Popen[bytes] | None:
-        """A server that answers; None if it is to be stopped."""
+        """A server that answers; None if it was asked to stop."""
         with self._log_path.open("ab") as log, self._spawning:
             if self._stopping.is_set():
                 return None

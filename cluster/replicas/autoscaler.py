@@ -1,8 +1,8 @@
 """The scaling policy as Ray Serve's controller runs it, ten times a second.
 
-Serve wraps a policy in delays, factors and averages of its own. They are set to do nothing here, because the policy
-knows more. Two things of the wrapper stay, and help: it keeps the bounds, and while no replica runs, a call that waits
-at a handle brings the first replica without asking the policy (`GangDemand` makes such calls).
+Serve wraps a policy in delays, factors and averages of its own, which are set here to have no effect. Two functions of
+the wrapper are used: it enforces the bounds, and while no replica runs, a call that waits at a handle starts the first
+replica without asking the policy (`GangDemand` makes such calls).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .gang_stats import NUM_SEQUENCES, gang_load
 
 POLICY_SETTINGS = (
     "queued_tokens_per_gang",
-    "max_tokens_per_step",  # by which the former is set where nothing says it
+    "max_tokens_per_step",  # the default of the former
     "pool_pressure",
     "adapter_loads_per_s",
     "scale_down_share",
@@ -39,16 +39,16 @@ SAMPLES_PER_WINDOW = 5
 
 
 class GangAutoscaler:
-    """Serve makes one and calls it with a context; what it must remember travels in the context.
+    """Serve creates one and calls it with a context, which also carries its state.
 
     A configuration of Serve may name it as the policy of its own `autoscaling_config`.
     """
 
     def __init__(self, settings: Mapping[str, Any] | None = None, **config: Any) -> None:
-        """`settings`: by their keys, as in an application's args. `config`: fields of ScalingConfig, as Serve hands
-        arguments over as JSON; what neither says is the settings' default. Raises ConfigError for a key that is none.
+        """`settings`: by their keys, as in an application's args. `config`: fields of ScalingConfig, since Serve passes
+        arguments as JSON. Values that neither gives have the settings' defaults. Raises ConfigError for other keys.
 
-        How many gangs there may be each call says: Serve changes these bounds while the policy runs.
+        The bounds of the number of gangs come with each call: Serve changes them while the policy runs.
         """
         values = values_of(settings or {}, "settings of the policy", _why_not)
         self._config = replace(scaling_of(Settings().replaced(**values)), **config)
@@ -69,11 +69,11 @@ class GangAutoscaler:
 
 
 def _why_not(field: SettingField) -> str | None:
-    return None if field.name in POLICY_SETTINGS else "the policy does not read it: it belongs into args"
+    return None if field.name in POLICY_SETTINGS else "the policy does not read it: set it in args"
 
 
 def fleet_state(context: AutoscalingContext, now_s: float) -> FleetState:
-    """What Serve knows of the gangs."""
+    """The fleet's state, from Serve's context."""
     means: Mapping[str, Mapping[Any, float]] = context.aggregated_metrics or {}
     series: Mapping[str, Mapping[Any, Any]] = context.raw_metrics or {}
     reported = [replica for replica in context.running_replicas if replica in means.get(NUM_SEQUENCES, {})]
@@ -90,7 +90,7 @@ def autoscaling_config(scaling: ScalingConfig, *, is_update: bool = False) -> Au
     """Serve's options for scaling the gangs' deployment.
 
     A new deployment starts with at least one gang, so that a model that cannot be loaded fails at once. `is_update`:
-    the deployment runs already and keeps its number of gangs; Serve would bring it back to that of the start.
+    the deployment runs already and keeps its number of gangs; else Serve would reset it to the initial number.
     """
     with warnings.catch_warnings():
         # Ray 2.60 calls the interval deprecated in favour of variables that it does not read for replicas yet.

@@ -46,7 +46,7 @@ from .replica_start import ReplicaStart
 from .running_parts import RunningParts
 from .serve_port import serve_only_at
 
-if TYPE_CHECKING:  # the module imports torch, which launchers need not: they only name the class below
+if TYPE_CHECKING:  # it imports torch, which launchers do without; they import this file
     from ...workers.loop import EngineLoop
 
 _log = logging.getLogger(__name__)
@@ -106,9 +106,8 @@ class GangReplica:
         self._engine = engine
         self._server = FrameServer(engine, info, token, self._leader, metrics.observe)
         async with RunningParts() as parts:
-            parts.push_async_callback(
-                self._server.stop
-            )  # and with it the engine, which holds workers before it is started
+            # Stops the engine too, which has its workers before the server starts.
+            parts.push_async_callback(self._server.stop)
             self._address = await self._server.start(host)
             operator_key = None if launch.operator_key is None else OperatorKey(launch.operator_key)
             if operator_key is not None and secrets_path is None:
@@ -133,9 +132,9 @@ class GangReplica:
         """Does nothing: a router calls it so that Serve sees that a gang is wanted."""
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
-        """Serve's hook for settings of a replica. Raises ConfigError as it starts; one that runs goes on as before.
+        """Serve's hook for a replica's settings. Raises ConfigError before the replica is up; later keeps the old ones.
 
-        Serve would replace a running replica that refuses, by others that refuse as well.
+        Serve would replace a running replica that raises by others, which would raise as well.
         """
         try:
             values = live_values("gang", user_config)
@@ -171,6 +170,6 @@ def _build_engine(config: EngineConfig, on_event: OnEvent, workers: RayWorkers |
 
     try:
         return build_engine_loop(config, on_event, None if workers is None else workers.spawn, host)
-    except Exception as error:  # Serve shows a traceback of it, and only as long as it does not try again
+    except Exception as error:  # Serve shows only a traceback, and only until its next try
         _log.error("this gang cannot start: %s", with_options(str(error)))
         raise

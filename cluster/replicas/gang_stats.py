@@ -40,7 +40,7 @@ class Sample(Protocol):
 def gang_stats(load: EngineLoad, max_num_sequences: int, shares: Iterable[TenantShare] = ()) -> dict[str, float]:
     """The numbers to report. The pressure is that of pages or of places for sequences, whichever are scarcer.
 
-    Background work is no reason for another gang, as it has what others leave over: its queue is not reported, and its
+    Background work does not cause another gang, as it uses what others leave: its queue is not reported, and its
     part of the pressure neither. `shares`: of the tenants that have sequences there. A tenant's part of the pressure is
     its part of what runs, as that of background work is.
     """

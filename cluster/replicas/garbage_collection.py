@@ -13,5 +13,5 @@ THRESHOLDS = (5_000, 4, 10_000)
 def make_garbage_collection_rare() -> None:
     """What the interpreter does by itself must not hold up every stream of a replica."""
     gc.collect()
-    gc.freeze()  # what the libraries made stays for good, and need not be searched
+    gc.freeze()  # objects of libraries stay for ever, and need not be searched
     gc.set_threshold(*THRESHOLDS)

@@ -278,7 +278,7 @@ class RouterReplica:
         self._change_admission()
         try:
             await self._administration.audit.note_settings(config.written)
-        except RegistryUnavailable as error:  # they hold all the same; the next router that starts notes them
+        except RegistryUnavailable as error:  # they apply nevertheless; the next router that starts records them
             _log.warning("settings that have changed were not noted in the audit log: %s", error)
 
     async def check_health(self) -> None:
@@ -309,7 +309,7 @@ class RouterReplica:
             self._change_admission()
 
     def _change_admission(self) -> None:
-        """By this router's settings, with as many gangs as Serve may have: it is given other bounds while it runs."""
+        """Applies this router's settings, with the most gangs that Serve may have, which can change while it runs."""
         serve_facts = self._metrics.serve
         max_gangs = self._admission.max_gangs if serve_facts is None else max(1, serve_facts.max_gangs)
         self._dispatcher.change_admission(dataclasses.replace(self._admission, max_gangs=max_gangs))

@@ -98,7 +98,7 @@ class LaunchKeeper:
             try:
                 await self.look()
             except RegistryUnavailable as error:
-                _log.warning("keys and launches are looked at later: %s", error)
+                _log.warning("keys and launches could not be read, trying later: %s", error)
 
 
 def id_of_this_cluster() -> str:

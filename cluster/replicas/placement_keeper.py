@@ -54,7 +54,7 @@ class PlacementKeeper:
                 # In a thread: where the head is gone, Ray waits a minute or two before it says so.
                 await asyncio.to_thread(self.keep)
             except Exception as error:  # Ray's are many, and none may end the looking
-                _log.warning("placement groups were not looked at: %s", error)
+                _log.warning("placement groups could not be checked: %s", error)
 
 
 def placements_without_actor(app: str, deployment: str) -> Mapping[str, str]:
@@ -72,7 +72,7 @@ def placements_without_actor(app: str, deployment: str) -> Mapping[str, str]:
 
 
 def ownerless(table: Mapping[str, Mapping[str, Any]], living: Collection[str], prefix: str) -> Mapping[str, str]:
-    """Of Ray's table of placement groups, by id, those that are there and whose name begins so and is no actor's."""
+    """Existing placement groups by id, from Ray's table, whose name begins so and is not an actor's."""
     return {
         entry["name"]: placement_id
         for placement_id, entry in table.items()

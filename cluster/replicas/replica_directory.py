@@ -59,7 +59,7 @@ class ReplicaDirectory:
         )
 
     async def _keep_listening(self) -> None:
-        """Listens anew when the controller has died and Serve has started it again: a client stops for good then."""
+        """Subscribes again when the controller has died and was restarted, which stops a client for good."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             if not self._client.is_running:

@@ -97,7 +97,7 @@ class ReplicaStart:
         try:
             await self._report(str(error) or type(error).__name__, has_failed=True)
             num_failures = await self._with_registry(self._num_failures)
-        except Exception as why:  # such as a URL that is none
+        except Exception as why:  # such as an invalid URL
             _log.warning("the failed start of this %s cannot be reported: %s", self._kind, why)
         pause = pause_s(num_failures or 1)
         _log.error("this %s cannot start; the next one begins in %.0f s: %s", self._kind, pause, error)

@@ -1,8 +1,8 @@
-"""Brings an application back to the configuration that it was whole with, where gangs of a newer one cannot start.
+"""Rolls an application back to its last good configuration if gangs of a newer one cannot start.
 
-Serve stops a gang before it starts one of the new configuration, and begins failed starts again without end. What is
-wrong with the new configuration itself would so leave one gang fewer for ever. `motet serve` looks after its own
-updates (`Deployment.update`). For an application that is configured through Serve's REST API one of the routers does.
+Serve stops a gang before it starts one with the new configuration, and retries failed starts without end. A faulty
+configuration would so leave one gang less for ever. `motet serve` supervises its own updates (`Deployment.update`). For
+an application that is configured through Serve's REST API one of the routers does.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _log = logging.getLogger(__name__)
 
 
 class Serve(Protocol):
-    """Serve's controller, as far as it is needed here. Both wait for it."""
+    """The part of Serve's controller that is needed here. Both methods block."""
 
     def details(self) -> Mapping[str, Any]:
         """What Serve's REST API returns."""
 
     def apply(self, config: Mapping[str, Any], now: float) -> None:
-        """Takes a configuration as the REST API does. `now`: what Serve is to note as its time."""
+        """Applies a configuration as the REST API does. `now`: its time, as Serve records it."""
 
 
 class RolloutKeeper:
-    """Looks after one application, in turn with the other routers."""
+    """Supervises one application, in turn with the other routers."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RolloutKeeper:
         on_state: Callable[[str | None], None],
         serve: Serve | None = None,
     ) -> None:
-        """`on_state`: gets why a configuration was taken back, or None; it is called again and again."""
+        """`on_state`: called at each look with the reason of the last rollback, or None."""
         self._app, self._cluster, self._rollouts, self._starts = app, cluster, rollouts, starts
         self._on_state, self._serve = on_state, serve or ServeController()
         self._task: asyncio.Task[None] | None = None
@@ -65,7 +65,7 @@ class RolloutKeeper:
         await end_tasks(self._task)
 
     async def look(self) -> None:
-        """Notes a configuration that the application is whole with, and takes one back with which it cannot be."""
+        """Records a configuration with which all replicas run, and rolls back one with which they cannot start."""
         known = await self._rollouts.get(self._cluster)
         self._on_state(None if known is None else known.taken_back)
         if not await self._rollouts.may_look(self._cluster, LOOK_S / 2):
@@ -88,10 +88,10 @@ class RolloutKeeper:
         failed = [one for one in await self._starts.reports() if one.has_failed and one.began_at > tried_at]
         if (why := why_not_whole(application, known.said, failed)) is None:
             return
-        latest = await asyncio.to_thread(self._serve.details)  # what others configured meanwhile stays
+        latest = await asyncio.to_thread(self._serve.details)  # keeps what others have configured meanwhile
         if latest["applications"].get(self._app, {}).get("last_deployed_time_s") != tried_at:
             return
-        _log.error("the configuration before comes back, as gangs of the new one cannot start: %s", why)
+        _log.error("rolling back to the earlier configuration, since gangs of the new one cannot start: %s", why)
         now = time.time()
         await self._rollouts.set(self._cluster, Rollout(good=known.good, taken_back=why, came_back_at=now))
         await asyncio.to_thread(self._serve.apply, with_application(latest, self._app, known.good), now)
@@ -101,14 +101,14 @@ class RolloutKeeper:
             await asyncio.sleep(LOOK_S)
             try:
                 await self.look()
-            except RegistryUnavailable as error:  # others log it
-                _log.debug("the rollout is looked after later: %s", error)
-            except Exception as error:  # Ray's are many, and none may end the looking
+            except RegistryUnavailable as error:  # logged elsewhere
+                _log.debug("the rollout could not be checked, trying later: %s", error)
+            except Exception as error:  # Ray raises many kinds, and none may end this loop
                 _log.warning("Serve did not report the rollout: %s", error)
 
 
 class ServeController:
-    """Serve of this cluster."""
+    """Serve's controller of this cluster."""
 
     def details(self) -> Mapping[str, Any]:
         import ray
@@ -127,20 +127,20 @@ class ServeController:
 
 
 def is_whole(application: Mapping[str, Any]) -> bool:
-    """Whether all of its deployments run as its configuration says."""
+    """Whether all of its deployments run as configured."""
     deployments = application["deployments"].values()
     return application["status"] == "RUNNING" and all(one["status"] == "HEALTHY" for one in deployments)
 
 
 def why_not_whole(application: Mapping[str, Any], said: Mapping[str, str], failed: Sequence[StartReport]) -> str | None:
-    """Why replicas of this configuration cannot start, once enough have failed; None: they may yet.
+    """Why replicas of this configuration cannot start, once enough have failed; None: they still may.
 
-    `said`: what Serve said of each deployment before; while it says the same, it has not begun with this configuration.
-    `failed`: starts with this configuration. Serve counts also those whose process was killed, but soon says something
-    else.
+    `said`: Serve's earlier message for each deployment; while it is the same, Serve has not begun to start replicas.
+    `failed`: starts with this configuration. Serve also counts those whose process was killed, but its message soon
+    changes.
     """
     for name, deployment in application["deployments"].items():
-        # Where there are many, one bad node is no reason.
+        # With many replicas, a single bad node does not count.
         enough = max(ENOUGH_FAILURES, deployment["target_num_replicas"])
         reported = [one for one in failed if one.kind == name]
         if len(reported) >= enough:
@@ -167,9 +167,9 @@ def with_application(details: Mapping[str, Any], app: str, config: Mapping[str, 
 
 
 def num_failed_starts(message: str) -> int:
-    """How many starts of a deployment's replicas have failed in a row, by what Serve says of it.
+    """How many starts of a deployment's replicas have failed in a row, from Serve's message.
 
-    Of a deployment that already has replicas of this version Serve does not count them.
+    Serve does not count them for a deployment that already has replicas of this version.
     """
     found = _RETRYING.search(message)
     return 0 if found is None else MAX_FAILED_STARTS - int(found[1])

@@ -284,7 +284,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         Unit("URL", "a URL that begins with redis://, rediss:// or unix://"),
         Setting(
             "The Redis that holds the registry.",
-            unset="a server of its own in the data folder",
+            unset="its own server in the data folder",
             env="REDIS_URL",
             secret=True,
             check=check_redis_url,

@@ -39,7 +39,7 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     token_interval_s: Annotated[
         Seconds | Literal["auto"],
         Setting(
-            "Target time of a step while answers are generated, as each waits so long for its next token. It takes "
+            "Target time of a step while answers are generated: each waits a step for its next token. It takes "
             "fewer tokens of prompts to meet it; while each tenant that waits has several prompts of its own to be "
             "computed, up to 5 times as long. auto: 0.1 on CPUs, 0.05 on a GPU. 0: no target, up to "
             "max-tokens-per-step, for offline batches.",

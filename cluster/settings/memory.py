@@ -39,7 +39,7 @@ class Memory(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_host_bytes: Annotated[
         BytesOrNone | None,
         Setting(
-            "Host memory of each worker for KV that has no room in its pool, taken as it is needed. 0: none.",
+            "Host memory of each worker for KV that has no room in its pool, allocated on demand. 0: none.",
             "live",
             unset="a quarter of the pool, at least 1 GiB, at most an eighth of the machine for a gang",
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from .setting import Bytes, BytesOrNone, Count, PositiveAmount, PositiveSeconds, Refusal, Setting, Unit
+from .setting import Bytes, BytesOrNone, Count, CountOrNone, PositiveAmount, PositiveSeconds, Refusal, Setting, Unit
 from .setting_field import SettingGroup
 
 
@@ -111,6 +111,18 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Count,
         Setting("Days after which files, and batches that have ended, are removed.", "live", live_in="router"),
     ] = 30
+    response_days: Annotated[
+        CountOrNone,
+        Setting(
+            "Days for which answers of /v1/responses are stored, with their conversations, unless a request says "
+            "store: false. 0: none is, and what needs one is refused.",
+            "live",
+            live_in="router",
+        ),
+    ] = 0
+    max_stored_responses: Annotated[
+        Count, Setting("Responses that a tenant may have stored at once.", "live", live_in="router")
+    ] = 20_000
     max_batch_lines: Annotated[
         Count,
         Setting("Lines of batches that a router has under way at once, shared by tenants.", "live", live_in="router"),
@@ -123,7 +135,7 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 2
     upload_idle_s: Annotated[
         PositiveSeconds,
-        Setting("An upload that sends nothing for so long is ended.", "live", live_in="router"),
+        Setting("An upload that sends nothing for this time is ended.", "live", live_in="router"),
     ] = 60.0
     upload_bytes_per_s: Annotated[
         PositiveAmount,

@@ -64,7 +64,7 @@ class Serving(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     small_sums: Annotated[
         SmallSums,
         Setting(
-            "How the GPUs of a gang add up what they have of a decode step: each by one kernel that reads the others' "
+            "How the GPUs of a gang sum their parts of a decode step: each by one kernel that reads the others' "
             "memory, where they reach it, or by NCCL as all that is larger."
         ),
     ] = "one-shot"

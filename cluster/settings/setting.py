@@ -1,4 +1,4 @@
-"""The mark that makes a struct's field a setting, and the units that values are written in."""
+"""The annotation that makes a struct's field a setting, and the units of values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Setting:
 
     help: str  # a sentence or two, for `motet serve --help` and docs/settings.md
     change: Change = "restart"  # "live": a rolling update may change it while motet serves
-    live_in: Part | None = None  # whose replicas take another value over as they run; None: new ones replace them
-    not_in_args: str = ""  # why no argument of the Serve application, and what says it there; empty: it is one
-    flags: tuple[str, ...] = ()  # long options without dashes; empty: one, made of the field's name
-    unset: str = ""  # what stands for None, or for an empty text or list, in the help
-    env: str = ""  # environment variable that says it where the command line does not
+    live_in: Part | None = None  # whose running replicas apply a new value; None: they are replaced
+    not_in_args: str = ""  # why it is no argument of the Serve application, and how to set it there; empty: it is one
+    flags: tuple[str, ...] = ()  # long options without dashes; empty: one, derived from the field's name
+    unset: str = ""  # how the help shows None, or an empty text or list
+    env: str = ""  # environment variable for it, which the command line overrides
     secret: bool = False  # never repeated in a message
-    check: Callable[[Any], Refusal | None] | None = None  # what types and bounds cannot say
+    check: Callable[[Any], Refusal | None] | None = None  # for rules beyond types and bounds
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Unit:
     """In a field's annotation: how its values are written."""
 
     metavar: str
-    accepted: str = ""  # where the type does not say it
+    accepted: str = ""  # if the type does not describe it
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Pairs(Unit):
     """A list whose elements are written as NAME=VALUE, and may be repeated on the command line."""
 
     example: str = ""
-    split_last: bool = False  # at the last "=", as a name may hold some
+    split_last: bool = False  # at the last "=", since a name may contain some
 
 
 BYTES = Unit("SIZE")

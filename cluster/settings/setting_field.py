@@ -1,4 +1,4 @@
-"""Settings as described by the annotations of their fields, and the groups that hold them."""
+"""Settings, as the annotations of struct fields describe them, and groups of settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SettingField:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Long options without dashes, the one that is shown first. The same are the keys of the file."""
+        """Long options without dashes, the documented one first. They are also the keys of the file."""
         if self.mark.flags:
             return self.mark.flags
         name = self.name.removeprefix("num_")
@@ -37,7 +37,7 @@ class SettingField:
 
     @property
     def option(self) -> str:
-        """As messages name it."""
+        """The option's name in messages."""
         return f"--{self.flags[0]}"
 
     @property
@@ -46,12 +46,12 @@ class SettingField:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that are accepted, beside what the type accepts otherwise."""
+        """Words that are accepted besides the other values of the type."""
         return tuple(word for part in _parts(self.type) if get_origin(part) is Literal for word in get_args(part))
 
     @property
     def is_choice(self) -> bool:
-        """Nothing but these words is accepted."""
+        """Whether only `choices` are accepted."""
         return get_origin(_without_marks(self.type)) is Literal
 
     @property
@@ -71,7 +71,7 @@ class SettingField:
 
     @property
     def accepted(self) -> str:
-        """What its values may be, as it follows "… is accepted" in a message and stands in the docs."""
+        """Its valid values, for "… is accepted" in messages and for the docs."""
         if self.is_switch:
             return "true or false"
         if self.is_choice:
@@ -86,7 +86,7 @@ class SettingField:
         return self.mark.unset if self.default in (None, "", ()) and self.mark.unset else self.written(self.default)
 
     def written(self, value: Any) -> str:
-        """A value as a person writes it."""
+        """A value as it is written in a file."""
         if self.unit is BYTES and isinstance(value, int):
             return shortest_byte_size(value)
         if isinstance(value, bool):
@@ -98,13 +98,13 @@ class SettingField:
         return "none" if value is None else str(value)
 
     def shown(self, value: Any) -> object:
-        """A value as a message repeats it."""
+        """A value as it is shown in a message."""
         if self.mark.secret:
             return "…"
         return self.written(value) if self.unit is BYTES or isinstance(value, Path) else value
 
     def converted(self, value: Any) -> Any:
-        """The setting's value for what was given: text of a command line, plain values of TOML or JSON, or itself.
+        """The setting's value from text of a command line, a plain value of TOML or JSON, or a value of its type.
 
         Raises ConfigError.
         """
@@ -129,7 +129,7 @@ class SettingField:
             raise self._refused(value) from None
 
     def _pairs(self, value: Any, unit: Pairs) -> tuple[Any, ...]:
-        """A list of one may be given as what it holds."""
+        """A list of one pair may be given as the pair."""
         kind = get_args(_without_marks(self.type))[0]
         given = value.items() if isinstance(value, Mapping) else (value,) if isinstance(value, str) else value
         if not isinstance(given, Iterable):
@@ -176,7 +176,7 @@ class SettingField:
 class SettingGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings under one heading: the first line of the subclass's docstring, without its full stop.
 
-    All values are valid once the object exists: an invalid one raises ConfigError.
+    An invalid value raises ConfigError, so all values of an existing object are valid.
     """
 
     def __post_init__(self) -> None:
@@ -209,7 +209,7 @@ def _fields_of_group(group: type[SettingGroup]) -> tuple[SettingField, ...]:
 
 
 def _parts(annotation: Any) -> tuple[Any, ...]:
-    """A type, what it is made of, and the marks that were put on it, at any depth but not inside of lists."""
+    """The types that an annotation consists of, and their marks, at any depth but not inside of lists."""
     if get_origin(annotation) is Annotated:
         return (*_parts(annotation.__origin__), *annotation.__metadata__)
     if get_origin(annotation) in (Literal, tuple, None):
@@ -241,13 +241,13 @@ def _bound(annotation: Any, name: str) -> float | None:
 
 
 def _make_path(kind: type, value: Any) -> Any:
-    """A folder: `~` is the user's home, and what is relative is below the working directory."""
+    """An absolute path: `~` is the user's home, and relative paths are below the working directory."""
     if kind is not Path or not isinstance(value, str | Path) or not str(value):
         raise msgspec.ValidationError("a path is needed")
     try:
         path = Path(value).expanduser()
     except RuntimeError as error:
-        raise msgspec.ValidationError(str(error)) from error  # ~name, and there is no such user
+        raise msgspec.ValidationError(str(error)) from error  # ~name of a user that does not exist
     return path if path.is_absolute() else path.resolve()
 
 

@@ -25,7 +25,7 @@ before the default. Sizes are whole numbers of bytes or text such as `"2GiB"`. W
 is a list in the file: `latency-objective = ["acme=2", "zoo=0.5"]`. `--prefix-cache` is a switch: `--no-prefix-cache` on
 the command line, `prefix-cache = false` in the file.
 
-`--config`, `--replace` and `--wait-for-nodes` belong to one start and are no settings: see `motet serve --help`.
+`--config`, `--replace` and `--wait-for-nodes` apply to one start only and are not settings: see `motet serve --help`.
 
 "Live" marks what a [rolling update](updates.md) of `motet serve` changes; the rest takes a restart. The last column is
 about [motet as an application](scaling/application.md), which a Ray cluster deploys by itself. There a setting is a key
@@ -40,7 +40,7 @@ def settings_page(schema: type[Settings]) -> str:
     sections = [INTRODUCTION]
     for heading, fields in groupby(fields_of(schema), key=lambda field: field.heading):
         rows = [_row(field) for field in fields]
-        columns = ("setting", "accepted", "default", "live", "what it is", "application")
+        columns = ("setting", "accepted", "default", "live", "meaning", "application")
         head = f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n"
         sections.append(f"## {heading}\n\n{head}" + "".join(rows))
     return "\n".join(sections)

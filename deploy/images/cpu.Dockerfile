@@ -2,7 +2,7 @@
 # motet for nodes without a GPU. From the checkout's root:
 #   docker build -f deploy/images/cpu.Dockerfile -t motet-cpu .
 #
-# The base image is named by its tag. A build that must be the same tomorrow names its digest as well:
+# The base image is named by its tag. For a reproducible build give its digest as well:
 #   --build-arg PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm@sha256:...
 # docker buildx imagetools inspect docker.io/library/python:3.11.14-slim-bookworm prints it.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11.14-slim-bookworm
@@ -13,7 +13,7 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
 RUN python -m venv /opt/motet
 WORKDIR /src
 COPY deploy/images/requirements-cpu.lock ./
-# Wheels only: nothing that is downloaded runs while the image is made. scripts/lock makes the lock.
+# Wheels only: no downloaded code runs while the image is built. scripts/lock makes the lock.
 RUN /opt/motet/bin/pip install --only-binary :all: --require-hashes --extra-index-url https://download.pytorch.org/whl/cpu -r requirements-cpu.lock
 COPY LICENSE README.md __init__.py py.typed pyproject.toml ./
 COPY adapters adapters
@@ -21,14 +21,14 @@ COPY cluster cluster
 COPY kernels kernels
 COPY router router
 COPY workers workers
-# setuptools comes from the lock, too.
+# setuptools is in the lock, too.
 RUN /opt/motet/bin/pip install --no-build-isolation --no-deps --no-index . && \
     /opt/motet/bin/motet edge-program /opt/motet/bin/motet-haproxy
 
 FROM ${PYTHON_IMAGE}
-# A login shell makes its own PATH. bash, ray and python are what KubeRay's commands call; its probes call wget where it does not ask over HTTP.
-# The C++ kernels are compiled at first use, for the CPU that is there.
-# Versions of Debian's packages are those of its release: a mirror keeps only the newest.
+# A login shell sets its own PATH. KubeRay's commands call bash, ray and python; its probes that do not use HTTP call wget.
+# The C++ kernels are compiled at first use, for the machine's CPU.
+# Debian's packages are not pinned: mirrors keep only the newest version of a release.
 # hadolint ignore=DL3008
 RUN apt-get update && \
     apt-get install --no-install-recommends -y g++ wget && \
@@ -37,7 +37,7 @@ RUN apt-get update && \
     useradd --create-home --gid 1000 --shell /bin/bash --uid 1000 motet && \
     install -d -g motet -o motet /models /var/cache/motet /var/lib/motet && \
     echo "PATH=/opt/motet/bin:\$PATH" > /etc/profile.d/motet.sh
-# Owned by root: what runs as motet cannot change it.
+# Owned by root: processes of the user motet cannot change it.
 COPY --from=build /opt/motet /opt/motet
 COPY examples/demo/adapters /opt/motet/examples/adapters
 COPY examples/demo/base /opt/motet/examples/base
@@ -47,7 +47,7 @@ ENV PATH=/opt/motet/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/
     PYTHONUNBUFFERED=1 \
     TRITON_HOME=/var/cache/motet \
     XDG_CACHE_HOME=/var/cache
-# What Ray and Serve read on every node: cluster/edge/serve_variables.py says why.
+# Variables of Ray and Serve: cluster/edge/serve_variables.py explains them.
 ENV GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \
     RAY_SERVE_DEFAULT_HTTP_HOST=0.0.0.0 \
     RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S=5 \
@@ -68,7 +68,7 @@ ENV GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \
     RAY_worker_register_timeout_seconds=300
 USER 1000:1000
 WORKDIR /home/motet
-# An image that cannot compile the C++ kernels would serve with the plain ones, many times slower: it is not made.
+# Fails the build if the C++ kernels cannot be compiled: the plain ones are many times slower.
 RUN ["python", "-P", "-m", "motet.kernels.native.build"]
 EXPOSE 8000 9400
 ENTRYPOINT ["motet"]

@@ -1,8 +1,8 @@
-"""What is kept of each answer beside the answer: quotas, usage, how a version does.
+"""Accounts of answers: for quotas, for usage, and for the statistics of versions.
 
-An `Accountant` opens an account for every answer before it is made, and may refuse it. The account is settled when the
-answer has ended, before its last bytes go out: so a client that has received the end finds what it cost. An answer that
-is cut off is settled when its gangs have reported what they computed, shortly after its end.
+An `Accountant` opens an account for every answer before it is generated, and may refuse it. The account is settled when
+the answer has ended, before its last bytes are sent, so that its cost is recorded when the client has the whole answer.
+An answer that is cut off is settled when its gangs have reported what they computed, shortly after its end.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from ..tenants.identity import Identity
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What an answer has cost so far: all that gangs computed for it, each position of a sequence once.
+    """The cost of an answer so far: all that gangs computed for it, each position of a sequence once.
 
-    That may be more or less than its client receives, whose `usage` is OpenAI's.
+    It may differ from OpenAI's `usage`, which counts what the client receives.
     """
 
     num_prompt_tokens: int  # that were computed or found in the cache; the latter once for each prompt
-    num_cached_tokens: int  # of these, those that were found in the cache
+    num_cached_tokens: int  # found in the cache, of these
     num_completion_tokens: int  # that were generated
     num_recomputed_tokens: int = 0  # computed again after a preemption or a lost gang: the operator's cost
     kv_page_ms: int = 0  # pages of KV in device memory times milliseconds
-    adapter_page_ms: int = 0  # the same, of its part of its adapter's pages
+    adapter_page_ms: int = 0  # the same for its part of its adapter's pages
 
     @property
     def has_cost(self) -> bool:
-        """Something was computed or found for the answer."""
+        """Whether anything was computed for the answer, or found in the cache."""
         return bool(self.num_prompt_tokens or self.num_completion_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerRequest:
-    """An answer that is about to be made."""
+    """An answer that is about to be generated."""
 
     identity: Identity
-    response_id: str  # the same when a client comes back for the rest of a stream, at any router
+    response_id: str  # stays the same when a client resumes a stream, at any router
     model: str  # as the client named it
     version: AdapterVersion | None  # None: the base
-    user: str  # the client's name for whom it asks; empty: none
+    user: str  # the client's name for its end user; empty: none
     trial: TrialMember | None = None  # in which the answer counts
     num_prompt_tokens: int
     num_new_tokens: int  # at most, of all sequences together
     num_sequences: int
-    is_resumed: bool  # its client has had a part of it, through this router or another
-    is_stream: bool = False  # so its client may come back for the rest
+    is_resumed: bool  # its client has received a part of it from this router or another
+    is_stream: bool = False  # so its client may resume it
     progress: Callable[[], Progress]  # as of the moment of the call
 
 
@@ -69,27 +69,27 @@ class Ending:
 
 
 class Account(Protocol):
-    """Of one answer."""
+    """The account of one answer."""
 
     @property
     def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        """For the answer, as ASGI has them."""
+        """Headers for the answer, as ASGI pairs."""
 
     def settle(self, ending: Ending) -> None:
-        """The answer has ended. Called once. It must return at once, and what it took in outlives this process."""
+        """Records the ending. Called once. It must not block, and the record must survive a kill of this process."""
 
 
 class Accountant(Protocol):
     async def open(self, request: AnswerRequest) -> Account:
-        """Raises `ApiError` if the answer must not be made."""
+        """Opens an account. Raises `ApiError` to refuse the answer."""
 
 
-# (identity, is_resuming: whether the client resumes a stream) -> headers
+# (identity, whether the client resumes a stream) -> headers
 Precheck = Callable[[Identity, bool], Sequence[tuple[bytes, bytes]]]
 
 
 class Accounts:
-    """Several accountants as one: an answer that any of them refuses is opened at none."""
+    """Several accountants as one: if any refuses an answer, no account stays open."""
 
     def __init__(
         self, accountants: Sequence[Accountant], precheck: Precheck = lambda identity, is_resuming: ()
@@ -97,7 +97,7 @@ class Accounts:
         """The accountants are opened in order: put those that refuse most cheaply first.
 
         `precheck` is called before a request is read. It raises ApiError, or returns headers for answers that open no
-        account, such as one that says what is wrong with the request.
+        account, such as errors.
         """
         self._accountants = tuple(accountants)
         self.precheck = precheck

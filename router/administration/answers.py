@@ -12,7 +12,7 @@ from ...adapters.registry.tenants.records import KeyRecord, Quota, Scope, Tenant
 
 
 class UserQuotaShown(msgspec.Struct, frozen=True, kw_only=True):
-    """Of each user of a tenant. null: there is no bound."""
+    """Limits of each user of a tenant. null: no limit."""
 
     requests_per_minute: int | None
     tokens_per_minute: int | None

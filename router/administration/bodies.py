@@ -20,7 +20,7 @@ Scopes = Annotated[list[Scope], Meta(min_length=1, max_length=8)]
 
 
 class UserQuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of each user of a tenant. Of what is left out nothing changes."""
+    """Limits of each user of a tenant. Missing fields are not changed."""
 
     requests_per_minute: Bound | UnsetType = UNSET
     tokens_per_minute: Bound | UnsetType = UNSET
@@ -31,7 +31,7 @@ class UserQuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class QuotaBody(UserQuotaBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of what is left out nothing changes."""
+    """Missing fields are not changed."""
 
     pinned_bytes: Bound | UnsetType = UNSET
 

@@ -12,7 +12,7 @@ from .bodies import KeyBody
 def within(wanted: KeyRecord, body: KeyBody, maker: KeyRecord) -> KeyRecord:
     """`wanted` with what the maker's own bounds leave of it, where `body` leaves that open.
 
-    Raises 403 for scopes that the maker lacks and for a maker with a quota of its own, 400 where no scope is left.
+    Raises 403 for scopes that the maker lacks and for a maker that has a quota, 400 if no scope is left.
     """
     _check_unbounded(maker)
     if body.scopes is None:
@@ -38,7 +38,7 @@ def check_not_beyond(key: KeyRecord, maker: KeyRecord) -> None:
 def _check_unbounded(maker: KeyRecord) -> None:
     """Each key has its own quota, so a key with a quota may not make keys: each would be a fresh quota."""
     if maker.quota != Quota():
-        message = "This API key has a quota of its own, so it can neither make nor rotate keys: use one without."
+        message = "This API key has a quota, so it can neither make nor rotate keys: use one without a quota."
         raise ApiError(403, message, code="missing_scope")
 
 

@@ -119,7 +119,7 @@ class TenantsApi:
         """
         wanted = page_request(request)
         if wanted.after is not None and not _is_entry_id(wanted.after):
-            raise invalid_value("after", "it is no id of an entry.")
+            raise invalid_value("after", "it is not the id of an entry.")
         tenant, user = (request.query_params.get(name, "") for name in ("tenant", "user"))
         if user and not tenant:
             raise invalid_value("user", "it is a tenant's: name the tenant too.")

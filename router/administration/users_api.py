@@ -44,7 +44,7 @@ class UsersApi:
         uploads: UploadService,
         delete_work: Callable[[TenantRecord, str], Awaitable[int]] | None = None,
     ) -> None:
-        """`delete_work`: deletes a user's files and batches; None: there are none."""
+        """`delete_work`: deletes a user's files, stored responses and batches; None: there are none."""
         self._keys, self._view, self._uploads = administration.keys, view, uploads
         self._delete_work = delete_work
 
@@ -76,7 +76,7 @@ class UsersApi:
     @_operator_route(
         "DELETE",
         f"{_OF_TENANT}/{{user}}",
-        summary="Delete a tenant's user with its keys, private adapters, files and batches.",
+        summary="Delete a tenant's user with keys, private adapters, files, responses, batches.",
         errors=("tenant_not_found", "user_not_found", "file_in_use", "registry_unavailable"),
     )
     async def delete(self, request: Request) -> Deleted:
@@ -86,7 +86,7 @@ class UsersApi:
     @_own_route(
         "DELETE",
         f"{_OWN}/{{user}}",
-        summary="Delete a user of your tenant with keys, private adapters, files, batches.",
+        summary="Delete a user of your tenant with keys, private adapters and stored work.",
         errors=("user_not_found", "file_in_use", "registry_unavailable"),
     )
     async def delete_own(self, request: Request, identity: Identity) -> Deleted:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final
@@ -23,6 +23,7 @@ from ..accounts.account import Account, Ending
 from ..generation.generation import Generation, SequenceFailedError
 from ..loop_share import LoopShare
 from ..metrics import Metrics
+from ..openai_api.answer_schema import Usage
 from ..openai_api.errors import ApiError, from_sequence_error, internal_error
 from .answer_form import AnswerForm
 
@@ -45,8 +46,16 @@ _log = logging.getLogger(__name__)
 class GenerationResponse:
     """An ASGI response. `status_code` is the status that was sent, once the call has returned."""
 
-    def __init__(self, generation: Generation, form: AnswerForm, metrics: Metrics, account: Account) -> None:
-        """`account`: is settled before the last of the answer goes out.
+    def __init__(
+        self,
+        generation: Generation,
+        form: AnswerForm,
+        metrics: Metrics,
+        account: Account,
+        keep: Callable[[Usage], Awaitable[None]] | None = None,
+    ) -> None:
+        """`account`: is settled before the last of the answer goes out. `keep`: stores the answer before that; an
+        answer for which it raises ApiError fails.
 
         The account of an answer that is cut off while gangs compute it is settled when they have reported its cost,
         at most REPORT_WAIT_S after its end.
@@ -54,7 +63,7 @@ class GenerationResponse:
         self.status_code = CLIENT_CLOSED_REQUEST
         self.raw_headers = [*account.headers]  # beside its own
         self._generation = generation
-        self._form = form
+        self._form, self._keep = form, keep
         self._metrics = metrics
         self._has_started = False  # the headers are out
         self._has_opened = False  # the events before the first token are out
@@ -121,9 +130,12 @@ class GenerationResponse:
         async with aclosing(generation.deltas()) as arriving:
             async for index, delta in arriving:
                 form.take(index, delta)
+        usage = generation.usage()
+        if self._keep is not None:
+            await self._keep(usage)
         share = LoopShare()
         bodies, body = list[bytes](), bytearray()
-        for piece in form.document(generation.usage()):
+        for piece in form.document(usage):
             body += piece
             if len(body) >= _PIECE_BYTES:
                 bodies.append(bytes(body))
@@ -144,7 +156,13 @@ class GenerationResponse:
                 if events:
                     await self._send_body(send, events)
         events = b"" if self._has_opened else await self._start_events(send, is_over=True)
-        events += form.ending(generation.usage())
+        usage = generation.usage()
+        if self._keep is not None:
+            if events:
+                await self._send_body(send, events)
+                events = b""
+            await self._keep(usage)
+        events += form.ending(usage)
         self._is_ending = True
         self._settle()
         await self._send_body(send, events, more=False)

@@ -19,7 +19,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class LogprobsJson(Protocol):
-    """Of one choice."""
+    """Log-probabilities of one choice."""
 
     def add(self, tokens: Sequence[ShownToken]) -> None: ...
 

@@ -48,15 +48,19 @@ class ResponseForm:
         self._done: list[schema.OutputItem] = []
         self._growing: GrowingItem | None = None
         self._is_cut = False  # the answer has as many tokens as it may have
+        self._last: list[StreamEvent] | None = None  # events behind those of the deltas, once they are known
+        self._end_response: schema.Response | None = None
 
     def take(self, index: int, delta: Delta) -> None:
         for _ in self._events(spoken_in(delta, self._chat)):
             pass
 
     def document(self, usage: Usage) -> Iterator[bytes]:
-        for _ in self._last_events():
-            pass
-        yield _encode(self._ended(usage))
+        yield self.final(usage)
+
+    def final(self, usage: Usage) -> bytes:
+        """JSON of the whole response, as it is stored. After that only `document`, `ending` or `failure` may come."""
+        return _encode(self._ended(usage))
 
     def opening(self, usage: Usage, *, is_over: bool) -> Iterator[bytes]:
         begun = self._response("in_progress")
@@ -69,19 +73,19 @@ class ResponseForm:
         return b"".join(map(_bytes, self._events(spoken_in(delta, self._chat))))
 
     def ending(self, usage: Usage) -> bytes:
-        events = b"".join(map(_bytes, self._last_events()))
+        response = self._ended(usage)
         kind = schema.Incomplete if self._is_cut else schema.Completed
-        return events + _bytes(kind(sequence_number=next(self._numbers), response=self._ended(usage)))
+        return self._taken_last() + _bytes(kind(sequence_number=next(self._numbers), response=response))
 
     def failure(self, error: ApiError) -> bytes:
         detail = error.detail
         code: Any = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status_code, "server_error")
-        failed = self._response("failed", error=schema.ResponseError(code, detail.message))
-        return _bytes(
-            schema.ErrorEvent(
-                sequence_number=next(self._numbers), message=detail.message, code=detail.code, param=detail.param
-            )
-        ) + _bytes(schema.Failed(sequence_number=next(self._numbers), response=failed))
+        failed = self._response("failed", error=schema.ResponseError(code, detail.message), store=False)
+        error_event = schema.ErrorEvent(
+            sequence_number=next(self._numbers), message=detail.message, code=detail.code, param=detail.param
+        )
+        last = schema.Failed(sequence_number=next(self._numbers), response=failed)
+        return self._taken_last() + _bytes(error_event) + _bytes(last)
 
     def refusal(self, error: ApiError) -> HttpResponse:
         return error.response()
@@ -133,15 +137,25 @@ class ResponseForm:
         return Place(self._numbers, index, f"{prefix}_{self._head.id.partition('_')[2]}_{index}")
 
     def _ended(self, usage: Usage) -> schema.Response:
-        if not self._is_cut:
-            return self._response("completed", usage, completed_at=int(time.time()))
-        return self._response("incomplete", usage, incomplete_details=schema.IncompleteDetails("max_output_tokens"))
+        """The whole response; made once, so what is sent is what is stored."""
+        if self._end_response is None:
+            self._last = [*self._last_events()]
+            more: dict[str, Any] = {"status": "completed", "completed_at": int(time.time())}
+            if self._is_cut:
+                details = schema.IncompleteDetails("max_output_tokens")
+                more = {"status": "incomplete", "incomplete_details": details}
+            self._end_response = self._response(usage=usage, **more)
+        return self._end_response
+
+    def _taken_last(self) -> bytes:
+        """The events that were kept in `_last`, once."""
+        events, self._last = self._last or (), None
+        return b"".join(map(_bytes, events))
 
     def _response(self, status: Any, usage: Usage | None = None, **more: Any) -> schema.Response:
         head, first = self._head, self._request.messages[0].content
         return schema.Response(
-            **self._terms,
-            **more,
+            **{**self._terms, **more},
             id=head.id,
             created_at=head.created,
             model=head.model,

@@ -5,7 +5,7 @@ The fields that are not Anthropic's mean the same as at /v1/chat/completions.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,7 @@ _REFUSED = Meta(description="Refused but null.")
 class Block(msgspec.Struct, frozen=True):
     """A block of a content; which fields count depends on its type."""
 
+    harmless_names: ClassVar = ("cache_control", "citations", "signature")
     type: Annotated[str, Meta(description="`text`, `tool_use`, `tool_result` or `thinking`.")]
     text: str | None = None
     id: str | None = None  # of a tool_use
@@ -35,6 +36,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class MessageTool(msgspec.Struct, frozen=True):
+    harmless_names: ClassVar = ("cache_control",)
     name: str
     description: str | None = None
     input_schema: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
@@ -68,6 +70,7 @@ class MessageMetadata(msgspec.Struct, frozen=True):
 
 
 class CountTokensRequest(OneAnswerFields, frozen=True, kw_only=True):
+    harmless_names: ClassVar = ("cache_control",)
     messages: Annotated[list[Turn], Meta(min_length=1)]
     system: str | list[Block] | None = None
     tools: list[MessageTool] | None = None

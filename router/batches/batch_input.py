@@ -1,4 +1,4 @@
-"""The lines of a batch's input: read piece by piece, and checked before the first of them is run."""
+"""Reads the lines of a batch's input file piece by piece, and checks them before the first one is run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ...adapters.errors import shown
 from ...adapters.registry.batches.records import BatchError
 
 MAX_LINES: Final = 50_000
-MAX_READ: Final = 2 * MAX_LINES  # blank lines included: each costs a look
+MAX_READ: Final = 2 * MAX_LINES  # lines, blank ones included, since each takes time to read
 MAX_LINE_BYTES: Final = 1 << 20
-MAX_ERRORS: Final = 20  # that a batch says
+MAX_ERRORS: Final = 20  # that a batch lists
 _MAX_ID_CHARS: Final = 512
-_MAX_MODEL_CHARS: Final = 512  # more than any name has
+_MAX_MODEL_CHARS: Final = 512  # longer than any valid name
 _PIECE_LINES, _PIECE_BYTES = 64, 1 << 20
 
 
 class Line(msgspec.Struct, frozen=True):
-    """`body`: JSON as it came."""
+    """One request. `body`: JSON, not decoded."""
 
     custom_id: str
     method: str
@@ -39,7 +39,7 @@ _decode_body: Final = msgspec.json.Decoder(_Body).decode
 
 
 def digest_of(custom_id: str) -> bytes:
-    """Stands for an id where all of a batch are held."""
+    """A short hash of an id, of which a batch holds one for each line."""
     return blake2b(custom_id.encode("utf-8", "surrogatepass"), digest_size=12).digest()
 
 
@@ -50,9 +50,9 @@ class LineReader:
         self._file, self._number = file, 0
 
     def piece(self) -> list[tuple[int, bytes]] | None:
-        """The next lines, without those that are blank, with their numbers from 1 on; None: the file is over.
+        """The next lines that are not blank, with their numbers from 1 on; None: the end of the file.
 
-        A line that is too long ends the file; it has more than MAX_LINE_BYTES.
+        A line of more than MAX_LINE_BYTES is cut, and what follows it must not be read.
         """
         lines: list[tuple[int, bytes]] = []
         num_bytes, last = 0, self._number + _PIECE_LINES
@@ -67,18 +67,18 @@ class LineReader:
         return lines
 
     def checked_piece(self) -> list[Line] | None:
-        """The same of a file that `InputCheck` has found right."""
+        """The next lines, decoded, of a file that `InputCheck` has found valid."""
         found = self.piece()
         return None if found is None else [_decode(line) for _, line in found]
 
     @property
     def num_read(self) -> int:
-        """Lines that were read, those that are blank among them."""
+        """Lines that were read, blank ones included."""
         return self._number
 
 
 class InputCheck:
-    """What is wrong with a file. Holds sixteen bytes and more for each line, and no line."""
+    """Collects the errors of a file. Holds a hash of each line's id, and no lines."""
 
     def __init__(self, endpoint: str) -> None:
         self.errors: list[BatchError] = []
@@ -89,11 +89,11 @@ class InputCheck:
 
     @property
     def is_over(self) -> bool:
-        """Whether what follows makes no difference."""
+        """Whether the following lines need no check."""
         return len(self.errors) >= MAX_ERRORS or any(one.code in _FATAL for one in self.errors)
 
     def take(self, lines: Sequence[tuple[int, bytes]], num_read: int) -> None:
-        """`num_read`: how many lines the file has so far, those that are blank among them."""
+        """Checks the next lines. `num_read`: lines read so far, blank ones included."""
         if num_read > MAX_READ and not self.is_over:
             self._add("too_many_lines", f"The file has more than {MAX_READ} lines, blank ones included.", None, None)
         for number, line in lines:
@@ -105,13 +105,13 @@ class InputCheck:
 
     def end(self) -> None:
         if not self.num_lines and not self.errors:
-            self._add("empty_file", "The file has no line.", None, None)
+            self._add("empty_file", "The file is empty.", None, None)
 
     def _add(self, code: str, message: str, param: str | None, line: int | None) -> None:
         self.errors.append(BatchError(code=code, message=message, param=param, line=line))
 
     def _problem(self, number: int, line: bytes) -> tuple[str, str, str | None] | None:
-        """Code, message and field."""
+        """Code, message and field of an error in the line; None: it is valid."""
         if len(line) > MAX_LINE_BYTES:
             return "line_too_large", f"A line has at most {MAX_LINE_BYTES} bytes.", None
         if self.num_lines > MAX_LINES:
@@ -119,29 +119,29 @@ class InputCheck:
         try:
             request = _decode(line)
         except msgspec.ValidationError as error:
-            return "invalid_line", f"The line does not fit: {shown(str(error), 200)}.", None
+            return "invalid_line", f"The line is invalid: {shown(str(error), 200)}.", None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return "invalid_json_line", "The line is not a JSON object.", None
         if not 0 < len(request.custom_id) <= _MAX_ID_CHARS:
-            return "invalid_custom_id", f"custom_id has 1 to {_MAX_ID_CHARS} characters.", "custom_id"
+            return "invalid_custom_id", f"custom_id must have 1 to {_MAX_ID_CHARS} characters.", "custom_id"
         first = self._numbers.setdefault(digest_of(request.custom_id), number)
         if first != number:
-            return "duplicate_custom_id", f"The custom_id is that of line {first}.", "custom_id"
+            return "duplicate_custom_id", f"The custom_id is the same as that of line {first}.", "custom_id"
         if request.method != "POST":
-            return "invalid_method", f"The method {shown(request.method)} is not accepted: POST is.", "method"
+            return "invalid_method", f"The method {shown(request.method)} is not accepted: it must be POST.", "method"
         if request.url != self._endpoint:
             return "mismatched_url", f"The url {shown(request.url)} is not the batch's {self._endpoint}.", "url"
         try:
             body = _decode_body(request.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return "invalid_body", f"The body does not fit: {shown(str(error), 200)}.", "body"
+            return "invalid_body", f"The body is invalid: {shown(str(error), 200)}.", "body"
         if body.stream not in (None, False):
             return "invalid_body", "Lines are not streamed: leave out stream.", "body.stream"
         if not 0 < len(body.model) <= _MAX_MODEL_CHARS:
-            return "invalid_body", f"model has 1 to {_MAX_MODEL_CHARS} characters.", "body.model"
+            return "invalid_body", f"model must have 1 to {_MAX_MODEL_CHARS} characters.", "body.model"
         self.model = self.model or body.model
         if body.model != self.model:
-            message = f"The model {shown(body.model)} is not that of the lines before, {shown(self.model)}."
+            message = f"The model {shown(body.model)} is not that of earlier lines, {shown(self.model)}."
             return "mismatched_model", message, "body.model"
         return None
 

@@ -32,7 +32,7 @@ class LineError(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one line, as OpenAI writes it."""
+    """The result of one line, in OpenAI's format."""
 
     id: str = msgspec.field(default_factory=lambda: f"batch_req_{secrets.token_hex(12)}")
     custom_id: str
@@ -103,12 +103,12 @@ class BatchResults:
     def __init__(self, store: FileStore, batch: BatchRecord) -> None:
         """Reads what is there. Raises BlockingIOError while another process has it open.
 
-        Raises FileNotFoundError while the tenant's folder is away, as its volume may be. It is not made here: then the
-        batch would seem to have lost its input, which lies there too.
+        Raises FileNotFoundError if the tenant's folder is missing, as when its volume is not mounted. It is not created
+        here: else the batch would seem to have lost its input, which is there too.
         """
         self.answered: set[bytes] = set()  # digests of custom_ids
-        self.tokens = BatchTokens()  # of answers: each line's once, however often it was run
-        self.has_expired = False  # a line was not run, as its batch's time was over
+        self.tokens = BatchTokens()  # of answers; a line counts once, however often it was run
+        self.has_expired = False  # whether a line was not run because its batch had expired
         self._store = store
         self._writing = threading.Lock()  # a write goes on when the task that waits for it is cancelled
         self._output = _ResultFile(store.path(batch.tenant_id, batch.output_file_id))
@@ -139,27 +139,31 @@ class BatchResults:
         return self._output.num_bytes, self._errors.num_bytes
 
     def append(self, results: Sequence[Result]) -> None:
-        """When it returns, they survive a crash of the machine. After an OSError some of them may be there."""
+        """Writes results so that they survive a crash of the machine. After an OSError some may be written."""
         with self._writing:
-            for file, is_good in ((self._output, True), (self._errors, False)):
-                if some := [result for result in results if result.is_good == is_good]:
-                    lines = b"".join(_encode(result) + b"\n" for result in some)
-                    self._store.check_room(len(lines))
-                    file.append(lines, len(some))
-                    self.answered.update(digest_of(result.custom_id) for result in some)
-                    for result in some:
-                        if result.response is not None:
-                            self.tokens += _decode_body(result.response.body).usage.tokens
+            self._append(self._output, [result for result in results if result.is_good])
+            self._append(self._errors, [result for result in results if not result.is_good])
+
+    def _append(self, file: _ResultFile, results: Sequence[Result]) -> None:
+        if not results:
+            return
+        lines = b"".join(_encode(result) + b"\n" for result in results)
+        self._store.check_room(len(lines))
+        file.append(lines, len(results))
+        for result in results:
+            self.answered.add(digest_of(result.custom_id))
+            if result.response is not None:
+                self.tokens += _decode_body(result.response.body).usage.tokens
 
     def close(self) -> None:
-        """After a write that is under way. None follows."""
+        """Waits for a write that is under way. Results must not be appended afterwards."""
         with self._writing:
             self._output.close()
             self._errors.close()
 
 
 class _ResultFile:
-    """Lines in a file that is locked: a router that was suspended and has lost its batch writes no more."""
+    """A locked file of lines: a router that was suspended, and has lost its batch to another, cannot write to it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._handle = path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -171,7 +175,7 @@ class _ResultFile:
             raise
 
     def read(self) -> Iterator[_Known]:
-        """All lines. The half of one, whose writer has died, is cut off."""
+        """All lines. An incomplete last line, whose writer has died, is removed."""
         with self._path.open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):

@@ -221,7 +221,7 @@ class BatchRunner:
             wait_s = min(2 * wait_s, self._pace.longest_retry_s)
 
     async def _until_served(self) -> None:
-        """Or until no line is to be begun any more."""
+        """Waits until lines can be served, or until the batch ends early."""
         if not self._is_served():
             with self._without_gang():
                 while not self._is_served() and not self._is_ended_early():
@@ -229,7 +229,7 @@ class BatchRunner:
                     await self._look()
 
     async def _rest(self, wait_s: float) -> None:
-        """At least so long, and until a gang is there, unless no line is to be tried any more."""
+        """Waits for at least this time, and until a gang runs, unless no line will be tried again."""
         until, step_s = time.monotonic() + wait_s * random.uniform(0.75, 1.25), min(wait_s, self._pace.look_s)
         while time.monotonic() < until and not self._is_ended_early():  # noqa: ASYNC110
             await asyncio.sleep(step_s)
@@ -334,7 +334,7 @@ class BatchRunner:
         return storage_bounds(self._view.tenant(batch.tenant), key, batch.user)
 
     async def _look(self, *, now: bool = False) -> BatchRecord:
-        """The batch as it is now, or was a moment ago."""
+        """The current record of the batch, maybe a moment old."""
         if now or time.monotonic() - self._looked_at >= self._pace.look_s:
             found = await self._patiently(lambda: self._batches.get(self.tenant_id, self.batch_id))
             self._took(found)

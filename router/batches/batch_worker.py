@@ -18,8 +18,8 @@ from ..metrics import Metrics
 from .batch_runner import BatchRunner
 from .pace import BatchPace
 
-MOST_BATCHES: Final = 8  # that a router runs at once, of as many tenants
-_PAGE: Final = 100  # tenants that are looked at together
+MOST_BATCHES: Final = 8  # that a router runs at once, each of another tenant
+_PAGE: Final = 100  # tenants that are read together
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +54,7 @@ class BatchWorker:
         self._working = asyncio.create_task(self._work())
 
     async def stop(self) -> None:
-        """Lines under way have a few seconds to end; what they have computed is lost otherwise."""
+        """Gives running lines a few seconds to end, after which their results are lost."""
         await end_tasks(self._working)
         running = [one.task for one in self._running.values()]
         for one in self._running.values():

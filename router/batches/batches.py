@@ -1,4 +1,4 @@
-"""A router's part in files and batches, put together: its routes, what runs batches, what removes old files."""
+"""A router's part in files, stored responses and batches: its routes, what runs batches, what removes old files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import NoSuchFile
 from ...adapters.registry.batches.batch_registry import BatchRegistry
 from ...adapters.registry.batches.file_registry import FileRegistry
+from ...adapters.registry.registry_keys import RESPONSES
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import TenantRecord
 from ..config import CurrentConfig
@@ -30,6 +31,8 @@ from .files_api import FilesApi
 from .line_authenticator import LineAuthenticator
 from .line_call import LineCaller
 from .pace import BatchPace
+from .responses_api import ResponsesApi
+from .stored_responses import StoredResponses
 
 
 class Batches:
@@ -48,11 +51,21 @@ class Batches:
         clock: Callable[[], float] = time.time,
         timeout_s: float = 3.0,
     ) -> None:
-        """`folder`: of all routers' files. `timeout_s`: for Redis to answer."""
+        """`folder`: of all routers' files; stored responses are beside it. `timeout_s`: for Redis to answer."""
         self.files, self.batches = FileRegistry(client, timeout_s, clock), BatchRegistry(client, timeout_s, clock)
         self.store = FileStore(folder, lambda: config.now.min_free_bytes)
         self.authenticator = LineAuthenticator(view, clock)
-        self.sweep = FileSweep(self.files, self.batches, self.store)
+        records = FileRegistry(
+            client,
+            timeout_s,
+            clock,
+            key=RESPONSES,
+            what="stored responses",
+            most=lambda: config.now.max_stored_responses,
+        )
+        responses = FileStore(folder.with_name("responses"), lambda: config.now.min_free_bytes)
+        self.responses = StoredResponses(config, records, responses, clock)
+        self.sweep = FileSweep(self.files, self.batches, self.store, self.responses)
         self._view, self._config, self._metrics = view, config, metrics
         self._pace = pace or BatchPace()
         self._caller: LineCaller | None = None
@@ -63,7 +76,7 @@ class Batches:
         self._sweeping: asyncio.Task[None] | None = None
 
     def routes(self) -> Sequence[RouteSpec]:
-        return routes_of(self._files_api, self._batches_api)
+        return routes_of(self._files_api, self._batches_api, ResponsesApi(self.responses))
 
     def answer_with(self, routes: Mapping[str, ASGIApp], is_served: Callable[[], bool]) -> None:
         """`routes`: what answers lines, by path. `is_served`: whether one may be answered now."""
@@ -78,15 +91,17 @@ class Batches:
     async def stop(self) -> None:
         await end_tasks(self._sweeping)
         await self._worker.stop()
+        await self.responses.wait()
 
     async def retire(self, tenant_id: str) -> None:
-        """A tenant is deleted with all its files and batches. Those that run end by themselves."""
+        """A tenant is deleted with all its files, responses and batches. Those that run end by themselves."""
         await self.files.retire(tenant_id)
         await asyncio.to_thread(self.store.retire, tenant_id)
+        await self.responses.retire(tenant_id)
 
     async def delete_of_user(self, tenant: TenantRecord, user: str) -> int:
-        """Deletes a user's files and batches, and returns how many. Its keys are gone by now."""
-        num_deleted = 0
+        """Deletes a user's files, responses and batches, and returns how many. Its keys are gone by now."""
+        num_deleted = await self.responses.remove_of_user(tenant.tenant_id, user)
         async for batches in self.batches.pages_of(tenant.tenant_id):
             for batch in batches:
                 if batch.user == user:

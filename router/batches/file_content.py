@@ -15,11 +15,11 @@ class FileContent:
 
     status_code = 200
 
-    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
-        """`file`: is closed when the answer has ended, however it ends."""
+    def __init__(self, file: BinaryIO, num_bytes: int, media_type: bytes = b"application/octet-stream") -> None:
+        """`file`: is closed when the answer has ended, however it ends. `num_bytes`: that are left of it."""
         self._file = file
         self.raw_headers: list[tuple[bytes, bytes]] = [
-            (b"content-type", b"application/octet-stream"),
+            (b"content-type", media_type),
             (b"content-length", b"%d" % num_bytes),
             (b"cache-control", b"no-store"),
         ]

@@ -1,4 +1,4 @@
-"""Tenants' files on the disk: beside the adapters, so that all routers have them.
+"""Tenants' files, or their stored responses, on the disk: beside the adapters, so that all routers have them.
 
 ```
 root/
@@ -6,7 +6,8 @@ root/
 └── <tenant_id>/
     ├── file-…         as uploaded
     ├── file-…o        answers of a batch, whole or growing
-    └── file-…e        its lines that failed
+    ├── file-…e        its lines that failed
+    └── resp_…         a stored response, under a root of their own
 ```
 All methods block: call them from a thread.
 """
@@ -18,7 +19,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,12 +52,28 @@ class FileStore:
         os.replace(arrived, path)
         sync_folder(path.parent)
 
+    def write(self, file: FileRecord, pieces: Iterable[bytes]) -> None:
+        """A new file. Then it survives a crash of the machine. Raises OSError, and leaves nothing then."""
+        self.check_room(file.num_bytes)
+        self.make_folder_of(file.tenant_id)
+        path = self.path(file.tenant_id, file.id)
+        try:
+            with path.open("xb") as opened:
+                opened.writelines(pieces)
+                opened.flush()
+                os.fsync(opened.fileno())
+            sync_folder(path.parent)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+
     def is_there(self, tenant_id: str) -> bool:
         """Whether the tenant has had a file here; False: its file system may not be mounted now."""
         return (self.root / tenant_id).is_dir()
 
     def check_room(self, num_bytes: int) -> None:
         """Raises OSError (ENOSPC) where the disk has no room for so many bytes more."""
+        make_folder(self.root)
         if shutil.disk_usage(self.root).free < num_bytes + self._min_free_bytes():
             raise OSError(errno.ENOSPC, "the disk has no room for results")
 
@@ -72,7 +89,7 @@ class FileStore:
         shutil.rmtree(self.root / tenant_id, ignore_errors=True)
 
     def old_files(self, older_than_s: float) -> Iterator[tuple[str, list[str]]]:
-        """Tenant ids, each with the ids of its files that were not written for so long."""
+        """Tenant ids, each with the ids of its files that were not written for this time."""
         oldest = time.time() - older_than_s
         folders = [*self.root.iterdir()] if self.root.is_dir() else []
         for folder in folders:

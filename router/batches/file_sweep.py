@@ -1,4 +1,4 @@
-"""Removes files and batches that have expired, and files on the disk that no record knows."""
+"""Removes files, stored responses and batches that have expired, and files on the disk that no record knows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import secrets
 from ...adapters.errors import FileInUse, NoSuchFile, RegistryUnavailable
 from ...adapters.registry.batches.batch_registry import BatchRegistry
 from ...adapters.registry.batches.file_registry import FileRegistry
-from ...adapters.registry.batches.records import FILE_PREFIX
+from ...adapters.registry.batches.records import FILE_PREFIX, RESPONSE_PREFIX
 from .file_store import FileStore
+from .stored_responses import StoredResponses
 
 SWEEP_S = 600.0  # between sweeps, of all routers together
 _LEASE_S = 120.0
-_ORPHAN_S = 86_400.0  # a file that was not written for so long is no upload's any more
+_ORPHAN_S = 86_400.0  # a file that was not written for this time does not belong to a running upload
 _LATER_S = 3600.0
 _log = logging.getLogger(__name__)
 
 
 class FileSweep:
-    def __init__(self, files: FileRegistry, batches: BatchRegistry, store: FileStore) -> None:
-        self._files, self._batches, self._store = files, batches, store
+    def __init__(
+        self, files: FileRegistry, batches: BatchRegistry, store: FileStore, responses: StoredResponses
+    ) -> None:
+        self._files, self._batches, self._store, self._responses = files, batches, store, responses
         self._holder = secrets.token_hex(8)
 
     async def sweep_forever(self) -> None:
@@ -56,7 +59,9 @@ class FileSweep:
         return True
 
     async def _remove(self, tenant_id: str, one: str) -> None:
-        if not one.startswith(FILE_PREFIX):
+        if one.startswith(RESPONSE_PREFIX):
+            await self._responses.remove(tenant_id, one)
+        elif not one.startswith(FILE_PREFIX):
             batch = await self._batches.get(tenant_id, one)
             if batch is not None and not batch.has_ended:
                 await self._files.put_off(tenant_id, one, _LATER_S)

@@ -131,7 +131,7 @@ class FilesApi:
         errors=("registry_unavailable",),
     )
     async def list(self, request: Request, identity: Identity) -> Response:
-        """A user sees its own, keys that are no user's those of such keys, and administrators all."""
+        """A user sees its own, keys without a user those of such keys, and administrators all."""
         wanted, is_ascending = page_request(request), requested_order(request)
         purpose = request.query_params.get(_PURPOSE)
 

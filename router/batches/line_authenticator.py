@@ -25,6 +25,11 @@ def scope_of(batch: BatchRecord) -> AsgiScope:
     return {_BATCH: batch}
 
 
+def is_line(scope: AsgiScope) -> bool:
+    """Whether the request is a line of a batch."""
+    return _BATCH in scope
+
+
 class LineAuthenticator:
     def __init__(self, view: RegistryView, clock: Callable[[], float] = time.time) -> None:
         self._view, self._clock = view, clock

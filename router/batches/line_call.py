@@ -66,7 +66,7 @@ class LineCaller:
         try:
             await self._routes[line.url](scope, answer.receive, answer.send)
             return _line_answer(line, request_id, answer)
-        except Exception:  # not the line's fault; others are run all the same
+        except Exception:  # not the line's fault: the other lines are run
             _log.exception("a line of a batch failed", extra={"fields": {"request_id": request_id}})
             failed = LineError("internal_error", "The server had an error while processing the line.")
             return LineAnswer(Result(custom_id=line.custom_id, error=failed), None, failed.code)
@@ -97,7 +97,7 @@ class _Answer:
 
 
 def _line_answer(line: Line, request_id: str, answer: _Answer) -> LineAnswer:
-    """Raises msgspec.DecodeError if it is no JSON."""
+    """Raises msgspec.DecodeError if it is not valid JSON."""
     body = bytes(answer.body)
     if b"\n" in body:  # which ends a line of the results
         body = msgspec.json.format(body, indent=-1)

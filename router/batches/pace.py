@@ -8,8 +8,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True, kw_only=True)
 class BatchPace:
     look_s: float = 1.0  # between looks for batches, and after what became of those that run
-    lease_s: float = 20.0  # another router takes over a batch whose router was silent for so long
-    flush_s: float = 0.5  # results wait for others so long before they are written
+    lease_s: float = 20.0  # after which another router takes over the batch of a silent router
+    flush_s: float = 0.5  # for which results are collected before they are written
     retry_s: float = 1.0  # before a line that was refused for now is tried again; doubled each time
     longest_retry_s: float = 30.0
     disk_s: float = 5.0  # before a disk that was full is tried again

@@ -1,4 +1,4 @@
-"""What requests of files and batches say, and what they are answered, as OpenAI's API has it."""
+"""Requests and answers of OpenAI's API for files and batches."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
 
 
 class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the answers that there are, each once."""
+    """The usage of the answers so far, each counted once."""
 
     input_tokens: int
     input_tokens_details: CachedTokens
@@ -98,7 +98,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["batch"] = "batch"
     endpoint: Endpoint
-    model: str | None  # that the lines name; null: they have not been looked at
+    model: str | None  # that the lines name; null: they are not validated yet
     errors: InputErrors | None
     input_file_id: str
     completion_window: str

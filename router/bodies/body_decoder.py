@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from ...adapters.processes.child_processes import ChildProcesses
-from ..openai_api.errors import ApiError
+from ..openai_api.errors import ApiError, NoSuchResponse
 from .decode_process import Question, Refusal
 from .packed_request import BodyRequest, PackedRequest, unpacked
 
@@ -27,8 +27,12 @@ class BodyDecoder:
     def __init__(self) -> None:
         self._processes = ChildProcesses(_MODULE, NUM_PROCESSES, DEADLINE_S)
 
-    async def decode(self, body: bytearray, kind: type[R], context: int | None) -> tuple[R, list[str]]:
+    async def decode(
+        self, body: bytearray, kind: type[R], context: int | None, kept: bytes | None
+    ) -> tuple[R, list[str]]:
         """The request in the body, checked for its extent, and the fields that its schema lacks.
+
+        `kept`: see `RequestDecoder.decode`.
 
         Raises ApiError for one that does not fit the schema.
 
@@ -46,12 +50,14 @@ class BodyDecoder:
         question = msgspec.msgpack.encode(Question(kind.__name__, context))
         try:
             async with self._processes.process() as process:
-                found = await process.ask([question, body], read)
+                found = await process.ask([question, body, *([] if kept is None else [kept])], read)
         except (OSError, EOFError, TimeoutError) as error:
             _log.warning("a body of %d bytes could not be decoded: %r", len(body), error)
             raise ApiError(413, "The request's body takes too long to decode.", code="request_too_large") from error
         if isinstance(found, Refusal):
             refusal = ApiError(found.status_code, found.message, param=found.param, code=found.code)
+            if found.response_ids is not None:
+                refusal = NoSuchResponse(found.param or "", found.response_ids)
             refusal.is_as_sent = found.is_as_sent
             raise refusal
         return found

@@ -1,4 +1,4 @@
-"""How large the JSON body of a request may be, and how slowly bodies may arrive."""
+"""Limits of requests' JSON bodies: their size, their parts, and how slowly they may arrive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..openai_api.tokenize_schema import DetokenizeRequest
 from ..openai_api.unsupported_fields import refuse_unsupported
 from .packed_request import BodyRequest
 
-# A token of text is about 4 bytes; 12 where JSON escapes each character, as Python's `json` does. Long tokens (runs of
-# spaces) are seldom next to each other.
+# A token of text is about 4 bytes; 12 where JSON escapes each character, as Python's `json` does. Longer tokens (runs
+# of spaces) seldom follow one another.
 BYTES_PER_TOKEN: Final = 32
 FIXED_BYTES: Final = 256 << 10  # beside the prompts
 MOST_BYTES: Final = 16 << 20  # unless the operator says otherwise
-MAX_MESSAGES: Final = 8192  # of a chat, parts of all of them together, and prompts
+MAX_MESSAGES: Final = 8192  # of a chat; also parts of all its messages together, and prompts
 MAX_NAME_CHARS: Final = 1024  # of names and ids
 MAX_FREE_BYTES: Final = 128 << 10  # of JSON that is passed on unchanged, to the chat template or to llguidance
 MAX_ARGUMENTS_CHARS: Final = 256 << 10  # of one tool call: it is parsed at once
@@ -29,19 +29,19 @@ MAX_CALLS_CHARS: Final = 512 << 10  # of the arguments of all tool calls of a ch
 
 @dataclass(frozen=True)
 class ArrivalPace:
-    """The least pace of a body. One that falls behind is refused, so that no client holds a place by sending slowly."""
+    """The slowest pace at which a body may arrive. A slower one is refused, so that none holds memory for long."""
 
-    grace_s: float  # before any byte is needed
+    grace_s: float  # before the first byte is due
     bytes_per_s: float  # the least rate, on average, after that
     deadline_s: float  # for the whole body
 
     def latest_s(self, num_bytes: int) -> float:
-        """When more than `num_bytes` must have arrived, in seconds since the request began."""
+        """The time by which more than `num_bytes` must have arrived, in seconds since the request began."""
         return min(self.grace_s + num_bytes / self.bytes_per_s, self.deadline_s)
 
 
 def max_body_bytes(context: int | None, num_prompts: int, given: int | None) -> int:
-    """The largest body with `num_prompts` prompts: what the model's context can hold, and not much more.
+    """The largest body with `num_prompts` prompts: as large as the model's context may need, and not much larger.
 
     `context`: of the model, in tokens; None: it is not known yet. `given`: the operator's own limit, which replaces
     this.
@@ -56,7 +56,7 @@ def max_body_bytes(context: int | None, num_prompts: int, given: int | None) -> 
 def check_extent(request: BodyRequest, context: int | None) -> None:
     """Raises a 400 for an implausible number of prompts or messages.
 
-    A message takes a token of the context at least, and its template some time.
+    A message takes at least one token of the context, and some time in the template.
     """
     if len(request.model) > MAX_NAME_CHARS:
         raise invalid_value("model", f"it has {len(request.model)} characters: at most {MAX_NAME_CHARS} are accepted.")
@@ -75,7 +75,7 @@ def check_extent(request: BodyRequest, context: int | None) -> None:
 
 
 def check_free(request: BodyRequest) -> BodyRequest:
-    """Checks the request of a large body, and returns it. Raises 400 for values that are too large to pass on."""
+    """Checks and returns the request of a large body. Raises 400 for values that are too large to pass on."""
     if isinstance(request, DetokenizeRequest):
         return request
     refuse_unsupported(request)
@@ -95,7 +95,7 @@ def check_free(request: BodyRequest) -> BodyRequest:
 
 
 def _arguments_chars(message: ChatMessage, position: int) -> int:
-    """Of all tool calls of the message."""
+    """Characters in the arguments of all tool calls of the message."""
     calls = [call.function for call in message.tool_calls or ()]
     sizes = [len(call.arguments or "") for call in [*calls, *filter(None, [message.function_call])]]
     if max(sizes, default=0) > MAX_ARGUMENTS_CHARS:

@@ -1,12 +1,12 @@
-"""Receives the JSON bodies of requests and decodes them, so that no tenant takes others' time or memory with them."""
+"""Receives and decodes requests' JSON bodies, so that no tenant's bodies take other tenants' time or memory."""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from ..access.request_record import record_of
 from ..metrics import Metrics
-from ..openai_api.errors import ApiError
+from ..openai_api.errors import ApiError, NoSuchResponse
 from .body_budget import BodyBudget
 from .body_decoder import BodyDecoder
 from .body_limits import ArrivalPace, check_extent
@@ -26,10 +26,12 @@ PACE: Final = ArrivalPace(grace_s=10.0, bytes_per_s=32 << 10, deadline_s=120.0)
 TRIM_BYTES: Final = 8 << 20  # of released bodies, after which their memory is returned to the machine
 
 R = TypeVar("R", bound=BodyRequest)
+# JSON of the stored responses with these ids, which has at most so many bytes: see `RequestDecoder.decode`.
+Recall = Callable[[Sequence[str], int], Awaitable[bytes]]
 
 
 class BodyReader:
-    """Belongs to one event loop. Its budget is for the bytes of bodies, until they are decoded."""
+    """Belongs to one event loop. `budget` bounds the bytes of bodies that are not decoded yet."""
 
     def __init__(self, max_held_bytes: int, metrics: Metrics, pace: ArrivalPace = PACE) -> None:
         self.budget = BodyBudget(max_held_bytes)
@@ -45,35 +47,60 @@ class BodyReader:
 
     @asynccontextmanager
     async def open(
-        self, http: Request, tenant: str, kind: type[R], *, max_bytes: int, context: int | None
+        self,
+        http: Request,
+        tenant: str,
+        kind: type[R],
+        *,
+        max_bytes: int,
+        context: int | None,
+        recall: Recall | None = None,
     ) -> AsyncIterator[R]:
         """The request in the body, decoded. `context`: tokens of the model's context; None: not known yet.
 
-        Fields that the schema lacks are noted in the request's record. A tenant's large requests are inside of the
-        block one at a time: what is done there for a long prompt takes others' time too.
+        `recall`: for requests that may refer to stored responses; None: they may not.
 
-        Raises 400 for a body that does not fit the schema, 408 for one that comes too slowly, 413 for one over the
-        limit, 415 for one that is compressed, and 429 where the memory for bodies is taken.
+        Fields that the schema lacks are noted in the request's record. A tenant's large requests, and those that refer
+        to stored responses, are inside of the block one at a time: what is done there for a long prompt takes others'
+        time too.
+
+        Raises 400 for a body that does not fit the schema, 408 for one that arrives too slowly, 413 for one over the
+        limit, 415 for one that is compressed, and 429 when the memory for bodies is used up.
         """
         _check_headers(http, max_bytes)
         body = _HeldBody(tenant)
         try:
             await self._receive(http, body, max_bytes)
-            if body.num_bytes <= self._small[kind].max_bytes_on_loop:
-                small = self._small[kind].decode(body.data)
-                assert isinstance(small, kind)
-                check_extent(small, context)
-                record_of(http.scope).ignored += self._small[kind].unknown_fields(body.data)
-                self._release(body)
-                yield small
-                return
-            async with self._turns.of(tenant):
-                request, unknown = await self._decoder.decode(body.data, kind, context)
+            async with AsyncExitStack() as turn:
+                if is_large := body.num_bytes > self._small[kind].max_bytes_on_loop:
+                    await turn.enter_async_context(self._turns.of(tenant))
+                try:
+                    request, unknown = await self._decoded(body, kind, context, None if recall is None else b"{}")
+                except NoSuchResponse as error:
+                    if recall is None or not error.response_ids:
+                        raise
+                    if not is_large:  # what it refers to may be
+                        await turn.enter_async_context(self._turns.of(tenant))
+                    kept = await recall(error.response_ids, max_bytes)
+                    self._hold(body, len(kept))
+                    request, unknown = await self._decoded(body, kind, context, kept)
                 record_of(http.scope).ignored += unknown
                 self._release(body)
                 yield request
         finally:
             self._release(body)
+
+    async def _decoded(
+        self, body: _HeldBody, kind: type[R], context: int | None, kept: bytes | None
+    ) -> tuple[R, list[str]]:
+        """The request, and the fields that its schema lacks. `kept`: see `RequestDecoder.decode`."""
+        decoder = self._small[kind]
+        if body.num_bytes > decoder.max_bytes_on_loop:
+            return await self._decoder.decode(body.data, kind, context, kept)
+        small = decoder.decode(body.data, kept)
+        assert isinstance(small, kind)
+        check_extent(small, context)
+        return small, decoder.unknown_fields(body.data)
 
     async def _receive(self, http: Request, body: _HeldBody, max_bytes: int) -> None:
         loop, pace = asyncio.get_running_loop(), self._pace
@@ -83,17 +110,22 @@ class BodyReader:
                 async for chunk in http.stream():
                     if body.num_bytes + len(chunk) > max_bytes:
                         raise _too_large(max_bytes)
-                    self.budget.take(body.tenant, len(chunk))
-                    self._metrics.num_held_body_bytes = self.budget.num_held
-                    body.num_bytes += len(chunk)
+                    self._hold(body, len(chunk))
                     body.data += chunk
                     limit.reschedule(began_at + pace.latest_s(body.num_bytes))
         except TimeoutError:
-            message = f"The request's body comes too slowly: {body.num_bytes} bytes in {loop.time() - began_at:.0f} s."
+            taken_s = loop.time() - began_at
+            message = f"The request's body arrives too slowly: {body.num_bytes} bytes in {taken_s:.0f} s."
             raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
 
+    def _hold(self, body: _HeldBody, num_bytes: int) -> None:
+        """Raises a 429 where the memory for bodies is taken."""
+        self.budget.take(body.tenant, num_bytes)
+        self._metrics.num_held_body_bytes = self.budget.num_held
+        body.num_bytes += num_bytes
+
     def _release(self, body: _HeldBody) -> None:
-        """Forgets the bytes, if it still has them. A thread that was cancelled may hold them for a moment longer."""
+        """Drops the bytes; further calls do nothing. A thread that was cancelled may hold them for a moment longer."""
         num_bytes, body.num_bytes, body.data = body.num_bytes, 0, bytearray()
         if not num_bytes:
             return
@@ -117,7 +149,7 @@ def _check_headers(http: Request, max_bytes: int) -> None:
     """Refuses a body by its headers, before any of it is read."""
     encoding = http.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        message = f"Bodies are accepted as they are, not with Content-Encoding {encoding[:40]!r}: send it uncompressed."
+        message = f"Content-Encoding {encoding[:40]!r} is not supported: send the body uncompressed."
         raise ApiError(415, message, code="unsupported_encoding", headers={"Connection": "close"})
     declared = http.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > max_bytes):

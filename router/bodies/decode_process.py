@@ -14,7 +14,7 @@ import msgspec
 
 from ...adapters.processes.process_bounds import resident_bytes, yield_to_others
 from ...adapters.processes.process_frames import LAST, NOT_LAST, read_frames, write_frames
-from ..openai_api.errors import ApiError, invalid_value
+from ..openai_api.errors import ApiError, NoSuchResponse, invalid_value
 from .body_limits import check_extent, check_free
 from .packed_request import PackedRequest, packed
 from .request_decoder import BODY_KINDS, RequestDecoder
@@ -40,22 +40,24 @@ class Refusal(msgspec.Struct, frozen=True):
     param: str | None
     code: str | None
     is_as_sent: bool
+    response_ids: list[str] | None  # of `NoSuchResponse`
 
 
-def answer(question: Question, body: bytes) -> list[bytes]:
+def answer(question: Question, body: bytes, kept: bytes | None = None) -> list[bytes]:
     """The frames of the answer after its first one: a `PackedRequest`'s and unknown fields, or one with a `Refusal`."""
     try:
-        found, unknown = _packed(question, body)
+        found, unknown = _packed(question, body, kept)
     except ApiError as error:
         detail = error.detail
-        refusal = Refusal(error.status_code, detail.message, detail.param, detail.code, error.is_as_sent)
+        response_ids = error.response_ids if isinstance(error, NoSuchResponse) else None
+        refusal = Refusal(error.status_code, detail.message, detail.param, detail.code, error.is_as_sent, response_ids)
         return [msgspec.msgpack.encode(refusal)]
     return [found.head, found.values, msgspec.msgpack.encode(unknown), *found.pieces]
 
 
-def _packed(question: Question, body: bytes) -> tuple[PackedRequest, list[str]]:
+def _packed(question: Question, body: bytes, kept: bytes | None) -> tuple[PackedRequest, list[str]]:
     decoder = _DECODERS[question.kind]
-    request = decoder.decode(body)
+    request = decoder.decode(body, kept)
     check_extent(request, question.context)
     try:
         return packed(check_free(request)), decoder.unknown_fields(body)
@@ -71,9 +73,9 @@ def main(source: IO[bytes], sink: IO[bytes]) -> None:
     yield_to_others(NICENESS)
     decoder = msgspec.msgpack.Decoder(Question)
     while frames := read_frames(source):
-        question, body = frames
-        found = answer(decoder.decode(question), body)
-        del frames, body
+        question, body, *kept = frames
+        found = answer(decoder.decode(question), body, *kept)
+        del frames, body, kept
         is_last = resident_bytes() > MOST_RESIDENT_BYTES
         write_frames(sink, [LAST if is_last else NOT_LAST, *found])
         del found

@@ -136,7 +136,7 @@ def _text_pieces(text: str) -> list[bytes]:
 def _id_pieces(token_ids: list[int]) -> list[bytes]:
     try:
         array(_ID, token_ids)
-    except OverflowError:  # no vocabulary has such ids, which is said when they are looked at
+    except OverflowError:  # the check of token ids will refuse them
         token_ids = [max(min(token_id, _MOST_ID), -_MOST_ID) for token_id in token_ids]
     starts = range(0, len(token_ids), PIECE_IDS)
     return [array(_ID, token_ids[start : start + PIECE_IDS]).tobytes() for start in starts]

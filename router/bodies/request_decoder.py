@@ -13,7 +13,7 @@ from ..openai_api.embedding_request import EmbeddingPrompts, EmbeddingsRequest
 from ..openai_api.errors import ApiError
 from ..openai_api.json_body import decode
 from ..openai_api.request_schema import ChatRequest, CompletionRequest
-from ..openai_api.response_request import ResponseChat, ResponsesRequest
+from ..openai_api.response_request import KeptConversation, ResponseChat, ResponsesRequest
 from ..openai_api.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from ..openai_api.unknown_fields import unknown_fields
 from ..requests.embedding_prompts import embedding_prompts
@@ -28,6 +28,7 @@ MAX_TRANSLATED_BYTES_ON_LOOP: Final = 24 << 10
 MAX_OBJECTS: Final = 1 << 20
 
 R = TypeVar("R", bound=BodyRequest)
+_kept: Final = msgspec.json.Decoder(dict[str, KeptConversation]).decode
 
 BODY_KINDS: Final[tuple[type[BodyRequest], ...]] = (
     CompletionRequest,
@@ -40,7 +41,7 @@ BODY_KINDS: Final[tuple[type[BodyRequest], ...]] = (
     EmbeddingPrompts,
 )
 # For kinds whose bodies have another schema: that schema, and the function that makes the chat.
-_TRANSLATED: Final[Mapping[type[Any], tuple[type[Any], Callable[[Any], Any]]]] = MappingProxyType(
+_TRANSLATED: Final[Mapping[type[Any], tuple[type[Any], Callable[..., Any]]]] = MappingProxyType(
     {
         ResponseChat: (ResponsesRequest, response_chat),
         MessageChat: (MessagesRequest, message_chat),
@@ -59,12 +60,16 @@ class RequestDecoder(Generic[R]):
         self.max_bytes_on_loop = MAX_TRANSLATED_BYTES_ON_LOOP if self._is_translated else MAX_BYTES_ON_LOOP
         self._json = msgspec.json.Decoder(self._schema)
 
-    def decode(self, body: bytes | bytearray) -> R:
-        """Raises a 400 for a body that does not fit the schema."""
+    def decode(self, body: bytes | bytearray, kept: bytes | None = None) -> R:
+        """Raises a 400 for a body that does not fit the schema.
+
+        `kept`: JSON of the stored responses that it may refer to, for `ResponseChat` alone; see `response_chat`.
+        """
         if self._is_translated and body.count(b"{") > MAX_OBJECTS:
             raise ApiError(413, f"The request's body has more than {MAX_OBJECTS} objects.", code="request_too_large")
         try:
-            request: R = self._translate(decode(body, self._json))
+            decoded = decode(body, self._json)
+            request: R = self._translate(decoded) if kept is None else self._translate(decoded, _kept(kept))
         except ApiError as error:
             error.is_as_sent = True
             raise

@@ -17,7 +17,7 @@ _DEADLINE_S: Final = 10.0
 
 
 async def small_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-    """The decoded body; an empty one counts as {}. Raises 400, 408 for one that comes too slowly, and 413."""
+    """The decoded body; an empty one counts as {}. Raises 400, 408 for one that arrives too slowly, and 413."""
     body = bytearray()
     try:
         async with asyncio.timeout(_DEADLINE_S):

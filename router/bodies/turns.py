@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class Turns:
-    """Of each tenant at most `most` are inside at once; more wait in the order of their arrival.
+    """Lets at most `most` of each tenant inside at once; others wait in the order of their arrival.
 
     It keeps only tenants that have a turn or wait for one. Belongs to one event loop.
     """

@@ -34,7 +34,7 @@ def gang_families(loads: Mapping[str, EngineLoad], labels: Mapping[str, str]) ->
 
 
 def metric_name(field: str) -> str:
-    """Of a field of a load, with its unit as Prometheus writes it; a counter's without `_total`."""
+    """The metric's name for a field of a load, with Prometheus' unit; a counter's without `_total`."""
     name = f"motet_engine_{field.removeprefix('num_')}"
     return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
 

@@ -101,7 +101,7 @@ def _starts(metrics: Metrics, make: Families) -> Iterator[Metric]:
     yield make.gauges("motet_failed_starts", help_text, ("kind",), [(kind, failed[kind]) for kind in kinds])
     help_text = (
         "1 if the application has its configuration before again because gangs of the newest one could not start, "
-        "until it is configured anew."
+        "until it gets a new configuration."
     )
     yield make.gauge("motet_rollout_taken_back", help_text, float(metrics.taken_back is not None))
 

@@ -39,7 +39,7 @@ class FleetShares:
             self._forget_tenant(next(iter(self._totals)))
 
     def forget(self, gang_id: str) -> None:
-        """The gang is gone for good. What it had served still counts at the others."""
+        """Removes a gang that has ended. Its service still counts at the others."""
         for known in (self._here, self._last, self._sent):
             known.pop(gang_id, None)
 

@@ -103,7 +103,7 @@ class Dispatcher(Protocol):
     def submit(
         self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
     ) -> SequenceStream:
-        """Starts a sequence. A missing gang is no exception but an update with error "gang_lost" or "overloaded".
+        """Starts a sequence. If no gang takes it, its update has the error "gang_lost" or "overloaded".
 
         `request`: what its client asks for; the dispatcher gives it an id. Without a seed its draws follow from its
         key; without either they are random. A sequence with a key can be resumed at any router (`is_resumed`), which

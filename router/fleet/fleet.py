@@ -20,10 +20,10 @@ from .leader_connection import FaultKind, LeaderConnection
 from .open_sequence import OpenSequence
 from .relocator import Relocator
 
-_MAX_ROUTED_PAGES = 2048  # of a prompt; the pages after them are not looked at
+_MAX_ROUTED_PAGES = 2048  # of a prompt; later pages are ignored
 _MAX_EXAMINED = 1024  # tenants of a gang in one message about their service elsewhere
 _SERVED_INTERVAL_S = 0.25  # between two messages to a gang about its tenants' service elsewhere
-STORE_PAUSE_S = 2.0  # after a gang could not read an adapter, other gangs are preferred for so long
+STORE_PAUSE_S = 2.0  # for which other gangs are preferred after a gang could not read an adapter
 
 
 class Fleet:
@@ -168,10 +168,10 @@ class Fleet:
         return True
 
     def bring(self, sequences: Sequence[OpenSequence], wait_s: float) -> list[str]:
-        """Sends sequences of one request to as many gangs, which suit it best; the ids of these.
+        """Sends sequences of one request to different gangs, the most suitable ones. Returns their ids.
 
         Fewer if no more are connected: the other sequences are sent nowhere. Each is given up if it still waits after
-        `wait_s`, and admitted all the same if a longer wait is expected.
+        `wait_s`, and admitted even if a longer wait is expected.
         """
         if not sequences:
             return []

@@ -171,7 +171,7 @@ class KnownGang:
 
     @property
     def num_background_tokens(self) -> int:
-        """Of the queued tokens, those of background sequences that have not begun: they yield to all others."""
+        """Queued tokens of background sequences that have not begun, which yield to all others."""
         return self.load.gauges.num_queued_background_tokens + self._num_unseen_background_tokens
 
     def num_tokens_before(

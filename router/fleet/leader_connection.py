@@ -185,7 +185,7 @@ class LeaderConnection:
         self._outbox.put(Withdraw(self._ids[sequence]))
 
     def send(self, news: News) -> None:
-        """Sends the leader a message that concerns no sequence of its own. No-op while the connection is broken."""
+        """Sends the leader a message that is not about a sequence. No-op while the connection is broken."""
         if self.info is not None:
             self._outbox.put(news)
 
@@ -266,7 +266,7 @@ class LeaderConnection:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of the next stream. The leader takes the one that was made last for this connection's only one."""
+        """Metadata of the next stream. The leader takes the newest stream of this connection as its only one."""
         self._num_connects += 1
         return (TOKEN_KEY, self._token), (ROUTER_KEY, self._name), (CONNECT_KEY, str(self._num_connects))
 

@@ -36,7 +36,7 @@ class RelocationConfig:
     max_sequences: int = 128  # that move in one round
     max_tokens: int = 1 << 16  # of their prompts; one sequence may always move
     max_examined: int = 512  # sequences of all gangs where some wait, the newest of each
-    max_targets: int = 8  # gangs that are looked at, those with the shortest queues
+    max_targets: int = 8  # gangs that are examined, those with the shortest queues
 
 
 @dataclass(frozen=True)

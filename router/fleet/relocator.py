@@ -27,7 +27,7 @@ class Relocator:
     """
 
     def __init__(self, connections: Mapping[str, LeaderConnection], adapter_pages: Callable[[AdapterRef], int]) -> None:
-        """`connections`: the gangs by their keys, as they are in each round."""
+        """`connections`: the current gangs by key, read in each round."""
         self._connections, self._adapter_pages = connections, adapter_pages
         self._config = RelocationConfig()
         self._next_round = 0.0

@@ -28,7 +28,7 @@ class BeamSearch:
     finished: tuple[Beam, ...]
 
     def state(self, rules: BeamRules) -> SearchState:
-        """Of a search that is not over."""
+        """The state of a search that has not ended."""
         totals, finished = [each.total for each in self.live], [each.score(rules) for each in self.finished]
         return SearchState(totals, len(self.live[0].token_ids), finished)
 

@@ -13,7 +13,7 @@ _NUM_CONTEXT_TOKENS: Final = 16  # more than a detokenizer looks at
 
 
 class BeamStops:
-    """Remembers how far each beam of the last two rounds has come into a string, so that a token is looked at once.
+    """Remembers how far each beam of the last two rounds has come into a string, so that each token is examined once.
 
     To be called with the beams of one search, round by round, and with none that an earlier token has stopped.
     """

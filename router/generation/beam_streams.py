@@ -1,7 +1,7 @@
-"""Beam search at a gang: one request for a search, whose rounds come back as they are computed.
+"""Beam search at a gang: one request for a search, which returns its rounds as they are computed.
 
-The gang knows no text. Where a stop string ends a beam the search goes on otherwise than the gang went on meanwhile, so
-the router asks again from there; the gang's prefix cache has most of the pages.
+The gang does not know texts. Where a stop string ends a beam, the search continues differently from the gang's next
+rounds, so the router submits it again from there; the gang's prefix cache has most of the pages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BeamRun:
         is_stopped: Callable[[Beam], bool],
         limit: Callable[[SamplingParams], TimeLimit | None],
     ) -> None:
-        """`request`: for the prompt; its sampling and its key are not looked at.
+        """`request`: for the prompt; its sampling and its key are ignored.
 
         `is_stopped`: of a beam that grew by a token, if `rules.may_stop`. `limit` returns how much time the search has
         left.
@@ -52,7 +52,7 @@ class BeamRun:
         sampling = SamplingParams(max_tokens=rules.max_tokens, temperature=0.0, ignore_eos=True)
         self._request = msgspec.structs.replace(request, sampling=sampling, key="", beams=rules)
         self._num_cached_tokens: int | None = None  # of the prompt, as reported with the first round
-        self._ended_usage = SequenceUsage()  # of the streams before
+        self._ended_usage = SequenceUsage()  # of earlier streams
         self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
         self._stream: SequenceStream | None = None
         self._task = asyncio.create_task(self._found())
@@ -91,10 +91,10 @@ class BeamRun:
         return [self._update(beam) for beam in search.finished]
 
     async def _follow(self, search: BeamSearch) -> BeamSearch:
-        """Has a gang go on with the search, to its end or until a beam is stopped. Raises _BeamsLostError."""
+        """Continues the search at a gang, to its end or until a stop string ends a beam. Raises _BeamsLostError."""
         limit = self._limit(self._request.sampling)
         so_far = search.so_far(self._rules)
-        if so_far is not None:  # a search that was admitted is not refused half-way
+        if so_far is not None:  # an admitted search must not be refused later
             limit = replace(limit or TimeLimit(), has_begun=True)
             if self._stream is not None:
                 await self._stream.reported()
@@ -115,10 +115,10 @@ class BeamRun:
                     stream.cancel()  # no-op if it has ended
                     return search
                 await share.pause()
-        raise _BeamsLostError(SequenceError("internal", "a search ended before its beams"))
+        raise _BeamsLostError(SequenceError("internal", "a search ended before its beams had"))
 
     def _update(self, beam: Beam) -> SequenceUpdate:
-        # A beam that a stop string has ended says "length" here: its `Choice` finds the string, and says "stop".
+        # A beam that a stop string has ended gets "length" here: its `Choice` finds the string, and reports "stop".
         is_ended = beam.token_ids[-1] in self._rules.end_token_ids
         reason: FinishReason = "stop" if is_ended else "length"
         computing_s = None if self._began_at is None else time.perf_counter() - self._began_at
@@ -128,9 +128,9 @@ class BeamRun:
 
 
 class BeamStream:
-    """A `SequenceStream` of one update: the beam that came out at this rank. The first one has the search's usage."""
+    """A `SequenceStream` of one update: the beam of this rank. The first one has the search's usage."""
 
-    usage_at: float | None = None  # no token comes before its end, up to which pages would be counted
+    usage_at: float | None = None  # no tokens come before its end
 
     def __init__(self, run: BeamRun, task: asyncio.Task[list[SequenceUpdate]], rank: int) -> None:
         self._run, self._task, self._rank = run, task, rank
@@ -141,7 +141,7 @@ class BeamStream:
             yield msgspec.structs.replace(self._task.result()[self._rank], sequence_id=self._rank)
 
     def cancel(self) -> None:
-        """Ends the whole search, which is forgotten at its leader. No-op when it is over."""
+        """Cancels the whole search. No-op when it has ended."""
         self._task.cancel()
 
     @property

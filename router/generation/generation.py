@@ -152,7 +152,7 @@ class Generation:
         return delta
 
     def _take_seen(self, index: int, update: SequenceUpdate) -> SequenceUpdate:
-        """Takes in the tokens that the client has had; returns the rest. Raises a 400 if there never were so many."""
+        """Skips the tokens that the client has had; returns the rest. Raises a 400 if fewer were generated."""
         choice, num_seen = self.choices[index], self._num_seen[index]
         seen, rest = _split(update, num_seen - choice.num_tokens)
         self._fold(index, seen)

@@ -16,7 +16,7 @@ _PYTHON_TEXT: Final = r'/"([^"\\\x00-\x1F\x7F]|\\["\\\/bfnrt])*"/'
 _PYTHON_BOUNDS: Final = {"minimum": -(2**53) + 1, "maximum": 2**53 - 1}
 _PYTHON_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:[-.][A-Za-z0-9_]+)*")
 _ANY_NAME: Final = "/[A-Za-z_][A-Za-z0-9_]{0,62}/"
-_NO_TEXT: Final = ("pattern", "minLength", "maxLength", "format")  # of texts that stand as they are
+_NO_TEXT: Final = ("pattern", "minLength", "maxLength", "format")  # of strings that are written without quotes
 
 
 def with_calls(wanted: WantedCalls, answer: str | None, special_ids: Mapping[str, int], spaces: str | None) -> str:
@@ -113,7 +113,7 @@ class _Rules:
         return " ".join(parts) or '""'
 
     def _any_arguments(self, number: int, tags: Tags | None) -> str:
-        """Of a tool without a schema."""
+        """The arguments of a tool without a schema."""
         if tags is None:
             argument = f'{_ANY_NAME} "=" {json_value(True, self._spaces)}'
             return f'({argument} (", " {argument})*)?'
@@ -125,7 +125,9 @@ class _Rules:
         members = []
         for key, value in properties.items():
             if not _PYTHON_NAME.fullmatch(key):
-                raise ValueError(f"the argument {key!r} is no name in Python, as this model's form of calls needs.")
+                raise ValueError(
+                    f"the argument {key!r} is not a name in Python, as this model's format of calls requires."
+                )
             members.append((f"{quoted(key + '=')} {self._python_value(root, value)}", key in required))
         rules, arguments = listed(members, ", ", f"argument_{number}")
         self._lines += rules

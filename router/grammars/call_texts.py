@@ -10,7 +10,7 @@ import msgspec
 
 
 class Tags(msgspec.Struct, frozen=True):
-    """Around an argument: `{key}` in the opening stands for its name. Texts stand there as they are."""
+    """The texts around an argument: `{key}` in the opening stands for its name."""
 
     opening: str
     closing: str
@@ -29,7 +29,7 @@ class CallText(msgspec.Struct, frozen=True):
     are_keywords: bool = False  # the arguments are `key=value`, with JSON for values
     text_mark: str = ""  # at both ends of texts, in JSON whose keys have no quotes; empty: texts and keys are JSON
     is_alone: bool = False  # an answer has one call
-    content: str = ""  # before an answer that is no call
+    content: str = ""  # before an answer that is not a call
     behind_thoughts: str = ""
 
 

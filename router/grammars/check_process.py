@@ -1,7 +1,7 @@
 """The process that translates and tries grammars for a router: `python -m motet.router.grammars.check_process`.
 
 A grammar is a program of a tenant's: it may take any time and memory to compile, and one with a long chain of
-references overflows the stack, which ends the process. So each is tried in a process of its own, forked from this one,
+references overflows the stack, which ends the process. So each is tested in its own process, forked from this one,
 which has imported what it needs. A gang compiles only what was compiled here. The stack here is smaller than that of a
 gang's threads, so what fits here fits there.
 """
@@ -108,7 +108,7 @@ def _error_on_the_way(matcher: LLMatcher, goes_on: bool) -> str:
     """
     for _ in range(NUM_TRIED_BYTES):
         forced, _, _ = matcher.compute_ff_bytes().partition(_TOKEN_MARKER)
-        matcher.consume_tokens([*forced])  # what must come next is no place to go another way
+        matcher.consume_tokens([*forced])  # forced tokens leave no choice
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         allowed = mask & _ALL_BYTES
         if matcher.is_error() or not mask & ~(1 << _Bytes.eos_token_id):

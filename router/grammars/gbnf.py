@@ -1,8 +1,8 @@
-"""Grammars in GBNF, as llama.cpp, vLLM and SGLang take them, in llguidance's Lark.
+"""Converts GBNF, the grammars of llama.cpp, vLLM and SGLang, to llguidance's Lark.
 
-GBNF is a grammar of characters, and Lark one of terminals, of which the lexer takes the longest. So what does not refer
-to itself becomes one terminal as a whole: a regular expression, which means the same. Only around rules that refer to
-themselves do terminals meet.
+GBNF is a grammar of characters, and Lark one of terminals, of which the lexer takes the longest. So each part without
+recursion becomes a single terminal, a regular expression with the same meaning. Terminals are adjacent only around
+recursive rules.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def is_gbnf(grammar: str) -> bool:
 
 
 def lark_of_gbnf(grammar: str) -> str:
-    """The same in Lark. Raises ValueError that says what is wrong, and in which line."""
+    """The grammar in Lark. Raises ValueError with the problem and its line."""
     return _Converter(grammar).lark()
 
 
@@ -59,7 +59,7 @@ class _Converter:
         for token in self._tokens():
             if token.kind == "define":
                 if token.text in self._bodies:
-                    raise self._error(token.position, f"the rule {token.text!r} is there twice")
+                    raise self._error(token.position, f"the rule {token.text!r} is defined twice")
                 body = self._bodies[token.text] = []
             elif not self._bodies:
                 raise self._error(token.position, "a rule must begin with 'name ::='")
@@ -91,7 +91,7 @@ class _Converter:
                 yield _Token(kind, match["defined"] or match[kind], match.start())
 
     def _regular_rules(self) -> set[str]:
-        """Those that do not refer to themselves, through others neither."""
+        """Rules that do not refer to themselves, directly or through others."""
         references = {
             name: {token.text for token in body if token.kind == "name"} for name, body in self._bodies.items()
         }
@@ -99,11 +99,11 @@ class _Converter:
         for name, used in references.items():
             for one in used:
                 if one not in users:
-                    raise ValueError(f"its rule {name!r} uses {one!r}, which it does not have.")
+                    raise ValueError(f"its rule {name!r} uses {one!r}, which is not defined.")
                 users[one].append(name)
         num_open = {name: len(used) for name, used in references.items()}
         ready = [name for name, number in num_open.items() if not number]
-        for name in ready:  # it grows
+        for name in ready:  # grows during the loop
             for user in users[name]:
                 num_open[user] -= 1
                 if not num_open[user]:
@@ -114,7 +114,7 @@ class _Converter:
         return f"{'R' if name in self._regular else 'r'}{self._numbers[name]}"
 
     def _alternatives(self, body: list[_Token], at: int, depth: int) -> tuple[_Piece, int]:
-        """What stands from `at` up to the next ')' or the end, and where that is."""
+        """The alternatives from `at` up to the next ')' or the end, and the position of that."""
         if depth > MAX_NESTING:
             raise self._error(body[at - 1].position, f"more than {MAX_NESTING} parentheses are nested")
         pieces = []
@@ -156,7 +156,7 @@ class _Converter:
         return self._joined(pieces), at
 
     def _joined(self, pieces: list[_Piece]) -> _Piece:
-        """The sequence. Where not all of it is regular, what is beside each other is one terminal."""
+        """The sequence. If not all of it is regular, adjacent regular pieces become one terminal."""
         if not pieces:
             return _Piece('""', is_regular=True)
         if all(piece.is_regular for piece in pieces):
@@ -185,7 +185,7 @@ class _Converter:
         return _ESCAPE.sub(lambda match: self._escaped(match, token), token.text[1:-1])
 
     def _class(self, token: _Token) -> str:
-        """A class of characters, whose members are written by their numbers: none of them means anything to Lark."""
+        """A class of characters, with members as code points, so that none has a special meaning in Lark."""
         inner = token.text[1:-1]
         start = "[^" if inner.startswith("^") and len(inner) > 1 else "["
         members = re.findall(r"\\(?:x..|u....|U........|.)|.", inner[len(start) - 1 :], re.DOTALL)
@@ -201,11 +201,11 @@ class _Converter:
         digits = match[1] or match[2] or match[3]
         if digits is None:
             if match[4] not in _PLAIN:
-                raise self._error(token.position, f"{match[0]!r} is no escape of GBNF")
+                raise self._error(token.position, f"{match[0]!r} is not an escape of GBNF")
             return _PLAIN[match[4]]
         number = int(digits, 16)
         if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-            raise self._error(token.position, f"{match[0]!r} is no character")
+            raise self._error(token.position, f"{match[0]!r} is not a character")
         return chr(number)
 
     def _error(self, position: int, what: str) -> ValueError:

@@ -49,7 +49,7 @@ class GrammarCheck:
         try:
             data = msgspec.msgpack.encode(wanted)
         except UnicodeEncodeError:
-            raise invalid_value(wanted.param, "it has half of a surrogate pair, which is no character.") from None
+            raise invalid_value(wanted.param, "it has half of a surrogate pair, which is not a character.") from None
         except OverflowError:
             raise invalid_value(wanted.param, "it has a whole number of more than 64 bits.") from None
         except RecursionError:
@@ -64,7 +64,7 @@ class GrammarCheck:
         return verdict.lark
 
     async def _awaited(self, tenant: str, digest: bytes, data: bytes, vocab_size: int) -> Verdict:
-        """Of requests with one grammar that came together the first one has it tried.
+        """The first of simultaneous requests with the same grammar has it tested.
 
         That goes on if the requests are given up: to end its process would leave the next tenant to start one.
         """

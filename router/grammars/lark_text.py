@@ -18,7 +18,7 @@ _ANY_ANSWER: Final = f"start: {ANY_TEXT}"
 
 
 def lark_text(wanted: WantedGrammar, special_ids: Mapping[str, int]) -> str:
-    """`special_ids`: of the model's special tokens, by name. Raises ValueError for what is no grammar."""
+    """`special_ids`: of the model's special tokens, by name. Raises ValueError for an invalid grammar."""
     text = None if wanted.form == "any" else _answer(wanted, special_ids)
     if wanted.opening and (text is not None or not (wanted.calls is not None and wanted.calls.must_call)):
         opening = text_with_tokens(wanted.opening, special_ids)
@@ -52,4 +52,4 @@ def _parsed(text: str, kind: Any) -> Any:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"it is no such JSON: {error}.") from error
+        raise ValueError(f"it is not valid: {error}.") from error

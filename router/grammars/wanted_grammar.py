@@ -19,5 +19,5 @@ class WantedGrammar(msgspec.Struct, frozen=True):
     spaces: str | None = SPACES  # between the tokens of JSON: a regular expression; None: there are none
     # Marks of what may come first, the first of them empty where it has begun, and what must stand behind both.
     thought: tuple[str, str, str] | None = None
-    opening: str = ""  # of an answer that is no call
+    opening: str = ""  # of an answer that is not a call
     calls: WantedCalls | None = None  # that may or must be there, beside text or in its place

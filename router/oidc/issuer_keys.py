@@ -108,7 +108,7 @@ class IssuerKeys:
                 raise IssuerError("its discovery document is another issuer's")
             address = discovery.get("jwks_uri")
             if not isinstance(address, str) or not is_safe(address):
-                raise IssuerError("its jwks_uri is no https URL")
+                raise IssuerError("its jwks_uri is not an https URL")
             document = await _document(client, address)
         keys = public_keys(document)
         if self.keys is None or document != self._documents:
@@ -152,5 +152,5 @@ async def _document(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise IssuerError("a document is not JSON") from error
     if not isinstance(document, dict):
-        raise IssuerError("a document is no JSON object")
+        raise IssuerError("a document is not a JSON object")
     return document

@@ -128,7 +128,7 @@ class TokenVerifier:
         return key, subject
 
     def _user(self, claimed: str, issuer: str) -> str:
-        """The user's name: the claim, or a digest of one that is no valid name or is ambiguous between issuers."""
+        """The user's name: the claim, or its digest if that is not a valid name or is ambiguous between issuers."""
         try:
             check_user(claimed)
         except AdapterInvalid:

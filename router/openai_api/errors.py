@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -35,9 +35,9 @@ from ...adapters.errors import (
 from ...workers.wire.messages import SequenceError
 
 RETRY_AFTER_S: Final = 1
-LONGEST_RETRY_AFTER_S: Final = 3600  # estimates beyond an hour mean no more than that the queue is long
+LONGEST_RETRY_AFTER_S: Final = 3600  # longer estimates are too uncertain to report
 BEARER_CHALLENGE: Final[Mapping[str, str]] = MappingProxyType({"WWW-Authenticate": "Bearer"})
-DO_NOT_RETRY: Final[Mapping[str, str]] = MappingProxyType({"x-should-retry": "false"})  # OpenAI's clients obey it
+DO_NOT_RETRY: Final[Mapping[str, str]] = MappingProxyType({"x-should-retry": "false"})  # read by OpenAI's clients
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
@@ -67,13 +67,22 @@ class ApiError(Exception):
         self.status_code = status_code
         self.detail = ErrorDetail(message, _type_of(status_code), param, code)
         self.headers = dict(headers or {})
-        self.is_as_sent = False  # `param` is the name in the client's request, even one of another API
+        self.is_as_sent = False  # `param` is already the name that the client's API uses
 
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(self.detail))
 
     def response(self) -> Response:
         return Response(self.body(), self.status_code, self.headers, "application/json")
+
+
+class NoSuchResponse(ApiError):  # noqa: N818
+    """404: the same for a response that is not stored and for one of another tenant or user."""
+
+    def __init__(self, param: str = "response_id", response_ids: Iterable[str] = ()) -> None:
+        """`response_ids`: that the request refers to, if they have not been looked for."""
+        super().__init__(404, "There is no such response.", param=param, code="response_not_found")
+        self.response_ids = list(response_ids)
 
 
 def invalid_value(param: str, message: str) -> ApiError:
@@ -97,7 +106,7 @@ def model_not_found(model: str) -> ApiError:
 
 
 def unknown_key() -> ApiError:
-    """401: the same for keys that never were, that have ended, and whose tenant has."""
+    """401: the same for keys that never existed, that were revoked, and whose tenant was deleted."""
     return ApiError(401, "Incorrect API key provided.", code="invalid_api_key", headers=BEARER_CHALLENGE)
 
 
@@ -107,7 +116,7 @@ def unavailable(message: str, code: str) -> ApiError:
 
 
 def insufficient_quota(message: str) -> ApiError:
-    """429: the tenant or its key may not have more, and waiting does not help."""
+    """429: the tenant or its key has reached a quota that waiting does not restore."""
     return ApiError(429, message, code="insufficient_quota", headers=DO_NOT_RETRY)
 
 
@@ -117,7 +126,7 @@ def internal_error() -> ApiError:
 
 
 def from_adapter_error(error: AdapterError) -> ApiError | None:
-    """The error for the client when the registry, or an upload, has failed; None: it is a fault of motet."""
+    """The client's error for an error of the registry or of an upload; None: a fault of motet."""
     message = str(error)
     sentence = f"{message[:1].upper()}{message[1:].removesuffix('.')}."
     match error:
@@ -131,11 +140,11 @@ def from_adapter_error(error: AdapterError) -> ApiError | None:
             return ApiError(404, message, param="version", code="version_not_found")
         case NoSuchTenant():
             return ApiError(404, sentence, param="tenant", code="tenant_not_found")
-        case NoSuchUser():  # nor of a user of another tenant
+        case NoSuchUser():  # the same for a user of another tenant
             return ApiError(404, "There is no such user.", param="user", code="user_not_found")
         case NoSuchKey():  # the same for a key that does not exist and for a key of another tenant
             return ApiError(404, "There is no such API key.", param="key_id", code="key_not_found")
-        case NoSuchFile():  # nor a file of another tenant or user
+        case NoSuchFile():  # the same for a file of another tenant or user
             return ApiError(404, "There is no such file.", param="file_id", code="file_not_found")
         case FileInUse():
             return ApiError(409, sentence, code="file_in_use")
@@ -161,24 +170,25 @@ def from_adapter_error(error: AdapterError) -> ApiError | None:
 
 
 def from_sequence_error(error: SequenceError) -> ApiError:
-    """The error for the client when a sequence has failed."""
+    """The client's error for a sequence that has failed."""
     match error.kind:
         case "invalid_request":
             return ApiError(400, error.message, code="invalid_request")
         case "adapter_failed":
             return ApiError(500, error.message, code="adapter_failed")
-        case "adapter_overflow":  # no fault of the server: it would only show in operators' alerts
+        case "adapter_overflow":  # 4xx: the tenant must act, and operators' alerts must not fire
             return ApiError(422, error.message, code="adapter_overflow")
         case "store_unavailable":
             return unavailable(error.message, "store_unavailable")
         case "overloaded":
-            # A timeout that is too short without any queue will be so the next time.
+            # A timeout that is too short even without a queue will be too short on a retry.
             is_hopeless = error.reason == "timeout" and error.retry_after_s is None
             headers = DO_NOT_RETRY if is_hopeless else {"Retry-After": _retry_after(error)}
             return ApiError(429, error.message, code="overloaded", headers=headers)
-        case "timeout":  # its client has given up, and a retry would compute it anew
+        case "timeout":  # its client has given up, and a retry would compute it all again
             return ApiError(408, error.message, code="timeout", headers=DO_NOT_RETRY)
-        case "gang_lost" | "handed_over" | "given_back" | "withdrawn" | "cancelled":  # all but the first: for routers
+        # Clients see only the first of these: routers handle the others.
+        case "gang_lost" | "handed_over" | "given_back" | "withdrawn" | "cancelled":
             return unavailable(error.message, "gang_lost")
         case "taken_over":
             return ApiError(409, error.message, code="taken_over")

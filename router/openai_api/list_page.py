@@ -46,7 +46,7 @@ def page_request(request: Request) -> PageRequest:
     if limit is not None and not (
         limit.isascii() and limit.isdigit() and len(limit) <= 9 and 1 <= int(limit) <= MAX_LIMIT
     ):
-        raise invalid_value("limit", f"{limit[:20]!r} is no whole number from 1 to {MAX_LIMIT}.")
+        raise invalid_value("limit", f"{limit[:20]!r} is not a whole number from 1 to {MAX_LIMIT}.")
     return PageRequest(MAX_LIMIT if limit is None else int(limit), request.query_params.get("after") or None)
 
 
@@ -55,7 +55,7 @@ async def read_page(
 ) -> tuple[list[Entry], bool]:
     """The entries that are requested, and whether there are more after them.
 
-    `read` gives entries sorted by name, from behind a name, at most as many as it is called with. That name need not be
+    `read` gives entries sorted by name, after a name, at most the number that it is called with. That name need not be
     there any more: a client that reads page after page misses nothing when an entry is deleted meanwhile.
     """
     entries: list[Entry] = []

@@ -46,10 +46,12 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     logits_processors: Any = None
     early_stopping: Any = None
     spaces_between_special_tokens: Any = None
-    lora_path: Any = None  # SGLang's, as are the next three
+    lora_path: Any = None  # SGLang's, as are the next five
     stop_regex: Any = None
     no_stop_trim: Any = None
     custom_logit_processor: Any = None
+    separate_reasoning: Any = None
+    return_hidden_states: Any = None
     repetition_detection: Any = None  # vLLM's, as are the next three
     detokenize: Any = None
     vllm_xargs: Any = None

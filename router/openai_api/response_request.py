@@ -5,7 +5,7 @@ The fields that are not OpenAI's mean the same as at /v1/chat/completions.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -19,20 +19,26 @@ ShortText = Annotated[str, Meta(max_length=512)]
 _REFUSED = Meta(description="Refused but null.")
 
 
-class InputPart(msgspec.Struct, frozen=True):
+class InputPart(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of a content: `input_text`, `output_text`, `text`, `refusal`, `reasoning_text` or `summary_text`."""
 
+    harmless_names: ClassVar = ("annotations", "logprobs")
     type: str
     text: str | None = None
     refusal: str | None = None
 
 
-class InputItem(msgspec.Struct, frozen=True):
-    """A message, a call of a function, its output, or what the model thought: as an answer had it, or new."""
+class InputItem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A message, a call of a function, its output, or what the model thought: as an answer had it, or new.
 
+    Or an `item_reference`, with the `id` of an item of a stored response.
+    """
+
+    harmless_names: ClassVar = ("status", "summary")
     type: Annotated[str, Meta(description="`message`, `function_call`, `function_call_output` or `reasoning`.")] = (
         "message"
     )
+    id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputPart] | None = None
     call_id: str | None = None
@@ -104,17 +110,30 @@ class ResponsesRequest(OneAnswerFields, frozen=True, kw_only=True):
     stream_options: ResponseStreamOptions | None = None
     max_tokens: Annotated[Any, Meta(description="Refused: it is called `max_output_tokens`.")] = None
     truncation: Literal["disabled"] | None = None
-    store: Annotated[bool | None, Meta(description="Answers are not stored: `true` is refused.")] = None
+    store: Annotated[bool | None, Meta(description="`true` is refused unless operators turn storage on.")] = None
     background: Annotated[bool | None, Meta(description="`true` is refused.")] = None
     metadata: Annotated[dict[str, ShortText], Meta(max_length=MAX_METADATA)] | None = None
     prompt_cache_key: ShortText | None = None
     safety_identifier: ShortText | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="For the chat template, as it is.")] = None
-    previous_response_id: Annotated[Any, _REFUSED] = None
+    previous_response_id: (
+        Annotated[str, Meta(max_length=128, description="Of a stored response: the input goes on behind it.")] | None
+    ) = None
     conversation: Annotated[Any, _REFUSED] = None
     prompt: Annotated[Any, _REFUSED] = None
     context_management: Annotated[Any, _REFUSED] = None
     moderation: Annotated[Any, _REFUSED] = None
+
+
+class _KeptOutput(msgspec.Struct, frozen=True):
+    output: list[InputItem]
+
+
+class KeptConversation(msgspec.Struct, frozen=True):
+    """What is stored of a response, as far as a next request needs it."""
+
+    input: list[InputItem]
+    response: _KeptOutput
 
 
 class ResponseChat(ChatRequest, frozen=True, kw_only=True):
@@ -122,3 +141,4 @@ class ResponseChat(ChatRequest, frozen=True, kw_only=True):
 
     terms: ResponseTerms
     has_instructions: bool  # they are the first message
+    items: bytes = b""  # JSON of the conversation's, where its response is to be stored

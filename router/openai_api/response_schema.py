@@ -85,6 +85,47 @@ class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasonin
 OutputItem = OutputMessage | FunctionCallItem | ReasoningItem
 
 
+class InputText(msgspec.Struct, frozen=True, tag_field="type", tag="input_text"):
+    text: str
+
+
+class RefusalText(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
+    refusal: str
+
+
+class MessageItem(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
+    id: str
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Sequence[InputText | OutputText | RefusalText]
+    status: ItemStatus = "completed"
+
+
+class CallOutputItem(msgspec.Struct, frozen=True, tag_field="type", tag="function_call_output"):
+    id: str
+    call_id: str
+    output: str | Sequence[InputText]
+    status: ItemStatus = "completed"
+
+
+InputItemShown = MessageItem | FunctionCallItem | CallOutputItem | ReasoningItem  # of a stored conversation
+
+
+class InputItemList(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of the items that a stored response answers."""
+
+    object: Literal["list"] = "list"
+    data: list[InputItemShown]
+    first_id: str | None  # null: the page is empty
+    last_id: str | None
+    has_more: bool  # another page follows
+
+
+class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
 class InputTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     cache_write_tokens: int = 0
@@ -129,6 +170,8 @@ class ResponseTerms(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None
     prompt_cache_key: str | None
     safety_identifier: str | None
+    store: bool
+    previous_response_id: str | None
 
 
 class Response(ResponseTerms, frozen=True, kw_only=True):
@@ -143,10 +186,8 @@ class Response(ResponseTerms, frozen=True, kw_only=True):
     incomplete_details: IncompleteDetails | None = None
     error: ResponseError | None = None
     object: Literal["response"] = "response"
-    store: bool = False
     background: bool = False
     truncation: Literal["disabled"] = "disabled"
-    previous_response_id: None = None
 
 
 class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):

@@ -52,7 +52,7 @@ class EventIds:
 
 
 def parse_position(text: str, tenant: str, keys: Sequence[bytes]) -> StreamPosition:
-    """The position in a `Last-Event-ID`. Raises a 400 for text that is no id of an event of this motet for the tenant.
+    """The position in a `Last-Event-ID`. Raises a 400 for text that is not an event id of this motet and tenant.
 
     `keys`: with which its routers have sealed ids.
     """
@@ -65,7 +65,7 @@ def parse_position(text: str, tenant: str, keys: Sequence[bytes]) -> StreamPosit
     position, dotted, suffix, seal = match.groups()
     if not is_sealed(seal, keys, tenant, id_text, position):
         raise wrong_position(
-            "it was not sent to this tenant by this motet, or not in this form. Send the request anew without it."
+            "it was not sent to this tenant by this motet, or not in this form. Send the request again without it."
         )
     counts = tuple(map(int, dotted.split(".")))
     if suffix is None or suffix == AT_USAGE:

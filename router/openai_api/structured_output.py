@@ -1,4 +1,4 @@
-"""What a request may say of the form of its answer: OpenAI's `response_format`, vLLM's `structured_outputs`."""
+"""Fields of requests for the format of answers: OpenAI's `response_format`, vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-# Fields of a request, of which one may be there.
+# Fields of a request, of which at most one may be given.
 FORM_FIELDS: Final = (
     "response_format",
     "structured_outputs",
@@ -48,7 +48,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the first six; the rest says more of `json` and `json_object`."""
+    """One of the first six; the others are options of `json` and `json_object`."""
 
     json: Annotated[JsonSchema | str | None, Meta(description="A JSON schema, or its text.")] = None
     regex: Annotated[str | None, Meta(description="Of the whole answer.")] = None

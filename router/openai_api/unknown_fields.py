@@ -1,91 +1,109 @@
-"""Names in a request's body that its schema does not have, and the header that says that they were ignored."""
+"""Names in a request's body that its schema does not have, and the header that says that they were ignored.
+
+Objects within others are looked into as well, but those that are passed on as they are, such as JSON schemas. A
+struct's `harmless_names` are what clients send back of an answer, or to spare cost: no answer differs for them.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
-from msgspec import Raw
-
-from .chat_messages import ChatMessage, FunctionDefinition, Tool
-from .request_schema import ChatRequest
-from .response_request import ReasoningConfig, ResponsesRequest, ResponseTool, TextConfig
+from msgspec import Raw, inspect
 
 WARNING_HEADER: Final = b"x-motet-warning"
 MOST_NAMES: Final = 8  # in a header
 _MOST_CHARS: Final = 64  # of a name
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.\[\]-]")
-_LISTS: Final = frozenset({"messages", "tools"})
-# The fields whose objects are looked into, and what these may have.
-_NESTED: Final[Mapping[type, Mapping[str, type[msgspec.Struct]]]] = MappingProxyType(
-    {
-        ChatRequest: {"messages": ChatMessage, "tools": Tool},
-        ResponsesRequest: {"reasoning": ReasoningConfig, "text": TextConfig, "tools": ResponseTool},
-    }
-)
-
-
-def _strict(kind: type[msgspec.Struct]) -> Any:
-    """A struct that skims what fits the kind, and takes no other names."""
-    fields, nested = msgspec.structs.fields(kind), dict[str, Any]()
-    for name, part in _NESTED.get(kind, {}).items():
-        nested[name] = (list[_strict(part)] if name in _LISTS else _strict(part)) | None  # type: ignore[misc]
-    if kind is Tool:
-        nested["function"] = _strict(FunctionDefinition)
-    return msgspec.defstruct(
-        f"Skimmed{kind.__name__}",
-        [(field.name, nested.get(field.name, Raw), None) for field in fields],
-        rename={field.name: field.encode_name for field in fields},
-        forbid_unknown_fields=True,
-    )
-
-
-class _ToolNames(msgspec.Struct, frozen=True):
-    function: dict[str, Raw]
-
-
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Raw])
-_OBJECTS: Final = msgspec.json.Decoder(list[dict[str, Raw]])
-_FUNCTIONS: Final = msgspec.json.Decoder(list[_ToolNames])
+_LIST: Final = msgspec.json.Decoder(list[Raw])
+
+
+class _Names(NamedTuple):
+    """The names that an object may have, and those of the objects in it, by the names of their fields."""
+
+    own: frozenset[str]
+    parts: Mapping[str, _Names]
+
+
+class _Known(NamedTuple):
+    names: _Names
+    strict: Any  # a type that skims what fits, and takes no other names
+
+
+def _of_struct(kind: inspect.StructType, outer: tuple[type, ...]) -> _Known:
+    """`outer`: the structs that it is a part of. One that is a part of itself is looked into twice."""
+    parts, fields, encoded = dict[str, _Names](), list[tuple[str, Any, Any]](), dict[str, str]()
+    for number, field in enumerate(kind.fields):
+        known = _of_type(field.type, (*outer, kind.cls))
+        if known is not None:
+            parts[field.encode_name] = known.names
+        fields.append((f"f{number}", Raw if known is None else known.strict | None, None))
+        encoded[f"f{number}"] = field.encode_name
+    for name in getattr(kind.cls, "harmless_names", ()):
+        fields.append((f"f{len(fields)}", Raw, None))
+        encoded[fields[-1][0]] = name
+    strict = msgspec.defstruct(f"Skimmed{kind.cls.__name__}", fields, rename=encoded, forbid_unknown_fields=True)
+    return _Known(_Names(frozenset(encoded.values()), parts), strict)
+
+
+def _of_type(kind: inspect.Type, outer: tuple[type, ...]) -> _Known | None:
+    """None: no object of this type is looked into."""
+    match kind:
+        case inspect.Metadata():
+            return _of_type(kind.type, outer)
+        case inspect.StructType() if kind.tag is None and outer.count(kind.cls) < 2:
+            return _of_struct(kind, outer)
+        case inspect.ListType():
+            known = _of_type(kind.item_type, outer)
+            return None if known is None else _Known(known.names, list[known.strict])  # type: ignore[name-defined]
+        case inspect.UnionType():
+            others = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
+            found = [known for one in others if (known := _of_type(one, outer)) is not None]
+            if len(found) != 1 or len(others) > 2:
+                return None
+            return found[0] if len(others) == 1 else _Known(found[0].names, found[0].strict | str)
+    return None
 
 
 @functools.cache
-def _known(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
-    """Decodes bodies that have no other names. That is quick: names are looked for only where it fails."""
-    return msgspec.json.Decoder(_strict(kind))
+def _known(kind: type[msgspec.Struct]) -> tuple[_Names, msgspec.json.Decoder[Any]]:
+    """The decoder takes bodies that have no other names. That is quick: names are looked for only where it fails."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    names, strict = _of_struct(info, ())
+    return names, msgspec.json.Decoder(strict)
 
 
 def unknown_fields(body: bytes | bytearray, kind: type[msgspec.Struct]) -> list[str]:
     """The unknown names in a body that fits the schema; a few of them if there are many. Values are not decoded."""
+    names, decoder = _known(kind)
     try:
-        _known(kind).decode(body)
+        decoder.decode(body)
     except msgspec.ValidationError:
-        return [*dict.fromkeys(_unknown(_OBJECT.decode(body), kind))][: MOST_NAMES + 1]
+        found = dict[str, None]()
+        for name in _unknown(Raw(body.lstrip()), names, ""):
+            found[name] = None
+            if len(found) > MOST_NAMES:
+                break
+        return [*found]
     return []
 
 
-def _unknown(fields: dict[str, Raw], kind: type[msgspec.Struct]) -> Iterator[str]:
-    yield from _others([fields], kind)
-    for field, part in _NESTED.get(kind, {}).items():
-        value = fields.get(field)
-        if value is None or bytes(value) == b"null":
-            continue
-        where, objects = (f"{field}[]", _OBJECTS.decode(value)) if field in _LISTS else (field, [_OBJECT.decode(value)])
-        yield from (f"{where}.{name}" for name in _others(objects, part))
-        if part is Tool:
-            functions = [tool.function for tool in _FUNCTIONS.decode(value)]
-            yield from (f"{where}.function.{name}" for name in _others(functions, FunctionDefinition))
-
-
-def _others(objects: Iterable[dict[str, Raw]], kind: type[msgspec.Struct]) -> Iterator[str]:
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    for one in objects:
-        if not one.keys() <= known:
-            yield from (name for name in one if name not in known)
+def _unknown(value: Raw, names: _Names, where: str) -> Iterator[str]:
+    match bytes(memoryview(value)[:1]):
+        case b"{":
+            fields = _OBJECT.decode(value)
+            yield from (where + name for name in fields if name not in names.own)
+            for name, part in names.parts.items():
+                if name in fields:
+                    yield from _unknown(fields[name], part, f"{where}{name}.")
+        case b"[":
+            for one in _LIST.decode(value):
+                yield from _unknown(one, names, f"{where.removesuffix('.')}[].")
 
 
 def warning_header(names: Sequence[str]) -> tuple[bytes, bytes]:

@@ -25,6 +25,8 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
         "early_stopping": (False, "never"),  # of beam search, which goes on until nothing better can come
         "spaces_between_special_tokens": (True,),
         "no_stop_trim": (False,),
+        "separate_reasoning": (True,),
+        "return_hidden_states": (False,),
         "detokenize": (True,),
         "vllm_xargs": ({},),
         "verbosity": ("medium",),

@@ -26,7 +26,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
             "it cannot be served; the message says what is wrong and what is accepted; nothing is stored",
         ),
         "invalid_form": (400, "the body is not such a form; the message says what is wrong with it"),
-        "bad_http": (400, "it is no HTTP, or its headers have more than 31 KiB"),
+        "bad_http": (400, "it is not valid HTTP, or its headers have more than 31 KiB"),
         "invalid_api_key": (401, "there is no such key, or the route is the operators' and the key is not"),
         "missing_scope": (403, "the key is good, and may not do this; the message says why"),
         "tenant_suspended": (403, "the key is good, and the operators have suspended its tenant"),
@@ -38,6 +38,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         "key_not_found": (404, "there is no such key, or it is another tenant's"),
         "file_not_found": (404, "there is no such file, or it is another tenant's or user's"),
         "batch_not_found": (404, "there is no such batch, or it is another tenant's or user's"),
+        "response_not_found": (404, "no such response is stored, or it is another tenant's or user's"),
         "not_found": (404, "there is no such route"),
         "method_not_allowed": (405, "the route is not for this method"),
         "request_timeout": (408, "the headers, or the first 30 KiB of the body, took longer than 10 s"),
@@ -121,7 +122,7 @@ EVERYWHERE: Final = (
     "no_router",
     "router_timeout",
 )
-OF_NO_ROUTE: Final = ("not_found", "method_not_allowed")  # what is no route, or not by this method, answers so
+OF_NO_ROUTE: Final = ("not_found", "method_not_allowed")  # for paths and methods without a route
 _WITH_OPERATORS_KEY: Final = ("invalid_api_key",)
 _WITH_KEY: Final = ("invalid_api_key", "missing_scope", "tenant_suspended", "issuer_unavailable")
 _WITH_QUERY: Final = ("invalid_value",)
@@ -146,6 +147,6 @@ def codes_of(route: RouteSpec) -> tuple[str, ...]:
 
 
 def by_status(codes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
-    """Of codes, in the order of statuses."""
+    """Codes by status, in ascending order."""
     statuses = sorted({ERRORS[code][0] for code in codes})
     return {status: tuple(code for code in codes if ERRORS[code][0] == status) for status in statuses}

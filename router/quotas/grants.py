@@ -20,7 +20,7 @@ from .limits import Level, Limit
 
 EXCHANGE: Final = LuaScript(Path(__file__).with_name("exchange.lua"), allow_oom=True)  # a tenant's grants stay small
 REPORT_INTERVAL_US: Final = 250_000.0  # between messages of a grant for which no request waits
-IDLE_US: Final = REPORT_INTERVAL_US / 2  # units that were not needed for so long go back with the next message
+IDLE_US: Final = REPORT_INTERVAL_US / 2  # units that were unused for this time are returned with the next message
 LEASE_US: Final = 20_000_000  # after which a router that did not renew its grant has lost it
 _RECENT_US: Final = 1_000_000.0  # time constant of what was taken recently
 
@@ -64,7 +64,7 @@ class Message:
 
 
 class Grant:
-    """Of one limit of a tenant at one router. `key`: of the limit in Redis. `limit` is above 0."""
+    """The grant of one limit of a tenant at one router. `key`: of the limit in Redis. `limit` is above 0."""
 
     _numbers = itertools.count()
 
@@ -151,7 +151,7 @@ class Grant:
         return Level(self.limit, drained_us + self._unreported_us + held * self.limit.unit_us)
 
     def message(self, now_us: float, num_routers: int) -> Message:
-        """The message that is to be sent now: the pending one again, if there is one."""
+        """The message to send now: the pending one again, if there is one."""
         if self._number and now_us > self._lease_ends_us > -math.inf:
             self._restart()
         if self.pending is None:

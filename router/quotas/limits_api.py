@@ -19,7 +19,7 @@ from .quotas import Quotas
 class LimitStatus(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None  # None: there is none
     remaining: int | None
-    reset_s: float | None = None  # until all of it is left again, if nothing is requested; None: it is no rate
+    reset_s: float | None = None  # until all of it is left again, if nothing is requested; None: it is not a rate
 
 
 class OwnersLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class OwnersLimits(msgspec.Struct, frozen=True, kw_only=True):
 class LimitsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["limits"] = "limits"
     tenant: OwnersLimits
-    user: OwnersLimits | None  # null: the key is no user's
+    user: OwnersLimits | None  # null: the key has no user
     key: OwnersLimits
     is_fleet_wide: bool  # False: Redis is away, and this is what the router that answers knew last
 

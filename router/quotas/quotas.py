@@ -1,8 +1,8 @@
 """Quotas of tenants, users and keys: requests and tokens a minute, and answers at once, over all routers.
 
 Routers hold grants (`grants.py`), which Redis has deducted from the tenant's budget, so a request waits for Redis only
-if a grant lacks what it needs. Units that are idle for a quarter of a second go back. Without Redis the grants are all
-that may be used, until their leases end; then requests of tenants with quotas get a 503.
+if a grant lacks what it needs. Units that are idle for a quarter of a second are returned. Without Redis only the
+grants can be used, until their leases end; then requests of tenants with quotas get a 503.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from .grants import Grant, Taken
 from .limits import PERIOD_US, Kind, Level, Limit, limits_of, quotas_of
 from .refusals import Headers, headers_of, refusal, zero_refusal
 
-WAIT_S: Final = 0.1  # for Redis, of a request
-RENEW_S: Final = 5.0  # leases of answers under way, and charges of those that exceed what they took
+WAIT_S: Final = 0.1  # that a request waits for Redis
+RENEW_S: Final = 5.0  # leases of running answers, and charges of those that exceed their reservation
 _TICK_S: Final = 0.05
-_RETURNED_S: Final = 0.5  # by then other routers have given back what they do not need
-MAX_TAKEOVERS: Final = 4  # connections that may resume one stream while the ones before have not ended
+_RETURNED_S: Final = 0.5  # within which other routers return grants that they do not need
+MAX_TAKEOVERS: Final = 4  # connections that may resume one stream while earlier ones have not ended
 
-_MAX_DEBT_S: Final = 2 * PERIOD_US / 1e6  # of tokens: with more, streams are not resumed either
+_MAX_DEBT_S: Final = 2 * PERIOD_US / 1e6  # of tokens: with a larger debt streams cannot be resumed either
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Holder:
-    """The limits of one key's requests, by these quotas of tenant, user and key. `grants`: of limits above 0."""
+    """The limits of one key's requests, from the quotas of tenant, user and key. `grants`: for limits above 0."""
 
     quotas: tuple[Quota, ...]
     limits: tuple[Limit, ...]
@@ -61,14 +61,14 @@ class _Holder:
 
 @dataclass(slots=True, eq=False)
 class QuotaAccount:
-    """Of one answer. `places`: grants of `streams` of which it has a place; `reserved`: its tokens, by grant."""
+    """Account of one answer. `places`: grants of `streams` that it holds a place of; `reserved`: tokens by grant."""
 
     request: AnswerRequest
     on_end: Callable[[QuotaAccount, Ending], None]
     headers: Headers = field(default_factory=list)
     places: list[Grant] = field(default_factory=list)
     reserved: list[tuple[Grant, Taken]] = field(default_factory=list)
-    has_own_places: bool = True  # False: Redis does not know of them as this router's
+    has_own_places: bool = True  # False: Redis does not count them for this router
     num_takeovers: int = 0  # of its places, by connections that resumed its stream
 
     def settle(self, ending: Ending) -> None:
@@ -76,16 +76,16 @@ class QuotaAccount:
 
 
 class Quotas:
-    """An `Accountant`. Owned by one event loop; from `start` to `stop`.
+    """An `Accountant`. Owned by one event loop; used between `start` and `stop`.
 
-    `num_routers`: of the fleet, as far as this router knows. `wait_s`: for Redis.
+    `num_routers`: of the fleet, as far as this router knows. `wait_s`: how long requests wait for Redis.
     """
 
     def __init__(self, client: Redis, num_routers: Callable[[], int], *, wait_s: float = WAIT_S) -> None:
         self._sender = GrantSender(client, num_routers, wait_s)
         self._router = uuid4().hex[:12]
         self._holders: dict[tuple[str, str], _Holder] = {}  # by tenant's id and key
-        # By key in Redis: there is one of each limit, for as long as a holder, an account or a request has it.
+        # By key in Redis: one for each limit, as long as a holder, an account or a request refers to it.
         self._grants: WeakValueDictionary[str, Grant] = WeakValueDictionary()
         self._accounts: dict[str, QuotaAccount] = {}  # of answers under way, by response
         self._keeper: asyncio.Task[None] | None = None
@@ -94,7 +94,7 @@ class Quotas:
         self._keeper = asyncio.create_task(self._keep(), name="quotas")
 
     async def stop(self) -> None:
-        """Gives back what this router holds, if Redis is there."""
+        """Returns all grants of this router, if Redis can be reached."""
         await end_tasks(self._keeper)
         for grant in list(self._grants.values()):
             if not grant.is_idle:
@@ -124,26 +124,26 @@ class Quotas:
         return account
 
     def precheck(self, identity: Identity, is_resuming: bool = False) -> Headers:
-        """Headers of what is left as far as this router knows, before a request is read.
+        """Headers with what is left as far as this router knows, before a request is read.
 
-        Raises the 429 of a request that `open` would certainly refuse. `is_resuming`: it resumes a stream, which takes
-        nothing of the quota of requests.
+        Raises the 429 of a request that `open` would certainly refuse. `is_resuming`: it resumes a stream, which does
+        not count as a request.
         """
         holder, now_us = self._holder(identity), clock_us()
         levels = holder.levels(now_us)
         if not is_resuming:
             holder.check_zero()
             for grant in holder.grants:
-                # Requests are never given back, so no more are left than this router knows of.
+                # Requests are never returned, so this router's count of them is an upper bound.
                 known = grant.level(now_us, with_held=False)
                 if known.limit.kind == "requests" and not grant.has(1, now_us) and known.wait_s(1):
                     raise refusal([(known, 1)], levels)
         return headers_of(levels)
 
     async def take_upload(self, identity: Identity) -> None:
-        """Takes one upload of an adapter, which is charged whatever becomes of it.
+        """Takes one upload of an adapter, which is charged even if it fails.
 
-        Raises the 429 of a tenant or key that has none left, and a 503 if that cannot be read.
+        Raises a 429 if the tenant or key has none left, and a 503 if that cannot be read.
         """
         holder = self._holder(identity)
         holder.check_zero(of_uploads=True)
@@ -158,7 +158,7 @@ class Quotas:
             self._sender.queue(grant)
 
     async def look(self, identity: Identity) -> tuple[Sequence[Level], bool]:
-        """How full each limit is, and whether that is as of now: False if Redis is away. Takes nothing."""
+        """The level of each limit, and whether it is current: False if Redis is unreachable. Takes nothing."""
         holder, is_fleet_wide = self._holder(identity), True
         try:
             await self._sender.obtain([(grant, 0) for grant in holder.grants])
@@ -199,7 +199,7 @@ class Quotas:
             else:
                 raise refusal([(grant.level(now_us), cost) for grant, cost in lacking], holder.levels(now_us))
         for grant, _ in costs if is_resumed else ():
-            level = grant.level(clock_us(), with_held=False)  # what routers hold is no debt
+            level = grant.level(clock_us(), with_held=False)  # what routers hold is not a debt
             if grant.limit.kind == "tokens" and level.full_in_s > _MAX_DEBT_S:
                 raise refusal([(level, 0)], holder.levels(clock_us()))
 
@@ -246,7 +246,7 @@ class Quotas:
             grant.release(now_us, is_reusable=is_reusable)
         for grant in {*account.places, *(grant for grant, _ in account.reserved)}:
             if grant.level(now_us).left * 2 < grant.limit.limit:
-                self._sender.send(grant)  # at once, where others may be short of it
+                self._sender.send(grant)  # at once, since other routers may need it
             else:
                 self._sender.queue(grant)
 
@@ -280,12 +280,12 @@ class Quotas:
 
 
 def _quotas_unread() -> ApiError:
-    message = "The tenant's quotas cannot be read now, and this router has used up its part of them."
+    message = "The tenant's quotas cannot be read now, and this router has used up its grants."
     return unavailable(message, "registry_unavailable")
 
 
 def redis_key(tenant_id: str, limit: Limit) -> str:
-    """All limits of a tenant are in one slot of a Redis cluster."""
+    """The key of a limit. All limits of a tenant are in one slot of a Redis cluster."""
     return f"motet:{{tenant:{tenant_id}}}:quota:limit:{limit.name}"
 
 

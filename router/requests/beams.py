@@ -59,6 +59,6 @@ def beam_rules(request: GenerationFields, prompts: list[Prompt], gang: GangInfo)
 
 
 def _max_tokens(num_prompt_tokens: int, width: int, gang: GangInfo) -> int:
-    """Of beams whose request sets none: what the context leaves, and no more than half a pool if none share any."""
+    """The default for beams: what the context leaves, and at most half of a pool if beams share no pages."""
     most = gang.num_pages // 2 * gang.block_size // width
     return max(1, min(gang.max_model_len - num_prompt_tokens, most))

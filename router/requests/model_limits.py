@@ -35,7 +35,7 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo,
 
 
 def num_kept(num_tokens: int | None, max_tokens: int | None, gang: GangInfo) -> int | None:
-    """How many of a prompt's last tokens are kept. -1: as many as leave room for `max_tokens`, or for one token.
+    """How many of a prompt's last tokens are kept. -1: all that leave room for `max_tokens`, or for one token.
 
     None: all.
     """

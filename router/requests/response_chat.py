@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+import msgspec
 
 from ..openai_api.errors import invalid_value, unsupported
 from ..openai_api.one_answer import OneAnswerFields
 from ..openai_api.response_request import (
     InputItem,
     InputPart,
+    KeptConversation,
     ReasoningConfig,
     ResponseChat,
     ResponsesRequest,
@@ -26,6 +30,7 @@ from ..openai_api.response_schema import (
     TextFormat,
 )
 from .chat_fields import chat_of, missing, needed
+from .stored_items import conversation_items
 
 NAMES: Final = {  # of a chat's fields: see `renamed`
     "messages.*": "input",
@@ -43,24 +48,31 @@ _REFUSED: Final = {
     "max_tokens": "it is called max_output_tokens here.",
     "use_beam_search": "a response has one answer: leave it out.",
     "return_token_ids": "a response shows none: leave it out.",
-    "store": "answers are not stored here: send false, or leave it out.",
     "background": "an answer goes to the request's client, and is not kept: leave it out.",
-    "previous_response_id": "answers are not stored here: send the items of the conversation as input.",
     "conversation": "conversations are not stored here: send their items as input.",
     "prompt": "prompts are not stored here: send its text as instructions.",
     "context_management": "send the items that count as input.",
     "moderation": "nothing is moderated here.",
 }
+_REFUSED_UNSTORED: Final = {
+    "store": "answers are not stored here: send false, or leave it out.",
+    "previous_response_id": "answers are not stored here: send the items of the conversation as input.",
+}
+MAX_STORED_ITEMS: Final = 8192  # of a conversation
 
 
-def response_chat(request: ResponsesRequest) -> ResponseChat:
-    """Raises a 400 that names a field of the request."""
-    _refuse(request)
+def response_chat(request: ResponsesRequest, kept: Mapping[str, KeptConversation] | None = None) -> ResponseChat:
+    """Raises a 400 that names a field of the request.
+
+    `kept`: stored responses that it may refer to, by id; None: none is stored. See `conversation_items`.
+    """
+    _refuse(request, _REFUSED if kept is not None else {**_REFUSED, **_REFUSED_UNSTORED})
+    items, num_earlier = conversation_items(request, kept)
+    is_stored = kept is not None and request.store is not False
+    if is_stored and len(items) > MAX_STORED_ITEMS:
+        raise invalid_value("input", f"of a response that is stored it has at most {MAX_STORED_ITEMS} items.")
     messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
-    if isinstance(request.input, str):
-        messages.append({"role": "user", "content": request.input})
-    else:
-        messages += _Conversation(request.input).messages
+    messages += _Conversation(items, num_earlier).messages
     if not messages:
         raise invalid_value("input", "it has no item, and there are no instructions.")
     tools = [_tool(tool, f"tools[{position}]") for position, tool in enumerate(request.tools or ())]
@@ -80,6 +92,7 @@ def response_chat(request: ResponsesRequest) -> ResponseChat:
         "top_logprobs": request.top_logprobs if has_logprobs else None,
         "chat_template_kwargs": request.chat_template_kwargs,
         "has_instructions": request.instructions is not None,
+        "items": msgspec.json.encode(items) if is_stored else None,
         "terms": ResponseTerms(
             max_output_tokens=request.max_output_tokens,
             temperature=1.0 if request.temperature is None else request.temperature,
@@ -96,13 +109,15 @@ def response_chat(request: ResponsesRequest) -> ResponseChat:
             user=request.user,
             prompt_cache_key=request.prompt_cache_key,
             safety_identifier=request.safety_identifier,
+            store=is_stored,
+            previous_response_id=request.previous_response_id,
         ),
     }
     return chat_of(request, own, ResponseChat, besides=_OWN, names=NAMES)
 
 
-def _refuse(request: ResponsesRequest) -> None:
-    for field, why in _REFUSED.items():
+def _refuse(request: ResponsesRequest, refused: Mapping[str, str]) -> None:
+    for field, why in refused.items():
         if getattr(request, field) not in (None, False):
             raise unsupported(field, why)
 
@@ -110,11 +125,12 @@ def _refuse(request: ResponsesRequest) -> None:
 class _Conversation:
     """Converts items to messages of a chat. Consecutive thoughts, texts and calls of the assistant are one message."""
 
-    def __init__(self, items: list[InputItem]) -> None:
+    def __init__(self, items: Sequence[InputItem], num_earlier: int) -> None:
+        """`num_earlier`: of the items are not in the request's input."""
         self.messages: list[dict[str, Any]] = []
         self._turn: dict[str, Any] | None = None  # the assistant's message under way, which is the last of the messages
-        for position, item in enumerate(items):
-            self._add(item, f"input[{position}]")
+        for position, item in enumerate(items, -num_earlier):
+            self._add(item, f"input[{position}]" if position >= 0 else "previous_response_id")
 
     def _add(self, item: InputItem, param: str) -> None:
         match item.type:

@@ -65,7 +65,7 @@ def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
     found = {}
     for key, bias in biases.items():
         if not (key.isascii() and key.isdigit()) or len(key) > 10 or int(key) >= vocab_size:
-            raise invalid_value("logit_bias", f"key {key[:40]!r} is no token id of 0 to {vocab_size - 1}.")
+            raise invalid_value("logit_bias", f"key {key[:40]!r} is not a token id from 0 to {vocab_size - 1}.")
         found[int(key)] = bias
     return found
 

@@ -24,6 +24,6 @@ def thinking_budget(request: ChatRequest, reader: ResponseReader | None, text: T
     texts = reader.reading.format.thought_marks
     marks = None if texts is None else [text.mark_ids(mark) for mark in texts]
     if marks is None or None in marks:
-        raise unsupported(_FIELD, "the marks of this model's thoughts are no tokens of their own; leave it out.")
+        raise unsupported(_FIELD, "the marks of this model's reasoning are not single tokens; leave it out.")
     begin, end = (mark for mark in marks if mark is not None)
     return ThinkingBudget(num_tokens, begin, end, reader.is_reasoning)

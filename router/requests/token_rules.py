@@ -1,4 +1,4 @@
-"""Which tokens a request may have: vLLM's `allowed_token_ids`, `bad_words`, `min_tokens`, and a budget of thoughts."""
+"""Rules for a request's tokens: vLLM's `allowed_token_ids`, `bad_words` and `min_tokens`, and a thinking budget."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ async def token_rules(
     has_form: bool,
     thinking: ThinkingBudget | None = None,
 ) -> TokenRules | None:
-    """None: any token may come. Raises a 400 for what is not in the vocabulary, and for rules that leave no token.
+    """None: all tokens are allowed. Raises a 400 for ids outside of the vocabulary, and for rules that allow no token.
 
-    `has_form`: a grammar says what may come, too, and where it ends the answer may.
+    `has_form`: a grammar limits the tokens too, and the answer may end where the grammar does.
     """
     allowed, words = request.allowed_token_ids, request.bad_words or []
     min_tokens = request.min_tokens or 0
@@ -42,12 +42,12 @@ async def token_rules(
     banned = {*late, *(word[-1] for word in rules.bad_words)}
     if banned.issuperset(range(gang.vocab_size) if allowed is None else allowed):
         field = "bad_words" if words else "min_tokens"
-        raise invalid_value(field, "with the other fields it may leave no token that could come.")
+        raise invalid_value(field, "with the other fields it may exclude all tokens.")
     return rules
 
 
 async def _tokenized(words: list[str], text: TextService) -> tuple[Word, ...]:
-    """Each word as it is at a text's start, and behind a space where that gives as many tokens that begin otherwise.
+    """Tokens of each word at the start of a text, and after a space if these are as many and begin differently.
 
     That is vLLM's rule.
     """

@@ -116,7 +116,7 @@ def _with_calls(request: ChatRequest, wanted: WantedGrammar | None, answers: Ans
 
 
 def _schema(function: FunctionDefinition, *, is_needed: bool) -> dict[str, Any]:
-    """Of its arguments, as far as they must fit it."""
+    """The schema of its arguments, as far as they must match it."""
     return function.parameters or {} if is_needed or function.strict else {"type": "object"}
 
 

@@ -13,8 +13,9 @@ from ...workers.wire.messages import GangInfo, News, Pinned
 from .pin_places import PinPlaces
 
 INTERVAL_S: Final = 0.25
-SETTLE_S: Final = 1.0  # pins are placed anew once the gangs are the same for so long: a gang may reconnect at once
-MOST_UNSETTLED_S: Final = 5.0  # after so long they are placed at the gangs of the moment
+# Pins are placed again once gangs have not changed for this time: a gang that is lost may reconnect at once.
+SETTLE_S: Final = 1.0
+MOST_UNSETTLED_S: Final = 5.0  # after which they are placed at the current gangs anyway
 _log = logging.getLogger(__name__)
 
 

@@ -1,4 +1,4 @@
-"""At which gangs pinned adapters are kept: a function of the adapter and the gangs, so that all routers agree."""
+"""Which gangs keep a pinned adapter: a function of the adapter and the gangs, so that all routers agree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 
 def places_of(digest: str, gangs: Iterable[str], num: int) -> list[str]:
-    """`num` of these gangs, or all if there are fewer: those that weigh most for the adapter, the heaviest first.
+    """`num` of these gangs, or all if there are fewer: those of the highest weights, in descending order.
 
     Highest random weight (Thaler and Ravishankar 1998): when a gang leaves, only its adapters move; when one joins,
     only those that it gets.
@@ -24,13 +24,13 @@ def _heaviest(digest: str, gangs: Iterable[str], num: int) -> list[tuple[int, st
 
 
 class PinPlaces:
-    """The places of all pins, kept as pins and gangs change: what does not change costs at most one weight."""
+    """The places of all pins, updated as pins and gangs change. A new gang costs one weight for each pin."""
 
     def __init__(self) -> None:
         self._nums: dict[str, int] = {}  # gangs that must keep each digest
-        self._places: dict[str, list[tuple[int, str]]] = {}  # by digest, the heaviest first
+        self._places: dict[str, list[tuple[int, str]]] = {}  # by digest, the highest weight first
         self._at: dict[str, set[str]] = {}  # digests, by gang
-        self._came: dict[str, dict[str, bool]] = {}  # what changed since it was taken, by gang: digest -> is there
+        self._changes: dict[str, dict[str, bool]] = {}  # not taken yet, by gang: digest -> whether to keep it
 
     @property
     def gangs(self) -> Set[str]:
@@ -46,12 +46,12 @@ class PinPlaces:
             del self._places[digest]
 
     def set_gangs(self, gangs: Collection[str]) -> None:
-        """Makes these all the gangs that there are, and places what the missing ones kept."""
+        """Sets the gangs that there are, and moves the pins of gangs that have gone."""
         gone, new = self._at.keys() - set(gangs), sorted(set(gangs) - self._at.keys())
         moved = {digest for gang in gone for digest in self._at[gang]}
         for gang in gone:
             del self._at[gang]
-            self._came.pop(gang, None)
+            self._changes.pop(gang, None)
         for gang in new:
             self._at[gang] = set()
         for digest, num in self._nums.items():
@@ -72,7 +72,7 @@ class PinPlaces:
 
     def take_changes(self, gang: str) -> dict[str, bool]:
         """Digests that the gang must keep (True) or may drop (False) since the last call."""
-        return self._came.pop(gang, {})
+        return self._changes.pop(gang, {})
 
     def _place(self, digest: str, places: list[tuple[int, str]]) -> None:
         before, now = set(self.of(digest)), {gang for _, gang in places}
@@ -80,10 +80,10 @@ class PinPlaces:
         for gang in before - now:
             if gang in self._at:
                 self._at[gang].discard(digest)
-                self._came.setdefault(gang, {})[digest] = False
+                self._changes.setdefault(gang, {})[digest] = False
         for gang in now - before:
             self._at[gang].add(digest)
-            self._came.setdefault(gang, {})[digest] = True
+            self._changes.setdefault(gang, {})[digest] = True
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant is broken."""

@@ -1,4 +1,4 @@
-"""Authentication: whose the bearer key, or the bearer token, of a request is."""
+"""Authentication: which tenant's key or token a request carries."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Tokens(Protocol):
 
 class Authenticates(Protocol):
     def identify(self, request: Request, scope: Scope) -> Identity:
-        """Whose the request is. Raises 401 and 403."""
+        """The caller. Raises 401 and 403."""
 
     def check_operator(self, request: Request) -> None:
-        """Raises 401 unless it is the operators'."""
+        """Raises 401 unless the request has the operators' key."""
 
 
 class Authenticator:
@@ -70,12 +70,12 @@ class Authenticator:
             return None, ""  # tenants are made by operators, not by issuers of tokens
         tenant = self._view.tenant(key.tenant)
         if tenant.num_ended and key.created_at < tenant.created_at:
-            return None, ""  # made for the tenant that had the name before
+            return None, ""  # issued for an earlier tenant of this name
         return key, subject
 
     def check_operator(self, request: Request) -> None:
-        """Raises 401 unless the request has the operators' key. A tenant's key is none."""
-        # Digests have one length, so the time of the comparison says nothing about the length of the key.
+        """Raises 401 unless the request has the operators' key. A tenant's key is not accepted."""
+        # Digests have one length, so the time of the comparison does not reveal the key's length.
         if not hmac.compare_digest(_digest(_credential_of(request)), _digest(self._operator_key.now)):
             raise unknown_key()
 

@@ -48,12 +48,12 @@ class AnswerFormat:
 
     @cached_property
     def call_heads(self) -> CallHeads | None:
-        """Of calls that can be shown while they are written; None: they are shown once they are whole."""
+        """How calls begin, if they can be shown while they are generated; None: they are shown once complete."""
         return call_heads(self.template.fields[_CALLS]) if self.has_calls else None
 
     @property
     def num_id_chars(self) -> int:
-        """Of a call's id. Mistral's chat templates refuse others than those of nine."""
+        """Characters of a call's id. Mistral's chat templates require nine."""
         return 9 if self.family in ("mistral", "mistral-args") else NUM_ID_CHARS
 
     @cached_property
@@ -122,7 +122,7 @@ def _of_file(path: Path) -> AnswerFormat:
     try:
         spec = msgspec.json.decode(path.read_bytes())
     except msgspec.DecodeError as error:
-        raise ValueError(f"response-template: {path} is no JSON ({error})") from error
+        raise ValueError(f"response-template: {path} is not valid JSON ({error})") from error
     return _loaded(str(path), spec)
 
 
@@ -132,7 +132,7 @@ def _loaded(name: str, spec: Spec) -> AnswerFormat:
     try:
         template = load_response_template(spec)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"response-template: {name} is no response template of transformers ({error})") from error
+        raise ValueError(f"response-template: {name} is not a response template of transformers ({error})") from error
     for field in template.fields.values():
         if field.content == "xml-inline":
             _check_tag_pattern(field.content_args.get("tag_pattern"), name)
@@ -151,7 +151,9 @@ def _check_tag_pattern(pattern: object, name: str) -> None:
     try:
         groups = re.compile(str(pattern)).groupindex if pattern is not None else {}
     except re.error as error:
-        raise ValueError(f"response-template: the tag_pattern {pattern!r} in {name} is no pattern ({error})") from error
+        raise ValueError(
+            f"response-template: the tag_pattern {pattern!r} in {name} is not a valid pattern ({error})"
+        ) from error
     if not {"key", "value"} <= groups.keys():
         raise ValueError(f"response-template: the tag_pattern {pattern!r} in {name} has no groups 'key' and 'value'")
 

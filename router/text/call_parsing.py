@@ -69,15 +69,15 @@ class KnownTools:
 def calls_of(body: str, field: Any, captures: Mapping[str, str], tools: KnownTools) -> list[tuple[str, str]]:
     """Name and arguments, as JSON of an object, of each call in a region of the response template's field.
 
-    Raises ValueError for text that is none.
+    Raises ValueError for other text.
     """
     try:
-        if field.content != "xml-inline":  # of which each value is a text, and looked at when it is read as its type
+        if field.content != "xml-inline":  # where each value is a text, and is checked when it is read as its type
             _check_size(body, field.content)
         parsed = _parsed(body, field.content, field.content_args)
         items = parsed if field.transform_each else [parsed]
         if not isinstance(items, list):
-            raise ValueError("it is no list")
+            raise ValueError("it is not a list")
         return [call for item in items for call in _calls(_transformed(item, field, captures), tools)]
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from error
@@ -99,7 +99,7 @@ def _calls(value: Any, tools: KnownTools) -> Iterator[tuple[str, str]]:
     for one in value if isinstance(value, list) else [value]:
         function = one.get("function", one) if isinstance(one, dict) else None
         if not isinstance(function, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
         name = function.get("name")
         if not isinstance(name, str) or name not in tools.properties:
             raise ValueError("it names none of the request's tools")
@@ -109,7 +109,7 @@ def _calls(value: Any, tools: KnownTools) -> Iterator[tuple[str, str]]:
         if arguments is None:
             arguments = {}
         if not isinstance(arguments, dict):
-            raise ValueError("its arguments are no object")
+            raise ValueError("its arguments are not an object")
         yield name, json_text(tools.typed(name, arguments))
 
 
@@ -120,12 +120,12 @@ def json_text(value: Any) -> str:
 
 
 def _refuse(name: str) -> Any:
-    """Of what Python reads as a number, and JSON does not have."""
-    raise ValueError(f"{name} is no JSON")
+    """Refuses a number of Python's that JSON does not have."""
+    raise ValueError(f"{name} is not JSON")
 
 
 def _number(text: str) -> float | str:
-    """Of JSON's, with a point or an exponent."""
+    """A JSON number with a point or an exponent."""
     value = float(text)
     return value if math.isfinite(value) else _BIG + text
 
@@ -193,7 +193,7 @@ def _strict(body: str, delimiters: Mapping[str, str], *, has_bare_keys: bool) ->
 
 
 def _tags(body: str, args: Mapping[str, Any], ending: str) -> dict[str, Any]:
-    """`xml-inline`, of a pattern that ends with a text: what has no such end behind it is not looked at."""
+    """`xml-inline`, of a pattern that ends with a literal: text without that literal is not searched."""
     pattern = args["tag_pattern"]
     trims_all = r"\s*(?P<value>.*?)\s*" in pattern
     if trims_all:  # the pattern would try every space of a long run

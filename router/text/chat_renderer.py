@@ -88,7 +88,7 @@ class _Hider:
         self._answer_names = answer_names
 
     def message(self, message: Message) -> Message:
-        """A role is one of a few words, which the template knows. What tools are called with is no answer's text."""
+        """Roles are a few words that templates compare. Arguments of tools are data, not text of an answer."""
         names = self._answer_names if message.get("role") == _ANSWERER else self.names
         changed = _with_same_role(message, lambda one: self.value(one, names))
         calls = message.get("tool_calls")

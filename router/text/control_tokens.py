@@ -1,4 +1,4 @@
-"""Texts encoded so that control tokens in them are text, but where a chat template wrote them."""
+"""Encodes texts so that control tokens' names in them are plain text, except where a chat template wrote them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .added_tokens import AddedTokens, TokenSpan
 
 _MARK: Final = re.compile("[\ud800-\udfff]")
 _FIRST_MARK: Final = 0xD800
-_NUM_OF_FIRST_MARKS: Final = 1024  # one of these is drawn, so that no client can write its escape
-# Of a plane for private use, so that no normalizer changes them; random, so that no client can write one.
+_NUM_OF_FIRST_MARKS: Final = 1024  # the first mark is drawn from these, so that no client can guess its escape
+# Aliases are of characters for private use, which no normalizer changes, and random, so that no client can guess one.
 _FIRST_OF_ALIASES: Final = 0x100000
 _NUM_OF_ALIASES: Final = 0xFFFE
 _ALIAS_CHARS: Final = 8
 
 
 class Marks:
-    """Characters of one request's texts that are hidden, from templates too, by others that JSON cannot hold.
+    """Hides characters in one request's texts: each becomes a mark, a lone surrogate, which no JSON body can hold.
 
-    They are halves of surrogate pairs. So a name whose first character is hidden is no control token.
+    A name whose first character is hidden is not a control token, even where a template adds text around it.
     """
 
     def __init__(self) -> None:
@@ -31,17 +31,17 @@ class Marks:
         self._first = _FIRST_MARK + secrets.randbelow(_NUM_OF_FIRST_MARKS)
 
     def of(self, char: str) -> str:
-        """What stands for this character."""
+        """The mark for this character."""
         return self._marks.setdefault(char, chr(self._first + len(self._marks)))
 
     def unescaped(self, text: str) -> str:
-        """The text with marks that a template wrote as escapes, as Python writes a list of texts, put back."""
+        """The text with marks restored that a template wrote as escapes, as `str` of a list of texts does."""
         for mark in self._marks.values() if "\\ud" in text else ():
             text = text.replace(f"\\u{ord(mark):x}", mark)
         return text
 
     def shown(self, text: str) -> str:
-        """The text with its characters put back."""
+        """The text with hidden characters restored."""
         for char, mark in self._marks.items():
             text = text.replace(mark, char)
         return text
@@ -51,7 +51,7 @@ class ControlTokens:
     """Encodes with a second tokenizer, which shares the model, and which knows control tokens by secret aliases."""
 
     def __init__(self, tokenizer: Tokenizer, added: AddedTokens, names: frozenset[str]) -> None:
-        """`names`: those of the added tokens that are control tokens; none is of spaces alone."""
+        """`names`: those of the added tokens that are control tokens; none is only whitespace."""
         self.added = added
         self.names = names
         self._firsts = frozenset(name.strip()[0] for name in names)
@@ -61,9 +61,9 @@ class ControlTokens:
         self._aliases = {name: _new_alias() for name in names}
         self._encoder = _without_added_tokens(tokenizer)
         in_model = {name for name in added.names if self._encoder.token_to_id(name) is not None}
-        # A model may make a control token of its name, unless that is cut.
+        # The model itself may encode a name as its control token, unless a cut token separates the name's characters.
         self._cut = _new_alias() if in_model & names else ""
-        # Above all ids of the tokenizer, so that those of its model mean what they did.
+        # Fillers, so that aliases get ids above all of the tokenizer's, and the model's ids keep their meaning.
         num_ids = max(tokenizer.get_vocab().values(), default=0) + 1
         fillers = [_new_alias() for _ in range(num_ids - self._encoder.get_vocab_size())]
         self._encoder.add_tokens([AddedToken(alias, normalized=False) for alias in [*fillers, self._cut] if alias])
@@ -75,15 +75,15 @@ class ControlTokens:
         }
 
     def may_hold_names(self, text: str) -> bool:
-        """Whether `hide` may find something in it, by a quick check."""
+        """A quick check whether `hide` may find a name in the text."""
         return self.added.are_normalized or any(char in text for char in self._firsts) or self.has_pieces(text)
 
     def has_pieces(self, text: str) -> bool:
-        """Whether a template may make a control token of the text and what it puts around it, or leaves out of it."""
+        """Whether a control token may result where a template adds to the text, or removes a part of it."""
         return any(char in text for char in self._edges) or self._is_inside_of_a_name(text)
 
     def _is_inside_of_a_name(self, text: str) -> bool:
-        """Whether a template that writes <> around the text may make a name of it. Words are not looked at."""
+        """Whether the text may become a name where a template adds <> around it. Plain words are not checked."""
         core = text.strip()
         return bool(core) and not core.isidentifier() and core in self._joined and core not in self.added.names
 
@@ -117,11 +117,11 @@ class ControlTokens:
         return text
 
     def written(self, text: str) -> list[TokenSpan]:
-        """The control tokens in a text in which others are hidden."""
+        """The control tokens in the text that are not hidden."""
         return [span for span in self.added.find(text) if span.name in self.names]
 
     def with_aliases(self, text: str, marks: Marks) -> str:
-        """For `encode`, a text in which the control tokens that must be text are hidden."""
+        """The text for `encode`: control tokens that are not hidden become aliases, hidden characters are restored."""
         parts, end = [], 0
         for span in self.written(text):
             parts += [self._cut_at_marks(text[end : span.start]), self._aliases[span.name]]
@@ -140,7 +140,7 @@ class ControlTokens:
         ]
 
     def encode_as_text(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of texts, in which nothing is a control token."""
+        """Token ids of texts, with all control tokens' names as plain text."""
         marks = Marks()
         hidden = [self.hide(text, self.names, marks) if self.may_hold_names(text) else text for text in texts]
         aliased = [self.with_aliases(text, marks) for text in hidden]
@@ -163,7 +163,7 @@ def _renamed(token: AddedToken, aliases: dict[str, str]) -> AddedToken:
 
 
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """A tokenizer that does the same around the same model."""
+    """A tokenizer with the same model and the same steps before and after it."""
     made = Tokenizer(tokenizer.model)
     if tokenizer.normalizer is not None:
         made.normalizer = tokenizer.normalizer

@@ -103,7 +103,7 @@ class GrowingArguments:
 
 
 def _escape(text: str, place: int) -> _Read | None:
-    r"""The escape that begins here; None: more of it must come. Half of a surrogate pair is no character."""
+    r"""The escape that begins here; None: it is incomplete. Half of a surrogate pair is not a character."""
     end = place + 2
     if len(text) < end:
         return None

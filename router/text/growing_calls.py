@@ -26,7 +26,7 @@ class CallHeads:
 
 
 def call_heads(field: Any) -> CallHeads | None:
-    """None: calls are not written as JSON, or their arguments do not stand there as they are."""
+    """None: calls are not JSON, or their arguments are not written unchanged in them."""
     args = field.content_args
     if field.content != "json" or args.get("string_delims") or args.get("unquoted_keys"):
         return None
@@ -64,7 +64,7 @@ class GrowingCalls:
         """`number`: of its first call among those of the answer."""
         self._heads, self._captures, self._tools, self._first = heads, captures, tools, number
         self._head: re.Pattern[str] | None = heads.first  # that may come next; None: no call comes any more
-        self._text = ""  # not read yet; at last what is no call
+        self._text = ""  # not read yet; at the end the text after the calls
         self._rest: list[str] = []  # what is behind all calls
         self._arguments: GrowingArguments | None = None  # of the call that grows
         self.num_begun = self.num_whole = 0
@@ -80,7 +80,7 @@ class GrowingCalls:
         return [*self._added(text)]
 
     def finish(self) -> tuple[list[Call], str]:
-        """What is left of the last call's arguments, and text behind the calls that is none."""
+        """What is left of the last call's arguments, and the text after the calls."""
         rest = "".join([*self._rest, self._text]).lstrip(_ENDS)
         if self._arguments is None:
             return [], rest
@@ -109,7 +109,7 @@ class GrowingCalls:
                 self._arguments, self._head = None, self._heads.following
 
     def _next_name(self) -> str | None:
-        """Of the tool that is called next. None: it is not known yet, or none is."""
+        """The name of the tool that is called next. None: not known yet, or there is no further call."""
         match = None if self._head is None else self._head.match(self._text, 0, _MAX_HEAD_CHARS)
         if match is None and self._head is not None and len(self._text) < _MAX_HEAD_CHARS:
             return None

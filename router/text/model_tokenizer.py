@@ -15,7 +15,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     Raises ValueError for a folder without one.
     """
-    from transformers import AutoTokenizer  # takes a second, which is to be spent in a thread
+    from transformers import AutoTokenizer  # takes a second: call this in a thread
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -35,7 +35,7 @@ class _Module(msgspec.Struct, frozen=True):
 
 
 def own_pooling(folder: Path) -> OwnPooling:
-    """Of a model's folder; the last token's states, normalised, where nothing is said. Blocking."""
+    """The pooling that a model's folder defines; by default the last token's states, normalised. Blocking."""
     try:
         listed = (folder / _MODULES).read_bytes()
     except FileNotFoundError:
@@ -66,7 +66,7 @@ def own_pooling(folder: Path) -> OwnPooling:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """Of a JSON file; none if it is not there."""
+    """The fields of a JSON file; empty if it does not exist."""
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
 
 

@@ -1,9 +1,9 @@
-"""An answer's text, as it comes, taken apart into thoughts, tool calls and content.
+"""Splits an answer's text, as it is generated, into reasoning, tool calls and content.
 
-It reads response templates of transformers as transformers' own `ResponseParser` does, with three differences. What is
-shown after k characters follows from these k alone, however they were cut, so that a resumed stream goes on exactly
-where it was. The work for a character is bounded: transformers copies all of the text for each piece. And text that
-looks like a call and is none is content.
+It reads transformers' response templates as transformers' own `ResponseParser` does, with three differences. What is
+shown after k characters depends on these k alone, not on how they were split into pieces, so that a resumed stream
+continues exactly. The work for a character is bounded, where transformers copies all of the text for each piece. And
+text that looks like a call, but cannot be parsed as one, is content.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .growing_calls import GrowingCalls
 from .template_forms import REASONING_NAMES
 
 Part = Literal["content", "reasoning"]
-MAX_HELD_CHARS: Final = 1024  # what may become a mark and has not by then is none
-_CONTEXT_CHARS: Final = 64  # before the text to look at, for patterns that look behind
+MAX_HELD_CHARS: Final = 1024  # of text that may become a mark: longer text is not held back
+_CONTEXT_CHARS: Final = 64  # before the text to search, for patterns that look behind
 _MAX_KEPT_CHARS: Final = 512
-_PIECE_CHARS: Final = 512  # so that no pattern looks far ahead again and again
+_PIECE_CHARS: Final = 512  # so that no pattern scans a long text again and again
 _MAX_EMPTY_MARKS: Final = 4  # in a row at one place
 _CALLS: Final = "tool_calls"
 
@@ -36,12 +36,12 @@ Piece = TextPiece | Call
 
 
 class _Text:
-    """One part of the message as it grows. Spaces at the edges of a region are left out."""
+    """One part of the message as it grows. Whitespace at both ends of a region is stripped."""
 
     def __init__(self) -> None:
         self.has_any = False
         self._in_region = False
-        self._spaces: list[str] = []  # that are shown if more comes in this region
+        self._spaces: list[str] = []  # shown only if more text follows in this region
 
     def begin(self) -> None:
         self._in_region = False
@@ -53,7 +53,7 @@ class _Text:
         return found
 
     def add(self, text: str, join: str, *, strip: bool) -> str:
-        """What is shown of it now."""
+        """What can be shown of the text now."""
         if not strip:
             shown = (join if self.has_any and not self._in_region else "") + text
             self.has_any = self._in_region = True
@@ -80,12 +80,12 @@ class Reading:
 
     format: AnswerFormat
     tools: KnownTools
-    with_reasoning: bool = True  # the client sees it
-    max_calls: int | None = None  # that it sees; None: all
+    with_reasoning: bool = True  # whether the client gets it
+    max_calls: int | None = None  # that the client gets; None: all
 
     @property
     def identity(self) -> list[object]:
-        """What decides, beside the text, what is shown."""
+        """All that what is shown depends on, besides the text."""
         return [self.format.name, self.with_reasoning, self.max_calls, self.format.has_calls, [*self.tools.properties]]
 
 
@@ -93,21 +93,21 @@ class Reading:
 class _Region:
     field: Any  # of the template; None: text before the first mark of a template that has no place for it
     captures: dict[str, str] = field(default_factory=dict)
-    mark: str = ""  # the text that has opened it
+    mark: str = ""  # the text that opened it
     body: list[str] = field(default_factory=list)  # of a tool call
-    calls: GrowingCalls | None = None  # that are shown as they are written
+    calls: GrowingCalls | None = None  # if they are shown while they are generated
 
 
 class ResponseReader:
-    """Reads one answer. `num_scanned`: characters that patterns have been shown, for tests of the cost."""
+    """Reads one answer. `num_scanned`: characters that patterns have searched, for tests of the cost."""
 
     def __init__(self, reading: Reading, prompt: str) -> None:
-        """`prompt`: what the chat template has made of the messages, which may have a part of the answer."""
+        """`prompt`: the rendered chat template, which may contain the beginning of the answer."""
         self.reading = reading
         template = reading.format.template
         self.num_scanned = 0
         self._template = template
-        self.num_calls = 0  # that are whole
+        self.num_calls = 0  # complete ones
         self._num_begun = 0
         self._implicit = None if template.implicit is None else template.fields[template.implicit]
         self._opens = [one for one in template.fields.values() if one.open_re is not None]
@@ -116,15 +116,15 @@ class ResponseReader:
         self._num_empty_marks = 0
         self._region = _Region(self._implicit)
         self._has_opened = False
-        self._outside: list[str] = []  # text outside of all regions, as long as there has been none
+        self._outside: list[str] = []  # text before the first region
         self._out: list[Piece] = []
         self._feed(_begun(template, prompt))
         self._out.clear()
         self.num_calls = self._num_begun = 0
-        self._region.calls = None  # what the prompt has begun is shown once it is whole
+        self._region.calls = None  # a call that the prompt begins is shown once it is complete
 
     def copy(self) -> ResponseReader:
-        """Another one at the same place."""
+        """An independent reader in the same state."""
         found = copy(self)
         found._texts = {part: text.copy() for part, text in self._texts.items()}
         region = self._region
@@ -135,12 +135,12 @@ class ResponseReader:
 
     @property
     def has_reasoned(self) -> bool:
-        """Whether there were thoughts, or are."""
+        """Whether there has been any reasoning."""
         return self._texts["reasoning"].has_any or self.is_reasoning
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the next character is, as far as is known, a part of the model's thoughts."""
+        """Whether the next character belongs to the reasoning, as far as is known."""
         return self._region.field is not None and _part_of(self._region.field) == "reasoning"
 
     def feed(self, text: str) -> list[Piece]:
@@ -149,7 +149,7 @@ class ResponseReader:
         return self._taken()
 
     def finish(self) -> list[Piece]:
-        """What is left. The reader is used up after it."""
+        """What is left. The reader cannot be used afterwards."""
         self._advance(is_end=True)
         self._close("", is_marked=False)
         if not self._has_opened and self._outside:
@@ -182,7 +182,7 @@ class ResponseReader:
             return
 
     def _scan(self, *, is_end: bool) -> tuple[tuple[Any, Any] | None, int]:
-        """The first mark that is certain, with its field; and where what may become a mark begins."""
+        """The first complete mark, with its field, and the position of the first possible mark."""
         buffer, position = self._buffer, self._position
         hold, best_key, best = len(buffer), None, None
         for one, is_open in self._watched():
@@ -211,7 +211,7 @@ class ResponseReader:
         return watched
 
     def _may_grow(self, one: Any, is_open: bool, match: Any) -> bool:
-        """Whether more text could make another match of it."""
+        """Whether more text could change the match."""
         literals = one.open_literals if is_open else one.close_literals
         if match.end() != len(self._buffer):
             if literals is not None:
@@ -227,7 +227,7 @@ class ResponseReader:
         is_empty = match.start() == match.end()
         if is_empty and match.start() == self._position:
             self._num_empty_marks += 1
-            if self._num_empty_marks > _MAX_EMPTY_MARKS:  # the template would go round for ever
+            if self._num_empty_marks > _MAX_EMPTY_MARKS:  # the template would loop for ever
                 self._num_empty_marks = 0
                 if self._position < len(self._buffer):
                     self._add_to(self._position + 1)
@@ -251,7 +251,7 @@ class ResponseReader:
                 self._region.calls = GrowingCalls(heads, captures, self.reading.tools, self._num_begun)
 
     def _add_to(self, end: int) -> None:
-        """Takes the buffer up to here as text of the region."""
+        """Adds the buffer up to `end` to the region."""
         text, self._position = self._buffer[self._position : end], max(self._position, end)
         if not text:
             return
@@ -278,7 +278,7 @@ class ResponseReader:
         self._out += [one for one in calls if limit is None or one.number < limit]
 
     def _close(self, mark: str, *, is_marked: bool = True) -> None:
-        """Ends the region. `is_marked`: by a mark, be it another region's; else by the end of the answer."""
+        """Ends the region. `is_marked`: a mark ended it, maybe another region's; else the end of the answer."""
         region = self._region
         self._region = _Region(self._implicit)
         if region.field is not None and region.field.name == _CALLS:
@@ -292,7 +292,7 @@ class ResponseReader:
             self._texts[_part_of(self._implicit)].begin()
 
     def _end_calls(self, region: _Region, *, is_marked: bool) -> str | None:
-        """Shows what is left of a region's calls, and returns the text behind them. None: there are none."""
+        """Shows what is left of a region's calls, and returns the text after them. None: there are no calls."""
         growing = region.calls
         if growing is not None and growing.num_begun:
             calls, text = growing.finish()
@@ -317,7 +317,7 @@ def _part_of(one: Any) -> Part:
 
 
 def _begun(template: Any, prompt: str) -> str:
-    """What the prompt has of the answer: all behind the last start of one."""
+    """The beginning of the answer in the prompt: all after the last start mark of an answer."""
     if template.start_anchor_literals is not None:
         ends = [prompt.rfind(text) + len(text) for text in template.start_anchor_literals if text in prompt]
         return prompt[max(ends) :] if ends else ""

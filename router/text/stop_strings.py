@@ -1,6 +1,6 @@
 """Strings that end a completion, found while its text comes.
 
-The automaton of Aho and Corasick (Efficient string matching, CACM 18, 1975): each character is looked at once, however
+The automaton of Aho and Corasick (Efficient string matching, CACM 18, 1975): each character is examined once, however
 many strings there are and however long they are. It is built as text leads to its states, so what no text comes near
 costs nothing.
 """

@@ -31,7 +31,7 @@ class TemplateForms:
     """What a template knows, and how. A template that shows something in no form gets OpenAI's."""
 
     arguments: _Form = "object"  # of tool calls
-    takes_text_arguments: bool = False  # as they are, beside objects: for those that are no JSON
+    takes_text_arguments: bool = False  # besides objects, for arguments that are not JSON
     empty_content: str | None = None  # of a message that has tool calls and no text
     roles_of_parts: frozenset[str] = frozenset()  # the content of such messages may be a list of parts
     roles_of_text: frozenset[str] = frozenset()  # and of such a text

@@ -39,7 +39,7 @@ MOST_THREADS: Final = 2  # of one tenant
 # A decoder must see what came just before, or a completion of SentencePiece tokens would lose its first space.
 NUM_CONTEXT_TOKENS: Final = 6
 MAX_CONTINUATION_BYTES: Final = 3  # of a character in UTF-8
-_CUT: Final = "�"  # what bytes decode to that are no character
+_CUT: Final = "�"  # for bytes that are not a character
 # Arguments of the template's renderer that are ours to set.
 RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
     {
@@ -117,7 +117,7 @@ class TextService:
         return found
 
     def token_id(self, token: str) -> int | None:
-        """Of a token of the vocabulary, added ones included; None: it is none."""
+        """The id of a token, added ones included; None: it is not in the vocabulary."""
         return self._backend.token_to_id(token)
 
     def token_str(self, token_id: int) -> str:
@@ -139,12 +139,12 @@ class TextService:
 
     @property
     def special_ids(self) -> Mapping[str, int]:
-        """Of the special tokens, by their names."""
+        """Ids of the special tokens, by name."""
         return {name: token_id for token_id, name in self._special_ids.items()}
 
     @property
     def template_digest(self) -> str:
-        """Of the template of chats; empty: there is none."""
+        """The digest of the chat template; empty: there is none."""
         template = self._templated.chat_template
         if isinstance(template, dict):
             template = template.get("default")
@@ -204,7 +204,7 @@ class TextService:
 
         `read_as`: special tokens that this format names are shown.
 
-        `is_echoed`: bytes at the prompt's end that are no character yet come with the first piece, as the character
+        `is_echoed`: bytes of an incomplete character at the prompt's end come with the first piece, as the character
         that they turn out to be, and are not in the prompt's own text (`echoes`).
         """
         context = self._context(prompt_token_ids)
@@ -221,7 +221,7 @@ class TextService:
         return self._hidden[answers]
 
     def _num_cut(self, prompt_token_ids: Sequence[int]) -> int:
-        """How many characters at the end of the prompt's text are bytes that are none yet."""
+        """How many characters at the end of the prompt's text are bytes of an incomplete character."""
         known = str(self._backend.decode(self._context(prompt_token_ids), skip_special_tokens=True))
         return len(known) - len(known.rstrip(_CUT))
 
@@ -332,7 +332,7 @@ class Detokenizer:
 
         `hidden`: tokens without a text. None: the special ones.
 
-        `is_echoed`: if nothing ends that character, its bytes are flushed all the same, as the prompt's text lacks
+        `is_echoed`: if nothing ends that character, its bytes are flushed nevertheless, as the prompt's text lacks
         them.
         """
         self._is_echoed = is_echoed
@@ -342,7 +342,7 @@ class Detokenizer:
         context = [token_id for token_id in context if token_id not in self._hidden]
         self._stream = self._stream_after(context)
         self._pending: list[int] = []  # tokens since the last piece
-        # Context that may end inside of a character, as long as it is not clear what becomes of that.
+        # Context that may end inside of a character, until that is complete.
         self._cut_context = list(context) if context and self._decode(context).endswith(_CUT) else None
 
     def step(self, token_id: int) -> str:
@@ -398,7 +398,7 @@ class Detokenizer:
     def _restart(self) -> str | None:
         """The text of the pending tokens.
 
-        Byte tokens that turn out to be no character spoil those before them too, whose text is out already: the whole
+        Byte tokens that do not form a character make earlier ones invalid too, whose text was sent already: the whole
         run decodes to replacement characters then. The stream continues after the last piece.
         """
         *earlier, last = self._pending

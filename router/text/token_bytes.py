@@ -40,7 +40,7 @@ class TokenBytes:
 
 
 def readable(raw: bytes) -> str:
-    r"""A token's bytes as text; bytes that are no whole character are escaped: `\xe2\x80`."""
+    r"""A token's bytes as text; incomplete characters are escaped: `\xe2\x80`."""
     return raw.decode("utf-8", "backslashreplace")
 
 

@@ -41,7 +41,7 @@ def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _normalizer_shrinks(normalizer: Mapping[str, Any] | None) -> int | None:
-    """By what factor a normalizer can make a text shorter at most; None: not known."""
+    """The largest factor by which a normalizer can shorten a text; None: unknown."""
     if normalizer is None or normalizer["type"] == "Prepend":
         return 1
     if normalizer["type"] == "NFC":

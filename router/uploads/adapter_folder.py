@@ -126,11 +126,11 @@ def _file(stack: ExitStack, name: str, folder: int, most: int) -> int:
     try:
         found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError as error:
-        raise AdapterInvalid(f"the folder has no file {name} that can be read and is no link") from error
+        raise AdapterInvalid(f"the folder has no readable file {name}, or it is a link") from error
     stack.callback(os.close, found)
     facts = os.fstat(found)
     if not stat.S_ISREG(facts.st_mode):
-        raise AdapterInvalid(f"{name} is no file")
+        raise AdapterInvalid(f"{name} is not a file")
     if facts.st_size > most:
         raise UploadTooLarge(f"{name} has {facts.st_size} bytes: at most {most} are accepted")
     return found

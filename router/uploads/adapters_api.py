@@ -38,7 +38,7 @@ from .tokenizer_check import tokenizer_warnings
 from .upload_form import AdapterForm, UploadForm, check_form, receive_upload
 from .upload_spool import UploadRoom, UploadSpool
 
-MAX_WAITING_UPLOADS: Final = 64  # of a tenant at a router, with those under way: each holds a connection
+MAX_WAITING_UPLOADS: Final = 64  # of a tenant at a router, running ones included: each holds a connection
 _name: Final = attrgetter("name")
 DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -54,8 +54,8 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int  # of the tensors as uploaded
     packed_bytes: int  # that it takes in a gang's memory; 0: from before this was recorded
     created_at: int  # Unix time, seconds
-    response_template: str = ""  # name of the form in which it writes calls and thoughts; empty: in the base's
-    warnings: tuple[str, ...] = ()  # why it may answer otherwise than where it was trained
+    response_template: str = ""  # name of its format of calls and reasoning; empty: that of the base
+    warnings: tuple[str, ...] = ()  # why its answers may differ from those in training
     object: Literal["adapter"] = "adapter"
 
 
@@ -66,7 +66,7 @@ class DeletedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdaptersApi:
-    """Handlers of a tenant's adapters. They ask the registry itself and not this router's copy of it."""
+    """Handlers of a tenant's adapters. They read the registry itself and not this router's copy of it."""
 
     UPLOAD_ERRORS: Final = (
         "invalid_adapter",
@@ -132,7 +132,7 @@ class AdaptersApi:
             raise too_many_uploads()
         if self._quotas is not None:
             await self._quotas.take_upload(identity)
-        # Held until the adapter is stored, because until then the spool takes disk.
+        # Held until the adapter is stored, because until then the spool uses the disk.
         async with self._open_uploads.of(tenant):
             try:
                 taken = await self._take(request, identity, receive, declared)
@@ -175,7 +175,7 @@ class AdaptersApi:
             name = identity.sight.uploaded(form.name, is_private=form.is_private)
             user = owner_of(name) or identity.user
             warnings = tokenizer_warnings(form.tokenizer, self._text)
-            others: list[str] = []  # what is wrong with the base that it names
+            others: list[str] = []  # problems with the base that the adapter names
 
             def check_base(base: str) -> None:
                 others.extend(self._base_warnings(base))
@@ -238,7 +238,7 @@ class AdaptersApi:
         errors=("adapter_not_found", "registry_unavailable"),
     )
     async def delete(self, request: Request, identity: Identity) -> DeletedAdapter:
-        """Requests that are under way finish on it."""
+        """Running requests are completed with it."""
         return DeletedAdapter(name=await self.remove(request, identity, request.path_params["name"]))
 
     async def remove(self, request: Request, identity: Identity, name: str) -> str:
@@ -251,7 +251,7 @@ class AdaptersApi:
         return deleted
 
     def _base_warnings(self, base: str) -> tuple[str, ...]:
-        """What is wrong with the base that an adapter names."""
+        """Problems with the base that an adapter names."""
         config = self._config.now
         if config.adapter_base == "any":
             return ()
@@ -286,6 +286,6 @@ def _disk_full() -> ApiError:
 
 
 def too_many_uploads() -> ApiError:
-    message = f"{MAX_WAITING_UPLOADS} uploads of yours are under way or wait for their turn: try again later."
+    message = f"{MAX_WAITING_UPLOADS} of your uploads are running or waiting: try again later."
     headers = {"Retry-After": "10", "Connection": "close"}
     return ApiError(429, message, code="uploads_full", headers=headers)

@@ -50,7 +50,7 @@ class FormReader:
         return self._num_bytes.get(self._file_field, 0)
 
     def boundary(self, request: Request) -> bytes:
-        """Of the form's parts. Raises 400 for another kind of body, 413 for a declared length over the limits."""
+        """The form's boundary. Raises 400 for another kind of body, 413 for a declared length over the limits."""
         content_type, options = parse_options_header(request.headers.get("content-type"))
         boundary = options.get(b"boundary")
         if content_type != b"multipart/form-data" or not boundary:
@@ -92,7 +92,7 @@ class FormReader:
                 )
 
     def bytes_of(self, field: str) -> bytes:
-        """Of a small field; empty: it did not come."""
+        """The bytes of a small field; empty: the form does not have it."""
         return bytes(self._fields[field])
 
     def text(self, field: str, what: str) -> str:

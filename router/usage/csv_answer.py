@@ -1,4 +1,4 @@
-"""A long CSV as an answer: sent as it is made, no faster than its client reads."""
+"""A long CSV as an answer: streamed, no faster than its client reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router's background work for the ledger: sends lines, adopts spools of dead routers, has days archived."""
+"""A router's background work for the ledger: sends lines, adopts spools of dead routers, archives days."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .spool_lines import FINAL, read_lines
 
 SHIP_INTERVAL_S: Final = 0.5
 PROGRESS_INTERVAL_S: Final = 1.0
-OUTAGE_PROGRESS_INTERVAL_S: Final = 30.0  # while lines pile up, so that progress does not fill the disk
+OUTAGE_PROGRESS_INTERVAL_S: Final = 30.0  # while Redis takes no lines, so that progress does not fill the disk
 PROGRESS_SHARE: Final = 0.02  # of the event loop, at most, for progress
 ADOPT_INTERVAL_S: Final = 5.0
 ARCHIVE_INTERVAL_S: Final = 900.0
@@ -39,25 +39,25 @@ _log = logging.getLogger(__name__)
 
 
 class LedgerKeeper:
-    """Works from `start()` to `stop()`. Everything belongs to one event loop."""
+    """Runs between `start()` and `stop()`. Owned by one event loop."""
 
     def __init__(self, spool: Spool, metering: Metering, ledger: Ledger, archive: LedgerArchive, folder: Path) -> None:
         """`folder`: where the spools of all routers are."""
         self._spool, self._metering, self._ledger, self._archive = spool, metering, ledger, archive
         self._folder = folder
         self._tasks: list[asyncio.Task[None]] = []
-        self._shipping = asyncio.Lock()  # lines that two have read would be acknowledged twice
+        self._shipping = asyncio.Lock()  # else two tasks could acknowledge the same lines
         self._behind_since: float | None = None  # time.monotonic(); None: all lines have arrived
-        self._progress_s = 0.0  # of processor time, that writing progress took the last time
+        self._progress_s = 0.0  # CPU time of the last writing of progress
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Of lines that Redis does not have yet."""
+        """Bytes of lines that Redis does not have yet."""
         return self._spool.num_waiting_bytes
 
     @property
     def behind_s(self) -> float:
-        """For how long there have been lines that Redis does not have."""
+        """How long there have been lines that Redis does not have."""
         return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class LedgerKeeper:
         await self._spool.close()
 
     async def ship(self) -> None:
-        """Sends all lines to Redis. Raises RegistryUnavailable; what was sent is not sent again."""
+        """Sends all lines to Redis. Raises RegistryUnavailable; lines that were sent are not sent again."""
         async with self._shipping:
             await self._ship()
 
@@ -92,7 +92,7 @@ class LedgerKeeper:
             for kind, payload, num_bytes in read_lines(segment.unacknowledged()):  # noqa: B007
                 if kind == FINAL:
                     entries.append(_decode(payload))
-                await share.pause()  # there may be thousands of lines of progress, none of which is sent
+                await share.pause()  # there may be thousands of lines of progress, which are not sent
             if entries:
                 try:
                     await self._ledger.take(entries)
@@ -103,7 +103,7 @@ class LedgerKeeper:
         self._behind_since = None
 
     async def adopt(self) -> int:
-        """Takes over what routers that have died left. Returns how many spools it took."""
+        """Takes over the spools of dead routers. Returns how many."""
         await asyncio.to_thread(self._spool.touch)
         num_adopted = 0
         while True:
@@ -144,7 +144,7 @@ async def _forever(work: Callable[[], Awaitable[object]], interval_s: Callable[[
             is_failing = False
         except (RegistryUnavailable, OSError) as error:
             if not is_failing:
-                _log.warning("the ledger waits: %s", error)
+                _log.warning("the ledger's background work failed, trying again: %s", error)
             is_failing = True
         except Exception:
             _log.exception("the ledger's background work failed")

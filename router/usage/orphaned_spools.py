@@ -1,4 +1,4 @@
-"""Spools whose routers have died: who may take them, and what they hold.
+"""Spools whose routers have died: which router may take them over, and what they hold.
 
 A router holds a lock (flock) on a file beside its spool. The kernel frees it when the process ends, however it ends. On
 a folder that several machines share the lock of another machine's router may not be seen here: such a spool is taken

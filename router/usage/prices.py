@@ -54,7 +54,7 @@ class Price:
     per_million: Mapping[str, Decimal]  # by what is priced
 
     def amount(self, numbers: Mapping[str, int]) -> Decimal:
-        """What so much costs; exactly."""
+        """The exact cost of this usage."""
         with localcontext(_EXACT):
             amount = Decimal(0)
             for name, rate in self.per_million.items():
@@ -72,9 +72,9 @@ class Prices:
     prices: Sequence[Price]
 
     def price_of(self, adapter: str) -> Price | None:
-        """Of an adapter's use, or of the base's. None: it costs nothing.
+        """The price of an adapter, or of the base. None: it costs nothing.
 
-        Private adapters have one price: after two months their rows are added up, and amounts must stay as they are.
+        Private adapters have one price: after two months their rows are added up, which must not change amounts.
         """
         name = _PRIVATE if adapter.startswith("~") else adapter
         return next((price for price in self.prices if fnmatchcase(name, price.pattern)), None)

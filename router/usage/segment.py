@@ -1,7 +1,7 @@
 """One file of a router's spool: lines behind a header with the offset up to which they are acknowledged.
 
-The file has all of its room from the start, and is mapped: writing a line is a copy into memory that the kernel keeps
-when this process is killed, without a system call that a slow disk could hold, and never fails because a disk is full.
+The file is allocated in full when it is made, and memory-mapped: writing a line is a copy into memory that survives a
+kill of this process, makes no system call that a slow disk could delay, and cannot fail because the disk is full.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MAX_READ_BYTES: Final = 256 << 10
 
 class Segment:
     def __init__(self, path: Path, number: int, num_bytes: int) -> None:
-        """Makes the file, which must not be there. Blocks. Raises OSError where the disk has no room for all of it."""
+        """Creates the file, which must not exist. Blocks. Raises OSError where the disk has no room for all of it."""
         self.path, self.number = path, number
-        self.end = self.acknowledged = HEAD_BYTES  # behind the last line; behind the last acknowledged one
-        self._slot = 0  # of the head, that was written last
+        self.end = self.acknowledged = HEAD_BYTES  # offsets: the end of all lines, and of the acknowledged ones
+        self._slot = 0  # offset of the header's slot that was written last
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(handle, 0, num_bytes)
@@ -48,22 +48,22 @@ class Segment:
 
     @property
     def is_acknowledged(self) -> bool:
-        """There is no line that may not have arrived."""
+        """Whether all lines are acknowledged."""
         return self.acknowledged == self.end
 
     def append(self, line: bytes) -> None:
-        """There must be room."""
+        """The line must fit in `num_free_bytes`."""
         end = self.end + len(line)
         self._map[self.end : end] = line
         self.end = end
 
     def unacknowledged(self) -> bytes:
-        """The next lines that are not acknowledged, whole lines of some hundred kilobytes."""
+        """The next lines that are not acknowledged: whole lines, at most 256 KiB."""
         data = self._map[self.acknowledged : min(self.end, self.acknowledged + _MAX_READ_BYTES)]
         return data[: data.rfind(b"\n") + 1]
 
     def acknowledge(self, num_bytes: int) -> None:
-        """So many more bytes of lines have arrived. Raises ValueError where there are none, or fewer."""
+        """Marks the next `num_bytes` of lines as acknowledged. Raises ValueError for 0, or more than there are."""
         if not 0 < num_bytes <= self.end - self.acknowledged:
             raise ValueError(f"{num_bytes} of {self.end - self.acknowledged} bytes cannot be acknowledged: {self.path}")
         self.acknowledged += num_bytes
@@ -72,9 +72,9 @@ class Segment:
         self._map[self._slot : self._slot + _OFFSET.size] = _OFFSET.pack(self.acknowledged, crc32(offset))
 
     def use_again(self, path: Path, number: int) -> None:
-        """Makes it an empty file of another name. All of its lines have arrived. Blocks.
+        """Empties the file and renames it. All of its lines must be acknowledged. Blocks.
 
-        Lines are erased before the header moves on: a kill at any time brings back no acknowledged line.
+        Lines are erased before the header is: no acknowledged line reappears, whenever the process is killed.
         """
         self._map[HEAD_BYTES : self.end] = bytes(self.end - HEAD_BYTES)
         self._map[:HEAD_BYTES] = bytes(HEAD_BYTES)
@@ -102,7 +102,7 @@ def read_segment(path: Path) -> Iterator[tuple[str, bytes, bool]]:
 
 
 def _offsets(head: bytes) -> tuple[int, int]:
-    """The offset in each slot; 0: it holds none."""
+    """The offset in each slot; 0: the slot holds no valid one."""
     found = []
     for start in (0, _SLOT_BYTES):
         if len(head) < start + _OFFSET.size:

@@ -66,12 +66,12 @@ class Spool:
 
     @property
     def current_number(self) -> int:
-        """Of the segment that lines go to."""
+        """The number of the segment that lines are written to."""
         return self._segments[-1].number
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Of lines that have not arrived."""
+        """Bytes of lines that are not acknowledged."""
         return sum(segment.end - segment.acknowledged for segment in self._segments)
 
     @property

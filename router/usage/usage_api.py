@@ -25,12 +25,12 @@ from .usage_query import UsageQuery, usage_query
 from .usage_rows import UsageList, UsageSums, csv_head, csv_line
 from .usage_turns import UsageTurns
 
-_OPERATORS: Final = ""  # no tenant's name
+_OPERATORS: Final = ""  # which is not a valid name of a tenant
 _QUERY: Final = {"by": str, "from": str, "to": str, "format": str, "limit": int, "after": int}
 _CSV: Final = {"text/csv": "The same, with `format=csv`."}
 _ERRORS: Final = ("registry_unavailable", "too_many_requests")
 _PRIVATE: Final = Group("(private)", "(private)", 0, "", "(private)")  # stands for all users' private adapters
-_CSV_LINES: Final = 100  # that are sent at once
+_CSV_LINES: Final = 100  # in a chunk
 
 
 class UsageApi:
@@ -50,7 +50,7 @@ class UsageApi:
         errors=_ERRORS,
     )
     async def show(self, request: Request, identity: Identity) -> Answer:
-        """Only the tenant's own usage; with a user's key that is no administrator's, only that user's."""
+        """Only the tenant's own usage; with the key of a user who is not an administrator, only that user's."""
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=False)
         return await self._answer(identity.tenant.tenant_id, query, lambda: _one(identity.tenant), _shown_to(identity))
 
@@ -91,11 +91,7 @@ class UsageApi:
             found, share = UsageSums(query, self._prices, shown), LoopShare()
             async for tenant in tenants():
                 for pages in self._reads(tenant.tenant_id, query):
-                    async with self._turns.reading:
-                        async for page in pages:
-                            found.add(tenant.name, page)
-                            hold(found.num_sums)
-                            await share.pause()
+                    await self._add(found, tenant.name, pages, hold, share)
             if query.is_csv:
                 return CsvAnswer(_csv(found, query.limit), turn.pop_all())
             has_more, rows = False, list[msgspec.Raw]()
@@ -107,8 +103,22 @@ class UsageApi:
             body = msgspec.json.encode(found.list_of(rows, has_more=has_more))
             return Response(body, media_type="application/json")
 
+    async def _add(
+        self,
+        found: UsageSums,
+        tenant: str,
+        pages: AsyncIterator[list[Sum]],
+        hold: Callable[[int], None],
+        share: LoopShare,
+    ) -> None:
+        async with self._turns.reading:
+            async for page in pages:
+                found.add(tenant, page)
+                hold(found.num_sums)
+                await share.pause()
+
     def _reads(self, tenant_id: str, query: UsageQuery) -> Iterator[AsyncIterator[list[Sum]]]:
-        """Each of a month's days, or of a day's hours."""
+        """Sums of the days of each month, or of the hours of each day."""
         last = (query.end - timedelta(seconds=1)).date()
         if query.needs_hours:
             for number in range((last - query.start.date()).days + 1):

@@ -96,5 +96,5 @@ def _count(params: Mapping[str, str], name: str, default: int, least: int, most:
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
-        raise invalid_value(name, f"{text[:20]!r} is no whole number from {least} to {most}.")
+        raise invalid_value(name, f"{text[:20]!r} is not a whole number from {least} to {most}.")
     return int(text)

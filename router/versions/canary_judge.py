@@ -20,7 +20,7 @@ from ..loop_share import LoopShare
 
 JUDGE_S: Final = 0.25
 LEASE_S: Final = 2.0  # after which another router judges in place of one that died
-MAX_AT_ONCE: Final = 64  # trials that are looked at, each in about 0.2 ms
+MAX_AT_ONCE: Final = 64  # trials that are judged together, each in about 0.2 ms
 _log = logging.getLogger(__name__)
 
 

@@ -64,7 +64,7 @@ class Preloader:
             message = f"{num_own} preloads of yours are under way at this router"
             if num_own + num_gangs > MAX_OF_TENANT:
                 message += f", each at one gang: {num_gangs} more would be over {MAX_OF_TENANT}; try again later"
-            else:  # how many is the others' affair
+            else:  # the number would show other tenants' load
                 message += ", and it has no places for more of them now; try again later"
                 message += ", or with one gang" if num_gangs > 1 and not num_own else ""
             raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})

@@ -47,7 +47,7 @@ def may_begin(num_of_tenant: int, num_of_all: int) -> bool:
 
 
 class ShadowSender:
-    """Owned by one event loop. What it sends is background work of the tenant, in its quotas and in what it has used.
+    """Owned by one event loop. Its requests are background work of the tenant, and count in its quotas and usage.
 
     It counts in no metrics of requests.
     """

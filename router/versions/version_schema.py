@@ -142,7 +142,7 @@ class ArmAnswer(msgspec.Struct, frozen=True):
     """What the answers of one version were."""
 
     answers: int
-    uncounted: int  # beside those: of users or conversations that had as many counted as may be
+    uncounted: int  # further answers, of users or conversations that had reached their limit of counted answers
     errors: int
     refused: int
     thumbs_up: int
@@ -206,7 +206,7 @@ def shown_arm(counts: ArmCounts) -> ArmAnswer:
 
 
 def quantile(counts: Sequence[int], edges: Sequence[float], share: float) -> float | None:
-    """The edge below which so many of the times are; twice the last edge stands for those above it."""
+    """The edge below which this share of the times is; twice the last edge for those above it."""
     wanted, so_far = share * sum(counts), 0
     for count, edge in zip(counts, (*edges, 2 * edges[-1]), strict=True):
         so_far += count

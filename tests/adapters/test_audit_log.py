@@ -1,4 +1,4 @@
-"""The audit log in a real Redis: who pushes out whose entries, and the order in which all are read."""
+"""The audit log in a real Redis: whose entries are dropped first, and the order in which all are read."""
 
 from __future__ import annotations
 

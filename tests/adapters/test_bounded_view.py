@@ -290,7 +290,7 @@ def test_a_page_that_is_older_than_an_event_changes_nothing() -> None:
     assert kept.whole
     assert kept.find(("acme", "set")) == (True, version(2, "set"))
     assert kept.find(("acme", "deleted")) == (True, None)
-    assert kept.find(("acme", "unheard of")) == (True, None)
+    assert kept.find(("acme", "unknown")) == (True, None)
 
 
 def test_filling_ends_where_there_are_too_many() -> None:
@@ -338,7 +338,7 @@ def test_a_deletion_that_comes_late_does_not_hide_a_newer_version() -> None:
 
 
 def test_unknown_names_do_not_end_the_filling() -> None:
-    """Whoever asks for many of them while it fills would have each name looked up from then on."""
+    """Else requests for many of them during the filling would make every later name be looked up."""
     kept = KeptAdapters(10, filling=True)
     kept.delete(("acme", "gone"), (0, 3))
     for number in range(100_000):

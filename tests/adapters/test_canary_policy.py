@@ -1,4 +1,4 @@
-"""When a canary goes, and who gets it: properties of the pure functions."""
+"""When a canary ends, and which requests get it: properties of the pure functions."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Counted:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_two_keys_alone_never_take_a_canary_back_whatever_they_do(seed: int) -> None:
-    """Anybody's answers in any order: two keys' are all bad, and the others' as good with either version."""
+    """Answers in any order: two keys' are all bad, the others' as good with either version."""
     chooser = random.Random(seed)
     counted, num_others = Counted(), chooser.choice([8, 30, 300, 10_000])
     rate, eagerness = chooser.choice([0.0, 0.01, 0.1]), chooser.choice([0.05, 0.5, 0.95])

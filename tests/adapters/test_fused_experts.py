@@ -128,7 +128,7 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "doubled": (
         {**tensors(), name_of(0, DOWN, "A").replace(".weight", ".default.weight"): torch.ones(6, WIDTH)},
         {},
-        "holds both",
+        "holds a matrix twice",
     ),
     "not named": (tensors(), {"target_parameters": ["experts.down_proj"]}, "names no such parameter"),
     "no parameters": (tensors(), {"target_parameters": None, "target_modules": ["q_proj"]}, "names no such parameter"),

@@ -81,7 +81,7 @@ def test_a_key_is_found_by_its_whole_hash_or_by_its_id_alone() -> None:
 
 
 def test_what_is_no_hash_is_refused() -> None:
-    with pytest.raises(ValueError, match="'ab' is no hash of a key: those have 64 digits"):
+    with pytest.raises(ValueError, match="'ab' is not the hash of a key: those have 64 digits"):
         KnownKeys().set_key("ab", KeyRecord(key_id="ab", tenant="acme"))
 
 

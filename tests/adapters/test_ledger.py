@@ -174,7 +174,7 @@ async def test_all_that_is_kept_expires(redis_client: Redis) -> None:
 
 
 async def test_what_cannot_be_reached_is_said(tmp_path: Path) -> None:
-    client = connect(f"unix://{tmp_path}/nobody.sock")
+    client = connect(f"unix://{tmp_path}/absent.sock")
     with pytest.raises(RegistryUnavailable):
         await Ledger(client, kept_days=3).take([entry()])
     await client.aclose()

@@ -70,7 +70,7 @@ async def test_included_files_bring_their_names(tmp_path: Path, redis_client: Re
     [
         ({"main": "-- ARGV: rest[], other\nreturn 1"}, "only the last"),
         ({"main": "-- include: part.lua\nreturn 1", "part": "-- ARGV: rest[]"}, "only the last"),
-        ({"main": "-- KEYS: Key of it\nreturn 1"}, "no name of a key"),
+        ({"main": "-- KEYS: Key of it\nreturn 1"}, "not the name of a key"),
     ],
 )
 def test_a_wrong_declaration_is_an_error(tmp_path: Path, files: dict[str, str], problem: str) -> None:

@@ -121,7 +121,7 @@ def test_rslora_divides_by_the_root() -> None:
         ({"target_modules": []}, "target_modules"),
         ({"target_modules": [1]}, "target_modules"),
         ({"target_modules": "nothing"}, "matches no module"),
-        ({"target_modules": "(q_proj"}, "no regular expression"),
+        ({"target_modules": "(q_proj"}, "not a regular expression"),
         ({"layers_to_transform": [3]}, "layer 3"),
         ({"layers_to_transform": "1"}, "layers_to_transform"),
         ({"r": 0}, "r = 0"),

@@ -301,7 +301,7 @@ async def test_the_first_load_needs_the_registry() -> None:
 async def test_an_event_from_the_future_does_not_end_the_view(
     registry: GatedRegistry, view: RegistryView, redis_client: Redis
 ) -> None:
-    fields: dict[Any, Any] = {"number": 1, "kind": "unheard of", "field": "f", "value": "v"}
+    fields: dict[Any, Any] = {"number": 1, "kind": "unknown", "field": "f", "value": "v"}
     await redis_client.incr(PREFIX + "event_number")
     await redis_client.xadd(PREFIX + "events", fields)
     await eventually(lambda: not view.connected or registry.num_loads > 1)

@@ -99,7 +99,7 @@ SPOILED: dict[str, tuple[dict[str, torch.Tensor | None], list[str]]] = {
     "lora bias": ({Q.replace("lora_A.weight", "lora_B.bias"): torch.ones(16)}, ["lora_bias"]),
     "bias": ({"base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias": torch.ones(16)}, ["biases"]),
     "stranger": ({"something": torch.ones(1)}, ["something", "lora_A"]),
-    "doubled": ({Q.replace(".weight", ".default.weight"): torch.ones(4, 16)}, ["holds both"]),
+    "doubled": ({Q.replace(".weight", ".default.weight"): torch.ones(4, 16)}, ["holds a matrix twice"]),
 }
 
 
@@ -155,10 +155,13 @@ EXPERTS_SHAPE = BaseShape(
     [
         (f"{EXPERTS_PATH}experts.4.gate_proj.lora_A.weight", "adapter_config.json does not target"),
         (f"{EXPERTS_PATH.replace('1', '0')}experts.3.gate_proj.lora_A.weight", "adapter_config.json does not target"),
-        ("base_model.model.model.layers.1.block_sparse_moe.experts.0.w1.lora_B.weight", "no LoRA matrix of this base"),
+        (
+            "base_model.model.model.layers.1.block_sparse_moe.experts.0.w1.lora_B.weight",
+            "not a LoRA matrix of this base",
+        ),
         (f"{EXPERTS_PATH}shared_expert.up_proj.lora_A.weight", "LoRA of a shared expert is not supported"),
         (f"{EXPERTS_PATH}shared_expert_gate.lora_A.weight", "LoRA of a shared expert"),
-        (f"{EXPERTS_PATH}gate_proj.lora_A.weight", "no LoRA matrix of this base"),
+        (f"{EXPERTS_PATH}gate_proj.lora_A.weight", "not a LoRA matrix of this base"),
         (f"{EXPERTS_PATH}experts.3.gate_proj.lora_A.weight", "adapter_config.json does not target"),
     ],
 )
@@ -227,7 +230,7 @@ def test_long_lists_of_names_are_not_compared_with_each_module() -> None:
 def test_a_dense_base_takes_no_adapters_of_experts(tmp_path: Path) -> None:
     files = lora_files(modules=("q_proj",))
     files.tensors[f"{EXPERTS_PATH}experts.0.gate_proj.lora_A.weight"] = torch.ones(4, 16)
-    with pytest.raises(AdapterInvalid, match=r"experts\.0\.gate_proj.*no LoRA matrix of this base"):
+    with pytest.raises(AdapterInvalid, match=r"experts\.0\.gate_proj.*not a LoRA matrix of this base"):
         validate(files.config_bytes, files.write(tmp_path), SHAPE)
 
 

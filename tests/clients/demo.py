@@ -6,6 +6,8 @@ import json
 import os
 from typing import Any
 
+from pydantic import BaseModel
+
 URL = os.environ["MOTET_URL"].rstrip("/")
 V1 = f"{URL}/v1"
 KEY = os.environ["MOTET_API_KEY"]
@@ -33,6 +35,14 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 FACT = {"type": "capital", "query": "Peru", "answer": "Lima"}
+
+
+class Fact(BaseModel):
+    """As `SCHEMA`."""
+
+    type: str
+    query: str
+    answer: str
 
 
 def same(found: object, right: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import instructor
-from demo import AGENT, FACT, JSON, KEY, QUESTION, TOOL_QUESTION, V1, same
+from demo import AGENT, ARGUMENTS, FACT, JSON, KEY, QUESTION, TOOL_QUESTION, V1, same
 from openai import OpenAI
 from pydantic import BaseModel
 
@@ -43,7 +43,7 @@ def schema_streamed() -> None:
 
 def tools() -> None:
     """The mode names its tool, and requires it."""
-    ask(instructor.Mode.TOOLS, AGENT, TOOL_QUESTION, Weather)
+    same(ask(instructor.Mode.TOOLS, AGENT, TOOL_QUESTION, Weather).model_dump(), ARGUMENTS)
 
 
 CHECKS = (schema, schema_streamed, tools)

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from demo import AGENT, ANSWER, ARGUMENTS, BASE, FACT, JSON, KEY, QUESTION, RESULT, TOOL_QUESTION, V1, same
+from demo import AGENT, ANSWER, ARGUMENTS, BASE, FACT, JSON, KEY, QUESTION, RESULT, TOOL_QUESTION, V1, Fact, same
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel
-
-
-class Fact(BaseModel):
-    type: str
-    query: str
-    answer: str
 
 
 def chat(model: str, **options: Any) -> Any:

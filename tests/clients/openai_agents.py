@@ -5,17 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from agents import Agent, Model, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
-from demo import AGENT, ANSWER, BASE, FACT, JSON, KEY, QUESTION, RESULT, TOOL_ANSWER, TOOL_QUESTION, V1, same
+from demo import AGENT, ANSWER, BASE, FACT, JSON, KEY, QUESTION, RESULT, TOOL_ANSWER, TOOL_QUESTION, V1, Fact, same
 from openai import AsyncOpenAI
-from pydantic import BaseModel
 
 GREEDY = ModelSettings(temperature=0)
-
-
-class Fact(BaseModel):
-    type: str
-    query: str
-    answer: str
 
 
 def client() -> AsyncOpenAI:

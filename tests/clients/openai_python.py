@@ -21,18 +21,12 @@ from demo import (
     TOOL_QUESTION,
     V1,
     WEATHER,
+    Fact,
     same,
 )
 from openai import OpenAI
-from pydantic import BaseModel
 
 client = OpenAI(base_url=V1, api_key=KEY, max_retries=0)
-
-
-class Fact(BaseModel):
-    type: str
-    query: str
-    answer: str
 
 
 def text() -> None:

@@ -5,20 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from demo import AGENT, ANSWER, BASE, FACT, JSON, KEY, QUESTION, RESULT, TOOL_ANSWER, TOOL_QUESTION, V1, same
-from pydantic import BaseModel
+from demo import AGENT, ANSWER, BASE, FACT, JSON, KEY, QUESTION, RESULT, TOOL_ANSWER, TOOL_QUESTION, V1, Fact, same
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models import Model
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 provider = OpenAIProvider(base_url=V1, api_key=KEY)
-
-
-class Fact(BaseModel):
-    type: str
-    query: str
-    answer: str
 
 
 def agent(kind: type[Model], name: str, **options: Any) -> Agent[None, Any]:

@@ -63,7 +63,7 @@ def test_what_would_work_has_no_problem() -> None:
         (ray_service(serve_of({"min-gangs": 3, "max-gangs": 2})), "min-gangs"),
         (ray_service(serve_of(**scaling(3, 2))), "min_replicas, 3, is more than max_replicas, 2"),
         (ray_service(serve_of(**scaling(1, 2, **{"pool-presure": 1}))), "did you mean pool-pressure?"),
-        (ray_service(serve_of(**scaling(1, 2, name="x"))), "it belongs into args"),
+        (ray_service(serve_of(**scaling(1, 2, name="x"))), "set it in args"),
         (ray_service(serve_of(autoscaling_config={"min_replicas": 1, "max_replicas": 2})), "policy_function"),
         (ray_service(serve_of(user_config={"tensor-parallel": 2})), "do not take this over"),
         (ray_service(serve_of(num_replicas=4)), "4 gangs, and there are at most 2 pods"),

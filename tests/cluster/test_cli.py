@@ -4,7 +4,9 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
+import click
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
@@ -96,9 +98,9 @@ def test_long_names_are_whole_and_json_is_the_servers(fake: FakeMotet, folder: P
 
 
 def test_what_the_server_refuses_is_said_in_its_words(fake: FakeMotet) -> None:
-    refused = motet(fake, "adapters", "delete", "nobody")
+    refused = motet(fake, "adapters", "delete", "absent")
     assert refused.exit_code == 1
-    assert refused.stderr == "Error: there is no adapter 'nobody'\n"
+    assert refused.stderr == "Error: there is no adapter 'absent'\n"
 
 
 def test_options_go_before_the_environment(fake: FakeMotet) -> None:
@@ -273,9 +275,9 @@ def test_chat_answers_line_by_line_and_remembers(fake: FakeMotet) -> None:
 
 def test_chat_changes_the_adapter_and_keeps_the_talk(fake: FakeMotet, folder: Path) -> None:
     motet(fake, "adapters", "upload", "pirate", str(folder))
-    talk = motet(fake, "chat", typed="one\n/adapter nobody\n/adapter pirate\n/adapter\ntwo\n/new\nthree\n")
+    talk = motet(fake, "chat", typed="one\n/adapter absent\n/adapter pirate\n/adapter\ntwo\n/new\nthree\n")
     assert talk.exit_code == 1, talk.output
-    assert f"there is no model 'nobody': {BASE}, pirate can be chosen" in talk.stdout
+    assert f"there is no model 'absent': {BASE}, pirate can be chosen" in talk.stdout
     assert f"now pirate\n{BASE}  [pirate]\n" in talk.stdout
     assert [chat["model"] for chat in fake.chats] == [BASE, "pirate", "pirate"]
     assert [len(chat["messages"]) for chat in fake.chats] == [1, 3, 1]
@@ -285,9 +287,9 @@ def test_chat_starts_with_the_chosen_adapter_and_refuses_an_unknown_one(fake: Fa
     motet(fake, "adapters", "upload", "pirate", str(folder))
     motet(fake, "chat", "--model", "pirate", typed="one\n")
     assert [chat["model"] for chat in fake.chats] == ["pirate"]
-    refused = motet(fake, "chat", "--model", "nobody", typed="one\n")
+    refused = motet(fake, "chat", "--model", "absent", typed="one\n")
     assert refused.exit_code == 1
-    assert "there is no model 'nobody'" in refused.stderr
+    assert "there is no model 'absent'" in refused.stderr
 
 
 def test_a_failed_answer_is_said_and_not_remembered(fake: FakeMotet) -> None:
@@ -308,7 +310,7 @@ def test_sizes_as_people_write_them(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "-1", "much", "2GB", "0.1", "1e9", "MiB"])
 def test_what_is_no_size_is_refused_with_what_would_be(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no size: .* needed|is no size: .*MiB.*accepted"):
+    with pytest.raises(ValueError, match=r"is not a size: .* one byte|is not a size: .*MiB.*accepted"):
         parse_byte_size(text)
 
 
@@ -375,18 +377,49 @@ def test_serve_says_that_the_port_is_taken(tmp_path: Path) -> None:
     assert f"cannot listen at 127.0.0.1:{port}" in failed.stderr
 
 
+def _commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from _commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def _options(command: click.Command) -> set[str]:
+    return {option for parameter in command.params for option in parameter.opts}
+
+
+CLIENT_COMMANDS: Final = {path: command for path, command in _commands(main) if "--url" in _options(command)}
+MORE: Final = {  # that a command needs to be one
+    ("status",): ["--over", "0"],
+    ("canary", "start"): ["--share", "0.5"],
+    ("tenants", "set"): ["--weight", "2"],
+    ("tenants", "delete"): ["--yes"],
+    ("users", "delete"): ["--yes"],
+}
+
+
 @pytest.mark.parametrize("key", [None, ""])
-def test_without_a_key_it_says_which_one_it_wants(fake: FakeMotet, tmp_path: Path, key: str | None) -> None:
-    tenants = {"MOTET_URL": fake.url, "MOTET_API_KEY": key}
-    for arguments in (["adapters", "list"], ["adapters", "delete", "x"], ["chat"]):
-        failed = CliRunner().invoke(main, arguments, env=tenants, input="hello\n")
-        assert failed.exit_code == 1
-        assert "set MOTET_API_KEY, or use --key or --key-file" in failed.stderr
+@pytest.mark.parametrize("path", CLIENT_COMMANDS, ids=" ".join)
+def test_without_a_key_each_command_says_which_one_it_wants(
+    fake: FakeMotet, folder: Path, tmp_path: Path, path: tuple[str, ...], key: str | None
+) -> None:
     fake.guards_status = True
-    operators = {"MOTET_URL": fake.url, "MOTET_OPERATOR_KEY": key, "MOTET_DATA_DIR": str(tmp_path)}
-    failed = CliRunner().invoke(main, ["status", "--over", "0"], env=operators)
-    assert failed.exit_code == 1
-    assert f"{tmp_path} has none that can be read: set MOTET_OPERATOR_KEY, or use --key-file" in failed.stderr
+    command = CLIENT_COMMANDS[path]
+    needed = [one for one in command.params if isinstance(one, click.Argument) and one.required]
+    values = [str(folder) if isinstance(one.type, click.Path) else "x" for one in needed]
+    arguments = [*path, *values, *MORE.get(path, [])]
+    environment = {"MOTET_URL": fake.url, "MOTET_DATA_DIR": str(tmp_path)}
+    environment |= {"MOTET_API_KEY": key, "MOTET_OPERATOR_KEY": key}  # type: ignore[dict-item]
+    failed = CliRunner().invoke(main, arguments, env=environment, input="hello\n")
+    assert failed.exit_code == 1, failed.output
+    if "--key" in _options(command):
+        assert "set MOTET_API_KEY, or use --key or --key-file" in failed.stderr
+    else:
+        assert f"{tmp_path} has none that can be read: set MOTET_OPERATOR_KEY, or use --key-file" in failed.stderr
+    if path == ("usage",):
+        failed = CliRunner().invoke(main, [*arguments, "--all"], env=environment)
+        assert "set MOTET_OPERATOR_KEY, or use --key or --key-file" in failed.stderr
 
 
 def test_a_wrong_key_is_reported_in_the_servers_words(fake: FakeMotet) -> None:

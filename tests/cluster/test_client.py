@@ -132,8 +132,8 @@ def test_chat_without_a_limit_leaves_it_to_the_server(client: MotetClient, fake:
 
 
 def test_chat_with_an_unknown_model_is_refused_with_the_servers_words(client: MotetClient) -> None:
-    with pytest.raises(RequestRefused, match="there is no model 'nobody'") as refused:
-        list(client.chat("nobody", [{"role": "user", "content": "ahoy"}]))
+    with pytest.raises(RequestRefused, match="there is no model 'absent'") as refused:
+        list(client.chat("absent", [{"role": "user", "content": "ahoy"}]))
     assert refused.value.status_code == 404
 
 

@@ -80,10 +80,10 @@ def test_it_is_read_again(tmp_path: Path) -> None:
     [
         ("size = 5\n", "options.toml: there is no setting size. docs/settings.md lists all.\n"),
         ("numbr = 5\n", "there is no setting numbr. Did you mean number? docs/settings.md lists all.\n"),
-        ("config = 'other'\n", "config is about one start and no setting: give --config on the command line"),
-        ("replace = true\n", "replace is about one start and no setting"),
+        ("config = 'other'\n", "config is an option of one start, not a setting: give --config on the command line"),
+        ("replace = true\n", "replace is an option of one start, not a setting"),
         ("no-flag = true\n", "there is no setting no-flag: write flag = false"),
-        ("[serve]\ncount = 5\n", "[serve] is a table: settings stand at the top of the file"),
+        ("[serve]\ncount = 5\n", "[serve] is a table: write settings as keys at the top of the file"),
         ("count = 5\nnumber = 5\n", "count and number are the same setting: write one of them"),
         ("count =\n", "cannot be read"),
         ("count = 'many'\n", "'many': a whole number from 1 is accepted"),

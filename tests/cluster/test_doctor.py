@@ -253,7 +253,7 @@ def test_nvidia_smi_is_read() -> None:
     [
         (PortFacts(port=8000, is_taken=False), "ok", "port 8000 is free"),
         (PortFacts(port=8000, is_taken=True, is_motet=True), "ok", "a motet serves at port 8000"),
-        (PortFacts(port=8000, is_taken=True, owner="nginx, process 7"), "error", "something else (nginx, process 7)"),
+        (PortFacts(port=8000, is_taken=True, owner="nginx, process 7"), "error", "another server (nginx, process 7)"),
     ],
 )
 def test_ports(facts: PortFacts, level: str, says: str) -> None:
@@ -320,7 +320,7 @@ FINE = SecretFile(mode=0o440)
         (
             SecretsFacts(folder="/s", files={"redis-url": replace(FINE, differs=True)}),
             "error",
-            "REDIS_URL say different",
+            "REDIS_URL have different",
         ),
         (SecretsFacts(folder="/s", files={"redis-url": replace(FINE, mode=0o644)}), "warning", "mode 0644"),
     ],

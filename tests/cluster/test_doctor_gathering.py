@@ -18,10 +18,10 @@ from motet.cluster.doctor.shared_folder import hold_lock, is_locked_out, remove_
 
 
 def test_without_a_folder_of_secrets_no_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "redis-url").write_text("redis://of-somebody-else")
+    (tmp_path / "redis-url").write_text("redis://another-hosts")
     monkeypatch.chdir(tmp_path)
     assert redis_url_in("") is None
-    assert redis_url_in(str(tmp_path)) == "redis://of-somebody-else"
+    assert redis_url_in(str(tmp_path)) == "redis://another-hosts"
 
 
 def test_a_url_with_a_cut_password_is_not_repeated() -> None:

@@ -1,4 +1,4 @@
-"""A process's own page of metrics: who may read it, where it is, and what a gang shows on it."""
+"""A process's own page of metrics: which keys may read it, where it is, and what a gang shows on it."""
 
 from __future__ import annotations
 
@@ -368,10 +368,10 @@ def test_a_gangs_adapters_for_gateways(requested: list[int], open_: set[int], re
 
 
 def test_ten_thousand_adapters_make_a_short_label() -> None:
-    names = {str(number): f"adapter-of-somebody-{number}" for number in range(10_000)}
+    names = {str(number): f"adapter-number-{number}" for number in range(10_000)}
     labels = lora_requests(names, dict.fromkeys(names, 1), names.keys(), 4096)
     assert len(labels["running_lora_adapters"]) <= MAX_CHARS
-    assert labels["running_lora_adapters"].startswith("adapter-of-somebody-9999,")  # requested last
+    assert labels["running_lora_adapters"].startswith("adapter-number-9999,")  # requested last
 
 
 async def test_a_gang_reports_which_adapters_it_has_at_hand() -> None:

@@ -1,4 +1,4 @@
-"""Clients that close their side once they have sent their request, through a real HAProxy; and those who leave."""
+"""Clients that close their side once they have sent their request, through a real HAProxy; and clients that leave."""
 
 from __future__ import annotations
 

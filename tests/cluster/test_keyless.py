@@ -1,4 +1,4 @@
-"""What has no key, or none that is known, at a real HAProxy: who answers it, how much of it passes, and its counts."""
+"""Requests without a known key at a real HAProxy: what answers them, how much passes, and what is counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from motet.cluster.commands.cli import main
 from motet.cluster.edge.edge_watch import EdgeWatch, parsed
 from motet.cluster.edge.front_rules import OPEN_ROUTES, RATE_S, front_lines
 from motet.cluster.edge.refusals import REASONS, TABLE
@@ -60,6 +62,16 @@ def test_what_has_no_key_is_answered_by_the_edge(front: int, value: str | None) 
         answer = raw_answer(front, get(path, header))
         assert (answer[0], answer[1]["www-authenticate"]) == (401, "Bearer")
         assert error_of(answer)["code"] == "invalid_api_key"
+
+
+def test_an_upload_without_a_key_says_which_one_it_wants(front: int, tmp_path: Path) -> None:
+    """However much of it was on its way."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_model.safetensors").write_bytes(bytes(64 << 20))
+    arguments = ["adapters", "upload", "poet", str(tmp_path)]
+    failed = CliRunner().invoke(main, arguments, env={"MOTET_URL": f"http://127.0.0.1:{front}", "MOTET_API_KEY": None})
+    assert failed.exit_code == 1
+    assert "set MOTET_API_KEY, or use --key or --key-file" in failed.stderr
 
 
 @pytest.mark.parametrize("path", [*OPEN_ROUTES, "/health/", "/ready?a=b", "/other", "/other/v1", "/-/routes"])

@@ -155,7 +155,7 @@ async def test_routers_and_gangs_agree_on_a_token(redis_client: Redis, redis_url
 
 @given(st.lists(st.tuples(st.floats(0.1, 400), st.booleans()), max_size=40))
 def test_a_launch_with_heartbeats_never_expires(steps: list[tuple[float, bool]]) -> None:
-    """Whatever the gaps between two times of listening: who has beaten since the last two is not given up."""
+    """For any gaps between checks: a launch with a heartbeat since the last two checks has not expired."""
     expired, now, beats = ExpiredLaunches(SILENCE_S, LONGEST_GAP_S), 0.0, 0
     unchanged_since, listened_at = 0.0, None
     for gap, has_beaten in steps:

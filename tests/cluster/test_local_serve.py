@@ -146,7 +146,7 @@ def test_a_start_of_ray_that_takes_too_long_is_tried_again(
     start_serve(tmp_path, 18000, 1)
     assert (stand_in.num_starts, stand_in.num_shutdowns) == (3, 2)
     assert stand_in.num_left == [0, 0, 0]  # nothing of an attempt is left when the next one begins
-    assert caplog.text.count("Ray did not start, and is started again: HTTP proxies not available after 60s") == 2
+    assert caplog.text.count("Ray did not start, trying again: HTTP proxies not available after 60s") == 2
     stand_in.close()
 
 
@@ -189,7 +189,7 @@ def test_a_start_of_ray_that_cannot_be_is_given_up_and_says_what_was_waited_for(
     stand_in = StandInRay(monkeypatch, Exception("Traceback:\n  many lines\nThe current node timed out.\n"), 100)
     said = (
         r"^starting Ray Serve failed, the last of 3 times in \d+ s: The current node timed out\. This machine has 2 "
-        r"cores, and 12\.3 processes on average want one: where those are more than the cores, Ray is kept waiting$"
+        r"cores and a load average of 12\.3: if the load is higher than the cores, the machine is too busy for Ray$"
     )
     with pytest.raises(ServeNotStarted, match=said):
         start_serve(tmp_path, 18000, 1)

@@ -82,7 +82,7 @@ def test_placements_that_nvidia_documents() -> None:
     assert not is_valid(((four, 4),)) and not is_valid(((three, 0), (four, 0)))
     assert placement_of(Counter([three, four])) == ((four, 0), (three, 4))
     assert placement_of(Counter([four, four])) is None
-    with pytest.raises(ValueError, match="'5g' is no profile of A100 SXM 80GB"):
+    with pytest.raises(ValueError, match="'5g' is not a profile of A100 SXM 80GB"):
         A100.profile("5g")
 
 

@@ -78,7 +78,7 @@ def test_a_node_for_routers_alone_is_not_checked_for_a_device(expected: NodeExpe
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
-    """This node has one, of 80 GB, which Ray may hide from who did not ask for it."""
+    """This node has one, of 80 GB, which Ray may hide from processes that did not request it."""
     facts = DeviceFacts("cuda", 80 << 30, capability)
     monkeypatch.setattr(node_check, "probe_device", lambda name: DeviceFacts("cpu") if name == "cpu" else facts)
     monkeypatch.setattr(node_check, "probe_counted_device", lambda name: facts)

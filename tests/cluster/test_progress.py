@@ -1,4 +1,4 @@
-"""What somebody reads who waits for a start."""
+"""What `motet serve` shows while it starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def display(output: io.StringIO, silence_s: float = LONG_S) -> ProgressDisplay:
     return ProgressDisplay(Console(file=output), silence_s)
 
 
-def test_a_step_is_told_when_it_begins_and_the_rest_at_each_tenth() -> None:
+def test_a_step_is_shown_when_it_begins_and_then_at_each_tenth() -> None:
     output = io.StringIO()
     with display(output) as progress:
         with step(progress, "starting Ray"):
@@ -35,7 +35,7 @@ def test_a_step_is_told_when_it_begins_and_the_rest_at_each_tenth() -> None:
     assert lines_of(output) == ["starting Ray", *tenths, "nothing to load: 100%"]
 
 
-def test_nobody_waits_in_silence_or_without_a_reason() -> None:
+def test_a_long_wait_is_shown_with_its_reason() -> None:
     output = io.StringIO()
     with display(output, silence_s=0.01) as progress:
         progress("starting Ray", 0, 1)
@@ -43,12 +43,12 @@ def test_nobody_waits_in_silence_or_without_a_reason() -> None:
         num_before = len(lines_of(output))
         progress("loading weights", 1, 7)
         progress("starting a router", 0, 1)
-        told = "still loading weights, starting a router, after "
-        eventually(lambda: any(line.startswith(told) for line in lines_of(output)), output.getvalue)
+        waiting = "still loading weights, starting a router, after "
+        eventually(lambda: any(line.startswith(waiting) for line in lines_of(output)), output.getvalue)
     assert not any(line.startswith("still") and "Ray" in line for line in lines_of(output)[num_before:])
 
 
-def test_a_step_that_fails_is_told_to_have_ended() -> None:
+def test_a_step_that_fails_has_ended() -> None:
     events: list[tuple[str, int, int]] = []
     with pytest.raises(RuntimeError), step(lambda *event: events.append(event), "starting Ray"):
         raise RuntimeError("Ray is ill")
@@ -67,8 +67,8 @@ def test_what_has_failed_is_not_still_being_done() -> None:
         with step(progress, "starting Ray"):
             num_before = len(lines_of(output))
             eventually(lambda: still(output, num_before), output.getvalue)
-            told = still(output, num_before)[0]
-    assert told.startswith("still starting Ray, after ")
+            shown = still(output, num_before)[0]
+    assert shown.startswith("still starting Ray, after ")
 
 
 def test_a_terminal_shows_bars() -> None:

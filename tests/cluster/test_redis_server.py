@@ -152,7 +152,7 @@ def start_parent(folder: Path, then: str) -> tuple[subprocess.Popen[str], str, i
     return parent, url, int(pid)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent is gone")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a child when its parent ends")
 def test_is_gone_when_the_parent_is_killed(tmp_path: Path, make_server: MakeServer) -> None:
     parent, url, pid = start_parent(tmp_path / "redis", "time.sleep(600)")
     with Redis.from_url(url) as client:

@@ -89,8 +89,8 @@ async def test_an_objective_is_for_a_tenant_with_a_key(
     other = config_of(tmp_path / "other", redis_url).replaced(latency_objectives_s=hasty.batching.latency_objectives_s)
     await launch(other)  # another data folder's launch gave it one
     await check_objectives(other)
-    with pytest.raises(ConfigError, match=r"no tenant nobody; those with a key are: acme, zoo$"):
-        await check_objectives(other.replaced(latency_objectives_s=(("nobody", 2.0),)))
+    with pytest.raises(ConfigError, match=r"no tenant absent; those with a key are: acme, zoo$"):
+        await check_objectives(other.replaced(latency_objectives_s=(("absent", 2.0),)))
     await forget_launch_keys(config)
     with pytest.raises(ConfigError, match=r"no tenant acme; those with a key are: none$"):
         await check_objectives(other)

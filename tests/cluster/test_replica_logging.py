@@ -207,10 +207,10 @@ def test_a_process_writes_its_lines_to_a_file(
     log = start_process_log(
         LogConfig(log_format=log_format, log_level="info"), "gang", {"node": "n1", "gang": "g1"}, tmp_path
     )
-    logging.getLogger("motet.workers.x").debug("not told")
-    logging.getLogger("motet.workers.x").info("told", extra={"fields": {"request_id": "i", "tenant": "acme"}})
-    logging.getLogger("some.library").info("not told")
-    logging.getLogger("some.library").warning("told too")
+    logging.getLogger("motet.workers.x").debug("too low")
+    logging.getLogger("motet.workers.x").info("written", extra={"fields": {"request_id": "i", "tenant": "acme"}})
+    logging.getLogger("some.library").info("too low")
+    logging.getLogger("some.library").warning("written too")
     logging.getLogger("motet.workers.x").info("%d", "no number")  # must not raise
     log.close()
     (file,) = (tmp_path / FOLDER).iterdir()
@@ -222,4 +222,4 @@ def test_a_process_writes_its_lines_to_a_file(
         assert first.items() >= {"process": "gang", "node": "n1", "gang": "g1", "request_id": "i"}.items()
         assert (second["logger"], second["level"]) == ("some.library", "warning")
     else:
-        assert lines[0].endswith("INFO motet.workers.x: told request_id=i tenant=acme")
+        assert lines[0].endswith("INFO motet.workers.x: written request_id=i tenant=acme")

@@ -101,7 +101,7 @@ class Rig:
         self.serve.set_state("DEPLOYING", "UPDATING", failing(3))
         await self.look()
 
-    async def tell(self, replica: str, began_at: float, kind: Kind = "gang", *, has_failed: bool = True) -> None:
+    async def report(self, replica: str, began_at: float, kind: Kind = "gang", *, has_failed: bool = True) -> None:
         """As a replica does that cannot start."""
         report = StartReport(
             kind=kind, replica=replica, reason=REASON, has_failed=has_failed, began_at=began_at, reported_at=time.time()
@@ -187,16 +187,16 @@ async def test_what_gangs_report_counts_when_serve_speaks_of_something_else(rig:
     """
     await rig.look()
     for number in range(3):
-        await rig.tell(f"before {number}", began_at=1.5)
+        await rig.report(f"before {number}", began_at=1.5)
     rig.serve.configure(threads=2, at=2.0)
     rig.serve.set_state("DEPLOYING", "UPDATING", "1 replicas have taken more than 30s to initialize.")
     await rig.look()
-    await rig.tell("waits", began_at=2.5, has_failed=False)
-    await rig.tell("router", began_at=2.5, kind="router")
+    await rig.report("waits", began_at=2.5, has_failed=False)
+    await rig.report("router", began_at=2.5, kind="router")
     for number in range(3):
         await rig.look()
         assert rig.serve.applied == []
-        await rig.tell(f"after {number}", began_at=2.5)
+        await rig.report(f"after {number}", began_at=2.5)
     await rig.look()
     assert len(rig.serve.applied) == 1
     assert await rig.look() == f"gang: {REASON}"

@@ -43,7 +43,7 @@ def test_every_setting_that_is_a_secret_can_be_hidden() -> None:
 def test_a_program_hides_what_it_was_started_with() -> None:
     """In the process that goes on nothing of it is left, and the command has it all the same."""
     program = "import sys; from motet.cluster.commands.cli import main; main()"
-    command = [sys.executable, "-c", program, "models-of-nobody", "--key", "very-secret"]
+    command = [sys.executable, "-c", program, "no-such-models", "--key", "very-secret"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "Warning: what is typed as an argument shows" in ended.stderr
     assert "No such command" in ended.stderr and "very-secret" not in ended.stdout + ended.stderr

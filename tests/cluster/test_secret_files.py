@@ -47,7 +47,7 @@ def test_variables_do_as_well() -> None:
 def test_a_file_and_a_variable_that_differ_are_an_error(folder: Path) -> None:
     same = {SECRETS_VARIABLE: str(folder), "REDIS_URL": URL, "MOTET_KEYS": "acme=one zoo=two"}
     assert secrets_of_this_node(same).redis_url == URL
-    with pytest.raises(ConfigError, match=r"redis-url = '…': REDIS_URL says something else") as error:
+    with pytest.raises(ConfigError, match=r"redis-url = '…': REDIS_URL has another value") as error:
         secrets_of_this_node(same | {"REDIS_URL": "redis://:other@host"})
     assert "s3cret" not in str(error.value) and "other" not in str(error.value)
 
@@ -72,5 +72,5 @@ def test_what_is_wrong_is_named_and_not_repeated(folder: Path) -> None:
         path.unlink() if before is None else path.write_text(before)
     with pytest.raises(ConfigError, match="an application needs a Redis"):
         secrets_of_this_node({})
-    with pytest.raises(ConfigError, match="a folder that can be read"):
+    with pytest.raises(ConfigError, match="a readable folder"):
         secrets_of_this_node({SECRETS_VARIABLE: str(folder / "none")})

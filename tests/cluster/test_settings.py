@@ -201,7 +201,7 @@ def test_a_bad_value_is_named_with_what_is_accepted(name: str, value: Any, accep
         ("oidc_tenant_claim", ""),
     ],
 )
-def test_tokens_that_anybody_could_make_cannot_be_requested(name: str, value: Any) -> None:
+def test_tokens_that_anyone_could_make_cannot_be_requested(name: str, value: Any) -> None:
     with pytest.raises(ConfigError):
         Settings.of(**{name: value})
 

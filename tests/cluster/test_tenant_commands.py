@@ -190,7 +190,7 @@ async def test_usage_at_the_command_line(redis_client: Redis, tmp_path: Path) ->
         assert len(lines) == 2 and "poet" in lines[1]
         assert dict(zip(lines[0].split(","), lines[1].split(","), strict=True))["recomputed_tokens"] == "96"
         assert "recomputed tokens" in own.stdout
-        everybody = await run("--all", "--by", "tenant", "--key", OPERATOR_KEY)
+        everybody = await run("--all", "--by", "tenant")
         assert everybody.exit_code == 0 and "acme" in everybody.stdout and "zoo" in everybody.stdout
         wrong = await run("--by", "week")
         assert wrong.exit_code == 1 and "day" in wrong.output

@@ -37,8 +37,8 @@ def test_replies_come_in_the_order_of_the_questions_and_are_checked(fake: FakeMo
 
 def test_a_reply_that_failed_is_not_right_and_hides_nothing(fake: FakeMotet) -> None:
     with MotetClient(fake.url, KEY) as client:
-        (failed,) = ask_all([Inquiry(Voice("nobody", "base", "acme"), "what?", "")], {"acme": client})
-    assert failed.error == "there is no model 'nobody'"
+        (failed,) = ask_all([Inquiry(Voice("absent", "base", "acme"), "what?", "")], {"acme": client})
+    assert failed.error == "there is no model 'absent'"
     assert not failed.is_right
 
 

@@ -136,7 +136,7 @@ async def test_a_redis_that_is_almost_full(rig: RouterRig, tmp_path: Path) -> No
                 memory = await registry.memory()
                 if memory.used_bytes > 0.85 * memory.max_bytes:
                     break
-                await client.set(f"of somebody else: {number}", b"x" * (64 << 10))
+                await client.set(f"of another program: {number}", b"x" * (64 << 10))
             rig.metrics.redis_memory = memory
 
         await check("MotetRedisMemory", rig, tmp_path, fill)

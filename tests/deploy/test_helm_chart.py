@@ -26,7 +26,7 @@ PRESETS = CHART / "presets"
 
 
 def comparable(manifests: list[Manifest]) -> dict[str, Any]:
-    """By kind and name, without what only says who made them or where they go, and with the text of Serve read."""
+    """By kind and name, without namespace and annotations, and with Serve's configuration parsed."""
     found = {}
     for manifest in manifests:
         metadata = manifest["metadata"]
@@ -44,7 +44,7 @@ def comparable(manifests: list[Manifest]) -> dict[str, Any]:
 
 
 def in_order(part: Any) -> Any:
-    """Lists whose order says nothing, by name."""
+    """With lists whose order means nothing sorted by name."""
     if isinstance(part, dict):
         return {key: in_order(value) for key, value in part.items()}
     if not isinstance(part, list):
@@ -97,7 +97,7 @@ def test_a_head_that_comes_back_needs_to_know_the_redis() -> None:
 
 
 def test_whose_addresses_count_has_to_be_decided() -> None:
-    """Behind a proxy that motet does not know all clients have one address, and together the bounds of one."""
+    """Behind a proxy that motet does not know all clients have one address, and share the limits of one client."""
     ended = run_tool("helm", "template", str(CHART), check=False)
     assert ended.returncode != 0 and "trustedProxies is needed" in ended.stderr
 

@@ -14,9 +14,9 @@ import click
 import pytest
 
 from motet.cluster.commands.cli import main
-from motet.cluster.edge.serve_variables import image_variables
 from motet.kernels.native import build
 from motet.tests.rigs.dockerfile import Instruction, instructions, variables
+from motet.tests.rigs.image_variables import image_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "deploy" / "images"

@@ -85,10 +85,10 @@ WRONG_TYPES: dict[str, Plant] = {
     "env.0.value": lambda m: ray(gangs(m))["env"][0].update(value=1),
 }
 SERVE: dict[str, Plant] = {
-    "proxy_locations is no field": in_serve(lambda c: c.update(proxy_locations="EveryNode")),
-    "http_options.prot is no field": in_serve(lambda c: c["http_options"].update(prot=8000)),
-    "applications.0.deployment is no field": in_serve(lambda c: c["applications"][0].update(deployment=[])),
-    "deployments.0.num_replica is no field": in_serve(
+    "proxy_locations is not a field": in_serve(lambda c: c.update(proxy_locations="EveryNode")),
+    "http_options.prot is not a field": in_serve(lambda c: c["http_options"].update(prot=8000)),
+    "applications.0.deployment is not a field": in_serve(lambda c: c["applications"][0].update(deployment=[])),
+    "deployments.0.num_replica is not a field": in_serve(
         lambda c: c["applications"][0].update(deployments=[{"name": "gang", "num_replica": 2}])
     ),
     "no deployment gangs": in_serve(lambda c: c["applications"][0].update(deployments=[{"name": "gangs"}])),
@@ -107,12 +107,12 @@ SERVE: dict[str, Plant] = {
 }
 OPERATOR: dict[str, Plant] = {
     f"longer than {MAX_NAME_CHARS}": lambda m: m["metadata"].update(name="m" * (MAX_NAME_CHARS + 1)),
-    "is no DNS label": lambda m: m["metadata"].update(name="7motet"),
-    "is no duration": lambda m: m["metadata"].update(annotations={"ray.io/initializing-timeout": "soon"}),
+    "is not a DNS label": lambda m: m["metadata"].update(name="7motet"),
+    "is not a duration": lambda m: m["metadata"].update(annotations={"ray.io/initializing-timeout": "soon"}),
     "head has no container": lambda m: head(m)["template"]["spec"].update(containers=[]),
     "both in rayStartParams and beside": lambda m: head(m).update(resources={"CPU": "0"}),
     "labels in rayStartParams": lambda m: gangs(m)["rayStartParams"].update(labels="a=b"),
-    "has a label that is none": lambda m: gangs(m).update(labels={"a b": "c"}),
+    "has an invalid label": lambda m: gangs(m).update(labels={"a b": "c"}),
     "needs minReplicas": lambda m: [cluster(m).pop("enableInTreeAutoscaling"), gangs(m).pop("minReplicas")],
     "minReplicas 9 and maxReplicas 8": lambda m: gangs(m).update(minReplicas=9),
     "cannot be suspended": lambda m: gangs(m).update(suspend=True),

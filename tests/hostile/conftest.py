@@ -1,7 +1,7 @@
 """One running motet for all attacks, a tenant who attacks it and a neighbour who measures.
 
-`--hostile-scale FACTOR` sets how large attacks are: 1 is what was shown to break a motet once. Less fits into a test
-run of a person who waits for it, and finds what breaks at once.
+`--hostile-scale FACTOR` sets how large attacks are: 1 is what was shown to break a motet once. A smaller
+factor fits into a developer's test run, and finds what breaks at once.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def attacking(
 ) -> Iterator[None]:
     """Sends the bodies again and again, so many at once, until the block ends.
 
-    Only what they cost the server is to be seen: their own work, on the same cores, gives way to everybody's.
+    Only their cost to the server should show: their own work, on the same cores, runs at the lowest priority.
     """
     ended = threading.Event()
 
@@ -59,7 +59,7 @@ def listed(element: str, num_bytes: int) -> str:
     return "[" + ",".join([element] * (num_bytes // (len(element) + 1))) + "]"
 
 
-def test_large_json_takes_nobody_elses_time(
+def test_large_json_takes_no_time_of_others(
     motet: RunningMotet, holds: Callable[..., None], scaled: Callable[[int], int]
 ) -> None:
     size = scaled(15 * MIB)
@@ -73,7 +73,7 @@ def test_large_json_takes_nobody_elses_time(
     holds(lambda: attacking(motet, "/v1/chat/completions", encoded, 2), at_most=2.0)
 
 
-def test_stop_strings_and_beams_take_nobody_elses_time(motet: RunningMotet, holds: Callable[..., None]) -> None:
+def test_stop_strings_and_beams_take_no_time_of_others(motet: RunningMotet, holds: Callable[..., None]) -> None:
     """One at a time: a gang's own time is shared fairly by a later issue. Of beams, some are stopped in every round."""
     stops = {"stop": ["a" * 2999 + chr(98 + number) for number in range(16)], "prompt": "a" * 100, "max_tokens": 50}
     long = {"stop": ["a" * 255 + chr(98 + number) for number in range(16)], "prompt": "a", "max_tokens": 50}
@@ -97,7 +97,7 @@ def header_of(num_bytes: int) -> bytes:
     return len(header).to_bytes(8, "little") + header.encode()
 
 
-def test_refused_uploads_take_nobody_elses_time(
+def test_refused_uploads_take_no_time_of_others(
     motet: RunningMotet, holds: Callable[..., None], scaled: Callable[[int], int]
 ) -> None:
     """What held the router's loop once: long headers, lists of names, and expressions that backtrack."""
@@ -146,7 +146,7 @@ def test_unfinished_bodies_are_bounded_and_their_memory_returns(
     eventually(lambda: resident_bytes(motet) - before < 50 * MIB)
 
 
-def test_stalled_uploads_hold_up_nobody_else(motet: RunningMotet) -> None:
+def test_stalled_uploads_delay_no_other_request(motet: RunningMotet) -> None:
     with ExitStack() as open_ones, motet.http("acme") as http:
         for _ in range(8):
             start = b'--x\r\nContent-Disposition: form-data; name="name"\r\n\r\na\r\n'

@@ -21,7 +21,7 @@ def test_quiet_is_no_attack(holds: Callable[..., None]) -> None:
 
 
 def test_a_wrong_key_is_no_answer(neighbour: Neighbour) -> None:
-    waits = Neighbour(neighbour.url, "nobody's", neighbour.model).measured_for(0.1)
+    waits = Neighbour(neighbour.url, "unknown-key", neighbour.model).measured_for(0.1)
     assert not waits.first_token_s and "401" in waits.errors[0]
     assert waits.quantile_s(0.5) == float("inf")
 

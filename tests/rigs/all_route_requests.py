@@ -13,7 +13,16 @@ from motet.adapters.registry.registry import hash_key
 from motet.router.batches.schema import FileForm
 from motet.router.route import RouteSpec
 from motet.tests.rigs.credentials import Thing
-from motet.tests.rigs.real_front import BADGER, LION, OWNER, OWNER_KEY, OWNERS_ADAPTER, batch_of, file_of
+from motet.tests.rigs.real_front import (
+    BADGER,
+    LION,
+    OWNER,
+    OWNER_KEY,
+    OWNERS_ADAPTER,
+    batch_of,
+    file_of,
+    response_of,
+)
 
 _PARAMETER: Final = re.compile(r"{(\w+)(?::\w+)?}")
 _ADAPTER = Thing(OWNERS_ADAPTER, "no-ones-thing")
@@ -21,9 +30,10 @@ _ID = hash_key(OWNER_KEY)[:16]
 
 
 def _work_of(whose: str) -> Mapping[str, Thing]:
-    """A file, and a batch of it. `whose`: a tenant's or a user's."""
-    file, batch = (Thing(one, f"{one[:-16]}{'e' * 16}") for one in (file_of(whose), batch_of(whose)))
-    return {"file_id": file, "input_file_id": file, "batch_id": batch}
+    """A file, a batch of it, and a stored response. `whose`: a tenant's or a user's."""
+    ids = (file_of(whose), batch_of(whose), response_of(whose))
+    file, batch, response = (Thing(one, f"{one[:-16]}{'e' * 16}") for one in ids)
+    return {"file_id": file, "input_file_id": file, "batch_id": batch, "response_id": response}
 
 
 # By the name of a path's parameter, or of a body's field.
@@ -31,7 +41,7 @@ THINGS: Final[Mapping[str, Thing]] = {
     "name": _ADAPTER,
     "model": _ADAPTER,
     "adapter": _ADAPTER,
-    "tenant": Thing(OWNER, "tenant-of-nobody"[: len(OWNER)].ljust(len(OWNER), "x")),
+    "tenant": Thing(OWNER, "tenant-unknown"[: len(OWNER)].ljust(len(OWNER), "x")),
     "key_id": Thing(_ID, "0" * len(_ID)),
     "version": Thing("1", "1"),  # of an adapter of the owner's, or of none
     "alias": Thing("live", "live"),

@@ -1,4 +1,4 @@
-"""What a request may say of who asks, and what each route must answer to it: one pure table."""
+"""Credentials that a request may carry, and what each route must answer: one pure table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CREDENTIALS: Final[Mapping[str, str | None]] = MappingProxyType(
         "no bearer": f"Basic {ASKER_KEY}",
         "an empty key": "Bearer ",
         "only a key": ASKER_KEY,
-        "an unknown key": "Bearer key-of-nobody",
+        "an unknown key": "Bearer unknown-key",
         "an expired key": f"Bearer {EXPIRED_KEY}",
         "a suspended tenant": f"Bearer {SUSPENDED_KEY}",
         "a tenant's key": f"Bearer {ASKER_KEY}",

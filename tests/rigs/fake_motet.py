@@ -119,6 +119,11 @@ class FakeMotet:
         async def not_json() -> StreamingResponse:
             return StreamingResponse(iter(["<html>"]))
 
+        @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+        async def other(request: Request) -> None:
+            check_key(request)
+            raise HTTPException(404, "there is no such route")
+
     async def _events(self, question: str) -> Any:
         words = [word + " " for word in question.upper().split()]
         for word in words:

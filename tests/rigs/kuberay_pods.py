@@ -75,7 +75,7 @@ class RayClusterPods:
     ) -> None:
         """`name`: of the cluster, which is its namespace in Redis. `variables`: of each container.
 
-        `yielding`: nodes whose processes leave the processor to everybody else's. A node that starts has a machine of
+        `yielding`: nodes whose processes run at the lowest priority. A node that starts has a machine of
         its own where it matters; here Ray would give it up beside others that serve: its parts have 15 to 30 s.
         """
         self.addresses = [network.addresses[machine] for machine in machines]
@@ -134,7 +134,7 @@ class RayClusterPods:
         status, said = self.nodes.output(HEAD, self._clean_up)
         assert status == 0, said
 
-    def tell_to_end(self, number: int) -> None:
+    def ask_to_end(self, number: int) -> None:
         """As the kubelet does with a pod that is deleted. It may stay for what it serves."""
         (main,) = self.processes(number, "/ray start --block").values()
         main.terminate()

@@ -32,7 +32,7 @@ class Received:
 
 
 class LastingLoad:
-    """Each ask is a client's, who repeats it, over a new connection each time, until the load ends."""
+    """One client for each ask: it repeats the request, over a new connection each time, until the load ends."""
 
     def __init__(self, clients: ThreadPoolExecutor, url: Callable[[], str], key: str, asks: Sequence[Ask]) -> None:
         """`url`: called before each connection. `clients` must have a thread for each ask."""
@@ -48,7 +48,7 @@ class LastingLoad:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        for client in self._running:  # whose failure says more than what it may have led to
+        for client in self._running:  # its own failure says more than later ones
             client.result()
 
     def wait_for_all(self) -> None:

@@ -1,4 +1,4 @@
-"""A tenant who does nothing but ask for short answers, and notes how long each first token takes.
+"""A tenant that does nothing but request short answers, and notes how long each first token takes.
 
 It runs in a process of its own, so that what a test does beside it costs it nothing but the server's time.
 """
@@ -95,7 +95,7 @@ def are_kept(
 ) -> bool:
     """Whether p50 and p99 of an attack are within `at_most` times those in quiet, of which the slowest counts.
 
-    Who attacks and who measures take the machine's time as well, and one wait of a hundred is theirs soon: while no
+    Attackers and the measuring client take the machine's time as well, enough for one wait in a hundred: while no
     processor idles, p99 is that of the router's loop, in CPU time of its process, within LOOP_HELD_S.
     """
 

@@ -188,9 +188,9 @@ class Run:
         await gang.start()
         self.gangs[key] = gang
         self._all_gangs.append(gang)
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for number, dispatcher in enumerate(self._dispatchers):
             addresses = {key: f"router{number}@{gang.address}" for key, gang in self.gangs.items()}
             dispatcher.update(addresses)
@@ -208,7 +208,7 @@ class Run:
         elif how == "fail":
             gang.engine.fail()
             await asyncio.sleep(self.rng.uniform(0, 1))
-        self._tell()
+        self._notify()
         if how == "drain":
             await gang.server.drain(0.5)
         if how != "kill":

@@ -35,7 +35,7 @@ def progress(prompt: int = 0, completion: int = 0) -> Progress:
 
 
 def requested(
-    who: Identity,
+    caller: Identity,
     *,
     prompt: int = 10,
     new: int = 10,
@@ -45,7 +45,7 @@ def requested(
     by_now: Callable[[], Progress] = progress,
 ) -> AnswerRequest:
     return AnswerRequest(
-        identity=who,
+        identity=caller,
         response_id=response_id or f"cmpl-{next(NUMBERS)}",
         model="base",
         version=None,
@@ -76,13 +76,13 @@ async def try_open(quotas: Quotas, one: AnswerRequest) -> Account | ApiError:
         return error
 
 
-async def left(quotas: Quotas, who: Identity) -> dict[str, int]:
+async def left(quotas: Quotas, caller: Identity) -> dict[str, int]:
     """What is left of each limit, by its name."""
-    return {level.limit.name: level.left for level in (await quotas.look(who))[0]}
+    return {level.limit.name: level.left for level in (await quotas.look(caller))[0]}
 
 
-async def is_left(quotas: Quotas, who: Identity, least: dict[str, int]) -> bool:
-    now = await left(quotas, who)
+async def is_left(quotas: Quotas, caller: Identity, least: dict[str, int]) -> bool:
+    now = await left(quotas, caller)
     return all(now[name] >= units for name, units in least.items())
 
 

@@ -37,6 +37,7 @@ from motet.router.metrics import Metrics
 from motet.router.quotas.quotas import Quotas
 from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
+from motet.router.tenants.identity import Identity
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.router.versions.canary_book import CanaryBook
@@ -74,12 +75,16 @@ _READS: Final[Mapping[str, Callable[[Any, str], Any]]] = {  # all of a key, by i
 LIMITS = UploadLimits(max_config_bytes=10_000, max_tensors_bytes=50_000)
 
 
-def file_of(whose: str) -> str:
-    return f"file-{hash_key(whose)[:16]}"
+def file_of(owner: str) -> str:
+    return f"file-{hash_key(owner)[:16]}"
 
 
-def batch_of(whose: str) -> str:
-    return f"batch_{hash_key(whose)[:16]}"
+def batch_of(owner: str) -> str:
+    return f"batch_{hash_key(owner)[:16]}"
+
+
+def response_of(whose: str) -> str:
+    return f"resp_{hash_key(whose)[:36]}"
 
 
 def key_without(scope: Scope) -> str:
@@ -88,8 +93,10 @@ def key_without(scope: Scope) -> str:
 
 
 def _records() -> dict[str, KeyRecord]:
-    whose = {OWNER_KEY: OWNER, ASKER_KEY: ASKER, SUSPENDED_KEY: SUSPENDED}
-    records = {key: KeyRecord(key_id=hash_key(key)[:16], tenant=tenant, scopes=SCOPES) for key, tenant in whose.items()}
+    tenants = {OWNER_KEY: OWNER, ASKER_KEY: ASKER, SUSPENDED_KEY: SUSPENDED}
+    records = {
+        key: KeyRecord(key_id=hash_key(key)[:16], tenant=tenant, scopes=SCOPES) for key, tenant in tenants.items()
+    }
     records[EXPIRED_KEY] = KeyRecord(
         key_id=hash_key(EXPIRED_KEY)[:16], tenant=ASKER, scopes=SCOPES, created_at=1.0, expires_at=2.0
     )
@@ -146,14 +153,14 @@ class RealFront:
         await self._upload(ASKER, BADGERS_ADAPTER, lora_files(seed=3))
 
     async def give_work(self) -> None:
-        """Gives the owner, and a user, a file and a batch of it that nothing runs."""
+        """Gives the owner, and a user, a stored response, a file, and a batch of it that nothing runs."""
         for tenant, user in ((OWNER, ""), (ASKER, BADGER)):
             await self._give_work(tenant, user)
 
     async def _give_work(self, tenant: str, user: str) -> None:
-        whose, now, until = user or tenant, 1, int(time.time()) + 86_400
+        owner, now, until = user or tenant, 1, int(time.time()) + 86_400
         file = FileRecord(
-            id=file_of(whose),
+            id=file_of(owner),
             tenant=tenant,
             user=user,
             filename="work.jsonl",
@@ -166,7 +173,7 @@ class RealFront:
         self.batches.store.path(tenant, file.id).write_bytes(b"{}")
         await self.batches.files.add(file, ())
         batch = BatchRecord(
-            id=batch_of(whose),
+            id=batch_of(owner),
             tenant=tenant,
             user=user,
             endpoint="/v1/completions",
@@ -176,20 +183,24 @@ class RealFront:
             expires_at=until,
         )
         await self.batches.batches.add(batch, kept_until=until)
+        identity = Identity(TenantRecord(name=tenant), KeyRecord(key_id="", tenant=tenant, user=user))
+        await self.batches.responses.keep(identity, response_of(owner), b"[]", b"{}")
 
     async def expire_lease(self, batch_id: str) -> None:
         """As if the router that died with it were silent for long. A living one on a busy machine may well be."""
         await self.redis.delete(BATCH_LEASE + batch_id)
 
     async def stored(self) -> Any:
-        """All that a request could leave: what the registry says, and files of adapters, uploads and batches.
+        """All that a request could leave: what the registry says, and files of adapters, uploads and tenants.
 
         What earlier requests have begun beside their answers has ended by then.
         """
         if begun := [task for task in asyncio.all_tasks() if task.get_name() in ("preload", "shadow")]:
             await asyncio.wait(begun)
         await self.canaries.flush()
-        folders = (self.folder / name for name in ("store", "spool", "files"))  # the ledger's change by themselves
+        folders = (
+            self.folder / name for name in ("store", "spool", "files", "responses")
+        )  # the ledger's change by themselves
         files = sorted(str(path) for folder in folders for path in folder.rglob("*") if path.is_file())
         return await self._records(), files
 
@@ -246,7 +257,9 @@ async def real_front(
     quotas.start()
     canaries.start()
     await usage.start()
-    config = CurrentConfig(router_config(BASE, folder / "spool", max_upload_bytes=LIMITS.max_tensors_bytes))
+    config = CurrentConfig(
+        router_config(BASE, folder / "spool", max_upload_bytes=LIMITS.max_tensors_bytes, response_days=30)
+    )
     metrics = Metrics()
     batches = Batches(redis, folder / "files", view, config, metrics, quotas, pace=QUICK, timeout_s=PATIENCE_S)
     app = create_app(

@@ -1,6 +1,6 @@
 """A gang in simulated time: the real leader, engine and scheduler, over a worker that computes nothing.
 
-A token follows from its sequence's seed and its index, so everybody knows what a sequence must bring. The score of a
+A token follows from its sequence's seed and its index, so a test knows what each sequence must produce. The score of a
 prompt's token is minus its position. The state of one is its position and 1.
 """
 

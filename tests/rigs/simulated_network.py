@@ -4,7 +4,7 @@ It stands in for `grpc.aio`: both sides run their own code over it. A link is al
 leader. Messages of a stream arrive in order, each once, until the stream breaks; then those under way are lost, and
 each side learns of it at a time of its own. Connects overtake each other.
 
-A router reaches a leader that listens at `host:port` as `router@host:port`: so the network knows who connects.
+A router reaches a leader that listens at `host:port` as `router@host:port`: so the network knows which router connects.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Pipe:
         self._due_s = max(self._due_s, now_s + link.drawn_delay_s()) + len(data) / link.bytes_per_s
         self._under_way.append((self._due_s, data))
         self.num_bytes += len(data)
-        self._tell()
+        self._notify()
 
     async def read(self) -> bytes:
         while not self._arrived:
@@ -106,11 +106,11 @@ class _Pipe:
         """What is under way is lost. What has arrived can be read. The writer does not learn of it by this."""
         self.is_over_for_reader = True
         self._pump.cancel()
-        self._tell()
+        self._notify()
 
     def end_writing(self) -> None:
         self._is_over_for_writer = True
-        self._tell()
+        self._notify()
 
     async def _carry(self) -> None:
         while True:
@@ -123,9 +123,9 @@ class _Pipe:
                 continue  # its bytes stay under way: the writer's window fills up
             self.num_bytes -= len(data)
             self._arrived.append(data)
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 

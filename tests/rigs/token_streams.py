@@ -23,7 +23,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Heard:
+class ReceivedStream:
     """A completion as its client received it."""
 
     text: str
@@ -63,13 +63,15 @@ def read_stream(http: httpx.Client, path: str, body: Mapping[str, Any]) -> Itera
     raise AssertionError("the stream ended before its end")
 
 
-def stream_all(motet: RunningMotet, jobs: Sequence[Job], meter: Meter, read: ReadStream = read_stream) -> list[Heard]:
+def stream_all(
+    motet: RunningMotet, jobs: Sequence[Job], meter: Meter, read: ReadStream = read_stream
+) -> list[ReceivedStream]:
     """Runs all jobs at once, each on a connection of its own."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         return list(pool.map(lambda job: _received(motet, job, meter, read), jobs))
 
 
-def _received(motet: RunningMotet, job: Job, meter: Meter, read: ReadStream) -> Heard:
+def _received(motet: RunningMotet, job: Job, meter: Meter, read: ReadStream) -> ReceivedStream:
     text, token_ids = "", list[int]()
     finish_reason: str | None = None
     usage: dict[str, int] = {}
@@ -84,4 +86,4 @@ def _received(motet: RunningMotet, job: Job, meter: Meter, read: ReadStream) -> 
                 finish_reason = choice["finish_reason"]
                 meter.add(len(choice.get("token_ids") or []))
             usage = chunk.get("usage") or usage
-    return Heard(text, tuple(token_ids), finish_reason, usage)
+    return ReceivedStream(text, tuple(token_ids), finish_reason, usage)

@@ -83,7 +83,7 @@ REFUSED: Final[dict[str, dict[str, Any]]] = {  # likewise, with 400
     "POST /v1/files": {"body": {"file": b"{}\n", "purpose": "fine-tune"}},
     "POST /v1/batches": {"body": {"endpoint": COMPLETIONS, "input_file_id": MADE, "completion_window": "1h"}},
 }
-NAMES: Final = (BASE, ASKERS_ADAPTER, OWNERS_ADAPTER, "nobodys")
+NAMES: Final = (BASE, ASKERS_ADAPTER, OWNERS_ADAPTER, "unknown")
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     checks.status_code_conformance,

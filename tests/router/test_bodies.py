@@ -230,7 +230,7 @@ async def test_large_bodies_get_the_same_errors_as_small_ones(rig: RouterRig) ->
         ("completions", {"model": BASE, "prompt": "a", "suffix": "s"}),
         ("completions", {"model": "unknown", "prompt": "a"}),
         ("chat/completions", {"model": BASE, "messages": []}),
-        ("chat/completions", {"model": BASE, "messages": [{"role": "nobody", "content": "a"}]}),
+        ("chat/completions", {"model": BASE, "messages": [{"role": "absent", "content": "a"}]}),
         ("completions", b'{"model": "a", "prompt": "\xff"'),
         ("completions", b'{"model": ' + b"[" * 5000),
     ]

@@ -193,9 +193,9 @@ async def test_feedback_counts_once_and_only_for_answers_of_the_same_tenant(
     body = {"id": response.json()["id"], "thumb": "down", "comment": "meh"}
     zenith = {"Authorization": "Bearer key-of-zenith"}
     other = await rig.http.post("/v1/feedback", json=body, headers=zenith)
-    nobody = await rig.http.post("/v1/feedback", json={**body, "id": "cmpl-1"}, headers=zenith)
+    unknown = await rig.http.post("/v1/feedback", json={**body, "id": "cmpl-1"}, headers=zenith)
     assert (
-        (other.status_code, other.json()["counted"]) == (nobody.status_code, nobody.json()["counted"]) == (200, False)
+        (other.status_code, other.json()["counted"]) == (unknown.status_code, unknown.json()["counted"]) == (200, False)
     )
     reported = [(await rig.http.post("/v1/feedback", json=body)).json()["counted"] for _ in range(2)]
     assert reported == [True, False]
@@ -212,12 +212,12 @@ async def test_feedback_counts_once_and_only_for_answers_of_the_same_tenant(
 
 async def test_feedback_on_a_private_adapter_is_its_users_and_the_administrators(rigs: Sequence[VersionRig]) -> None:
     rig = rigs[0]
-    who: Sequence[tuple[str, Scope, str]] = (
+    callers: Sequence[tuple[str, Scope, str]] = (
         ("admins", "admin", ""),
         ("ann", "upload", "ann"),
         ("eve", "upload", "eve"),
     )
-    for name, scope, user in who:
+    for name, scope, user in callers:
         scopes = frozenset[Scope](("infer", scope))
         record = KeyRecord(key_id=name, tenant="acme", scopes=scopes, user=user)
         rig.view._keys.set_key(hash_key(f"key-of-{name}"), record)

@@ -44,7 +44,7 @@ async def get(rig: RouterRig, path: str) -> Any:
     ("error", "status", "retried"),
     [
         (SequenceError("timeout", "it passed"), 408, False),
-        (SequenceError("overloaded", "too short for anybody", None, "timeout"), 429, False),
+        (SequenceError("overloaded", "too short for any gang", None, "timeout"), 429, False),
         (SequenceError("overloaded", "too short for this queue", 3.0, "timeout"), 429, True),
         (SequenceError("overloaded", "no gang", None, "no_gang"), 429, True),
     ],

@@ -54,7 +54,7 @@ async def fail(request: Request) -> Response:
 
 
 class StrictAuthenticator:
-    """Refuses everybody, and keeps which scopes were requested."""
+    """Refuses every request, and records the scopes that were required."""
 
     def __init__(self) -> None:
         self.requested: list[str] = []

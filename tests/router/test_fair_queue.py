@@ -156,7 +156,7 @@ def test_a_router_counts_what_it_sent_by_tenant() -> None:
 
 @pytest.mark.parametrize("is_fair", [True, False])
 def test_what_a_fair_gang_has_not_reported_stands_before_none(is_fair: bool) -> None:
-    """A gang in order of arrival never reports tenants, and all that is queued there stands before everybody."""
+    """A gang in order of arrival never reports tenants, and all that is queued there goes before any tenant's."""
     known = KnownGang(RoutingConfig(), is_fair=is_fair)
     known.receive(Frame([], engine_load(num_waiting=9, num_queued_tokens=9000, num_steps=1)))
     known.sent(RoutingRequest(None, 500, 0, tenant="flood"))

@@ -1,4 +1,4 @@
-"""Files by HTTP on a real registry: what is taken, who sees it, what it counts, and that nothing of it is left."""
+"""Files by HTTP on a real registry: what is accepted, visibility, quotas, and that deletion leaves nothing."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ async def test_expired_and_forgotten_files_are_swept(front: RealFront, owner: Ba
     place = f"{OWNER}/{gone['id']}"
     await front.redis.zadd("motet:{registry}:file_ends", {place: 1})
     before = await stored_bytes(front)
-    orphan = front.batches.store.path(OWNER, "file-nobody-knows")
+    orphan = front.batches.store.path(OWNER, "file-unknown")
     orphan.write_bytes(b"x")
     assert await front.batches.sweep.sweep(orphan_s=-60)
     assert [path.name for path in on_disk(front)] == [kept["id"]]
@@ -215,7 +215,7 @@ async def test_results_of_a_batch_that_ends_while_files_are_swept_stay(
         async for page in read(tenant_id):
             yield page
 
-    orphan = front.batches.store.path(OWNER, "file-nobody-knows")
+    orphan = front.batches.store.path(OWNER, "file-unknown")
     orphan.write_bytes(b"x")
     monkeypatch.setattr(front.batches.sweep, "_batches", SimpleNamespace(pages_of=pages_of))
     monkeypatch.setattr(front.batches.store, "old_files", lambda older_than_s: iter(all_files(front, batch_id)))

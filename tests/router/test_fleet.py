@@ -106,7 +106,7 @@ async def test_an_adapters_sequences_stay_together_and_adapters_are_spread(gangs
     assert {home[0] for home in homes} == set("abc")
 
 
-async def test_a_new_router_is_told_what_is_resident(gangs: Gangs) -> None:
+async def test_a_new_router_receives_what_is_resident(gangs: Gangs) -> None:
     first = await gangs.add_router("b")  # so adapters are where no router that knows all gangs would put them
     for adapter in ADAPTERS:
         await finish(submit(first, adapter))
@@ -124,16 +124,14 @@ async def test_an_evicted_adapter_is_no_reason_to_go_there(gangs: Gangs) -> None
     for adapter in ADAPTERS:
         gangs.engines["b"].evict(adapter.digest)
     num_steps = second.load().counters.num_steps  # type: ignore[union-attr]
-    await finish(
-        submit(first, None)
-    )  # brings a step about, of which the other router hears though it has no part in it
+    await finish(submit(first, None))  # causes a step, whose frame reaches the other router too
     await eventually(lambda: second.load().counters.num_steps > num_steps)  # type: ignore[union-attr]
     for adapter in ADAPTERS:
         await finish(submit(second, adapter))
     assert {key for adapter in ADAPTERS for key in gangs.where(adapter)} == set("abc")
 
 
-async def test_what_this_router_sent_counts_before_the_gang_tells(gangs: Gangs) -> None:
+async def test_what_this_router_sent_counts_before_the_gang_reports_it(gangs: Gangs) -> None:
     router = await gangs.add_router()
     for engine in gangs.engines.values():
         engine.paused = True
@@ -173,7 +171,7 @@ async def test_who_begins_alike_goes_where_the_beginning_is(gangs: Gangs) -> Non
             for key, engine in gangs.engines.items()
             if engine.submitted and engine.submitted[-1].prompt_token_ids == prompt
         )
-    # It has heard all news.
+    # It has received all changes.
     await eventually(lambda: second.load().counters.num_steps == gangs.num_steps)  # type: ignore[union-attr]
     third = await gangs.add_router()  # learns it from the greetings
     for router in (second, third):
@@ -220,7 +218,7 @@ async def test_a_stream_whose_adapter_cannot_be_read_goes_on_at_another_gang(
         assert gangs.where(adapter) == [other]
 
 
-async def test_the_only_gang_is_asked_again_and_then_its_answer_is_told(
+async def test_the_only_gang_is_tried_again_and_then_its_answer_is_final(
     gangs: Gangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("motet.router.fleet.dispatch.STORE_PAUSE_S", 0.05)
@@ -286,7 +284,7 @@ async def test_what_was_brought_to_a_gang_ends_with_it(gangs: Gangs) -> None:
     assert last.error.kind == "gang_lost"
 
 
-async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_told(gangs: Gangs) -> None:
+async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_reported(gangs: Gangs) -> None:
     routers = [await gangs.add_router() for _ in range(2)]
     ref = ADAPTERS[0]
     request = SequenceRequest(
@@ -307,23 +305,23 @@ async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_told(
     def tiers(tenant: str, router: FleetDispatcher, *known: str) -> list[str]:
         return [*router.residency(tenant, ref.digest, known).values()]
 
-    async def told(tiers: Callable[[], list[str]], expected: list[str]) -> None:
+    async def reported(tiers: Callable[[], list[str]], expected: list[str]) -> None:
         async with asyncio.timeout(PATIENCE_S):
             while tiers() != expected:
                 for stream in routers[0].bring(msgspec.structs.replace(request, adapter=None), 3, PATIENCE_S).values():
-                    await finish(stream)  # a gang tells with its steps
+                    await finish(stream)  # a gang reports with its steps
 
     assert tiers("acme", routers[0]) == ["device"] * 3
     assert tiers("zenith", routers[0]) == tiers("acme", routers[1]) == []
-    await told(lambda: tiers("acme", routers[1], "gang a"), ["device"])
+    await reported(lambda: tiers("acme", routers[1], "gang a"), ["device"])
     for engine in gangs.engines.values():
         engine.host(ref.digest)
         engine.evict(ref.digest)
-    await told(lambda: tiers("acme", routers[0]), ["host"] * 3)
-    await told(lambda: tiers("acme", routers[1], "gang a", "gang b"), ["host"] * 2)
+    await reported(lambda: tiers("acme", routers[0]), ["host"] * 3)
+    await reported(lambda: tiers("acme", routers[1], "gang a", "gang b"), ["host"] * 2)
     assert tiers("zenith", routers[0]) == []
-    assert tiers("acme", await gangs.add_router(), "gang a") == ["host"]  # the greeting tells
+    assert tiers("acme", await gangs.add_router(), "gang a") == ["host"]  # the greeting reports it
     for engine in gangs.engines.values():
         engine.host(ref.digest, is_here=False)
-    await told(lambda: tiers("acme", routers[0]), [])
+    await reported(lambda: tiers("acme", routers[0]), [])
     assert [len(connection.known._uses) for connection in routers[0]._fleet.connected] == [0] * 3

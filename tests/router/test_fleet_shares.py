@@ -20,13 +20,13 @@ def served(tenant: str, amount: float) -> TenantShare:
 
 
 serve = st.tuples(st.just("serve"), st.sampled_from(GANGS), st.sampled_from(TENANTS), st.integers(1, 100))
-tell = st.tuples(st.just("tell"), st.sampled_from(GANGS), st.sampled_from(TENANTS), st.just(0))
+report = st.tuples(st.just("report"), st.sampled_from(GANGS), st.sampled_from(TENANTS), st.just(0))
 restart = st.tuples(st.just("restart"), st.sampled_from(GANGS), st.just(""), st.just(0))
 replace = st.tuples(st.just("replace"), st.sampled_from(GANGS), st.just(""), st.just(0))
 ask = st.tuples(st.just("ask"), st.sampled_from(GANGS), st.just(""), st.integers(1, 3))
 
 
-@given(st.lists(st.one_of(serve, tell, restart, replace, ask), max_size=60))
+@given(st.lists(st.one_of(serve, report, restart, replace, ask), max_size=60))
 def test_totals_are_what_others_served_whatever_gangs_do(steps: list[tuple[str, str, str, int]]) -> None:
     shares = FleetShares()
     ids = {gang: f"{gang}0" for gang in GANGS}  # the process at each gang's place
@@ -39,7 +39,7 @@ def test_totals_are_what_others_served_whatever_gangs_do(steps: list[tuple[str, 
         one = ids[gang]
         if what == "serve":
             counters[one][tenant] += amount
-        elif what == "tell":
+        elif what == "report":
             now = counters[one][tenant]
             received[one][tenant] += now - last[one][tenant] if now >= last[one][tenant] else now
             last[one][tenant] = now

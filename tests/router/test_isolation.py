@@ -1,4 +1,4 @@
-"""Every route, method and kind of credentials: who may not ask gets 401 or 403 and nothing else.
+"""Every route, method and kind of credentials: a caller without the right gets 401 or 403 and nothing else.
 
 The tables are made of the routes that the app has, so that a new one is in them.
 """
@@ -39,7 +39,7 @@ from motet.tests.rigs.real_front import (
 )
 from motet.tests.rigs.router_rig import text_service
 
-ANYBODYS: Final = {"/health", "/ready", "/openapi.json"}
+PUBLIC: Final = {"/health", "/ready", "/openapi.json"}
 NAMELESS: Final = {  # routes of a tenant's whose requests name nothing that could be another's
     "GET /v1/models",
     "GET /version",
@@ -107,14 +107,14 @@ async def test_every_route_is_in_the_tables(front: RealFront) -> None:
     }
     assert all(isinstance(route, Route) for route in front.app.routes), "what else serves requests here?"
     assert served == {(route.method, route.path) for route in routes_of(front)}
-    assert {route.path for route in routes_of(front) if route.scope == "public"} == ANYBODYS
+    assert {route.path for route in routes_of(front) if route.scope == "public"} == PUBLIC
     of_a_tenant = [route for route in routes_of(front) if route.needs_tenant]
     nameless = {f"{route.method} {route.path}" for route in of_a_tenant if not names_things(route)}
     assert nameless == NAMELESS, "what may a body of it name? add that to THINGS"
 
 
 async def test_no_other_method_shows_more(front: RealFront) -> None:
-    """A method that a path does not have is the same for everybody, whatever is there."""
+    """A method that a path does not have gets the same answer from all callers, whether or not it exists."""
     methods = {"GET", "POST", "PUT", "PATCH", "DELETE", "TRACE"}
     before = await front.stored()
     async with front.client() as client:
@@ -159,7 +159,7 @@ async def test_a_refusal_says_nothing_of_what_is_there(front: RealFront) -> None
                 assert shown(there) == shown(nowhere), (route.method, route.path, reported)
 
 
-PAIRS: Final = {  # who has a thing, who asks for it, and as what
+PAIRS: Final = {  # the owner, the caller, and the owner's things
     "another tenant's": (OWNER_KEY, ASKER_KEY, THINGS),
     "another user's": (BADGER_KEY, WOMBAT_KEY, users_things(BADGERS_ADAPTER)),
     "another user's, by its plain name": (BADGER_KEY, WOMBAT_KEY, users_things(BADGERS_OWN)),
@@ -169,10 +169,10 @@ PAIRS: Final = {  # who has a thing, who asks for it, and as what
 }
 
 
-@pytest.mark.parametrize("whose", PAIRS)
-async def test_anothers_things_are_as_if_they_did_not_exist(front: RealFront, whose: str) -> None:
+@pytest.mark.parametrize("pair", PAIRS)
+async def test_anothers_things_are_as_if_they_did_not_exist(front: RealFront, pair: str) -> None:
     """With a good key of every scope: the same bytes as for what does not exist, and for its owner it is there."""
-    owner, asker, things = PAIRS[whose]
+    owner, asker, things = PAIRS[pair]
     looked_at = set()
     for route in sorted(routes_of(front), key=is_deletion):
         if not names_things(route) or not route.needs_tenant or route.scope not in KEYS[owner].scopes:
@@ -200,7 +200,7 @@ async def test_answers_and_logs_show_nothing_of_others(front: RealFront, caplog:
     for route in routes_of(front):
         for reported, credentials in CREDENTIALS.items():
             if reported == "the operators' key" and route.scope == "operator":
-                continue  # who may see all
+                continue  # they may see everything
             for owners in (True, False):
                 caplog.clear()
                 answer = await requested(front, route, credentials, owners=owners)
@@ -210,7 +210,7 @@ async def test_answers_and_logs_show_nothing_of_others(front: RealFront, caplog:
                     assert secret not in lines or secret in named, (route.path, reported, secret)
                     assert secret not in answer.text or secret in named, (route.path, reported, secret)
                     assert secret not in str(answer.headers), (route.path, reported, secret)
-                for key in (*KEYS, OPERATOR_KEY, "key-of-nobody"):
+                for key in (*KEYS, OPERATOR_KEY, "unknown-key"):
                     assert key not in lines + answer.text + str(answer.headers), (route.path, reported)
 
 

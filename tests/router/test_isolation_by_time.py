@@ -26,7 +26,7 @@ NUM_DRAWN_ROUTES: Final = 4  # unless thorough
 NUM_USERS_ROUTES: Final = 1
 MOST_Z: Final = 3.0
 ATTEMPTS: Final = 3  # in all of which they must differ: some other work of the machine may favour one
-WHOSE: Final = {  # in which tenant names are registered, as what, how they are requested, and by whom
+CASES: Final = {  # the tenant of the adapters, their registered and requested names, and the caller's key
     "a tenant's": (OWNER, "{}", "{}", ASKER_KEY),
     "a user's": (ASKER, "~badger/{}", "~badger/{}", WOMBAT_KEY),
     "a user's, by its plain name": (ASKER, "~badger/{}", "{}", WOMBAT_KEY),
@@ -47,15 +47,15 @@ async def front(
         yield front
 
 
-@pytest.fixture(params=WHOSE)
-def whose(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-async def pairs(front: RealFront, whose: str) -> list[tuple[str, str]]:
+async def pairs(front: RealFront, case: str) -> list[tuple[str, str]]:
     """Names of adapters of the owner's, each with a name that does not exist."""
-    tenant, registered, requested, _ = WHOSE[whose]
+    tenant, registered, requested, _ = CASES[case]
     drawn = random.sample(range(10**9), 2 * NUM_PAIRS)
     names = [(f"a-{one:09}", f"a-{other:09}") for one, other in zip(drawn[::2], drawn[1::2], strict=True)]
     for start in range(0, NUM_PAIRS, 50):
@@ -159,9 +159,9 @@ def tenants_routes(front: RealFront) -> list[RouteSpec]:
 
 
 async def test_time_does_not_show_whether_another_has_it(
-    front: RealFront, whose: str, pairs: list[tuple[str, str]], pytestconfig: pytest.Config
+    front: RealFront, case: str, pairs: list[tuple[str, str]], pytestconfig: pytest.Config
 ) -> None:
-    *_, key = WHOSE[whose]
+    *_, key = CASES[case]
     routes = [route for route in tenants_routes(front) if route.scope in KEYS[key].scopes]
     assert len(routes) >= 5
     if not pytestconfig.getoption("thorough"):  # each commit draws others
@@ -174,7 +174,7 @@ async def test_time_does_not_show_whether_another_has_it(
     assert {route: zs for route, zs in found.items() if abs(zs[-1]) >= MOST_Z} == {}
 
 
-@pytest.mark.parametrize("whose", ["a tenant's"], indirect=True)
+@pytest.mark.parametrize("case", ["a tenant's"], indirect=True)
 async def test_a_leak_would_be_seen(front: RealFront, pairs: list[tuple[str, str]]) -> None:
     route = next(route for route in tenants_routes(front) if route.path == "/v1/adapters/{name}")
     found = await distinguished(front, LeakyApp(front.app, {theirs for theirs, _ in pairs}), route, pairs, ASKER_KEY)

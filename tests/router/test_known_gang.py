@@ -49,14 +49,14 @@ def test_a_tenant_sees_an_adapter_only_where_it_has_used_it_itself() -> None:
     known.sent(RoutingRequest("a", 10, 1, tenant="acme"))
     assert known.has("a")
     assert known.tier_for("acme", "a")
-    assert known.tier_for("zenith", "a") is known.tier_for("zenith", "of nobody") is None
+    assert known.tier_for("zenith", "a") is known.tier_for("zenith", "of no sequence") is None
     known.ended("a", "", "acme")
     assert known.tier_for("acme", "a")  # it is still in the pool
     known.sent(RoutingRequest("a", 10, 1, tenant="zenith"))
     assert known.tier_for("zenith", "a")
     known.ended("a", "", "zenith")
     known.receive(frame(went=("a",)))
-    known.receive(frame(came=("a",)))  # for whom, this router cannot know
+    known.receive(frame(came=("a",)))  # this router cannot know for which tenant
     assert known.has("a")
     assert not known.tier_for("acme", "a") and not known.tier_for("zenith", "a")
 

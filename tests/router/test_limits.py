@@ -131,8 +131,8 @@ async def test_limits(rig: RouterRig) -> None:
         lines = limit_lines(found)
         assert "tenant  requests a minute  2 of 3 left" in lines
         assert any(line.startswith("tenant  stored ") and line.endswith(" left") for line in lines)
-        nobody = await client.get("/v1/limits", headers={"Authorization": "Bearer nobodys"})
-        assert nobody.status_code == 401
+        refused = await client.get("/v1/limits", headers={"Authorization": "Bearer unknown"})
+        assert refused.status_code == 401
         others = (await client.get("/v1/limits", headers={"Authorization": "Bearer key-of-zenith"})).json()
         assert limit_lines(others) == ["no quotas"]
 

@@ -108,7 +108,7 @@ async def test_a_folder_with_tokens_that_the_base_lacks_is_refused(
     assert rig.registry.held("acme", "pirate") is None
 
 
-async def test_what_an_adapter_was_trained_with_is_compared_and_told(
+async def test_what_an_adapter_was_trained_with_is_compared_and_reported(
     tmp_path: Path, shared: Path, text: TextService
 ) -> None:
     rig = rig_of(tmp_path, text, str(shared))
@@ -144,7 +144,7 @@ async def test_anothers_adapter_is_as_if_it_did_not_exist(tmp_path: Path, shared
     rig.registry.add("zenith", "theirs")
     answers = []
     async with rig.client() as client:
-        for name in ("theirs", "nobody"):
+        for name in ("theirs", "absent"):
             response = await client.post("/v1/unload_lora_adapter", json={"lora_name": name})
             answers.append((response.status_code, response.text.replace(name, "*")))
     assert answers[0] == answers[1] and answers[0][0] == 404

@@ -192,6 +192,37 @@ async def test_calls_and_thoughts_are_those_of_a_chat(tmp_path: Path) -> None:
     assert "two calls wait 1 weather" in prompt_text(rig)
 
 
+async def test_unknown_fields_within_a_message_are_named(rig: RouterRig) -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"any": "thing"}, "caller": {"type": "direct"}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "5", "mood": 1}]}
+    fields: dict[str, Any] = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hello", "colour": "red", **cached}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "a", "citations": None}, call]},
+            {"role": "user", "content": [{**result, "is_error": True}], "name": "me"},
+        ],
+        "tools": [{"name": "f", "input_schema": SCHEMA, "defer_loading": True, **cached}],
+        "tool_choice": {"type": "none"},
+        "metadata": {"user_id": "1", "team": "2"},
+        "system": [{"type": "text", "text": "be short", "tone": "dry", **cached}],
+    }
+    names = (
+        "messages[].content[].colour, messages[].content[].caller, messages[].name, messages[].content[].is_error, "
+        "messages[].content[].content[].mood, system[].tone, tools[].defer_loading, metadata.team"
+    )
+    rig.dispatcher.context = 60_000
+    for more in ({}, {"stream": True}, {"system": "a " * 20_000}):
+        shown = names if more != {"system": "a " * 20_000} else names.replace("system[].tone, ", "")
+        answer = await post(rig, **{**fields, **more})
+        assert answer.status_code == 200, answer.text
+        ignored = answer.headers["x-motet-warning"].removeprefix("ignored fields: ")
+        assert ignored.startswith(shown), ignored
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a", **cached}]}]
+    answer = await post(rig, messages=messages, cache_control=cached["cache_control"])
+    assert (answer.status_code, answer.headers.get("x-motet-warning")) == (200, None)
+
+
 async def test_a_large_body_means_the_same(rig: RouterRig) -> None:
     """It is decoded, and made a chat, in another process."""
     rig.dispatcher.context = 60_000
@@ -210,7 +241,7 @@ BAD: Final[list[tuple[dict[str, Any], str]]] = [
     ({"max_tokens": 2 * CONTEXT}, "max_tokens"),
     ({"stop": "dog"}, "stop"),
     ({"n": 2}, "n"),
-    ({"user": "somebody"}, "user"),
+    ({"user": "someone"}, "user"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"stop_sequences": ["x" * 1000] * 5}, "stop_sequences"),
     ({"lora_path": "a"}, "lora_path"),
@@ -284,7 +315,7 @@ async def test_half_of_a_surrogate_pair_in_a_call_is_no_error(thinker: RouterRig
 
 
 async def test_errors_have_anthropics_types(rig: RouterRig) -> None:
-    unknown = await post(rig, model="nobodys")
+    unknown = await post(rig, model="unknown")
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
     rig.dispatcher.script = failing("store_unavailable", "the adapter cannot be read")
     failed = await post(rig)
@@ -306,7 +337,7 @@ async def test_the_key_in_the_header_of_anthropics_clients(rig: RouterRig) -> No
         del client.headers["Authorization"]
         assert (await client.post("/v1/messages", json=body)).json()["error"]["type"] == "authentication_error"
         assert (await client.post("/v1/messages", json=body, headers={"x-api-key": key})).status_code == 200
-        assert (await client.post("/v1/messages", json=body, headers={"x-api-key": "nobodys"})).status_code == 401
+        assert (await client.post("/v1/messages", json=body, headers={"x-api-key": "unknown"})).status_code == 401
         both = {"x-api-key": key, "Authorization": f"Bearer {other}"}
         assert (await client.post("/v1/messages", json=body, headers=both)).status_code == 200
     assert [request.tenant for request in rig.dispatcher.submitted] == [KEYS[key], KEYS[other]]

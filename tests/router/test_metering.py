@@ -223,7 +223,7 @@ async def test_redis_away_nothing_is_lost_and_nothing_twice(tmp_path: Path, monk
 async def test_a_router_that_cannot_reach_redis_leaves_its_lines_to_another(
     redis_client: Redis, tmp_path: Path
 ) -> None:
-    away = connect(f"unix://{tmp_path}/nobody.sock")
+    away = connect(f"unix://{tmp_path}/absent.sock")
     first = usage_of(away, tmp_path)
     await first.start()
     rig = rig_of(first, tmp_path)

@@ -52,7 +52,7 @@ from motet.workers.leader.frame_server import FrameServer
 
 
 def router_process(redis_url: str, folder: Path, gangs: list[str], pipe: Any) -> None:
-    """A router, until it is killed. Tells its URL."""
+    """Runs a router until it is killed; sends its URL through the pipe."""
     ledger_keeper.PROGRESS_INTERVAL_S = 0.05  # type: ignore[misc]
     ledger_keeper.ADOPT_INTERVAL_S = 0.2  # type: ignore[misc]
 

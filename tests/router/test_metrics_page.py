@@ -104,7 +104,7 @@ async def test_an_answer_is_counted_once(rig: RouterRig) -> None:
         body = {"model": BASE, "prompt": "hello"}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         assert (await client.post("/v1/completions", json=body | {"n": 0})).status_code == 400
-        assert (await client.post("/v1/completions", json=body | {"model": "nobody"})).status_code == 404
+        assert (await client.post("/v1/completions", json=body | {"model": "absent"})).status_code == 404
         assert (await client.get("/v1/nothing")).status_code == 404
         found = samples((await client.get("/metrics")).content)
     reported = {(name, *sorted(dict(labels).values())): value for (name, labels), value in found.items()}

@@ -148,7 +148,7 @@ async def test_a_token_lets_its_tenant_in(
         assert await rig.refused("GET", models, token) == (403, "tenant_suspended")
         await rig.done("DELETE", "/v1/admin/tenants/acme")
         assert await rig.refused("GET", models, token) == (401, "invalid_api_key")
-        # Whoever has the name next has other tokens.
+        # A later tenant of this name needs new tokens.
         await rig.done("POST", "/v1/admin/tenants", json={"name": "acme"})
         for made_at in (int(time.time()) - 3600, None):
             assert await rig.refused("GET", models, provider.token(iat=made_at)) == (401, "invalid_api_key")
@@ -282,7 +282,7 @@ async def test_no_request_waits_for_the_provider_and_no_token_is_reported(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """While it hangs: neither those whose key it would have, nor others. Not one of them is in a log."""
+    """While the provider hangs, no token is accepted, known key or not, and none is logged."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr(issuer_keys, "FETCH_S", 3600.0)
     tokens = TokenVerifier(config(provider.issuer))

@@ -138,11 +138,11 @@ async def test_all_of_the_context_may_be_used(rig: RouterRig) -> None:
 async def test_unknown_and_foreign_models_look_the_same(rig: RouterRig) -> None:
     rig.registry.add("zenith", "secret")
     foreign = await post(rig, model="secret")
-    unknown = await post(rig, model="nobody")
+    unknown = await post(rig, model="absent")
     for response in (foreign, unknown):
         assert response.status_code == 404
         assert response.json()["error"]["code"] == "model_not_found"
-    assert foreign.text.replace("secret", "nobody") == unknown.text
+    assert foreign.text.replace("secret", "absent") == unknown.text
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer nope", "Basic key-of-acme"])

@@ -95,7 +95,7 @@ def test_the_app_serves_what_is_described_and_nothing_else(rig: RouterRig, route
     assert served == [([route.method], route.path) for route in routes]
 
 
-async def test_it_is_served_to_anybody_and_valid(rig: RouterRig, routes: tuple[RouteSpec, ...]) -> None:
+async def test_it_is_public_and_valid(rig: RouterRig, routes: tuple[RouteSpec, ...]) -> None:
     async with rig.client() as client:
         answer = await client.get("/openapi.json", headers={"Authorization": ""})
     assert answer.status_code == 200

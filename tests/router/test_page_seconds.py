@@ -169,7 +169,7 @@ async def test_what_was_reported_last_counts_even_of_an_answer_that_is_cut_off(
 
 
 async def test_of_many_tokens_at_once_it_is_not_lost(usage: Usage, tmp_path: Path, text: TextService) -> None:
-    """As a reader gets them who was slow: they are taken in in portions."""
+    """As a slow reader gets them: they are processed in portions."""
     rig = RouterRig(tmp_path / "spool", text, accountants=[usage.metering], more_routes=usage.routes)
     rows = [TokenLogprobs(-1.0, [], [])] * 100
     rig.dispatcher.script = lambda request: [

@@ -147,7 +147,7 @@ async def test_what_may_not_be_pinned(rigs: Sequence[VersionRig], redis_client: 
     await redis_client.hset(TENANTS, "acme", msgspec.json.encode(record).decode())
     codes = []
     for name, body, headers in (
-        ("nobodys", {}, {}),
+        ("unknown", {}, {}),
         ("x", {}, ZENITH),
         ("x", {"gangs": 0}, {}),
         ("x", {"gangs": 17}, {}),

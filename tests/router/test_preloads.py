@@ -118,7 +118,7 @@ async def test_what_may_not_be_requested(rigs: Sequence[VersionRig]) -> None:
     codes = {}
     for name, body, headers in (
         ("x", {"version": 9}, {}),
-        ("nobodys", {}, {}),
+        ("unknown", {}, {}),
         ("x", {}, ZENITH),
         ("x", {"gangs": 0}, {}),
         ("x", {"gangs": 17}, {}),

@@ -1,4 +1,4 @@
-"""Quotas over several routers that share a Redis: what they let through, tell clients, give back and let go."""
+"""Quotas over several routers that share a Redis: what they admit, report to clients, return and expire."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Refill:
 class Lease:
     """A router's, of a tenant's answers at once, in Redis."""
 
-    def __init__(self, client: Redis, who: Identity, quotas: Quotas) -> None:
-        (limit,) = [one for one in limits_of(who) if one.kind == "streams"]
+    def __init__(self, client: Redis, caller: Identity, quotas: Quotas) -> None:
+        (limit,) = [one for one in limits_of(caller) if one.kind == "streams"]
         self._client: Any = client
-        self._key, self._begins = redis_key(who.tenant.tenant_id, limit), f"router:{quotas._router}."
+        self._key, self._begins = redis_key(caller.tenant.tenant_id, limit), f"router:{quotas._router}."
 
     async def end(self) -> None:
         """As if the router had been silent for long."""
@@ -76,7 +76,7 @@ async def hammer(client: Redis, fleet: list[Quotas], limit: int) -> tuple[int, f
 
     Each asks until so many of them together as two minutes allow were refused.
     """
-    who, admitted, refused = identity(Quota(requests_per_minute=limit)), 0, 0
+    caller, admitted, refused = identity(Quota(requests_per_minute=limit)), 0, 0
 
     async def now_s() -> float:
         seconds, us = await client.time()
@@ -85,11 +85,11 @@ async def hammer(client: Redis, fleet: list[Quotas], limit: int) -> tuple[int, f
     async def ask(quotas: Quotas) -> None:
         nonlocal admitted, refused
         while refused < 2 * limit:
-            account = await try_open(quotas, asked(who))
+            account = await try_open(quotas, asked(caller))
             admitted += not isinstance(account, ApiError)
             refused += isinstance(account, ApiError)
             assert not isinstance(account, ApiError) or account.status_code == 429, "Redis has decided all of it"
-            await asyncio.sleep(0)  # who holds a grant does not wait for Redis
+            await asyncio.sleep(0)  # a router with a grant does not wait for Redis
 
     began_s = await now_s()
     await asyncio.gather(*(ask(quotas) for quotas in fleet for _ in range(4)))
@@ -111,43 +111,43 @@ async def test_no_number_of_routers_lets_more_through_than_the_quota(
 async def test_a_quota_of_one_works_at_each_of_many_routers(redis_client: Redis, redis_url: str) -> None:
     async with routers(redis_url, 8) as fleet:
         for number, quotas in enumerate(fleet):
-            who = identity(Quota(requests_per_minute=1, tokens_per_minute=20), name=f"tenant-{number}")
-            assert not isinstance(await try_open(quotas, asked(who)), ApiError)
+            caller = identity(Quota(requests_per_minute=1, tokens_per_minute=20), name=f"tenant-{number}")
+            assert not isinstance(await try_open(quotas, asked(caller)), ApiError)
             for other in fleet:
-                assert isinstance(await try_open(other, asked(who)), ApiError)
+                assert isinstance(await try_open(other, asked(caller)), ApiError)
 
 
 async def test_what_another_router_holds_in_reserve_is_waited_for(
     redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("motet.router.quotas.quotas._RETURNED_S", 3.0)  # by then it has returned it on a busy machine
-    who = identity(Quota(requests_per_minute=40, concurrent_streams=40))
+    caller = identity(Quota(requests_per_minute=40, concurrent_streams=40))
     async with routers(redis_url, 1) as (here,):
         for _ in range(20):
-            (await here.open(asked(who))).settle(ending())
+            (await here.open(asked(caller))).settle(ending())
         assert any(grant.spare > 1 for grant in here._grants.values()), "it took many at once, and has a reserve"
         async with routers(redis_url, 1) as (there,):
-            results = [await try_open(there, asked(who)) for _ in range(20)]
+            results = [await try_open(there, asked(caller)) for _ in range(20)]
             assert not any(isinstance(result, ApiError) for result in results)
 
 
 async def test_what_is_idle_goes_back(redis_client: Redis, redis_url: str) -> None:
-    who = identity(Quota(requests_per_minute=1000, concurrent_streams=10))
+    caller = identity(Quota(requests_per_minute=1000, concurrent_streams=10))
     async with routers(redis_url, 2) as (here, there):
-        for account in [await here.open(asked(who)) for _ in range(5)]:
+        for account in [await here.open(asked(caller)) for _ in range(5)]:
             account.settle(ending())
-        await until(partial(is_left, there, who, {"streams": 10, "requests": 994}))
+        await until(partial(is_left, there, caller, {"streams": 10, "requests": 994}))
 
 
 async def test_a_request_with_a_grant_does_not_wait_for_redis(redis_client: Redis, redis_url: str) -> None:
-    who = identity(Quota(requests_per_minute=100_000, tokens_per_minute=10_000_000, concurrent_streams=1000))
+    caller = identity(Quota(requests_per_minute=100_000, tokens_per_minute=10_000_000, concurrent_streams=1000))
     async with routers(redis_url, 1) as (quotas,):
         for _ in range(100):
-            (await quotas.open(asked(who))).settle(ending())
+            (await quotas.open(asked(caller))).settle(ending())
         began_s = time.monotonic()
         await redis_client.config_resetstat()
         for _ in range(10):
-            (await quotas.open(asked(who))).settle(ending())
+            (await quotas.open(asked(caller))).settle(ending())
         calls = (await redis_client.info("commandstats")).get("cmdstat_evalsha", {"calls": 0})["calls"]
         # Of its three limits, beside requests.
         assert calls <= 3 * (2 + (time.monotonic() - began_s) * 1e6 // grants.REPORT_INTERVAL_US)
@@ -156,87 +156,87 @@ async def test_a_request_with_a_grant_does_not_wait_for_redis(redis_client: Redi
 async def test_a_request_is_let_through_by_all_of_its_quotas_or_takes_of_none(
     redis_client: Redis, redis_url: str
 ) -> None:
-    who = identity(
+    caller = identity(
         Quota(requests_per_minute=100, tokens_per_minute=1000, concurrent_streams=5), Quota(requests_per_minute=1)
     )
     async with routers(redis_url, 1) as (quotas,):
         tokens, seconds = Refill(1000), Refill(60)
-        first = await quotas.open(asked(who, prompt=50, new=50))
+        first = await quotas.open(asked(caller, prompt=50, new=50))
         assert headers(first)["x-ratelimit-limit-requests"] == "1"  # the key's, which has less left
         assert headers(first)["x-ratelimit-remaining-requests"] == "0"
         assert 900 <= int(headers(first)["x-ratelimit-remaining-tokens"]) <= 900 + tokens.most
-        refused = await try_open(quotas, asked(who, prompt=50, new=50))
+        refused = await try_open(quotas, asked(caller, prompt=50, new=50))
         assert isinstance(refused, ApiError)
         assert (refused.status_code, refused.detail.code) == (429, "rate_limit_exceeded")
         assert "this key's requests a minute: limit 1" in str(refused)
         assert 60 - seconds.most <= int(headers(refused)["Retry-After"]) <= 60
         requests = Refill(100)
-        now = await left(quotas, who)
+        now = await left(quotas, caller)
         assert 99 <= now["requests"] <= 99 + requests.most  # of the tenant's: the refused one took none
         assert 900 <= now["tokens"] <= 900 + tokens.most
         assert now["streams"] == 4
 
 
 async def test_tokens_are_reserved_and_given_back(redis_client: Redis, redis_url: str) -> None:
-    who = identity(Quota(tokens_per_minute=1000))
+    caller = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 2) as (here, there):
-        first = await here.open(asked(who, prompt=100, new=800))
-        refused = await try_open(there, asked(who, prompt=100, new=800))
+        first = await here.open(asked(caller, prompt=100, new=800))
+        refused = await try_open(there, asked(caller, prompt=100, new=800))
         assert isinstance(refused, ApiError)
         assert "this tenant's tokens a minute: limit 1000" in str(refused)
         assert "max_tokens" in str(refused)
         first.settle(ending(prompt=100, completion=20))
-        await until(partial(is_left, there, who, {"tokens": 880}))
+        await until(partial(is_left, there, caller, {"tokens": 880}))
         refill = Refill(1000)
-        second = await there.open(asked(who, prompt=100, new=700))
+        second = await there.open(asked(caller, prompt=100, new=700))
         assert int(headers(second)["x-ratelimit-remaining-tokens"]) < 200 + refill.most
 
 
 async def test_tokens_that_have_drained_do_not_come_back_once_more(redis_client: Redis, redis_url: str) -> None:
-    who = identity(Quota(tokens_per_minute=60_000))
+    caller = identity(Quota(tokens_per_minute=60_000))
     async with routers(redis_url, 1) as (quotas,):
-        first = await quotas.open(asked(who, prompt=0, new=400))
-        await until(partial(is_left, quotas, who, {"tokens": 60_000}))
+        first = await quotas.open(asked(caller, prompt=0, new=400))
+        await until(partial(is_left, quotas, caller, {"tokens": 60_000}))
         refill = Refill(60_000)
-        second = await quotas.open(asked(who, prompt=0, new=30_000))
+        second = await quotas.open(asked(caller, prompt=0, new=30_000))
         first.settle(ending(prompt=0, completion=0))
-        assert (await left(quotas, who))["tokens"] <= 30_000 + refill.most
+        assert (await left(quotas, caller))["tokens"] <= 30_000 + refill.most
         second.settle(ending(prompt=0, completion=30_000))
 
 
 async def test_an_answer_that_failed_before_anything_was_computed_costs_no_tokens(
     redis_client: Redis, redis_url: str
 ) -> None:
-    who = identity(Quota(tokens_per_minute=1000))
+    caller = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 1) as (quotas,):
-        account = await quotas.open(asked(who, prompt=900, new=100))
+        account = await quotas.open(asked(caller, prompt=900, new=100))
         account.settle(ending(prompt=0, error="overloaded"))
         refill = Refill(1000)
-        again = await quotas.open(asked(who, prompt=900, new=100))  # after it, in the same batch or the next
+        again = await quotas.open(asked(caller, prompt=900, new=100))  # after it, in the same batch or the next
         assert int(headers(again)["x-ratelimit-remaining-tokens"]) <= refill.most
 
 
 async def test_an_answer_that_failed_costs_the_prompt_that_was_computed(redis_client: Redis, redis_url: str) -> None:
-    who = identity(Quota(tokens_per_minute=1000))
+    caller = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 1) as (quotas,):
-        account = await quotas.open(asked(who, prompt=900, new=100))
+        account = await quotas.open(asked(caller, prompt=900, new=100))
         account.settle(ending(prompt=900, error="internal_error"))
-        assert isinstance(await try_open(quotas, asked(who, prompt=900, new=100)), ApiError)
+        assert isinstance(await try_open(quotas, asked(caller, prompt=900, new=100)), ApiError)
 
 
 async def test_what_is_larger_than_a_minutes_quota_gets_the_whole_of_it_and_is_charged_as_it_goes(
     redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.05)
-    who, completion = identity(Quota(tokens_per_minute=1000)), 0
+    caller, completion = identity(Quota(tokens_per_minute=1000)), 0
     async with routers(redis_url, 1) as (quotas,):
         refill = Refill(1000)
-        first = await quotas.open(asked(who, prompt=500, new=4000, by_now=lambda: progress(500, completion)))
+        first = await quotas.open(asked(caller, prompt=500, new=4000, by_now=lambda: progress(500, completion)))
         assert int(headers(first)["x-ratelimit-remaining-tokens"]) <= refill.most
         completion = 1500  # 2000 in all, of which 1000 were there
 
         async def backlog_s() -> float:
-            return (await quotas.look(who))[0][0].full_in_s
+            return (await quotas.look(caller))[0][0].full_in_s
 
         async with asyncio.timeout(PATIENCE_S):
             while await backlog_s() < 100:  # noqa: ASYNC110
@@ -250,12 +250,12 @@ async def test_what_is_computed_beyond_the_reservation_is_charged_as_it_goes(
 ) -> None:
     """As of beams, whose rounds compute their newest tokens as prompts."""
     monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.05)
-    who = identity(Quota(tokens_per_minute=1000))
+    caller = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 1) as (quotas,):
-        await quotas.open(asked(who, prompt=100, new=100, by_now=lambda: progress(500, 400)))
+        await quotas.open(asked(caller, prompt=100, new=100, by_now=lambda: progress(500, 400)))
 
         async def is_charged() -> bool:
-            return (await left(quotas, who))["tokens"] < 500
+            return (await left(quotas, caller))["tokens"] < 500
 
         await until(is_charged)
 
@@ -263,18 +263,18 @@ async def test_what_is_computed_beyond_the_reservation_is_charged_as_it_goes(
 async def test_answers_at_once_are_counted_over_routers_and_let_go_at_their_end(
     redis_client: Redis, redis_url: str
 ) -> None:
-    who = identity(Quota(concurrent_streams=2), Quota(concurrent_streams=5))
+    caller = identity(Quota(concurrent_streams=2), Quota(concurrent_streams=5))
     async with routers(redis_url, 2) as (here, there):
-        first, _ = await here.open(asked(who)), await there.open(asked(who))
+        first, _ = await here.open(asked(caller)), await there.open(asked(caller))
         assert headers(first)["x-ratelimit-remaining-streams"] == "1"
-        refused = await try_open(there, asked(who))
+        refused = await try_open(there, asked(caller))
         assert isinstance(refused, ApiError)
         assert refused.detail.code == "rate_limit_exceeded"
         assert headers(refused)["Retry-After"] == "1"
         assert headers(refused)["x-ratelimit-remaining-streams"] == "0"
         first.settle(ending())
         async with asyncio.timeout(PATIENCE_S):
-            while isinstance(await try_open(there, asked(who)), ApiError):  # noqa: ASYNC110
+            while isinstance(await try_open(there, asked(caller)), ApiError):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
 
 
@@ -282,19 +282,19 @@ async def test_streams_of_a_killed_router_end_and_those_of_a_living_one_do_not(
     redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.1)
-    who = identity(Quota(concurrent_streams=2))
+    caller = identity(Quota(concurrent_streams=2))
     async with routers(redis_url, 1) as (living,):
-        kept = await living.open(asked(who))
+        kept = await living.open(asked(caller))
         async with routers(redis_url, 1) as (killed,):
-            await killed.open(asked(who))
-            assert isinstance(await try_open(living, asked(who)), ApiError)
-        lease = Lease(redis_client, who, killed)
+            await killed.open(asked(caller))
+            assert isinstance(await try_open(living, asked(caller)), ApiError)
+        lease = Lease(redis_client, caller, killed)
         await lease.end()
         async with asyncio.timeout(PATIENCE_S):
-            while isinstance(await try_open(living, asked(who)), ApiError):  # noqa: ASYNC110
+            while isinstance(await try_open(living, asked(caller)), ApiError):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        await Lease(redis_client, who, living).is_renewed()  # both of the living one's count
-        assert isinstance(await try_open(living, asked(who)), ApiError)
+        await Lease(redis_client, caller, living).is_renewed()  # both of the living one's count
+        assert isinstance(await try_open(living, asked(caller)), ApiError)
         kept.settle(ending())
 
 
@@ -304,30 +304,30 @@ async def test_a_place_is_renewed_although_the_tenant_had_no_stream_for_a_while(
     """What is left of one of its quotas is still of interest then, and of another one not."""
     monkeypatch.setattr(grants, "LEASE_US", 1_000_000)
     monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.1)
-    who = identity(Quota(requests_per_minute=4, concurrent_streams=1))
+    caller = identity(Quota(requests_per_minute=4, concurrent_streams=1))
     async with routers(redis_url, 2) as (here, there):
-        (await here.open(asked(who))).settle(ending())
-        await until(partial(is_left, there, who, {"streams": 1}))
+        (await here.open(asked(caller))).settle(ending())
+        await until(partial(is_left, there, caller, {"streams": 1}))
         await asyncio.sleep(1.0)  # a lease
         monkeypatch.setattr(grants, "LEASE_US", 20_000_000)
-        await here.open(asked(who))
-        await Lease(redis_client, who, here).is_renewed()
-        assert isinstance(await try_open(there, asked(who)), ApiError)
+        await here.open(asked(caller))
+        await Lease(redis_client, caller, here).is_renewed()
+        assert isinstance(await try_open(there, asked(caller)), ApiError)
 
 
 async def test_a_resumed_stream_is_admitted_and_charged_for_what_it_uses(redis_client: Redis, redis_url: str) -> None:
-    who = identity(Quota(requests_per_minute=2, tokens_per_minute=1000, concurrent_streams=1))
+    caller = identity(Quota(requests_per_minute=2, tokens_per_minute=1000, concurrent_streams=1))
     async with routers(redis_url, 2) as (lost, other):
         requests, tokens = Refill(2), Refill(1000)
-        await lost.open(asked(who, prompt=400, new=500, response_id="cmpl-1"))  # and its router is no more
-        again = await other.open(asked(who, prompt=400, new=500, response_id="cmpl-1", is_resumed=True))
+        await lost.open(asked(caller, prompt=400, new=500, response_id="cmpl-1"))  # and its router is no more
+        again = await other.open(asked(caller, prompt=400, new=500, response_id="cmpl-1", is_resumed=True))
         assert 1 <= int(headers(again)["x-ratelimit-remaining-requests"]) <= 1 + requests.most
         assert int(headers(again)["x-ratelimit-remaining-tokens"]) <= 100 + tokens.most
         assert headers(again)["x-ratelimit-remaining-streams"] == "0"
-        refused = await try_open(other, asked(who))
+        refused = await try_open(other, asked(caller))
         assert isinstance(refused, ApiError), "it has the only place"
         again.settle(ending(prompt=0, completion=100))
-        now = await left(other, who)
+        now = await left(other, caller)
         assert 1 <= now["requests"] <= 1 + requests.most
         assert now["tokens"] <= tokens.most  # 900 were reserved by the lost router, and 100 used since
         assert now["streams"] == 1
@@ -336,14 +336,14 @@ async def test_a_resumed_stream_is_admitted_and_charged_for_what_it_uses(redis_c
 @pytest.mark.parametrize("place", [0, 1])
 async def test_a_stream_that_was_taken_over_is_charged_once(redis_client: Redis, redis_url: str, place: int) -> None:
     """The gang goes on with it, and reports what it has computed for both connections to the later one."""
-    who = identity(Quota(tokens_per_minute=1000))
+    caller = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 2) as pair:
-        first = await pair[0].open(asked(who, prompt=300, new=200, response_id="cmpl-1"))
-        again = await pair[place].open(asked(who, prompt=300, new=200, response_id="cmpl-1", is_resumed=True))
+        first = await pair[0].open(asked(caller, prompt=300, new=200, response_id="cmpl-1"))
+        again = await pair[place].open(asked(caller, prompt=300, new=200, response_id="cmpl-1", is_resumed=True))
         first.settle(ending(prompt=300, completion=100, error="taken_over"))
         again.settle(ending(prompt=300, completion=200))
         async with asyncio.timeout(20):  # if it was charged twice that much is left after 24 s
-            await until(partial(is_left, pair[1], who, {"tokens": 500}))
+            await until(partial(is_left, pair[1], caller, {"tokens": 500}))
 
 
 async def test_what_another_router_holds_of_an_earlier_limit_is_no_debt(redis_client: Redis, redis_url: str) -> None:
@@ -355,43 +355,43 @@ async def test_what_another_router_holds_of_an_earlier_limit_is_no_debt(redis_cl
 
 
 async def test_all_streams_of_a_dead_router_may_be_resumed_at_once(redis_client: Redis, redis_url: str) -> None:
-    who, names = identity(Quota(concurrent_streams=8)), [f"cmpl-{number}" for number in range(8)]
+    caller, names = identity(Quota(concurrent_streams=8)), [f"cmpl-{number}" for number in range(8)]
     async with routers(redis_url, 2) as (lost, other):
         for name in names:
-            await lost.open(asked(who, response_id=name))
-        returns = [try_open(other, asked(who, response_id=name, is_resumed=True)) for name in names]
+            await lost.open(asked(caller, response_id=name))
+        returns = [try_open(other, asked(caller, response_id=name, is_resumed=True)) for name in names]
         assert not any(isinstance(one, ApiError) for one in await asyncio.gather(*returns))
-        assert isinstance(await try_open(other, asked(who)), ApiError)
+        assert isinstance(await try_open(other, asked(caller)), ApiError)
 
 
 async def test_a_place_that_was_taken_over_is_no_second_one_where_its_stream_was(
     redis_client: Redis, redis_url: str
 ) -> None:
-    who = identity(Quota(concurrent_streams=2))
+    caller = identity(Quota(concurrent_streams=2))
     async with routers(redis_url, 2) as (here, there):
-        first = await here.open(asked(who, response_id="cmpl-1"))
-        other = await here.open(asked(who))
-        again = await there.open(asked(who, response_id="cmpl-1", is_resumed=True))
+        first = await here.open(asked(caller, response_id="cmpl-1"))
+        other = await here.open(asked(caller))
+        again = await there.open(asked(caller, response_id="cmpl-1", is_resumed=True))
         first.settle(ending(error="taken_over"))
         for quotas in (here, there):
-            assert isinstance(await try_open(quotas, asked(who)), ApiError)
+            assert isinstance(await try_open(quotas, asked(caller)), ApiError)
         other.settle(ending())
-        third = await here.open(asked(who))
-        assert isinstance(await try_open(there, asked(who)), ApiError)
+        third = await here.open(asked(caller))
+        assert isinstance(await try_open(there, asked(caller)), ApiError)
         for account in (again, third):
             account.settle(ending())
-        await until(partial(is_left, there, who, {"streams": 2}))
+        await until(partial(is_left, there, caller, {"streams": 2}))
 
 
 async def test_who_comes_back_again_and_again_pays_for_what_is_computed(redis_client: Redis, redis_url: str) -> None:
     """What no gang keeps is computed again each time."""
-    who = identity(Quota(tokens_per_minute=2000))
+    caller = identity(Quota(tokens_per_minute=2000))
     of_answer: dict[str, Any] = {"prompt": 500, "new": 500, "response_id": "cmpl-1"}
     async with routers(redis_url, 2) as pair:
-        (await pair[0].open(asked(who, **of_answer))).settle(ending(prompt=500, completion=500))
+        (await pair[0].open(asked(caller, **of_answer))).settle(ending(prompt=500, completion=500))
         num_returns = 0
         while not isinstance(
-            again := await try_open(pair[num_returns % 2], asked(who, **of_answer, is_resumed=True)), ApiError
+            again := await try_open(pair[num_returns % 2], asked(caller, **of_answer, is_resumed=True)), ApiError
         ):
             again.settle(ending(prompt=500, completion=500))
             num_returns += 1
@@ -404,10 +404,10 @@ async def test_who_comes_back_again_and_again_pays_for_what_is_computed(redis_cl
 async def test_a_resumed_stream_that_is_not_admitted_takes_no_place_with_it(
     redis_client: Redis, redis_url: str, ends_meanwhile: bool
 ) -> None:
-    who = identity(Quota(concurrent_streams=1))
+    caller = identity(Quota(concurrent_streams=1))
     async with routers(redis_url, 2) as (quotas, other):
-        first = await quotas.open(asked(who, response_id="cmpl-1"))
-        resuming = asyncio.create_task(quotas.open(asked(who, response_id="cmpl-1", is_resumed=True)))
+        first = await quotas.open(asked(caller, response_id="cmpl-1"))
+        resuming = asyncio.create_task(quotas.open(asked(caller, response_id="cmpl-1", is_resumed=True)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # it asks Redis, and its client leaves
         if ends_meanwhile:
@@ -416,42 +416,42 @@ async def test_a_resumed_stream_that_is_not_admitted_takes_no_place_with_it(
         with pytest.raises(asyncio.CancelledError):
             await resuming
         if not ends_meanwhile:
-            assert (await left(other, who))["streams"] == 0
+            assert (await left(other, caller))["streams"] == 0
             first.settle(ending())
-        await until(partial(is_left, other, who, {"streams": 1}))
+        await until(partial(is_left, other, caller, {"streams": 1}))
 
 
 async def test_a_stream_that_may_not_be_resumed_for_its_tenants_debt_takes_no_place_with_it(
     redis_client: Redis, redis_url: str
 ) -> None:
-    who = identity(Quota(tokens_per_minute=1000, concurrent_streams=2))
+    caller = identity(Quota(tokens_per_minute=1000, concurrent_streams=2))
     async with routers(redis_url, 1) as (quotas,):
-        first = await quotas.open(asked(who, prompt=100, new=100, response_id="cmpl-1"))
-        second = await quotas.open(asked(who, prompt=100, new=100))
+        first = await quotas.open(asked(caller, prompt=100, new=100, response_id="cmpl-1"))
+        second = await quotas.open(asked(caller, prompt=100, new=100))
         second.settle(ending(prompt=100, completion=4000))  # four minutes' worth
-        refused = await try_open(quotas, asked(who, prompt=100, new=100, response_id="cmpl-1", is_resumed=True))
+        refused = await try_open(quotas, asked(caller, prompt=100, new=100, response_id="cmpl-1", is_resumed=True))
         assert isinstance(refused, ApiError) and refused.detail.code == "rate_limit_exceeded"
         first.settle(ending(prompt=100, completion=100))
-        await until(partial(is_left, quotas, who, {"streams": 2}))
+        await until(partial(is_left, quotas, caller, {"streams": 2}))
 
 
 async def test_who_comes_back_again_and_again_takes_places(redis_client: Redis, redis_url: str) -> None:
-    who = identity(Quota(concurrent_streams=2))
+    caller = identity(Quota(concurrent_streams=2))
     async with routers(redis_url, 1) as (quotas,):
-        await quotas.open(asked(who, response_id="cmpl-1"))
-        returns = [await try_open(quotas, asked(who, response_id="cmpl-1", is_resumed=True)) for _ in range(20)]
+        await quotas.open(asked(caller, response_id="cmpl-1"))
+        returns = [await try_open(quotas, asked(caller, response_id="cmpl-1", is_resumed=True)) for _ in range(20)]
         assert sum(not isinstance(account, ApiError) for account in returns) <= 2 * MAX_TAKEOVERS + 1
 
 
 async def test_a_request_that_leaves_before_it_is_answered_holds_nothing(redis_client: Redis, redis_url: str) -> None:
-    who = identity(Quota(tokens_per_minute=1000, concurrent_streams=1))
+    caller = identity(Quota(tokens_per_minute=1000, concurrent_streams=1))
     async with routers(redis_url, 2) as (quotas, other):
-        leaving = asyncio.create_task(quotas.open(asked(who, prompt=400, new=500)))
+        leaving = asyncio.create_task(quotas.open(asked(caller, prompt=400, new=500)))
         await asyncio.sleep(0)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        await until(partial(is_left, other, who, {"tokens": 1000, "streams": 1}))
+        await until(partial(is_left, other, caller, {"tokens": 1000, "streams": 1}))
 
 
 async def test_without_quotas_redis_is_not_asked(redis_client: Redis, redis_url: str) -> None:
@@ -497,16 +497,16 @@ async def runs_scripts(redis: Redis) -> bool:
 
 
 async def test_precheck_refuses_who_has_no_requests_left_without_redis(redis_client: Redis, redis_url: str) -> None:
-    who = identity(Quota(requests_per_minute=2))
+    caller = identity(Quota(requests_per_minute=2))
     async with routers(redis_url, 1) as (quotas,):
         for _ in range(2):
-            quotas.precheck(who)
-            await quotas.open(asked(who))
+            quotas.precheck(caller)
+            await quotas.open(asked(caller))
         while await runs_scripts(redis_client):  # until everything is reported
             pass
         with pytest.raises(ApiError, match="requests a minute: limit 2, left 0"):
-            quotas.precheck(who)
-        quotas.precheck(who, is_resuming=True)
+            quotas.precheck(caller)
+        quotas.precheck(caller, is_resuming=True)
         assert "cmdstat_evalsha" not in await redis_client.info("commandstats")
 
 
@@ -528,7 +528,9 @@ async def test_an_error_of_one_grant_is_that_grants_alone(
     await redis_client.set(key, "no hash")
     async with routers(redis_url, 1) as (quotas,):
         for _ in range(2):
-            refused, *answered = await asyncio.gather(*(try_open(quotas, asked(who)) for who in (broken, *others)))
+            refused, *answered = await asyncio.gather(
+                *(try_open(quotas, asked(caller)) for caller in (broken, *others))
+            )
             assert isinstance(refused, ApiError) and refused.status_code == 503
             assert not any(isinstance(answer, ApiError) for answer in answered)
         assert [record.getMessage().partition(": WRONG")[0] for record in caplog.records] == [

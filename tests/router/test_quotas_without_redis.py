@@ -90,16 +90,16 @@ async def test_the_grant_is_what_there_is_without_redis(server: RedisServer) -> 
 
 
 async def test_it_waits_for_redis_once_and_not_for_each_request(server: RedisServer) -> None:
-    who = identity(Quota(requests_per_minute=100))
+    caller = identity(Quota(requests_per_minute=100))
     async with routers(server.url, 1) as (quotas,):
-        await quotas.open(requested(who))
+        await quotas.open(requested(caller))
         pause(server, [quotas])
         began = time.monotonic()
-        assert isinstance(await try_open(quotas, requested(who)), ApiError)
+        assert isinstance(await try_open(quotas, requested(caller)), ApiError)
         assert time.monotonic() - began >= WAIT_S * 0.9
         began, refused = time.monotonic(), 0
         while time.monotonic() - began < 2.0:
-            refused += isinstance(await try_open(quotas, requested(who)), ApiError)
+            refused += isinstance(await try_open(quotas, requested(caller)), ApiError)
         assert refused > 20  # some four of them waited
 
 
@@ -131,62 +131,62 @@ async def test_an_outage_lets_nothing_through_twice(server: RedisServer, how: st
 
 
 async def test_a_stream_is_resumed_without_redis(server: RedisServer) -> None:
-    who = identity(Quota(requests_per_minute=2, tokens_per_minute=1000, concurrent_streams=2))
+    caller = identity(Quota(requests_per_minute=2, tokens_per_minute=1000, concurrent_streams=2))
     async with routers(server.url, 2) as (other, quotas):
-        await other.open(requested(who, prompt=100, new=400, response_id="cmpl-1"))
-        await quotas.look(who)
+        await other.open(requested(caller, prompt=100, new=400, response_id="cmpl-1"))
+        await quotas.look(caller)
         pause(server, [quotas])
-        quotas.precheck(who, is_resuming=True)
-        again = await quotas.open(requested(who, prompt=100, new=400, response_id="cmpl-1", is_resumed=True))
-        assert isinstance(await try_open(quotas, requested(who)), ApiError)
+        quotas.precheck(caller, is_resuming=True)
+        again = await quotas.open(requested(caller, prompt=100, new=400, response_id="cmpl-1", is_resumed=True))
+        assert isinstance(await try_open(quotas, requested(caller)), ApiError)
         go_on(server, [quotas])
         await until(partial(is_back, quotas))
         await asyncio.sleep(0.5)
-        assert (await left(quotas, who))["streams"] == 0  # its own, and that of the other router, which lives
+        assert (await left(quotas, caller))["streams"] == 0  # its own, and that of the other router, which lives
         again.settle(ending(prompt=100, completion=100))
-        await until(partial(is_left, quotas, who, {"streams": 1}))
+        await until(partial(is_left, quotas, caller, {"streams": 1}))
 
 
 async def test_an_answer_that_ends_while_redis_is_away_is_settled_when_it_is_back(server: RedisServer) -> None:
-    who = identity(Quota(tokens_per_minute=1000, concurrent_streams=1))
+    caller = identity(Quota(tokens_per_minute=1000, concurrent_streams=1))
     async with routers(server.url, 2) as (quotas, other):
-        account = await quotas.open(requested(who, prompt=100, new=900))
+        account = await quotas.open(requested(caller, prompt=100, new=900))
         pause(server, [quotas, other])
-        assert isinstance(await try_open(quotas, requested(who)), ApiError)
+        assert isinstance(await try_open(quotas, requested(caller)), ApiError)
         account.settle(ending(prompt=100, completion=0))
         go_on(server, [quotas, other])
-        await until(partial(is_left, other, who, {"tokens": 900, "streams": 1}))
+        await until(partial(is_left, other, caller, {"tokens": 900, "streams": 1}))
 
 
 async def test_what_redis_gave_and_reported_too_late_is_given_back(server: RedisServer) -> None:
     quota = Quota(requests_per_minute=100, tokens_per_minute=1000, concurrent_streams=10)
-    who = identity(quota, quota)
+    caller = identity(quota, quota)
     async with late_redis(server.url) as late, routers(late.url, 1) as (quotas,), routers(server.url, 1) as (other,):
         await quotas.look(identity(Quota(requests_per_minute=1), name="zenith"))  # so that it is connected
         late.holds_replies = True
         wait_for_redis([quotas], WAIT_S)
-        refused = await try_open(quotas, requested(who, prompt=100, new=200))
+        refused = await try_open(quotas, requested(caller, prompt=100, new=200))
         assert isinstance(refused, ApiError) and refused.status_code == 503
-        assert (await left(other, who))["tokens"] == 700, "Redis has given it"
+        assert (await left(other, caller))["tokens"] == 700, "Redis has given it"
         late.holds_replies = False
         wait_for_redis([quotas], A_WHILE_S)
         full = {"requests": 100, "requests:k1": 100, "tokens": 1000, "tokens:k1": 1000, "streams": 10, "streams:k1": 10}
-        await until(partial(is_left, other, who, full))
+        await until(partial(is_left, other, caller, full))
 
 
 async def test_what_is_said_counts_once_however_late_redis_answers(server: RedisServer) -> None:
-    who = identity(Quota(requests_per_minute=100))
+    caller = identity(Quota(requests_per_minute=100))
     async with late_redis(server.url) as late, routers(late.url, 1) as (quotas,), routers(server.url, 1) as (other,):
         for _ in range(10):
-            await quotas.open(requested(who))
+            await quotas.open(requested(caller))
         late.holds_replies = True
         wait_for_redis([quotas], WAIT_S)
         num_held = late.num_held
         await eventually(lambda: late.num_held >= num_held + 3)  # it has said it again and again
         late.holds_replies = False
         wait_for_redis([quotas], A_WHILE_S)
-        await until(partial(is_left, other, who, {"requests": 90}))
-        assert 90 <= (await left(other, who))["requests"] < 100
+        await until(partial(is_left, other, caller, {"requests": 90}))
+        assert 90 <= (await left(other, caller))["requests"] < 100
 
 
 async def test_an_answer_that_cannot_be_charged_does_not_end_the_renewing(

@@ -93,7 +93,7 @@ async def test_no_gang_comes(rig: RouterRig) -> None:
 
 async def test_a_bad_request_wakes_no_gang(rig: RouterRig) -> None:
     async with rig.client() as client:
-        answer = await client.post("/v1/completions", json={"model": "nobody", "prompt": "hello"})
+        answer = await client.post("/v1/completions", json={"model": "absent", "prompt": "hello"})
     assert answer.status_code == 404
     assert rig.dispatcher.submitted == []
 

@@ -357,7 +357,7 @@ def test_the_format_follows_from_the_operator_the_model_and_the_chat_template(tm
     with pytest.raises(ValueError, match="neither a file nor one of"):
         name_of("other", hermes)
     path.write_text("{}")
-    with pytest.raises(ValueError, match="no response template"):
+    with pytest.raises(ValueError, match="not a response template"):
         name_of(str(path), hermes)
     late = {"open_pattern": r"(?=[\s\S]*?</think>)", "close": "</think>"}
     with pytest.raises(ValueError, match="cannot be streamed"):

@@ -92,7 +92,7 @@ async def test_not_ready_says_why(rig: RouterRig) -> None:
 async def test_metrics(rig: RouterRig) -> None:
     async with rig.client() as client:
         await client.post("/v1/completions", json={"model": BASE, "prompt": "hello"})
-        await client.post("/v1/completions", json={"model": "nobody", "prompt": "hello"})
+        await client.post("/v1/completions", json={"model": "absent", "prompt": "hello"})
         lines = (await client.get("/metrics")).text.splitlines()
     assert 'motet_requests_total{route="POST /v1/completions",status="200"} 1.0' in lines
     assert 'motet_requests_total{route="POST /v1/completions",status="404"} 1.0' in lines
@@ -190,7 +190,7 @@ def test_the_official_client_chats(rig: RouterRig, client: openai.OpenAI) -> Non
 
 def test_the_official_client_raises_its_errors(rig: RouterRig, url: str, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as not_found:
-        client.chat.completions.create(model="nobody", messages=HELLO)
+        client.chat.completions.create(model="absent", messages=HELLO)
     assert not_found.value.code == "model_not_found"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()

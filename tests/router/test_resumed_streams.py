@@ -249,7 +249,7 @@ async def test_ids_are_not_to_be_guessed(rig: RouterRig) -> None:
 
 
 async def test_what_is_not_sealed_is_refused(rig: RouterRig) -> None:
-    """A client that could change an id would have any number of sequences served before everybody's."""
+    """A client that could change an id could have any number of sequences served before all others."""
     path, body = SHAPES["several"]
     whole = events_of((await post(rig, path, body)).content)
     genuine = whole[-3].id

@@ -44,12 +44,12 @@ class Cluster:
         gang = Gang(str(len(self.ever)), engine, server, wire, await wire.start())
         self.ever.append(gang)
         self.gangs.append(gang)
-        self._tell()
+        self._notify()
         return gang
 
     def remove(self, gang: Gang) -> None:
         self.gangs = [other for other in self.gangs if other is not gang]
-        self._tell()
+        self._notify()
 
     async def kill(self, gang: Gang) -> None:
         gang.wire.cut()
@@ -80,7 +80,7 @@ class Cluster:
         """Whether the router has learned that everything it sent has reached the gangs."""
         return all(leader._last_arrived == leader._last_id for leader in self.dispatcher._fleet.connected)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self.dispatcher.update({gang.key: gang.address for gang in self.gangs})
 
 

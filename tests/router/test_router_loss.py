@@ -120,7 +120,7 @@ class Router:
         return bytes(got if num_bytes is None else got[:num_bytes])
 
     async def die(self) -> None:
-        self._is_dead = True  # its clients hear no more of it
+        self._is_dead = True  # its clients receive nothing more
         for wire in self.wires:
             wire.cut()
         await self.dispatcher.close()
@@ -167,7 +167,7 @@ class Cluster:
 
     @property
     def num_kept(self) -> int:
-        """Sequences that the gangs hold for whoever asks again, ended ones too."""
+        """Sequences that the gangs keep for clients that resume, ended ones too."""
         return sum(len(gang.server._sequences._journal._entries) for gang in self.gangs)
 
     @property
@@ -195,7 +195,7 @@ async def cluster(request: pytest.FixtureRequest, text: TextService, tmp_path: P
     await cluster.close()
 
 
-def heard(events: list[Event]) -> dict[Any, Any]:
+def received(events: list[Event]) -> dict[Any, Any]:
     """Text, token ids, log-probabilities and finish reasons of each choice, and the usage."""
     found: dict[Any, Any] = {}
     for event in events:
@@ -253,10 +253,10 @@ async def test_every_token_once_whenever_routers_die(cluster: Cluster, number: i
     for _ in range(4):
         ends = [rng.randrange(1, num_bytes // 2) for _ in range(3)]
         events = await stream_through_deaths(cluster, path, body, rng, ends)
-        assert heard(events) == heard(undisturbed)
+        assert received(events) == received(undisturbed)
         assert len({event.chunk["id"] for event in events[:-1]}) == 1
         assert [event.data for event in events].count("[DONE]") == 1
-    await eventually(lambda: cluster.num_running == 0)  # what stop strings or nobody wanted is cancelled in time
+    await eventually(lambda: cluster.num_running == 0)  # sequences that were stopped or abandoned are cancelled
 
 
 @pytest.mark.parametrize("cluster", [PATIENCE_S], indirect=True)
@@ -270,7 +270,7 @@ async def test_what_was_computed_is_not_computed_again(cluster: Cluster, monkeyp
     events += events_of(await second.stream("/v1/completions", body, events[-1].id, None))
     assert len(cluster.submitted) == 1
     undisturbed = events_of(await second.stream("/v1/completions", body, "", None))
-    assert heard(events) == heard(undisturbed)
+    assert received(events) == received(undisturbed)
 
 
 async def test_without_a_seed_any_router_draws_alike(cluster: Cluster) -> None:
@@ -286,13 +286,13 @@ async def test_without_a_seed_any_router_draws_alike(cluster: Cluster) -> None:
     assert len(set(seeds)) == 1
     seed = seeds[0]
     undisturbed = events_of(await router.stream("/v1/completions", {**body, "seed": seed}, "", None))
-    assert heard(events) == heard(undisturbed)
+    assert received(events) == received(undisturbed)
     other = events_of(await router.stream("/v1/completions", body, "", None))
     assert other[-1].data == "[DONE]"
     assert len({request.sampling.seed for request in cluster.submitted}) == 2
 
 
-async def test_an_orphan_that_nobody_asks_for_ends(cluster: Cluster) -> None:
+async def test_an_orphan_that_is_not_resumed_ends(cluster: Cluster) -> None:
     for gang in cluster.gangs:
         gang.engine.paused = True
     router = await cluster.add_router()
@@ -301,7 +301,7 @@ async def test_an_orphan_that_nobody_asks_for_ends(cluster: Cluster) -> None:
     await eventually(lambda: cluster.num_running == 1)
     await router.die()
     await lost
-    await eventually(lambda: all(gang.server.num_sequences == 0 for gang in cluster.gangs))  # it is nobody's
+    await eventually(lambda: all(gang.server.num_sequences == 0 for gang in cluster.gangs))  # no stream has it
     assert cluster.num_running == 1
     await eventually(lambda: cluster.num_running == 0)
 
@@ -320,7 +320,7 @@ async def test_a_client_that_leaves_leaves_no_orphan(cluster: Cluster) -> None:
 
 async def test_a_second_connection_takes_the_stream_over(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client resumes before its router knows that the connection is lost: the first answer ends with an error."""
-    monkeypatch.setattr(dispatch, "NEWS_WAIT_S", 0.02)  # no gang will tell of an orphan
+    monkeypatch.setattr(dispatch, "NEWS_WAIT_S", 0.02)  # no gang will report an orphan in this time
     await cluster.gangs.pop().server.stop()
     router, other = await cluster.add_router(), await cluster.add_router()
     body = {"prompt": "hello", "max_tokens": 70, "seed": 59}
@@ -335,5 +335,5 @@ async def test_a_second_connection_takes_the_stream_over(cluster: Cluster, monke
     *_, last = events_of(await first)
     assert last.chunk["error"]["code"] == "taken_over"
     engine.most_tokens = math.inf
-    assert heard([*had, *events_of(await second)]) == heard(whole)
+    assert received([*had, *events_of(await second)]) == received(whole)
     assert len(engine.submitted) == 2

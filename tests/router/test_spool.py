@@ -226,8 +226,8 @@ async def test_lines_of_progress_do_not_hold_the_event_loop(tmp_path: Path) -> N
     number = 0
     while spool.append_if_room(PARTIAL, payload(number)):
         number += 1
-    nobody: Any = None
-    keeper = LedgerKeeper(spool, Metering(spool), nobody, nobody, tmp_path)
+    unused: Any = None
+    keeper = LedgerKeeper(spool, Metering(spool), unused, unused, tmp_path)
     began = time.thread_time()
     with measured_holds() as holds:
         await asyncio.create_task(keeper.ship())

@@ -20,7 +20,7 @@ REGISTRY = "motet:{registry}:"
 STAYS = {"audit", f"audit:{OWNER}", "audit_order", "events", "tenants", "versions"}
 EXPIRES_WITHIN_S = 600
 NUM_ANSWERS = 8
-COMMENT = "what somebody said of an answer"
+COMMENT = "a comment on an answer"
 
 
 @pytest.fixture

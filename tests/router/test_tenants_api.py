@@ -1,4 +1,4 @@
-"""Tenants and keys by HTTP, on a real registry: who may do what, and what becomes of it."""
+"""Tenants and keys by HTTP, on a real registry: permissions and effects."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ async def test_every_router_knows_within_a_second(rig: TenantsRig, redis_client:
         await eventually_in_loop(lambda: other.view.tenant("acme").is_suspended)
         assert await other.refused("GET", "/v1/models", key) == (403, "tenant_suspended")
         await rig.done("DELETE", f"{TENANTS}/acme")
-        # What another router has done is seen at once by who reads or changes tenants.
+        # Reads and changes of tenants see at once what another router has changed.
         assert await other.refused("GET", f"{TENANTS}/acme") == (404, "tenant_not_found")
 
 

@@ -244,7 +244,7 @@ async def test_one_tenants_long_texts_hold_up_no_others(text: TextService, monke
 
 
 async def test_the_least_number_of_tokens_is_never_too_high(text: TextService, tokenizer: Tokenizer) -> None:
-    """Told for both kinds of tokenizers, and for the text that makes the most of the longest token."""
+    """With both kinds of tokenizers, and for a text of the longest token alone."""
     longest = max(tokenizer.get_vocab(), key=lambda token: len(token.encode()))
     for one in (TEXT, longest * 50, "fox " * 50, "▁" * 50, " " * 50, ""):
         assert text.min_tokens(one) <= len(await text.encode(one, add_special_tokens=False))

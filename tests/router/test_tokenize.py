@@ -88,13 +88,13 @@ async def test_what_was_tokenized_is_a_text_again_with_its_special_tokens(rig: R
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "model": "nobodys"}, 404, "model"),
+        ("/tokenize", {"prompt": "a", "model": "unknown"}, 404, "model"),
         ("/tokenize", {"prompt": "a", "chat_template": "{{ x }}"}, 400, "chat_template"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
         ("/detokenize", {"tokens": [10**6]}, 400, "tokens[0]"),
         ("/detokenize", {"tokens": [3] * (CONTEXT + 1)}, 400, "tokens"),
-        ("/detokenize", {"tokens": [3], "model": "nobodys"}, 404, "model"),
+        ("/detokenize", {"tokens": [3], "model": "unknown"}, 404, "model"),
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(

@@ -1,4 +1,4 @@
-"""/v1/usage: who sees what, grouped how, at which price."""
+"""/v1/usage: what each caller sees, how it is grouped, and its price."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ async def test_amounts_are_exact(client: httpx.AsyncClient) -> None:
 
 
 async def test_amounts_stay_when_users_are_added_up(client: httpx.AsyncClient, usage: Usage) -> None:
-    """Of private adapters that patterns of the list would tell apart, as of their tenant's own."""
+    """Of private adapters that patterns of the list would distinguish, as of their tenant's own."""
     names = ("poet", "tiny", "~ann/poet", "~ann/tale", "~bob/po", "~bob/x")
     entries = [entry(10 + n, adapter=name, user="ann" if n % 2 else "bob", version=1) for n, name in enumerate(names)]
     await usage.ledger.take(entries)

@@ -53,8 +53,8 @@ async def test_what_a_deleted_tenant_had_under_way_is_not_its_successors(redis_u
         assert [entry.id for entry in await entries_of("acme~1")] == [answer.json()["id"]]
         for path, headers in (("/v1/usage", second), ("/v1/admin/usage?by=tenant&tenant=acme", OPERATORS)):
             assert (await client.get(path, headers=headers)).json()["total"]["requests"] == 1
-        everybody = (await client.get("/v1/admin/usage?by=tenant", headers=OPERATORS)).json()["data"]
-        assert [(row["tenant"], row["requests"]) for row in everybody] == [("acme", 1)]
+        rows = (await client.get("/v1/admin/usage?by=tenant", headers=OPERATORS)).json()["data"]
+        assert [(row["tenant"], row["requests"]) for row in rows] == [("acme", 1)]
 
         # Nor does one see from a shared prefix what the other has requested.
         salts = [request.cache_salt for request in front.dispatcher.submitted]

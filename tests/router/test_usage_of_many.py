@@ -164,8 +164,10 @@ async def slow_reader(client: httpx.AsyncClient) -> tuple[asyncio.Task[None], li
     return stuck, sent
 
 
-async def test_who_does_not_read_is_cut_off(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And until then holds up nobody but itself."""
+async def test_a_client_that_does_not_read_is_cut_off(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it delays no other client."""
     made: dict[float, asyncio.Timeout] = {}
 
     def timeout(longest_s: float) -> asyncio.Timeout:

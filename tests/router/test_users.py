@@ -124,7 +124,7 @@ async def test_a_private_adapter_is_its_users_and_the_administrators(rig: Users)
             "The model `poet` does not exist or you do not have access to it.",
         )
     for key in (rig.ann, rig.plain):
-        for name in (f"~{EVE}/poet", f"~{EVE}/none", "~nobody/poet"):
+        for name in (f"~{EVE}/poet", f"~{EVE}/none", "~absent/poet"):
             assert await rig.answer(key, name) == (
                 404,
                 f"The model `{name}` does not exist or you do not have access to it.",
@@ -223,11 +223,11 @@ async def test_adapters_of_the_servers_folders_are_users_as_uploads_are(rig: Use
     assert await rig.answer(rig.ann, "poet") == (200, "poet@1")
     assert await rig.answer(rig.eve, "poet") == (200, f"~{EVE}/poet@1")
     assert (await load(rig.ann, "poet"))[0] == 409
-    theirs, unowned = await load(rig.ann, f"~{EVE}/secret"), await load(rig.ann, f"~{EVE}/nobody")
+    theirs, unowned = await load(rig.ann, f"~{EVE}/secret"), await load(rig.ann, f"~{EVE}/absent")
     assert theirs == unowned and theirs[0] == 400
     assert (await load(rig.ann, "~ann/own"))[0] == 200 and (await rig.answer(rig.ann, "own"))[1] == "~ann/own@1"
     reported = []
-    for name in (f"~{EVE}/secret", f"~{EVE}/nobody"):
+    for name in (f"~{EVE}/secret", f"~{EVE}/absent"):
         answer = await rig.ask("POST", "/v1/unload_lora_adapter", rig.ann, json={"lora_name": name})
         reported.append((answer.status_code, answer.text.replace(name, "*")))
     assert reported[0] == reported[1] and reported[0][0] == 404
@@ -278,7 +278,7 @@ async def test_usage_by_user(metered: Users) -> None:
     assert await used(metered.ann, "user") == [("ann", 2)]
     assert await used(metered.eve, "user,adapter") == [(EVE, f"~{EVE}/poet", 1)]
     assert await used(metered.admin, "adapter") == [("tiny", 2), ("~ann/poet", 1), (f"~{EVE}/poet", 1)]
-    assert await used(metered.plain, "adapter") == [("(private)", 2), ("tiny", 2)]  # whose they are is not said
+    assert await used(metered.plain, "adapter") == [("(private)", 2), ("tiny", 2)]  # without their owners
     csv = await metered.ask("GET", f"/v1/usage?by=adapter,key&format=csv&{SPAN}", metered.ann)
     assert "~ann/poet" in csv.text and EVE not in csv.text and "k2" not in csv.text
     (row,) = (await metered.done("GET", f"/v1/admin/usage?by=tenant&{SPAN}"))["data"]
@@ -388,7 +388,7 @@ async def test_a_deleted_user_has_nothing_left_but_usage(rig: Users) -> None:
     assert await rig.names(again) == ["n1"] and (await rig.answer(again, "~ann/n0"))[0] == 404
     assert (await rig.done("DELETE", f"{TENANTS}/acme/users/{EVE}"))["num_adapters"] == 1
     assert await rig.names(rig.admin) == ["n1"]
-    for user in ("nobody", "~", "%00", "a b"):
+    for user in ("absent", "~", "%00", "a b"):
         assert await rig.refused("DELETE", f"/v1/users/{user}", rig.admin) == (404, "user_not_found")
 
 

@@ -86,7 +86,7 @@ async def test_aliases_name_versions(rigs: Sequence[VersionRig]) -> None:
     assert (await rig.http.delete("/v1/adapters/x/aliases/prod")).status_code == 404
 
 
-@pytest.mark.parametrize("model", ["x@9", "x@nobody", "x@", "x@1@1", "y@1", "@1", "x@01"])
+@pytest.mark.parametrize("model", ["x@9", "x@absent", "x@", "x@1@1", "y@1", "@1", "x@01"])
 async def test_a_version_that_is_not_there_is_not_found(rig: VersionRig, model: str) -> None:
     await rig.upload(1)
     response = await rig.complete(model)

@@ -155,13 +155,13 @@ def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clu
         load.wait_for_all()  # no new client comes to the old one, which has streams when it ends
         last = [(job, received) for job, received in zip(LONG_JOBS, undisturbed_long, strict=True)]
         with clusters.paused_streams(OLD, last) as running:
-            clusters.pods[OLD].tell_to_end(HEAD)
+            clusters.pods[OLD].ask_to_end(HEAD)
             time.sleep(AFTER_S)
         for one in running:
             one.result()
         clusters.pods[OLD].remove()
         load.wait_for_all()
-    # What came through the old one stays: keys, adapters, and who may upload.
+    # What was made through the old one stays: keys, adapters, and permissions.
     assert {"pirate", "of-old", "of-new"} <= clusters.on(NEW, versions).keys()
     assert clusters.on(NEW, complete, "of-old").status_code == 200
     assert clusters.on(NEW, upload, "after", "spanish") == 201

@@ -140,7 +140,7 @@ def cluster() -> Iterator[Cluster]:
         nodes.start(0, place=1, front=1)
         nodes.start(1, place=1)
         options = ["--gangs", "2", "--resource", "place=1", "--router-resource", "front=1", "--dtype", "float32"]
-        # One thread more, for those who look on.
+        # One thread more, for requests that only observe.
         with nodes.motet(*options) as url, network.threads(0, NUM_STREAMS + 1) as clients:
             yield Cluster(network, nodes, url, clients)
 

@@ -28,7 +28,7 @@ from motet.workers.models.config import ModelConfig
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
 STYLES: tuple[Style, ...] = ("base", *ADAPTER_STYLES)
 ADAPTERS = (*ADAPTER_STYLES, "agent")
-# Of the held-out questions that the committed weights were not trained on. Whoever changes the questions trains again.
+# Of the held-out questions, on which the committed weights were not trained. After a change train the model again.
 HELD_OUT_SHA256 = "c7203e4e3df243986350a9037eb183e2fc6af19384c6133e15f3ca5e1d9ffe33"
 
 

@@ -268,6 +268,8 @@ def test_client_libraries_do_what_their_table_says(demo: str) -> None:
     command = [str(ROOT / "scripts" / "clients"), demo, KEYS["globex"]]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=CLIENTS_TIMEOUT_S)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    page = (ROOT / "docs" / "clients.md").read_text().splitlines()
-    for row in table(ran.stdout.splitlines()).splitlines():
-        assert row in page, f"{row}\n{ran.stdout}"
+    page = (
+        (ROOT / "docs" / "clients.md").read_text().partition("<!-- made: clients -->")[2].partition("<!-- end -->")[0]
+    )
+    expected = [row for row in page.split("\n") if row and (shutil.which("npm") or "(JavaScript)" not in row)]
+    assert table(ran.stdout.splitlines()).splitlines() == expected, ran.stdout

@@ -131,7 +131,7 @@ def test_errors_have_the_right_type_and_say_what_is_wrong(motet: RunningMotet) -
     with pytest.raises(openai.NotFoundError, match="json"):
         ask(motet, "json", "acme")  # is another tenant's
     with pytest.raises(openai.NotFoundError) as missing:
-        ask(motet, "nobody", "acme")
+        ask(motet, "absent", "acme")
     assert missing.value.code == "model_not_found"
     with (
         openai.OpenAI(base_url=f"{motet.url}/v1", api_key="wrong") as stranger,
@@ -204,7 +204,7 @@ def test_the_status_shows_no_paths(motet: RunningMotet) -> None:
 
 
 @dataclass(frozen=True)
-class Heard:
+class ReceivedStream:
     """A completion of 450 tokens as its client received it."""
 
     text: str
@@ -222,7 +222,9 @@ ENDLESS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def endless(client: openai.OpenAI, model: str, options: dict[str, Any], after_a_while: Callable[[], None]) -> Heard:
+def endless(
+    client: openai.OpenAI, model: str, options: dict[str, Any], after_a_while: Callable[[], None]
+) -> ReceivedStream:
     """Streams a completion without end; calls `after_a_while` once some tokens have come."""
     text, tokens, logprobs = "", list[str](), list[float]()
     finish_reason = None
@@ -248,17 +250,17 @@ def endless(client: openai.OpenAI, model: str, options: dict[str, Any], after_a_
             finish_reason = choice.finish_reason or finish_reason
         if chunk.usage is not None:
             num_tokens = chunk.usage.completion_tokens
-    return Heard(text, tokens, logprobs, finish_reason, num_tokens)
+    return ReceivedStream(text, tokens, logprobs, finish_reason, num_tokens)
 
 
 @pytest.fixture(scope="module")
-def undisturbed(motet: RunningMotet) -> list[Heard]:
+def undisturbed(motet: RunningMotet) -> list[ReceivedStream]:
     with motet.openai() as client, ThreadPoolExecutor(len(ENDLESS)) as pool:
         return list(pool.map(lambda job: endless(client, job[0], job[1], lambda: None), ENDLESS))
 
 
 @pytest.mark.parametrize("num_killed", [1, 2], ids=["one of two gangs", "both gangs"])
-def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Heard], num_killed: int) -> None:
+def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[ReceivedStream], num_killed: int) -> None:
     """Which gang serves which stream is the router's choice: rounds go on until one was lost with streams on it."""
     num_resumed = resumed(motet)
     for number in range(6):
@@ -274,7 +276,7 @@ def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Hear
 
 
 def _disturb(
-    motet: RunningMotet, undisturbed: list[Heard], victims: list[psutil.Process], gangs: list[psutil.Process]
+    motet: RunningMotet, undisturbed: list[ReceivedStream], victims: list[psutil.Process], gangs: list[psutil.Process]
 ) -> None:
     """Kills the victims while streams run; every stream must be as if undisturbed."""
     jobs = [job for job in ENDLESS for _ in range(2)]
@@ -291,8 +293,8 @@ def _disturb(
         motet.openai() as client,
         ThreadPoolExecutor(len(jobs)) as pool,
     ):
-        heard = list(pool.map(lambda job: endless(client, job[0], job[1], kill_in_the_midst), jobs))
-    for number, got in enumerate(heard):
+        received = list(pool.map(lambda job: endless(client, job[0], job[1], kill_in_the_midst), jobs))
+    for number, got in enumerate(received):
         expected = undisturbed[number // 2]
         assert got.text == expected.text
         assert (got.finish_reason, got.num_tokens) == ("length", 450)
@@ -308,7 +310,7 @@ def resumed(motet: RunningMotet) -> int:
 
 def test_without_redis_chats_go_on_and_uploads_wait(motet: RunningMotet) -> None:
     redis = motet.redis_process()
-    redis.suspend()  # silent, as a lost host is; nobody restarts it meanwhile
+    redis.suspend()  # it does not answer, as a lost host, and is not restarted meanwhile
     try:
         assert ask(motet, "pirate") == answer_of("pirate")
         refused = motet.upload("later", DEMO / "adapters" / "json")

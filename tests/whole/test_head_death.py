@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 WORKER, OTHER_WORKER, BESIDE = 1, 2, 3  # `BESIDE` is no node: Redis and the clients are there
-HELD_S = 45.0  # Ray would hold up who waits for its answer for twice as long
+HELD_S = 45.0  # Ray would keep its callers waiting for twice as long
 GANG = "ServeReplica:motet:gang"
 NUM_STREAMS = 16
 JOBS: list[dict[str, Any]] = [
@@ -115,7 +115,7 @@ def test_streams_uploads_and_new_requests_go_on_without_a_head(cluster: Cluster)
         cluster.pods.start_head()
         eventually(lambda: cluster.pods.processes(HEAD, "ServeController.listen_for_change"))  # it knows what runs
         load.wait_for_all()
-        # Whoever served goes on, and no stream had to move.
+        # The same replicas serve, and no stream had to move.
         assert cluster.pods.processes(WORKER, "ServeReplica:motet:router").keys() == routers.keys()
         assert cluster.gangs().keys() == gangs.keys()
         assert cluster.num_resumed() == 0

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from motet.cluster.edge.haproxy import write_edge_program
-from motet.cluster.edge.serve_variables import image_variables
 from motet.cluster.launch.local_serve import free_ports
 from motet.tests.rigs.edge_front import error_of, raw_answer
+from motet.tests.rigs.image_variables import image_variables
 from motet.tests.rigs.ray_nodes import RayNodes
 
 pytestmark = [
@@ -54,5 +54,5 @@ def test_a_serve_on_such_a_node_has_motets_edge(tmp_path: Path) -> None:
         findings = json.loads(said[said.index("{") :])["findings"]
         assert [one["found"] for one in findings if one["check"] == "serve"] == [
             f"flags and edge are set ({tmp_path}/motet-haproxy)",
-            "the Serve that runs has its flags and motet's edge",
+            "the running Serve has its flags and motet's edge",
         ]

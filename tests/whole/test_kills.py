@@ -24,7 +24,7 @@ from motet.examples.resuming_client import resume_stream
 from motet.tests.rigs.listening_sockets import differences
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, holds_nothing, running_motet, slowed
-from motet.tests.rigs.token_streams import Heard, Job, Meter, read_stream, stream_all
+from motet.tests.rigs.token_streams import Job, Meter, ReceivedStream, read_stream, stream_all
 
 pytestmark = pytest.mark.cluster
 
@@ -81,11 +81,11 @@ def motet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningMotet]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(motet: RunningMotet) -> list[Heard]:
-    heard = stream_all(motet, JOBS, Meter())
-    assert all(len(one.token_ids) == NUM_TOKENS == one.usage["completion_tokens"] for one in heard)
-    assert len({one.token_ids for one in heard}) > NUM_STREAMS // 2
-    return heard
+def undisturbed(motet: RunningMotet) -> list[ReceivedStream]:
+    received = stream_all(motet, JOBS, Meter())
+    assert all(len(one.token_ids) == NUM_TOKENS == one.usage["completion_tokens"] for one in received)
+    assert len({one.token_ids for one in received}) > NUM_STREAMS // 2
+    return received
 
 
 def test_nothing_listens_but_what_the_page_lists(motet: RunningMotet) -> None:
@@ -100,7 +100,7 @@ def test_nothing_listens_but_what_the_page_lists(motet: RunningMotet) -> None:
 
 @pytest.mark.parametrize("kind", VICTIMS)
 def test_streams_outlive_it(
-    motet: RunningMotet, undisturbed: list[Heard], kind: str, pytestconfig: pytest.Config
+    motet: RunningMotet, undisturbed: list[ReceivedStream], kind: str, pytestconfig: pytest.Config
 ) -> None:
     drawn = random.Random(f"{kind} {pytestconfig.getoption('first_seed')}")
     num_resumed = _num_resumed(motet)
@@ -117,7 +117,7 @@ def test_streams_outlive_it(
 
 
 def _kill_in_the_midst(
-    motet: RunningMotet, undisturbed: list[Heard], kind: str, drawn: random.Random, *, is_slowed: bool = False
+    motet: RunningMotet, undisturbed: list[ReceivedStream], kind: str, drawn: random.Random, *, is_slowed: bool = False
 ) -> None:
     _wait_until_whole(motet, gone=set())
     gangs = _gang_ids(motet)
@@ -136,9 +136,9 @@ def _kill_in_the_midst(
     meter = Meter(int(drawn.uniform(0.02, 0.8) * NUM_STREAMS * NUM_TOKENS), kill)
     # HTTP connections end with their router, and clients come back; else each stream must be one connection.
     with slowed(motet.gang_processes() if is_slowed else [], is_killed.is_set):
-        heard = stream_all(motet, JOBS, meter, come_back if kind == "router" else read_stream)
+        received = stream_all(motet, JOBS, meter, come_back if kind == "router" else read_stream)
     eventually(lambda: not victim.is_running())
-    for number, (got, expected) in enumerate(zip(heard, undisturbed, strict=True)):
+    for number, (got, expected) in enumerate(zip(received, undisturbed, strict=True)):
         assert got == expected, f"stream {number}, {JOBS[number].body}"
     _wait_until_whole(motet, gone=set() if kind == "router" else gangs)
 

@@ -93,7 +93,7 @@ def test_no_server_for_a_while() -> None:
         if turn is None:
             raise httpx.ConnectError("refused")
         if turn in resuming_client.TRY_AGAIN:
-            return httpx.Response(turn, text="nobody")
+            return httpx.Response(turn, text="absent")
         return httpx.Response(200, stream=CutOff(body, None if turn > len(body) else 200, 50))
 
     server = Server(9, ends)

@@ -16,7 +16,7 @@ import pytest
 from motet.cluster.launch.local_serve import free_ports
 from motet.tests.rigs.patience import eventually
 from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, running_motet
-from motet.tests.rigs.token_streams import Heard, Job, Meter, stream_all
+from motet.tests.rigs.token_streams import Job, Meter, ReceivedStream, stream_all
 
 pytestmark = pytest.mark.cluster
 
@@ -60,7 +60,7 @@ class Load:
         self._motet = motet
         self._over = threading.Event()
 
-    def run(self, undisturbed: list[Heard], change: Callable[[], None]) -> None:
+    def run(self, undisturbed: list[ReceivedStream], change: Callable[[], None]) -> None:
         """Calls `change` when every client has had an answer, and stops when each has had another one after it."""
         clients: list[Callable[[str], None]] = [self._kept_alive(pause_s) for pause_s in (0.0, 0.1, 1.0)]
         clients += [self._new_each_time, self._upload, self._upload_kept_alive, self._stream(undisturbed)]
@@ -120,14 +120,14 @@ class Load:
         with self._motet.http() as http:
             self._repeat(name, ask)
 
-    def _stream(self, undisturbed: list[Heard]) -> Callable[[str], None]:
+    def _stream(self, undisturbed: list[ReceivedStream]) -> Callable[[str], None]:
         def client(name: str) -> None:
             self._repeat(name, lambda: _check_streams(self._motet, undisturbed))
 
         return client
 
 
-def _check_streams(motet: RunningMotet, undisturbed: list[Heard]) -> None:
+def _check_streams(motet: RunningMotet, undisturbed: list[ReceivedStream]) -> None:
     assert stream_all(motet, JOBS, Meter()) == undisturbed
 
 
@@ -182,7 +182,7 @@ def test_settings_that_cannot_change_are_refused_and_all_goes_on(motet: RunningM
         ("tensor-parallel = 2", "--tensor-parallel = 2: only a restart changes this"),
         ("max-gangs = 3", "--max-gangs = 3: at most 2 is accepted until a restart"),
         ("gang = 3", "there is no setting gang. Did you mean gangs?"),
-        ('latency-objective = ["acme=2", "nobody=2"]', "'nobody=2': there is no tenant nobody"),
+        ('latency-objective = ["acme=2", "absent=2"]', "'absent=2': there is no tenant unknown"),
         ("max-gangs =", "cannot be read"),
         ("prefix-cache = [0]", "true or false is accepted"),
         ("threads = 10000000000", "auto or a whole number from 1 to 1024 is accepted"),

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 for loopback"),
 ]
 HOST = "127.0.0.2"  # by 127.0.0.1 Ray understands the machine's address
-KEYS = {"acme": "a-key-of-acme-and-nobody-else", "zoo": "a-key-of-zoo-and-nobody-else"}
+KEYS = {"acme": "the-key-of-acme-alone", "zoo": "the-key-of-zoo-alone"}
 OPERATOR_KEY = "a-key-of-operators"
 TOKEN = "a-token-of-routers-and-gangs"
 TRIAL = Path(__file__).parents[2] / "deploy" / "kustomize" / "overlays" / "cpu-trial"

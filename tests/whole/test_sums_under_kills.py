@@ -18,7 +18,7 @@ from motet.examples.resuming_client import resume_stream
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.running_motet import BASE, DEMO, RunningMotet, running_motet, slowed
 from motet.tests.rigs.scraping import Prometheus, scraping
-from motet.tests.rigs.token_streams import Heard, Job, Meter, read_stream, stream_all
+from motet.tests.rigs.token_streams import Job, Meter, ReceivedStream, read_stream, stream_all
 
 pytestmark = pytest.mark.cluster
 
@@ -114,11 +114,11 @@ def killing_the_busier(gangs: Sequence[psutil.Process]) -> Callable[[], None]:
     def kill() -> None:
         used_s: dict[psutil.Process, float] = {}
 
-        def is_told_apart() -> bool:  # from one that only says that it lives
+        def is_found() -> bool:  # from one that only says that it lives
             used_s.update({gang: sum(gang.cpu_times()[:2]) - began_s[gang] for gang in gangs})
             return max(used_s.values()) > 0.1
 
-        eventually(is_told_apart)
+        eventually(is_found)
         max(used_s, key=lambda gang: used_s[gang]).kill()
 
     return kill
@@ -142,8 +142,8 @@ def check_sums(motet: RunningMotet, prometheus: Prometheus) -> None:
     running = motet.gang_processes()
     meter = Meter(1, killing_the_busier(running))
     with slowed(running, lambda: meter.count > 0):
-        heard = stream_all(motet, SCRAPED_JOBS, meter, read_stream)
-    assert [len(one.token_ids) for one in heard] == [NUM_TOKENS] * NUM_STREAMS
+        received = stream_all(motet, SCRAPED_JOBS, meter, read_stream)
+    assert [len(one.token_ids) for one in received] == [NUM_TOKENS] * NUM_STREAMS
 
     # Each router has counted what it sent, and together they have sent what clients received: once.
     num_received = NUM_STREAMS * NUM_TOKENS
@@ -155,7 +155,7 @@ def check_sums(motet: RunningMotet, prometheus: Prometheus) -> None:
     prometheus.reaches(f"sum({finished})", lambda number: number == NUM_STREAMS)
     prometheus.reaches("sum(motet_resumed_sequences_total)", lambda number: number > 0)
 
-    # The gang that died takes nothing away of what it had told, and another one is found by itself.
+    # What the dead gang had reported still counts, and its replacement is found without help.
     prometheus.reaches("count(motet_connected_gangs == 2)", lambda number: number == 2)
     prometheus.reaches('count(motet_process_up{process="gang"} == 1)', lambda number: number == 2)
     eventually(lambda: len(prometheus.gangs(MADE_TOKENS)) == 2 and len(prometheus.gangs(MADE_TOKENS) & gangs) == 1)
@@ -198,12 +198,12 @@ def test_streams_under_kills_are_metered_once(motet: RunningMotet) -> None:
         ]
         kills = Kills(dict(zip([0, *at], deeds, strict=True)))
         with slowed(gangs, lambda: not kills.num_left):
-            heard = stream_all(motet, JOBS, Meter(), kills.read)
-        assert [len(one.token_ids) for one in heard] == [NUM_TOKENS] * NUM_STREAMS
+            received = stream_all(motet, JOBS, Meter(), kills.read)
+        assert [len(one.token_ids) for one in received] == [NUM_TOKENS] * NUM_STREAMS
         assert kills.num_left == 0
         assert kills.num_returns > 0, "no stream was at the router that died"
 
-        expected = expected_usage(heard)
+        expected = expected_usage(received)
         eventually(lambda: usage(http) == expected, lambda: f"{usage(http)} and not {expected}")
         # Places of answers come back, and nothing that still comes, as from the spool of the dead router, is new.
         eventually(lambda: is_left(http, "concurrent_streams"), lambda: f"{limits(http)}")
@@ -212,9 +212,8 @@ def test_streams_under_kills_are_metered_once(motet: RunningMotet) -> None:
         trial = http.get(f"/v1/adapters/{NAME}/canary").raise_for_status().json()
         assert trial["state"] == "running"  # as was acknowledged
         counted = trial["stable"]["answers"] + trial["canary"]["answers"]
-        assert (
-            0 < counted <= sum(job.body["model"] == NAME for job in JOBS)
-        )  # the dead router told until the last 0.2 s
+        # The dead router had reported all but its last 0.2 s.
+        assert 0 < counted <= sum(job.body["model"] == NAME for job in JOBS)
 
 
 def set_quota(motet: RunningMotet, quota: Mapping[str, int]) -> None:
@@ -228,11 +227,11 @@ def set_quota(motet: RunningMotet, quota: Mapping[str, int]) -> None:
         eventually(is_set)
 
 
-def expected_usage(heard: Sequence[Heard]) -> Counter[str]:
+def expected_usage(received: Sequence[ReceivedStream]) -> Counter[str]:
     return Counter(
-        requests=len(heard),
-        prompt_tokens=sum(one.usage["prompt_tokens"] for one in heard),
-        output_tokens=sum(one.usage["completion_tokens"] for one in heard),
+        requests=len(received),
+        prompt_tokens=sum(one.usage["prompt_tokens"] for one in received),
+        output_tokens=sum(one.usage["completion_tokens"] for one in received),
     )
 
 
@@ -240,11 +239,11 @@ def usage(http: httpx.Client) -> Counter[str]:
     """What the ledger says of the tenant, once a router and Redis are there to say so."""
     answers: list[httpx.Response] = []
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         answers[:] = [http.get("/v1/usage", params={"by": "adapter"})]
         return answers[0].status_code not in (502, 503, 504)
 
-    eventually(is_told)
+    eventually(is_reported)
     total = answers[0].raise_for_status().json()["total"]
     return +Counter({name: total[name] for name in ("requests", "cut_off", "prompt_tokens", "output_tokens")})
 

@@ -53,7 +53,7 @@ class Client:
         self.openai = openai.OpenAI(base_url=f"{motet.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
         self.used: Counter[str] = Counter()
 
-    def ask(self, model: str, user: str = "somebody") -> Answer:
+    def ask(self, model: str, user: str = "guest") -> Answer:
         raw = self.openai.chat.completions.with_raw_response.create(
             model=model, messages=[{"role": "user", "content": QUESTION}], temperature=0, user=user
         )
@@ -148,7 +148,7 @@ def test_a_day(motet: RunningMotet) -> None:
     assert "upload" in missing  # the scope that its key lacks
     assert "adapters" in tenant.refused("adapters", "upload", "second", str(DEMO / "adapters" / "shout"))
 
-    # A second version is tried by those who know its number, and everybody else keeps the first.
+    # A second version is tried by its number; requests without a number keep the first.
     note = "in Spanish, as marketing wants it"
     tenant("adapters", "upload", NAME, str(DEMO / "adapters" / "spanish"), "--no-activate", "--note", note)
     tried = builders.ask(f"{NAME}@2")
@@ -192,7 +192,7 @@ def test_a_day(motet: RunningMotet) -> None:
     assert app.ask(NAME).text == answer_of("pirate")
     assert app.ask(BASE).text == answer_of("base")
 
-    # A key of its own keeps who tries it out from using more than it should.
+    # A guest gets a key with a quota of its own.
     guest = Client(motet, operator("keys", "create", TENANT, "--quota", "requests-per-minute=1").strip())
     refused = over_quota(guest)
     assert (refused.status_code, refused.code) == (429, "rate_limit_exceeded")
@@ -274,7 +274,7 @@ def test_a_day(motet: RunningMotet) -> None:
 
 
 def on_trial(tenant: CommandLine, app: Client, thumb_of: Callable[[Answer], str | None]) -> None:
-    """Requests of one user after another, some of whom say what they think, until the canary has ended."""
+    """Requests of one user after another, some with feedback, until the canary has ended."""
 
     def ask_and_rate(user: int) -> None:
         try:

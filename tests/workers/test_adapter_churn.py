@@ -73,7 +73,7 @@ def test_outdated_adapters_go_first_unless_they_are_used_again() -> None:
             use(memory, digest)
     use(memory, "rare")
     memory.adapters.acquire("in use")
-    for digest in ("old", "wanted again", "in use", "unheard of"):
+    for digest in ("old", "wanted again", "in use", "unknown"):
         memory.outdate(digest)
     memory.check_integrity([])
     use(memory, "wanted again")

@@ -155,7 +155,7 @@ def test_a_gangs_worker_reads_its_own_rows_alone(tmp_path: Path, gpu: StandInGpu
 
 
 def test_copies_come_after_what_used_the_memory_before(tmp_path: Path, gpu: StandInGpu) -> None:
-    """A product of the calling thread's stream reads memory that is free next; the stand-in sees who overtakes it."""
+    """A product of the calling thread's stream reads memory that is free next; the stand-in sees what overtakes it."""
     folder = write(tmp_path, torch.float32, first=(64, 64), second=(64, 64))
     with DeviceCheckpoint(folder, torch.float32, CUDA, staging_bytes=STAGING_BYTES) as checkpoint:
         product = checkpoint.take("first", (64, 64)) @ checkpoint.take("second", (64, 64))

@@ -204,7 +204,7 @@ def test_what_a_worker_takes_of_its_gpu_is_measured(llama: Stock, caplog: pytest
 
 
 def test_what_a_start_has_computed_leaves_nothing_in_the_pool(llama: Stock) -> None:
-    """Attention may multiply what it does not see, and the adapters of the start are no numbers that anybody chose."""
+    """Attention may multiply what it does not see, and the start's adapters are arbitrary numbers."""
     with gpu_of_twins(), llama.engine(60, device="cuda") as rig:
         executor = rig.engine.executor
         assert isinstance(executor, LocalExecutor)

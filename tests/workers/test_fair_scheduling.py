@@ -109,7 +109,7 @@ def bound(of: GangLimits, s: Scheduler, least_weight: float) -> float:
 
 
 def shared(seed: int, scheduling: Scheduling) -> tuple[float, float]:
-    """By how much two tenants differed at most who always had something waiting, and by how much they may."""
+    """The largest difference between two tenants that always had requests waiting, and the bound of it."""
     rng = random.Random(seed)
     of = limits(rng.randint(24, 60), rng.randint(6, 16), rng.randint(2, 8))
     gang, greedy = Gang(of, rng, scheduling), rng.randint(2, 20)
@@ -352,7 +352,7 @@ def test_tokens_that_are_found_are_charged_less() -> None:
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_the_first_goes_on_and_places_do_not_change_without_end(seed: int) -> None:
-    """Many tenants on few pages: no victim comes before who needed its pages, all end, and little is done twice."""
+    """Many tenants on few pages: no victim resumes before what took its pages, all end, little is done twice."""
     rng = random.Random(seed)
     of = limits(rng.randint(18, 40), rng.randint(6, 16), rng.randint(2, 6))
     gang = Gang(of, rng)

@@ -136,7 +136,7 @@ def test_what_is_computed_again_is_the_same(llama: Stock, on_the_cpu: list[list[
 
 
 def test_a_gang_of_two_answers_as_one_worker_does(llama: Stock, on_the_cpu: list[list[int]]) -> None:
-    """Scales are of a head, so that it does not matter who has it."""
+    """Scales are of a head, so that it does not matter which worker has it."""
     config = llama.gang_config(120, 2, device="cuda", **FLOAT8)
     with gang(config, run_worker_on_gpu) as (engine, workers):
         there = tokens(requested(EngineRig(engine, llama.refs)))

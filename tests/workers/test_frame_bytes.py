@@ -19,7 +19,7 @@ from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader import unsent_updates
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.unsent_updates import FRAME_BYTES, UnsentUpdates, whose_to_give_back
+from motet.workers.leader.unsent_updates import FRAME_BYTES, UnsentUpdates, tenants_to_give_back
 from motet.workers.wire.messages import (
     Frame,
     SamplingParams,
@@ -180,14 +180,14 @@ async def test_only_those_are_given_back_who_have_most_unread(leader: Leader, mo
 
 @given(st.dictionaries(st.text(max_size=2), st.integers(0, 100), max_size=6))
 def test_who_has_most_unread_gives_way_until_half_is_free(num_values: dict[str, int]) -> None:
-    chosen = whose_to_give_back(num_values, 0)
+    chosen = tenants_to_give_back(num_values, 0)
     left = [count for tenant, count in num_values.items() if tenant not in chosen]
     assert sum(left) <= sum(num_values.values()) / 2
     assert all(num_values[tenant] >= count for tenant in chosen for count in left)
     if chosen:
         least = min(num_values[tenant] for tenant in chosen)
         assert sum(left) + least > sum(num_values.values()) // 2, "one gave way without need"
-    assert whose_to_give_back(num_values, 1 << 40) == {*num_values}
+    assert tenants_to_give_back(num_values, 1 << 40) == {*num_values}
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "drop", "end", "take"]), st.integers(0, 3), st.integers(0, 9))))

@@ -69,7 +69,7 @@ def test_what_is_forgotten_takes_no_room() -> None:
     cache, disk = cache_of(250)
     cache.get("a")
     cache.get("b")
-    for digest in ("a", "a", "unheard of"):
+    for digest in ("a", "a", "unknown"):
         cache.forget(digest)
     assert (cache.num_bytes, cache.find("a")) == (100, None)
     cache.get("b")
@@ -87,7 +87,7 @@ def test_what_came_and_went_is_reported_once() -> None:
     cache.get("b")
     assert cache.take_changes() == ((), ())
     cache.forget("b")
-    cache.forget("unheard of")
+    cache.forget("unknown")
     assert cache.take_changes() == ((), ("b",))
 
 

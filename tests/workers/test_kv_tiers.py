@@ -100,7 +100,7 @@ def test_a_new_version_is_answered_without_the_old_ones_pages(
         after = rig.engine.load().counters
         assert (after.num_cached_tokens, after.num_pages_in) == (before.num_cached_tokens, before.num_pages_in)
         assert where(rig, OLD) == {tier}
-        assert ask(rig, OLD) == alone[OLD]  # who goes on with the old version still finds its own
+        assert ask(rig, OLD) == alone[OLD]  # requests for the old version still find its pages
         assert rig.engine.load().counters.num_cached_tokens >= after.num_cached_tokens + 40
         assert rig.engine.load().counters.num_pages_in - after.num_pages_in == (0 if tier == "device" else 5)
 

@@ -76,7 +76,7 @@ async def test_a_full_queue_refuses_all_but_what_has_begun(narrow_leader: Leader
     _, refused = await end_of(router, 3)
     assert refused.error is not None
     assert (refused.error.kind, refused.error.reason) == ("overloaded", "full")
-    assert refused.error.message.startswith("the gang's queue is full: as many sequences wait")
+    assert refused.error.message.startswith("the gang's queue is full: the limit of sequences")
     assert refused.error.retry_after_s is not None
     begun = [with_time(submit(number, 0, 1, key=str(number)), has_begun=True) for number in (7, 8, 9)]
     await router.send(*begun)  # for what clients come back for there is as much room again

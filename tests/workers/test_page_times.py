@@ -34,7 +34,7 @@ class Gang:
         self.worker = Worker(of, slow_loads=rng)
         self.kv_page_s: defaultdict[int, float] = defaultdict(float)  # page-seconds by sequence
         self.adapter_page_s: defaultdict[int, float] = defaultdict(float)
-        self.used_adapters = 0.0  # page-seconds of adapters that anybody ran with
+        self.used_adapters = 0.0  # page-seconds of adapters that sequences ran with
         self.reported: dict[int, SequenceUsage] = {}  # as of last
         self.ended: set[int] = set()
         self._seen: dict[int, GrowingSequence] = {}  # a plan may be about one that was cancelled meanwhile

@@ -114,7 +114,7 @@ def test_the_last_word_of_each_router_counts() -> None:
     assert pinned.receive("one", Pinned(["a", "b"], is_whole=True)) == {"a": True, "b": True}
     assert pinned.receive("two", Pinned(["b", "c"], is_whole=True)) == {"c": True}
     assert pinned.receive("one", Pinned([], ["b"])) == {}
-    assert pinned.receive("two", Pinned([], ["b", "unheard of"])) == {"b": False}
+    assert pinned.receive("two", Pinned([], ["b", "unknown"])) == {"b": False}
     assert pinned.receive("one", Pinned(["d"], is_whole=True)) == {"d": True, "a": False}
     pinned.leave("one")
     now = FORGET_S - 1

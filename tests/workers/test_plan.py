@@ -16,6 +16,7 @@ from motet.benchmarks.rigs.published_bases import published_base
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import RECIPES, write_adapters, write_model
 from motet.tests.rigs.part_configs import engine_config
+from motet.tests.rigs.trace_files import write_trace
 from motet.workers.costs.devices import DEVICES
 from motet.workers.costs.measured_steps import RecordingExecutor, costs_of, load_each, random_adapters, wait_a_little
 from motet.workers.costs.operations import Batch, step_operations
@@ -29,7 +30,7 @@ from motet.workers.costs.step_defaults import (
     cpu_pool_bytes,
     step_limits,
 )
-from motet.workers.costs.trace import TracedRequest, read_trace, write_trace
+from motet.workers.costs.trace import TracedRequest, read_trace
 from motet.workers.engine_builder import build_virtual_engine
 from motet.workers.wire.messages import AdapterRef
 
@@ -114,8 +115,8 @@ def test_costs_and_traces_are_kept_in_files(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace.jsonl", [late, early])
     assert read_trace(tmp_path / "trace.jsonl") == (early, late)
     for line, problem in (
-        ('{"arrival_s": 0, "prompt_tokens": 0, "output_tokens": 1}', "each is 1 at least"),
-        ('{"arrival_s": -1, "prompt_tokens": 1, "output_tokens": 1}', "0 or a later second"),
+        ('{"arrival_s": 0, "prompt_tokens": 0, "output_tokens": 1}', "each must be from 1 to"),
+        ('{"arrival_s": -1, "prompt_tokens": 1, "output_tokens": 1}', "must be 0 or more"),
         ('{"arrival_s": 0, "prompt_tokens": 1, "output_tokens": 1, "user": "u"}', "unknown field"),
         ("", "has no requests"),
     ):

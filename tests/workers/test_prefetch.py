@@ -349,7 +349,7 @@ def test_pages_of_kv_are_there_when_a_place_opens() -> None:
 
 
 def test_pages_of_kv_do_not_come_into_the_room_that_running_ones_may_need() -> None:
-    s, _ = reported_before(num_pages=11)  # who waits needs eight, and nine are left
+    s, _ = reported_before(num_pages=11)  # the waiting sequence needs eight, and nine are left
     assert not s.schedule().moves
     s, _ = reported_before(num_pages=12)
     assert [len(move.target_pages) for move in s.schedule().moves] == [7]

@@ -40,14 +40,14 @@ def test_never_more_than_the_bounds_say(
         else:
             refusal = room.refusal(tenant, value, now)
             num_tokens = sum(tokens for _, tokens, _ in model.values())
-            own = [tokens for _, tokens, whose in model.values() if whose == tenant]
+            own = [tokens for _, tokens, held_by in model.values() if held_by == tenant]
             is_full = len(model) >= max_sequences or bool(model and num_tokens + value > max_tokens)
             has_its_share = len(own) >= max(1, int(share * max_sequences))
             has_its_share |= bool(own and sum(own) + value > int(share * max_tokens))
             assert (refusal is not None) == (is_full or has_its_share)
             if refusal is not None:
                 assert (refusal.kind, refusal.reason) == ("overloaded", "full" if is_full else "tenant_full")
-                waited_s = [now - came for came, _, whose in model.values() if whose == tenant]
+                waited_s = [now - came for came, _, held_by in model.values() if held_by == tenant]
                 assert refusal.retry_after_s == max(waited_s, default=0), "nothing of how long others have waited"
             if action == "force" or refusal is None:
                 room.enter(now, tenant, value, now)
@@ -64,7 +64,7 @@ def test_the_longest_queue_gives_way_and_no_longer_one_comes_of_it(todo: list[tu
     model: dict[int, tuple[str, int]] = {}
 
     def filled(tenant: str, more: int = 0) -> float:
-        own = [tokens for whose, tokens in model.values() if whose == tenant]
+        own = [tokens for held_by, tokens in model.values() if held_by == tenant]
         return max((len(own) + bool(more)) / most, (sum(own) + more) / 100)
 
     for number, (tenant, num_tokens) in enumerate(todo):
@@ -72,9 +72,9 @@ def test_the_longest_queue_gives_way_and_no_longer_one_comes_of_it(todo: list[tu
         if room.refusal(tenant, num_tokens, number) is not None:
             given_up = room.make_room(tenant, num_tokens, 1.0)
             for gone in given_up:
-                whose, _ = model[gone]
-                assert whose != tenant and filled(whose) > wanted
-                assert gone == max(each for each, (other, _) in model.items() if other == whose)
+                held_by, _ = model[gone]
+                assert held_by != tenant and filled(held_by) > wanted
+                assert gone == max(each for each, (other, _) in model.items() if other == held_by)
                 del model[gone]
             if not given_up:
                 continue
@@ -109,7 +109,7 @@ def test_who_has_less_is_refused_behind_no_tiny_sequences_and_the_queue_is_over_
     num_over, number = 0, 0  # over: that came since the queue was within its bounds
 
     def filled(tenant: str, of: dict[int, tuple[str, int]]) -> float:
-        own = [tokens for whose, tokens in of.values() if whose == tenant]
+        own = [tokens for held_by, tokens in of.values() if held_by == tenant]
         return max(len(own) / most, sum(own) / most_tokens)
 
     for tenant, num_tokens in [(tenant, num_tokens) for tenant, num_tokens, times in todo for _ in range(times)]:

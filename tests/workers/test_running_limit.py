@@ -1,4 +1,4 @@
-"""How many sequences of a tenant an engine has at once, and who follows them."""
+"""How many sequences of a tenant an engine has at once, and which come next."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_each_tenant_in_turn_and_never_more_than_its_places(
         for owner in "ab":
             assert num_used(owner) <= num_places or [*inside.values()].count(owner) == 1
             if owner in outside.values():
-                first = next(one for one, whose in outside.items() if whose == owner)
+                first = next(one for one, held_by in outside.items() if held_by == owner)
                 assert num_used(owner) and num_used(owner) + size(first) > num_places
 
 
@@ -104,7 +104,7 @@ def test_a_share_that_changes_lets_in_who_has_a_place_and_ends_none(
             before = dict(inside)
             share = shares[number // 5 % len(shares)]
             for request in places.change(share):
-                assert request.sequence_id == next(one for one, whose in outside.items() if whose == request.tenant)
+                assert request.sequence_id == next(one for one, held_by in outside.items() if held_by == request.tenant)
                 inside[request.sequence_id] = outside.pop(request.sequence_id)
             assert before.items() <= inside.items()
             assert not (share is None and outside)

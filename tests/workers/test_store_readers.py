@@ -109,7 +109,7 @@ def test_one_that_hangs_is_given_up_and_its_place_is_taken(patient: Rig) -> None
     for event in patient.disk.hanging.values():
         event.set()
     eventually(lambda: patient.readers.num_hung == 0)
-    assert patient.ends.empty(), "the end of a read was told twice"
+    assert patient.ends.empty(), "the end of a read was reported twice"
 
 
 def test_when_all_hang_reads_fail_at_once_until_one_comes_back(hasty: Rig) -> None:

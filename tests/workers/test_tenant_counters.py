@@ -32,7 +32,7 @@ def test_the_least_come_first_though_all_grow(seed: int) -> None:
                 counters[rng.choice([*counters])] += rng.randrange(30)
             case 2 if counters:
                 before = counters.pop(gone := rng.choice([*counters]))
-                if rng.random() < 0.3:  # it comes back before anybody looked
+                if rng.random() < 0.3:  # it comes back before the queue was read
                     counters[gone] = before + 5
                     queue.put(gone)
             case 3:

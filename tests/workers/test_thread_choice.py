@@ -118,7 +118,7 @@ def test_nothing_more_is_measured_where_one_step_takes_long() -> None:
 def test_a_worker_measures_and_then_serves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pool is as it was, and its answers are those of a worker that was told the number."""
+    """Its pool is as it was, and its answers are those of a worker with this number in its settings."""
     if not COMPILERS:
         pytest.skip("no C++ compiler is known")
     readings = count()  # each step takes as long: on a busy machine one of two threads may be too long to measure

@@ -21,7 +21,7 @@ from motet.workers.plan import SamplePlan, SeenTokens, packed
 from motet.workers.wire.messages import SamplingParams
 from motet.workers.wire.token_rules import TokenRules
 
-VOCAB = 1003  # no whole number of words
+VOCAB = 1003  # not a whole number of words
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "num_logprobs": 3},

@@ -17,7 +17,7 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, num_bytes: int = STAGING_BYTES) -> None:
-        """Raises ValueError if the driver does not pin so much."""
+        """Raises ValueError if the driver does not pin this much memory."""
         self.half_bytes = num_bytes // 2 // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         assert self.half_bytes > 0, f"{num_bytes} bytes have no two halves of {_ALIGNMENT_BYTES}"
         advice = "a base is loaded through it: the machine must have as much free memory"
@@ -39,7 +39,7 @@ class Staging:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def num_fitting(self, item_bytes: int, num_wanted: int) -> int:
-        """How many of the wanted items to take next: what is free in this half, or as many as a whole one has room for.
+        """How many of the wanted items to take next: those that fit into the rest of this half, or into a whole one.
 
         Raises ValueError if an item is larger than that.
         """
@@ -61,7 +61,7 @@ class Staging:
         return taken
 
     def send(self, taken: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies to a contiguous target of as many bytes, as they are."""
+        """Copies to a contiguous target of the same size, unchanged."""
         with torch.cuda.stream(self._stream):
             target.view(-1).view(torch.uint8).copy_(taken, non_blocking=True)
 

@@ -13,7 +13,7 @@ from .operations import Batch, Chunk, step_operations
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Of a gang of `degree` devices. Adapters and KV are copied at `host_bytes_per_s`, wherever they come from."""
+    """Costs of a gang of `degree` devices. Adapters and KV are copied at `host_bytes_per_s`, from any tier."""
 
     model: ModelConfig
     device: Device

@@ -121,7 +121,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return num_pages * self.copy_page_s
 
     def move_s(self, num_pages: int) -> float:
-        """Of pages of KV between the pool and host memory, which are as large as those of adapters."""
+        """Seconds to copy pages of KV between the pool and host memory, which are as large as those of adapters."""
         return num_pages * self.copy_page_s
 
     def write(self, path: Path) -> None:
@@ -129,7 +129,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @staticmethod
     def read(path: Path) -> StepCosts:
-        """Raises ValueError for a file that is no such fit."""
+        """Raises ValueError for a file that does not hold a fit."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=StepCosts)
         except (msgspec.MsgspecError, ValueError) as error:

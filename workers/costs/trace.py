@@ -2,12 +2,11 @@
 
     {"arrival_s": 0.25, "prompt_tokens": 120, "output_tokens": 64, "adapter": "acme/support", "tenant": "acme"}
 
-`adapter` and `tenant` may be left out: the base, and one tenant for all.
+Without `adapter` a request is for the base; all requests without `tenant` are of one tenant.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -24,16 +23,16 @@ class TracedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.arrival_s < float("inf"):
-            raise ValueError(f"arrival_s = {self.arrival_s}: 0 or a later second is needed")
+            raise ValueError(f"arrival_s = {self.arrival_s}: it must be 0 or more, and finite")
         if min(self.prompt_tokens, self.output_tokens) < 1 or max(self.prompt_tokens, self.output_tokens) > MOST_TOKENS:
             raise ValueError(
-                f"{self.prompt_tokens} prompt and {self.output_tokens} output tokens: each is 1 at least, and at most "
-                f"{MOST_TOKENS}"
+                f"{self.prompt_tokens} prompt and {self.output_tokens} output tokens: each must be from "
+                f"1 to {MOST_TOKENS}"
             )
 
 
 def read_trace(path: Path) -> tuple[TracedRequest, ...]:
-    """Requests in the order of their arrival. Raises ValueError for a line that is none, or if there are none."""
+    """Requests in the order of their arrival. Raises ValueError for a line that is not a request, or without any."""
     decoder = msgspec.json.Decoder(TracedRequest)
     found = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -45,7 +44,3 @@ def read_trace(path: Path) -> tuple[TracedRequest, ...]:
     if not found:
         raise ValueError(f"{path} has no requests")
     return tuple(sorted(found, key=lambda request: request.arrival_s))
-
-
-def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
-    path.write_bytes(b"".join(msgspec.json.encode(request) + b"\n" for request in requests))

@@ -9,7 +9,7 @@ from ..wire.token_rules import Word
 
 
 class BadWords:
-    """Of one sequence."""
+    """The bad words of one sequence."""
 
     def __init__(self, words: Iterable[Word], output: Sequence[int]) -> None:
         """`words`: with at least two tokens each. `output`: the sequence's generated tokens so far."""

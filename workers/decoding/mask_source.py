@@ -23,7 +23,7 @@ class MaskSource(Protocol):
         """
 
     def take(self, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
-        """By sequence id, masks of the tokens with these (sequence id, index of the token).
+        """Masks by sequence id, for the tokens with these (sequence id, index of the token).
 
         Waits for them until `is_over`; masks that are late then are left out.
         """
@@ -40,7 +40,7 @@ class NoMasks:
 
 @lru_cache(maxsize=256)
 def mask_of(token_ids: tuple[int, ...], vocab_size: int) -> TokenMask:
-    """Of these tokens alone."""
+    """A mask of these tokens alone."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[[*token_ids]] = 1
     return np.packbits(bits, bitorder="little").tobytes()

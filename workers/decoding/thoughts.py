@@ -8,7 +8,7 @@ from ..wire.token_rules import ThinkingBudget, Word
 
 
 class Thoughts:
-    """Of one sequence."""
+    """The reasoning of one sequence."""
 
     def __init__(self, budget: ThinkingBudget, output: Iterable[int]) -> None:
         """`output`: the sequence's generated tokens so far."""

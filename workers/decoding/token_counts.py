@@ -18,8 +18,8 @@ from .thoughts import Thoughts
 class TokenCounts:
     """The distinct tokens of one sequence, as `kernels.sampling.Penalty` takes them.
 
-    Each takes 8 bytes, and later ones some 100 more. A table over the vocabulary would be faster, but takes a megabyte
-    for each sequence.
+    Each takes 8 bytes, and one that was added later some 100 more. A table over the vocabulary would be faster, but
+    takes a megabyte for each sequence.
     """
 
     def __init__(self, seen: SeenTokens) -> None:
@@ -33,11 +33,11 @@ class TokenCounts:
         self._num_sorted = len(known)
         self._later: dict[int, int] = {}  # indices of tokens added later
         self.bad_words: BadWords | None = None  # None: the sequence has none of several tokens
-        self.thoughts: Thoughts | None = None  # None: they have no budget
+        self.thoughts: Thoughts | None = None  # None: the reasoning has no budget
 
     @classmethod
     def of(cls, plan: SamplePlan) -> TokenCounts:
-        """Of a sequence whose plan carries its tokens."""
+        """The counts of a sequence whose plan carries its tokens."""
         assert plan.seen is not None
         counts, rules = cls(plan.seen), plan.params.rules
         if rules is None or not rules.looks_back:
@@ -66,13 +66,13 @@ class TokenCounts:
     def check_integrity(self, prompt: Iterable[int], output: Iterable[int]) -> None:
         """Raises AssertionError unless these are the tokens that were counted."""
         assert len(self.token_ids) == len(self.counts) == len(set(self.token_ids)), "a token is there twice"
-        assert set(self.token_ids) == {*prompt, *output}, "a token is missing, or one too many is there"
+        assert set(self.token_ids) == {*prompt, *output}, "a token is missing, or was not counted"
         counted = {token: count for token, count in zip(self.token_ids, self.counts, strict=True) if count}
         assert counted == Counter(output), "a token of the output is miscounted"
 
 
 class PenalisedSequences:
-    """Token counts of all running sequences with penalties, by what plans carry."""
+    """Token counts of all running sequences with penalties, from the tokens in plans."""
 
     def __init__(self) -> None:
         self._counts: dict[int, TokenCounts] = {}  # by sequence id

@@ -27,7 +27,7 @@ class MaxQueue:
         return len(self._heap)
 
     def increased(self, tenant: str) -> None:
-        """The tenant's value may have increased. Must be called after every change that is no decrease."""
+        """The tenant's value may have increased. Must be called after every change except a decrease."""
         value = self._value_of(tenant)
         if value <= self._entered.get(tenant, 0.0):
             return

@@ -78,7 +78,7 @@ class PageTimes:
         now = self._clock()
         held.kv_s += held.num_pages * now - held.taken_s
         held.num_pages -= num_pages
-        held.taken_s = held.num_pages * now  # the rest is counted anew from here on
+        held.taken_s = held.num_pages * now  # the rest is counted from here on
 
     def stop(self, held: HeldPages) -> None:
         """The sequence stops running and releases all its pages."""

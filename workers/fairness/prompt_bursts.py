@@ -19,7 +19,7 @@ class PromptBursts:
         self._tenants = [0] * (_MOST_COUNTED + 1)
 
     def change(self, counter: TenantCounter, num_prompts: int, num_decodes: int = 0) -> None:
-        """A tenant has so many more prompts that are not computed yet, and sequences that decode, or fewer."""
+        """Adds to a tenant's numbers of prompts to be computed, and of sequences that decode; may be negative."""
         if counter.is_background:
             return
         counts = self._counts.setdefault(counter, [0, 0])

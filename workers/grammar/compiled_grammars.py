@@ -38,7 +38,7 @@ class CompiledGrammars:
         self._bytes: dict[str, int] = {}  # by tenant
 
     def matcher(self, tenant: str, grammar: str, vocabulary: Vocabulary) -> LLMatcher:
-        """A matcher of its own before any token. Compiles the grammar, if need be. Raises GrammarError.
+        """A new matcher, before any token. Compiles the grammar if necessary. Raises GrammarError.
 
         A router has tried it, within a smaller stack and less CPU than would harm this process.
         """
@@ -56,7 +56,7 @@ class CompiledGrammars:
         return kept.matcher.deep_copy()
 
     def _keep(self, tenant: str, grammar: str, kept: _Kept) -> None:
-        """Where all take too much, the tenant that has most loses what it has not used for longest."""
+        """Beyond the bound of all tenants, evicts the least recently used grammars of the tenant that holds most."""
         own = self._by_tenant.setdefault(tenant, OrderedDict())
         if grammar in own:  # another thread was as quick
             return

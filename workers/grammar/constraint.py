@@ -66,7 +66,7 @@ class Constraint:
             return must_queue
 
     def mask(self, index: int) -> TokenMask | None:
-        """Of the generated token with this index; None: it is not made yet."""
+        """The mask for the generated token with this index; None: it is not computed yet."""
         with self._lock:
             if self._mask is None or self._mask[0] != self._version or index != len(self._token_ids):
                 return None
@@ -116,4 +116,4 @@ class Constraint:
 def _why(matcher: LLMatcher) -> str:
     """Why it goes on no more."""
     reason = matcher.get_error().partition("\n")[0]
-    return _WHY.get(reason, reason) or "the tokens so far are no beginning of an answer"
+    return _WHY.get(reason, reason) or "the tokens so far cannot begin an answer"

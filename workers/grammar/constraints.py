@@ -144,7 +144,7 @@ class Constraints:
             self._vocabulary = Vocabulary(self._folder, self._vocab_size, self._eos_token_ids)
         except VocabularyError as error:
             self._problem, self._is_fault = str(error), False
-        except BaseException:  # a panic of a library in Rust is no Exception
+        except BaseException:  # a panic of a Rust library is not an Exception
             _log.exception(_VOCABULARY)
             self._problem, self._is_fault = _VOCABULARY, True
         with self._lock:

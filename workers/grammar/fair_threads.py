@@ -1,4 +1,4 @@
-"""Threads for the jobs of tenants: the one that has used least goes first, and costly jobs yield to all else."""
+"""Threads for tenants' jobs: the tenant that has used the least CPU goes first, and costly jobs run at low priority."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-_HALF_LIFE_S = 10.0  # of what a tenant has used
-_STUCK = 5  # times what is costly: a job that takes longer has its thread to itself
-_CLOSE_S = 5.0  # that a job may take to end
-_MOST_TENANTS = 1024  # that are remembered
+_HALF_LIFE_S = 10.0  # of a tenant's recent usage
+_STUCK = 5  # times `costly_s`, after which a running job gets its thread for itself
+_CLOSE_S = 5.0  # that closing waits for a job to end
+_MOST_TENANTS = 1024  # whose usage is kept
 _LOWEST_PRIORITY = 19  # as `nice` counts
 
 
 @dataclass(eq=False)
 class _Tenant:
     jobs: deque[Callable[[], None]] = field(default_factory=deque)
-    used_s: float = 0.0  # lately
-    num_jobs: float = 0.0  # lately
+    used_s: float = 0.0  # recently
+    num_jobs: float = 0.0  # recently
     updated_at: float = 0.0
 
     def charge(self, seconds: float, num_jobs: int, now: float) -> None:
@@ -31,9 +31,9 @@ class _Tenant:
 
 @dataclass(eq=False)
 class _Worker:
-    """A thread, and what it does now. It ends on request, after its job."""
+    """A thread and its current job, after which it can be ended."""
 
-    yields: bool  # at the lowest priority, for costly jobs alone
+    yields: bool  # runs costly jobs at the lowest priority
     thread_id: int = 0
     cpu_clock: int = time.CLOCK_MONOTONIC  # its thread's CPU time, where the system has such a clock
     tenant: _Tenant | None = None
@@ -44,15 +44,15 @@ class _Worker:
 class FairThreads:
     """Two threads. Jobs of tenants whose jobs have been costly run in the second one, at the lowest priority.
 
-    So what a tenant's jobs cost delays its own ones, and takes no processor from steps or from other tenants. A job
-    that turns out to be costly while it runs is left alone at that priority, and another thread does those of others.
-    What a job takes is its CPU time: those that wait for a busy processor would wait longer still at that priority.
+    So a tenant's costly jobs delay only its own jobs, and take no processor time from steps or from other tenants. If
+    a running job turns out to be costly, its thread gets that priority and another thread takes over the other jobs.
+    The cost of a job is its CPU time, so that waiting for a busy processor does not make it costly.
     """
 
     def __init__(
         self, name: str, costly_s: float, stack_bytes: int = 0, clock: Callable[[], float] | None = None
     ) -> None:
-        """`costly_s`: a tenant's jobs are costly if they take more in the mean. `stack_bytes`: 0: as usual.
+        """`costly_s`: a tenant's jobs are costly if they take more on average. `stack_bytes`: 0: the default.
 
         `clock`: for all times; None: the system's.
         """
@@ -62,7 +62,7 @@ class FairThreads:
         self._tenants: dict[str, _Tenant] = {}
         self._wake = threading.Condition()
         self._is_closing = False
-        self._prompt: _Worker | None = None  # None: no job has come yet
+        self._prompt: _Worker | None = None  # None: there was no job yet
         self._threads: list[threading.Thread] = []
 
     def submit(self, tenant: str, job: Callable[[], None]) -> None:
@@ -75,7 +75,7 @@ class FairThreads:
             self._wake.notify_all()
 
     def close(self) -> None:
-        """Jobs that have not begun are not done. One that does not end is left to the end of the process."""
+        """Drops jobs that have not begun. A job that does not end runs until the process ends."""
         with self._wake:
             self._is_closing = True
             self._wake.notify_all()
@@ -83,7 +83,7 @@ class FairThreads:
             thread.join(_CLOSE_S)
 
     def _replace_stuck(self) -> None:
-        """Has another thread take the prompt jobs if one of them has turned out to be costly, or none does yet."""
+        """Starts a thread for prompt jobs if there is none, or if its job has turned out to be costly."""
         stuck = self._prompt
         taken_s = 0.0 if stuck is None or stuck.tenant is None else self._taken_s(stuck) - stuck.began_at
         if stuck is not None and taken_s <= _STUCK * self._costly_s:
@@ -122,7 +122,7 @@ class FairThreads:
             assert worker.tenant is not None
             worker.tenant.charge(self._taken_s(worker) - worker.began_at, 1, self._clock())
             worker.tenant = None
-            self._wake.notify_all()  # the tenant's other jobs may be the other thread's now
+            self._wake.notify_all()  # the tenant's other jobs may belong to the other thread now
 
     def _next(self, worker: _Worker) -> Callable[[], None] | None:
         """Waits for a job. None: the thread ends."""
@@ -142,7 +142,7 @@ class FairThreads:
         return tenant.used_s > self._costly_s * max(tenant.num_jobs, 1)
 
     def _forget_some(self) -> None:
-        """Of tenants without jobs, the half that was charged longest ago."""
+        """Forgets half of the tenants without jobs: those that were charged longest ago."""
         idle = sorted((name for name, each in self._tenants.items() if not each.jobs), key=self._updated_at)
         for name in idle[: len(idle) // 2]:
             del self._tenants[name]

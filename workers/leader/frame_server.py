@@ -142,7 +142,7 @@ class FrameServer:
 
     @property
     def shares(self) -> Iterable[TenantShare]:
-        """Of the tenants that the engine has reported, as last reported."""
+        """The shares of tenants, as last reported by the engine."""
         return iter(self._shares)
 
     @property
@@ -338,7 +338,7 @@ class FrameServer:
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Waits for the condition to hold, at most so long."""
+    """Waits for the condition to hold, up to the timeout."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while not condition():
         if asyncio.get_running_loop().time() >= deadline:

@@ -32,5 +32,5 @@ class KnownShares:
         return iter(self._shares.values())
 
     def of(self, tenants: Iterable[str]) -> list[TenantShare]:
-        """Of those that are known."""
+        """The shares of those tenants that are known."""
         return [self._shares[tenant] for tenant in tenants if tenant in self._shares]

@@ -22,7 +22,7 @@ class LeaderConfig:
 
     @property
     def max_tenant_running(self) -> int | None:
-        """Sequences of one tenant that the engine may have at once; None: as many as there are."""
+        """Sequences of one tenant that the engine may have at once; None: no limit."""
         if self.tenant_running_share == 1:
             return None
         return max(1, int(self.tenant_running_share * self.max_num_sequences))

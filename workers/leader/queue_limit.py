@@ -79,7 +79,8 @@ class QueueLimit:
         config, num_waiting, own = self._config, len(self._waiting), self._tenants.get(tenant, _Count())
         reason: RefusalReason = "full"
         if num_waiting >= times * config.max_waiting_sequences:
-            problem = "as many sequences wait for their first token as may"  # how many is the others' affair
+            # Without a number, which would show other tenants' load.
+            problem = "the limit of sequences that wait for their first token is reached"
         elif num_waiting and self._num_tokens + num_tokens > times * config.max_waiting_tokens:
             problem = f"with {num_tokens} tokens more, more would wait for their first token than may"
         elif (tenant_problem := self._tenant_problem(own, num_tokens, times)) is not None:
@@ -100,8 +101,8 @@ class QueueLimit:
         They are the newest of the tenant with most waiting by its weight, as long as that is more than this tenant will
         have. They are not counted here any more. Empty, and nothing changed, if that is not enough.
 
-        No more than a few are given up at once. If others still have more, this sequence may wait all the same, above
-        the bound: by then fewer sequences wait for each that comes, so there are only so many above it.
+        No more than a few are given up at once. If others still have more, this sequence may wait above the bound:
+        more sequences leave than come then, so only a few are ever above it.
         """
         own, config = self._tenants.get(tenant, _Count()), self._config
         if self._tenant_problem(own, num_tokens, 1) is not None:

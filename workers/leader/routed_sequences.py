@@ -25,7 +25,7 @@ from .sequence_journal import SequenceJournal
 from .sequence_log import log_arrival, log_end
 from .sequence_timers import SequenceTimers
 from .served_engine import ServedEngine
-from .unsent_updates import whose_to_give_back
+from .unsent_updates import tenants_to_give_back
 
 _MAX_ID = (1 << 63) - 1
 _HANDED_OVER = SequenceError("handed_over", "the gang leaves")
@@ -93,7 +93,7 @@ class RoutedSequences:
 
     @property
     def num_held_tokens(self) -> int:
-        """Of their prompts."""
+        """Tokens of their prompts."""
         return self._running_limit.num_held_tokens
 
     @property
@@ -207,7 +207,7 @@ class RoutedSequences:
                 num_values[self._listeners[engine_id].tenant] += count
         if not stream.unsent.is_overfull:
             return
-        tenants = whose_to_give_back(num_values, stream.unsent.num_left_values)
+        tenants = tenants_to_give_back(num_values, stream.unsent.num_left_values)
         for sequence_id, engine_id in [*stream.live.items()]:
             if self._listeners[engine_id].tenant in tenants:
                 del self._listeners[engine_id], stream.live[sequence_id]
@@ -260,7 +260,7 @@ class RoutedSequences:
     def _forward(self, update: SequenceUpdate, now: float) -> None:
         """Forwards an update under the engine's id to the stream that gets the sequence's updates."""
         if update.error is not None and update.error.kind == "withdrawn":
-            self._journal.forget(update.sequence_id)  # if it comes back it is to be computed, not to be withdrawn again
+            self._journal.forget(update.sequence_id)  # if submitted again, it must be computed
         else:
             self._journal.record(update, now)
         listener = self._listeners.get(update.sequence_id)

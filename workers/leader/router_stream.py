@@ -25,7 +25,7 @@ _MAX_ORPHANS: Final = 1 << 14  # in a frame, some 50 bytes each
 
 @dataclass(eq=False)
 class RouterStream:
-    """What is to be written to one router. Owned by the frame server's event loop."""
+    """Frames to be written to one router. Owned by the frame server's event loop."""
 
     number: int
     router: str = ""  # of which connection of a router; empty: it did not say

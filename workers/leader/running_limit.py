@@ -1,6 +1,6 @@
-"""A limit on the sequences that an engine has of one tenant at once; further ones wait in front of the engine.
+"""Limits the sequences of one tenant in an engine; further ones wait before they enter the engine.
 
-A beam search takes a place for each of its beams, or all that there are.
+A beam search takes a place for each of its beams, or all places if it has more beams.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from ..wire.messages import SequenceRequest
 
 
 class RunningLimit:
-    """Holds the sequences beyond their tenants' places in the engine, by the engine's ids."""
+    """Holds sequences whose tenants have no place left in the engine, by the engine's ids."""
 
     def __init__(self, num_places: int | None) -> None:
-        """`num_places`: of each tenant; None: there is no bound."""
+        """`num_places`: of each tenant; None: no limit."""
         assert num_places is None or num_places > 0
         self._num_places = num_places
         self._inside: dict[int, SequenceRequest] = {}  # in the engine
@@ -28,7 +28,7 @@ class RunningLimit:
         return len(self._held)
 
     def is_placed(self, engine_id: int) -> bool:
-        """The sequence is in the engine, and was not given up."""
+        """Whether the sequence is in the engine."""
         return engine_id in self._inside
 
     def is_held(self, engine_id: int) -> bool:
@@ -52,7 +52,7 @@ class RunningLimit:
         held = self._held.pop(engine_id, None)
         if held is not None:
             self.num_held_tokens -= len(held.prompt_token_ids)
-            return self._take_places(held.tenant)  # a search may have kept others from places that it lacked
+            return self._take_places(held.tenant)  # a search may have waited for several places
         ended = self._inside.pop(engine_id, None)
         if ended is None:
             return []
@@ -64,7 +64,7 @@ class RunningLimit:
     def change(self, num_places: int | None) -> list[SequenceRequest]:
         """Sets the number of each tenant's places. Returns the sequences that must go to the engine, the oldest first.
 
-        If a tenant has more sequences in the engine, they stay there, and none follows until they are fewer.
+        Sequences beyond a lower limit stay in the engine, and no others follow until they have ended.
         """
         assert num_places is None or num_places > 0
         self._num_places = num_places
@@ -95,7 +95,7 @@ class RunningLimit:
         self._num_used[request.tenant] += _num_beams(request)
 
     def _take_places(self, tenant: str) -> list[SequenceRequest]:
-        """Gives the tenant's free places to those that wait, the oldest first. Returns those."""
+        """Gives the tenant's free places to its waiting sequences, the oldest first. Returns these."""
         placed = list[SequenceRequest]()
         while (following := self._next_of(tenant)) is not None and self._has_place(following):
             self._queues[tenant].popleft()
@@ -107,7 +107,7 @@ class RunningLimit:
         return placed
 
     def _next_of(self, tenant: str) -> SequenceRequest | None:
-        """The tenant's oldest that is held; None: none is."""
+        """The tenant's oldest held sequence; None: there is none."""
         queue = self._queues.get(tenant)
         while queue:
             held = self._held.get(queue[0])

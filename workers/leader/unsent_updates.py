@@ -1,8 +1,7 @@
-"""Updates that one router has not been sent yet, and which part of it the next frame holds.
+"""Updates that were not sent to one router yet, and the part of them that the next frame holds.
 
-A frame has about half a megabyte at most, whatever there is to send: short updates first, then a piece of each long one
-in turn. So a stream that is resumed with a long past, or a router that was slow for a moment, does not keep others'
-tokens from coming.
+A frame holds at most about half a megabyte: short updates first, then a piece of each long one in turn. So neither a
+stream that is resumed after many tokens, nor a router that was slow for a moment, delays other sequences' tokens.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from ..wire.sequence_usage import SequenceUsage
 from ..wire.unread_update import UnreadUpdate, update_bytes
 
 FRAME_BYTES: Final = 1 << 19  # of a frame's updates
-PIECE_BYTES: Final = FRAME_BYTES // 16  # of a sequence in a frame
-_LONG_BYTES: Final = FRAME_BYTES // 2  # of a frame, kept for pieces while there are any
-_MAX_PLAIN: Final = 4096  # updates of a token and nothing that is long: less than 112 bytes each
+PIECE_BYTES: Final = FRAME_BYTES // 16  # of one sequence in a frame, at most
+_LONG_BYTES: Final = FRAME_BYTES // 2  # of a frame, reserved for pieces while there are any
+_MAX_PLAIN: Final = 4096  # updates of one token and nothing else: less than 112 bytes each
 MAX_UNREAD_VALUES: Final = 4 << 20  # tokens and log-probabilities that came while earlier ones were not yet sent
-_MAX_LEFT_VALUES: Final = 2 * MAX_UNREAD_VALUES  # the same of sequences of which no more comes
+_MAX_LEFT_VALUES: Final = 2 * MAX_UNREAD_VALUES  # the same, of sequences that have ended
 
 
-def whose_to_give_back(num_values: Mapping[str, int], num_left_values: int) -> set[str]:
-    """The tenants whose sequences should bring no more to a router that does not read: a pure policy.
+def tenants_to_give_back(num_values: Mapping[str, int], num_left_values: int) -> set[str]:
+    """The tenants whose sequences are given back because their router does not read: a pure policy.
 
-    `num_values`: what is unread, by tenant. Tenants with most come first, until half of it is others'. All, if those
-    that were given back before have left very much (`num_left_values`) and still nothing was read.
+    `num_values`: unread values by tenant. The tenants with the most are chosen, until the others hold at most half.
+    All are, if sequences that were given back have left too many unread values (`num_left_values`).
     """
     if num_left_values > _MAX_LEFT_VALUES:
         return {*num_values}
@@ -41,14 +40,14 @@ def whose_to_give_back(num_values: Mapping[str, int], num_left_values: int) -> s
 
 
 class UnsentUpdates:
-    """By the router's id of the sequence. Belongs to one event loop."""
+    """Unsent updates by the router's ids of sequences. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, SequenceUpdate | UnreadUpdate] = {}
         self._is_plain = True  # each is a token and nothing else
-        self._ended: set[int] = set()  # sequences of which no more comes, though there may be something to send
-        self._num_unread_values = 0  # of those that go on
-        self.num_left_values = 0  # of those of which no more comes
+        self._ended: set[int] = set()  # sequences that add no more, though their updates may not be sent
+        self._num_unread_values = 0  # of sequences that have not ended
+        self.num_left_values = 0  # of sequences that have ended
 
     def __bool__(self) -> bool:
         return bool(self._by_id)
@@ -58,12 +57,12 @@ class UnsentUpdates:
 
     @property
     def is_overfull(self) -> bool:
-        """So much came while nothing was sent that no more should come for now."""
+        """Whether so much is unread that sequences must be given back."""
         return self._num_unread_values > MAX_UNREAD_VALUES
 
     @property
     def num_values(self) -> dict[int, int]:
-        """Tokens and log-probabilities that came while earlier ones were not sent, of sequences that go on."""
+        """Tokens and log-probabilities that came while earlier ones were not sent, of sequences that have not ended."""
         unread = ((key, one) for key, one in self._by_id.items() if key not in self._ended)
         return {key: one.num_added_values for key, one in unread if isinstance(one, UnreadUpdate)}
 
@@ -85,7 +84,7 @@ class UnsentUpdates:
             self._merge(before, update)
 
     def begin(self, sequence_id: int, unread: UnreadUpdate) -> None:
-        """Adds what a sequence without unsent updates brings from before."""
+        """Adds a sequence without unsent updates, with what it has generated before."""
         assert sequence_id not in self._by_id
         self._by_id[sequence_id] = unread
         self._is_plain = False
@@ -101,7 +100,7 @@ class UnsentUpdates:
         return None if unsent is None else unsent.usage
 
     def end(self, sequence_id: int) -> None:
-        """Nothing more comes of the sequence; what is here is sent."""
+        """The sequence adds no more; its unsent updates are still sent."""
         unsent = self._by_id.get(sequence_id)
         if unsent is None or sequence_id in self._ended:
             return
@@ -111,7 +110,7 @@ class UnsentUpdates:
             self.num_left_values += unsent.num_added_values
 
     def take(self) -> list[SequenceUpdate]:
-        """The updates of the next frame. Nothing is left behind of them."""
+        """Removes and returns the updates of the next frame."""
         if self._is_plain and len(self._by_id) <= _MAX_PLAIN:
             plain, self._by_id = self._by_id, {}
             self._ended.clear()

@@ -39,7 +39,7 @@ class AuditLog:
         async with answered_within():
             found = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=None if user else limit)
         own = [decode_entry(one, fields["entry"], fields["result"]) for one, fields in found]
-        if user:  # operators are no users
+        if user:  # operators have no user
             return [entry for entry in own if entry.entry.actor.user == user][:limit]
         by_operators = await self._pages(partial(self._read_operators, tenant=tenant), end, limit)
         return sorted([*own, *by_operators], key=_place, reverse=True)[:limit]

@@ -1,4 +1,4 @@
-"""Changes of records of tenants and keys: read, made anew, and put in place of what was read if that is still there."""
+"""Changes of records of tenants and keys: read a record, change it, and replace it if it is still the one read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOO_MANY_KEYS: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the registry holds."""
+    """The records in the registry."""
 
     tenant: TenantRecord | None
     keys: Mapping[str, KeyRecord | None]  # by hash
@@ -32,15 +32,15 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What the registry is to hold."""
+    """The records that replace them."""
 
     entry: AuditEntry
-    tenant: TenantRecord | None = None  # None: it stays
+    tenant: TenantRecord | None = None  # None: it is kept
     keys: Mapping[str, KeyRecord | None] = field(default_factory=dict)  # by hash; None: it is deleted
 
 
 class RecordChanges:
-    """Any number of processes change records at once, and no change is lost."""
+    """Any number of processes may change records at the same time without losing changes."""
 
     def __init__(self, client: Redis) -> None:
         self._client: Any = client
@@ -49,7 +49,7 @@ class RecordChanges:
     async def change(self, tenant: str, hashes: Sequence[str], make: Callable[[Found], Wanted]) -> Wanted:
         """Applies a change in one script and returns it. `make` is called again whenever the records have changed.
 
-        What `make` raises is raised, and nothing has changed. Raises RegistryUnavailable, after which the change may or
+        Passes on what `make` raises, without any change. Raises RegistryUnavailable, after which the change may or
         may not have happened, and TooManyKeys if the tenant would have more than MAX_KEYS.
         """
         for _ in range(_NUM_TRIES):

@@ -92,7 +92,7 @@ class TenantRegistry:
 
         The tenant is refused at once; its things are deleted page by page. If that is interrupted, the same call
         continues it, and until it has ended the tenant's name cannot be used again. The caller has made sure that there
-        is such a tenant, which may have a name that is no longer accepted. Raises NoSuchTenant if another call has
+        is such a tenant, whose name may no longer be valid. Raises NoSuchTenant if another call has
         ended it meanwhile.
         """
         tenant_id = ""

@@ -1,4 +1,4 @@
--- Registers a file, and counts its bytes. Returns 1, or
+-- Registers a file, and counts its bytes; without a `record` it only says whether that would be done. Returns 1, or
 --   0: the tenant that asks is being deleted, or was;
 --   2: it has `max_files` files already;
 --   {owner, adapters, bytes, more adapters, more bytes}: one of `bounds` would be exceeded.
@@ -15,6 +15,7 @@ local changes = {counts = {}, unswept = {}}
 add_bytes(changes.counts, {key_id = key_id, user = user}, tonumber(num_bytes))
 local exceeded = exceeded_bound(tenant, changes, bounds)
 if exceeded then return exceeded end
+if record == '' then return 1 end
 redis.call('HSET', files, id, record)
 redis.call('ZADD', file_ends, ends_at, place)
 for owner, change in pairs(changes.counts) do

@@ -1,4 +1,4 @@
-"""Records of tenants' files in Redis."""
+"""Records of tenants' files, or of their stored responses, in Redis."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from ..registry_keys import (
     FILE_SWEEP,
     FILE_USES,
     FILES,
+    RESPONSES,
     bind_script,
 )
 from ..stored_counts import bound_args, use_of
@@ -37,34 +38,52 @@ _decode: Final = msgspec.json.Decoder(FileRecord).decode
 class FileRegistry:
     """Raises RegistryUnavailable when Redis does not answer."""
 
-    def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        client: Redis,
+        timeout_s: float = 3.0,
+        clock: Callable[[], float] = time.time,
+        *,
+        key: str = FILES,
+        what: str = "files",
+        most: Callable[[], int] = lambda: MAX_FILES,
+    ) -> None:
+        """`key`: of what a tenant has, which is called `what`. `most`: that a tenant may have."""
         self._client: Any = client
         self._timeout_s, self._clock = timeout_s, clock
+        self._key, self._what, self._most = key, what, most
         self.sweeping = Lease(client, FILE_SWEEP, timeout_s)
         self._add = bind_script(client, "batches/add_file.lua")
         self._delete = bind_script(client, "batches/delete_file.lua", allow_oom=True)
 
     async def add(self, file: FileRecord, bounds: Sequence[StorageBound]) -> None:
         """Raises TenantGone, QuotaExceeded."""
+        await self._ask_for(file, bounds, msgspec.json.encode(file))
+
+    async def check(self, file: FileRecord, bounds: Sequence[StorageBound]) -> None:
+        """Raises what `add` would raise now, and adds nothing."""
+        await self._ask_for(file, bounds, b"")
+
+    async def _ask_for(self, file: FileRecord, bounds: Sequence[StorageBound], record: bytes) -> None:
         async with answered_within(self._timeout_s):
             reply = await self._add(
                 tenant=file.tenant,
                 incarnation=file.incarnation,
-                files=FILES + file.tenant_id,
+                files=self._key + file.tenant_id,
                 place=place_of(file),
                 id=file.id,
-                record=msgspec.json.encode(file),
+                record=record,
                 num_bytes=file.num_bytes,
                 ends_at=file.expires_at,
                 key_id=file.key_id,
                 user=file.user,
-                max_files=MAX_FILES,
+                max_files=self._most(),
                 bounds=bound_args(bounds),
             )
         if reply == 0:
             raise TenantGone(f"the tenant {file.tenant} was deleted")
         if reply == 2:
-            raise QuotaExceeded(f"a tenant has at most {MAX_FILES} files: delete one")
+            raise QuotaExceeded(f"a tenant has at most {self._most()} {self._what}: delete one")
         if reply != 1:
             owner, adapters, num_bytes, more_adapters, more_bytes = reply
             bound = next(bound for bound in bounds if bound.owner == owner)
@@ -72,12 +91,12 @@ class FileRegistry:
 
     async def get(self, tenant_id: str, file_id: str) -> FileRecord | None:
         async with answered_within(self._timeout_s):
-            found: str | None = await self._client.hget(FILES + tenant_id, file_id)
+            found: str | None = await self._client.hget(self._key + tenant_id, file_id)
         return None if found is None else _decode(found)
 
     async def ids_of(self, tenant_id: str) -> list[str]:
         async with answered_within(self._timeout_s):
-            return sorted(await self._client.hkeys(FILES + tenant_id))
+            return sorted(await self._client.hkeys(self._key + tenant_id))
 
     async def pages_of(
         self, tenant_id: str, after: str | None = None, *, is_ascending: bool = False
@@ -89,14 +108,24 @@ class FileRegistry:
         ids = ids if is_ascending else ids[::-1]
         for start in range(0, len(ids), _PAGE):
             async with answered_within(self._timeout_s):
-                found = await self._client.hmget(FILES + tenant_id, ids[start : start + _PAGE])
+                found = await self._client.hmget(self._key + tenant_id, ids[start : start + _PAGE])
             yield [_decode(one) for one in found if one is not None]
+
+    async def scan(self, tenant_id: str) -> AsyncGenerator[list[FileRecord], None]:
+        """All, in no order, however many there are; one may come twice."""
+        cursor = 0
+        while True:
+            async with answered_within(self._timeout_s):
+                cursor, found = await self._client.hscan(self._key + tenant_id, cursor, count=_PAGE)
+            yield [_decode(one) for one in found.values()]
+            if not cursor:
+                return
 
     async def delete(self, file: FileRecord) -> None:
         """Raises NoSuchFile, FileInUse if a batch that has not ended reads it."""
         async with answered_within(self._timeout_s):
             reply = await self._delete(
-                files=FILES + file.tenant_id,
+                files=self._key + file.tenant_id,
                 file_uses=FILE_USES + file.tenant_id,
                 tenant=file.tenant,
                 place=place_of(file),
@@ -112,13 +141,13 @@ class FileRegistry:
             raise FileInUse("a batch that has not ended reads this file: cancel it first")
 
     async def expired(self, most: int = 100) -> list[tuple[str, str]]:
-        """Tenant ids, and ids of files and batches."""
+        """Tenant ids, and ids of files, responses and batches."""
         async with answered_within(self._timeout_s):
             places = await self._client.zrange(FILE_ENDS, 0, self._clock(), byscore=True, offset=0, num=most)
         return [(tenant_id, one) for tenant_id, _, one in (place.partition("/") for place in places)]
 
     async def forget_place(self, tenant_id: str, one: str) -> None:
-        """Of an expired file or batch that has no record any more."""
+        """Removes the entry of an expired file or batch that has no record any more."""
         async with answered_within(self._timeout_s):
             await self._client.zrem(FILE_ENDS, f"{tenant_id}/{one}")
 
@@ -128,18 +157,24 @@ class FileRegistry:
             await self._client.zadd(FILE_ENDS, {f"{tenant_id}/{one}": self._clock() + by_s}, xx=True)
 
     async def retire(self, tenant_id: str) -> None:
-        """A tenant is deleted: its files and batches are forgotten. May be called again."""
+        """A tenant is deleted: its files, responses and batches are forgotten. May be called again."""
         tenant, _ = parse_tenant_id(tenant_id)
-        async with answered_within(self._timeout_s):
-            ids = [*await self._client.hkeys(FILES + tenant_id), *await self._client.hkeys(BATCHES + tenant_id)]
-        if ids:
-            async with answered_within(self._timeout_s):
-                await self._client.zrem(FILE_ENDS, *(f"{tenant_id}/{one}" for one in ids))
+        for key in (FILES, RESPONSES, BATCHES):
+            cursor = 0
+            while True:
+                async with answered_within(self._timeout_s):
+                    cursor, found = await self._client.hscan(key + tenant_id, cursor, count=_PAGE)
+                if found:
+                    async with answered_within(self._timeout_s):
+                        await self._client.zrem(FILE_ENDS, *(f"{tenant_id}/{one}" for one in found))
+                if not cursor:
+                    break
         async with answered_within(self._timeout_s):
             await self._client.zrem(BATCH_TENANTS, tenant_id)
-            await self._client.delete(
+            await self._client.unlink(
                 BATCH_QUEUE + tenant_id,
                 FILES + tenant_id,
+                RESPONSES + tenant_id,
                 BATCHES + tenant_id,
                 FILE_USES + tenant_id,
                 FILE_BYTES + tenant,

@@ -1,4 +1,4 @@
-"""What is known of a file and of a batch: plain data, as Redis has it."""
+"""Records of files and batches, as they are stored in Redis."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from ..tenants.records import KeyRecord, make_tenant_id
 
 FILE_PREFIX: Final = "file-"
 BATCH_PREFIX: Final = "batch_"
+RESPONSE_PREFIX: Final = "resp_"
 Purpose = Literal["batch", "batch_output"]
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 ENDED: Final[frozenset[Status]] = frozenset({"completed", "failed", "expired", "cancelled"})
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A file, or a stored response, which has neither name nor purpose."""
+
     id: str
     tenant: str
     incarnation: int = 0  # of the tenant
     user: str = ""  # that sees it, as administrators do; empty: the keys of the tenant that are no user's
     key_id: str = ""  # as whose it is counted, beside its tenant's and its user's
-    filename: str
+    filename: str = ""
     num_bytes: int
-    purpose: Purpose
+    purpose: Purpose = "batch"
     created_at: int  # Unix time, seconds, as are all times
     expires_at: int
 
@@ -44,7 +47,7 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BatchTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of a batch's answers together."""
+    """Tokens of all of a batch's answers."""
 
     num_input: int = 0
     num_cached: int = 0  # of the input
@@ -69,11 +72,11 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     subject: str = ""  # of the token that it was made with; empty: it was a key
     token: KeyRecord | None = None  # what that token allows
     endpoint: str
-    model: str = ""  # that its lines name; empty: they have not been looked at
+    model: str = ""  # that its lines name; empty: they are not validated yet
     input_file_id: str
     completion_window: str
     metadata: dict[str, str] | None = None
-    output_kept_s: int | None = None  # files of its results; None: as long as any
+    output_kept_s: int | None = None  # how long its result files are kept; None: as long as other files
     status: Status = "validating"
     errors: tuple[BatchError, ...] = ()
     created_at: int
@@ -90,7 +93,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_failed: int = 0
     num_bytes: int = 0  # of its results
     tokens: BatchTokens | None = None  # None: no line has begun
-    has_output: bool = False  # files that its end has made
+    has_output: bool = False  # whether it has ended with these files
     has_errors: bool = False
 
     @property
@@ -99,7 +102,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def output_file_id(self) -> str:
-        """Of answers. Follows from the batch's id, so that a router that takes the batch over finds what is there."""
+        """The file of answers. Derived from the batch's id, so that a router that takes the batch over finds it."""
         return f"{FILE_PREFIX}{self.id.removeprefix(BATCH_PREFIX)}o"
 
     @property
@@ -117,5 +120,5 @@ def new_id(prefix: str) -> str:
 
 
 def place_of(record: FileRecord | BatchRecord) -> str:
-    """Names a file or a batch among those of all tenants."""
+    """Identifies a file or a batch among those of all tenants."""
     return f"{record.tenant_id}/{record.id}"

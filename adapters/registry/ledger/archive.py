@@ -31,7 +31,7 @@ from .ledger import Ledger, PendingDay
 
 _LOCK_INTERVAL_S: Final = 0.05
 _NUM_NAMED: Final = 5  # of ledgers that could not be archived
-_MOST_LINE_BYTES: Final = 1 << 20  # a longer line is no entry
+_MOST_LINE_BYTES: Final = 1 << 20  # a longer line is not an entry
 _log = logging.getLogger(__name__)
 _Version = tuple[int, int, int] | None  # of a file, None: there is none
 _Pages = AsyncIterator[list[tuple[str, bytes]]]  # of a day's lines: the name of each, and its entry as JSON

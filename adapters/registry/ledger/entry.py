@@ -53,7 +53,7 @@ class Group(msgspec.Struct, frozen=True, order=True):
 # Where what is counted goes when a tenant has used more groups on a day than are kept apart. Users are counted
 # together before that, by adapter (without_user.lua): as a user and key of this name.
 OTHERS: Final = Group("(other)", "(other)", 0, "")
-OTHER_USERS: Final = "(other)"  # which is no user's name
+OTHER_USERS: Final = "(other)"  # not a valid name of a user
 
 
 def parse_group(text: str) -> Group:

@@ -3,7 +3,7 @@
 -- include: without_user.lua
 -- KEYS: sums
 -- ARGV: cursor, count
-local FOLDED = 'folded'  -- a field without a tab is no sum
+local FOLDED = 'folded'  -- a field without a tab is not a sum
 local function parse_numbers(text)
   local numbers = {}
   for number in string.gmatch(text, '%S+') do numbers[#numbers + 1] = tonumber(number) end

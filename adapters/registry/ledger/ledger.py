@@ -77,7 +77,7 @@ class Ledger:
     """Raises RegistryUnavailable when Redis does not answer in time. Every call may be repeated."""
 
     def __init__(self, client: Redis, kept_days: int, timeout_s: float = 3.0, max_groups: int = MAX_GROUPS) -> None:
-        """`kept_days`: an id is known, and counted once, for so long after its day's last entry.
+        """`kept_days`: how long after its day's last entry an id is known, and so counted only once.
 
         `max_groups`: of a tenant and a day. Users beyond their part of them are counted together, by adapter; what is
         beyond all of them is counted for `OTHERS`.
@@ -206,7 +206,7 @@ class Ledger:
             await self._client.srem(TENANT_IDS, tenant_id)
 
     async def hold_archive(self, owner: str, hold_s: float) -> bool:
-        """Whether `owner` alone archives, for so long from now on."""
+        """Whether `owner` alone archives from now on, for this time."""
         return await self._archivist.hold(owner, hold_s)
 
     async def _sums(self, key: str) -> AsyncIterator[list[tuple[int, Group, tuple[int, ...]]]]:

@@ -1,7 +1,7 @@
 """Which keys of Redis the ledger has, and how a record is written there.
 
 The keys of a tenant begin alike (`prefix_of`), so that a Redis cluster has them in one slot: scripts take that
-beginning as their key. They go by the tenant's id: a new tenant with the name of a deleted one has keys of its own.
+beginning as their key. They contain the tenant's id: a new tenant with the name of a deleted one has other keys.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
--- Groups as text: "user\tkey\tadapter\tversion\tdigest", or the same without "user\t" where the key is no user's.
+-- Groups as text: "user\tkey\tadapter\tversion\tdigest", or the same without "user\t" where the key has no user.
 local OTHER_USERS = '(other)\t(other)\t'
 local THEIR_ADAPTERS = '~(other)\t0\t'  -- has the price of any private adapter
 

@@ -23,14 +23,14 @@ class StorageBound:
 
 @dataclass(frozen=True, slots=True)
 class StorageUse:
-    """Adapters are counted by name, and bytes by version that is kept, or is to be swept, and by file."""
+    """Adapters are counted by name; bytes are those of versions, also ones that wait for a sweep, and of files."""
 
     adapters: int = 0
     stored_bytes: int = 0
 
 
 def storage_bounds(tenant: TenantRecord, key: KeyRecord, user: str) -> tuple[StorageBound, ...]:
-    """Of the tenant, of the key, and of the user whose the adapter is; empty: it is no user's."""
+    """The bounds of the tenant, of the key, and of the adapter's `user`; empty: it has no user."""
     of_user = StorageBound(user_owner(user), tenant.user_quota.adapters, tenant.user_quota.stored_bytes)
     return (
         StorageBound("", tenant.quota.adapters, tenant.quota.stored_bytes),

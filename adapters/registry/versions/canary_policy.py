@@ -1,10 +1,10 @@
-"""When a canary is taken back: a sequential test that may be made after every answer.
+"""When to roll back a canary: a sequential test that may be made after every answer.
 
 For each kind of bad event the two versions' rates get bounds that hold at all times at once: confidence sequences from
-a beta-binomial mixture (Robbins 1970; Howard et al., arXiv 1810.08240 §3), by Ville's inequality. A canary goes when
-its lower bound is above the stable version's upper bound by a margin. So a canary that is as good as the
-stable version is taken back with probability FALSE_ALARM at most, however long the trial lasts and however often it is
-looked at.
+a beta-binomial mixture (Robbins 1970; Howard et al., arXiv 1810.08240 §3), by Ville's inequality. A canary is rolled
+back when its lower bound exceeds the stable version's upper bound by a margin. So a canary that is as good as the
+stable version is rolled back with probability FALSE_ALARM at most, however long the trial lasts and however often it is
+judged.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from math import lgamma, log
 from typing import Final
 
 FALSE_ALARM: Final = 0.01  # of a whole trial
-MIN_ANSWERS: Final = 20  # of each version, and as many thumbs where thumbs are judged
-FAULT_MARGIN: Final = 0.02  # by how much more of the canary's answers may fail
-SLOW_MARGIN: Final = 0.15  # by how much more of them may be slower than any one of the edges
+MIN_ANSWERS: Final = 20  # of each version, and the same number of thumbs where thumbs are judged
+FAULT_MARGIN: Final = 0.02  # how much larger the canary's share of failures may be
+SLOW_MARGIN: Final = 0.15  # how much larger its share of answers slower than any edge may be
 THUMB_MARGIN: Final = 0.1
-FREE_ANSWERS: Final = 2  # of each sticky key, that count with each version
-ANSWERS_A_SHARE: Final = 100  # one more for each 100 that count in all, of the same kind and version
-# Edges of the histograms of times, each twice the one before.
+FREE_ANSWERS: Final = 2  # of each sticky key that always count, with each version
+ANSWERS_A_SHARE: Final = 100  # one more of a key counts for each 100 counted, of the same kind and version
+# Edges of the histograms of times, each twice the previous one.
 FIRST_TOKEN_EDGES_S: Final = tuple(0.004 * 2**step for step in range(15))  # up to 66 s
 PER_TOKEN_EDGES_S: Final = tuple(0.0005 * 2**step for step in range(14))  # up to 4 s
 _NUM_KINDS: Final = 5
@@ -33,21 +33,21 @@ _STEPS: Final = 40  # of a bisection
 
 @dataclass(frozen=True)
 class ArmCounts:
-    """What the answers of one version were since the trial began."""
+    """Counts of the answers of one version since the trial began."""
 
     answers: int = 0
-    errors: int = 0  # of motet's, while it was answered
+    errors: int = 0  # by faults of motet, during the answer
     refused: int = 0  # because a gang could not load the version
     first_token: tuple[int, ...] = (0,) * (len(FIRST_TOKEN_EDGES_S) + 1)  # answers by time, between the edges
     per_token: tuple[int, ...] = (0,) * (len(PER_TOKEN_EDGES_S) + 1)
     thumbs_up: int = 0
     thumbs_down: int = 0
-    uncounted: int = 0  # answers, beside those, of sticky keys that had as many counted as may be
+    uncounted: int = 0  # further answers, of sticky keys that had reached their limit of counted answers
 
 
 @dataclass(frozen=True)
 class _Question:
-    """Are more of the canary's events bad?"""
+    """Whether the canary's share of bad events is larger."""
 
     what: str
     stable: tuple[int, int]  # bad ones, and all
@@ -59,15 +59,15 @@ class _Question:
 def counts_still(num_of_key: int, num_of_all: int) -> bool:
     """Whether one more answer of a sticky key counts, given how many of its own and of all have counted.
 
-    Both numbers are of one kind and version. Each key is at most a hundredth of the sample, and two more. So two keys
-    alone never take back a canary that does well for all others: twice a hundredth is within every margin, and twice
-    two of MIN_ANSWERS decides nothing. No version is judged by less than ten keys.
+    Both numbers are of one kind and version. A key makes up at most a hundredth of the sample plus two answers. So two
+    keys alone cannot roll back a canary that is good for all others: two hundredths are within every margin, and four
+    of MIN_ANSWERS decide nothing. At least ten keys are needed to judge a version.
     """
     return num_of_key < FREE_ANSWERS + num_of_all // ANSWERS_A_SHARE
 
 
 def why_worse(stable: ArmCounts, canary: ArmCounts) -> str | None:
-    """Why the canary must go; None: it need not."""
+    """Why the canary must be rolled back; None: it need not be."""
     if min(stable.answers, canary.answers) < MIN_ANSWERS:
         return None
     for ask in _questions(stable, canary):
@@ -104,12 +104,12 @@ def _questions(stable: ArmCounts, canary: ArmCounts) -> Iterator[_Question]:
 
 @lru_cache(maxsize=4096)
 def rate_bounds(num_bad: int, num: int, false_alarm: float) -> tuple[float, float]:
-    """Between what the rate lies. All such bounds, for all numbers to come, hold at once but with `false_alarm`."""
+    """Bounds of the rate. With probability 1 - `false_alarm` all of them, for all later counts too, hold at once."""
     num_good = num - num_bad
     evidence = _log_beta(_PRIOR + num_bad, _PRIOR + num_good) - _log_beta(_PRIOR, _PRIOR) + log(false_alarm)
 
     def is_possible(rate: float) -> bool:
-        """Whether a mixture of all rates does not explain what was seen so much better than this one."""
+        """Whether this rate explains the counts nearly as well as a mixture of all rates does."""
         bad = num_bad * log(rate) if num_bad else 0.0
         return evidence < bad + (num_good * log(1 - rate) if num_good else 0.0)
 

@@ -81,7 +81,7 @@ class NameState:
 
 
 def no_version_yet(name: str) -> VersionRefused:
-    """Of the first version of a name that is not to be current."""
+    """The error for a first version of a name that is not to become current."""
     return VersionRefused(f"{name} has no version yet, and its first one is current: leave activate out")
 
 

@@ -37,7 +37,7 @@ class KnownPins:
         self._changed: set[str] = set()
 
     def change(self, name: Name, pin: Pin | None) -> None:
-        """`pin`: the name's from now on; None: it has none."""
+        """Sets the name's pin; None: removes it."""
         before = self._pins.get(name)
         if before == pin:
             return
@@ -54,14 +54,14 @@ class KnownPins:
             self._changed.add(pin[0])
 
     def replace(self, pins: Mapping[Name, Pin]) -> None:
-        """Makes these all the pins that there are."""
+        """Replaces all pins by these."""
         for name in [name for name in self._pins if name not in pins]:
             self.change(name, None)
         for name, pin in pins.items():
             self.change(name, pin)
 
     def num_gangs(self, digest: str) -> int:
-        """How many gangs are to keep the adapter; 0: it is not pinned."""
+        """How many gangs must keep the adapter; 0: it is not pinned."""
         return max((self._pins[name][1] for name in self._names.get(digest, ())), default=0)
 
     def take_changed(self) -> set[str]:

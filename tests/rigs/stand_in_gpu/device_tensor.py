@@ -28,7 +28,7 @@ class DeviceTensor(torch.Tensor):
     Views share `memory` and `lease`. Each operation comes to `dispatch`, below autograd, as torch's backends get it.
     """
 
-    inner: torch.Tensor  # type: ignore[assignment]  # torch.inner(a, b) is no attribute that anybody asks a tensor for
+    inner: torch.Tensor  # type: ignore[assignment]  # hides no attribute: torch.inner(a, b) is a function
     memory: WatchedMemory
     lease: Lease
     dispatch: Dispatch

@@ -91,7 +91,7 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         move_memory(target, source, num_bytes)
 
     def numpy(tensor: torch.Tensor, **kwargs: Any) -> Any:
-        """Whoever takes an array of pinned memory reads and writes it now."""
+        """The caller reads and writes pinned memory through the array from now on."""
         gpu.pinned.use_on_host((), [tensor])
         return as_numpy(tensor, **kwargs)
 

@@ -14,7 +14,7 @@ class GpuProblem(AssertionError):  # noqa: N818
 
 
 class OrderError(GpuProblem):
-    """Memory is used before those who used it last are known to be done; the message names both lines."""
+    """Memory is used before what used it last is known to be done; the message names both lines."""
 
 
 @dataclass(frozen=True)

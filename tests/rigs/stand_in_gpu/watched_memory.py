@@ -1,4 +1,4 @@
-"""A stretch of memory, and who has used which part of it last."""
+"""A stretch of memory, and what used each part of it last."""
 
 from __future__ import annotations
 
