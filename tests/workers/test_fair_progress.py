@@ -100,11 +100,20 @@ def test_all_end_whatever_they_share_and_lack(seed: int, tiers: TierSizes) -> No
     assert not s.has_work(), "no end"
 
 
-@pytest.mark.parametrize("mix", [AdapterMix(8, 4.7, seconds=4), AdapterMix(24, 5.3, num_adapters=2, seconds=4)])
-def test_adapters_that_do_not_fit_together_cost_fair_scheduling_no_answers(mix: AdapterMix) -> None:
+@pytest.mark.parametrize(
+    ("mix", "most_loads"),
+    [
+        (AdapterMix(8, 4.7, seconds=4), 1.0),
+        (AdapterMix(24, 5.3, num_adapters=2, seconds=4), 1.0),
+        (AdapterMix(40, 8.7, seconds=8), 0.7),
+    ],
+)
+def test_adapters_that_do_not_fit_together_cost_fair_scheduling_no_answers(mix: AdapterMix, most_loads: float) -> None:
+    """`most_loads`: for each answer, over those of first come, first served. A load serves several sequences."""
     (found,) = fair_adapters((mix,))
     assert found.over_fifo >= 0.97
     assert found.num_loads <= found.num_loads_fifo
+    assert found.num_loads / found.num_answers <= most_loads * found.num_loads_fifo / found.num_answers_fifo
 
 
 def test_fair_scheduling_throws_no_long_prompts_away() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.benchmarks.rigs.leader_steps import LeaderSteps, own_prompt
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, quick_result, scheduler
 from motet.workers.memory import paged_memory, prefix_cache
 from motet.workers.plan import StepPlan
@@ -326,25 +327,18 @@ class Crowd:
             s.add(asking(i, [*_DOCUMENT, *[i] * 20], max_tokens=1000), 0)
         while s.load().gauges.num_waiting or s.load().gauges.num_queued_tokens > 60:
             s.commit(plan := s.schedule(), quick_result(plan))
-        self.num_released = self.most_released = self.num_looked_up = self.most_looked_up = 0  # pages, in a step
-        self._release, self._num_held = s.memory.allocator.release, s.memory.prefixes.num_held
+        self.num_released = self.most_released = 0  # pages, in a step
+        self._release = s.memory.allocator.release
         monkeypatch.setattr(s.memory.allocator, "release", self.release)
-        monkeypatch.setattr(s.memory.prefixes, "num_held", self.num_held)
 
     def release(self, pages: Sequence[int]) -> None:
         self.num_released += len(pages)
         self._release(pages)
 
-    def num_held(self, keys: Sequence[PageKey], start: int, *more: Any) -> int:
-        stop = self._num_held(keys, start, *more)
-        self.num_looked_up += stop - start
-        return stop
-
     def step(self) -> None:
-        self.num_released = self.num_looked_up = 0
+        self.num_released = 0
         self.scheduler.commit(plan := self.scheduler.schedule(), quick_result(plan))
         self.most_released = max(self.most_released, self.num_released)
-        self.most_looked_up = max(self.most_looked_up, self.num_looked_up)
         self.scheduler.check_integrity()
 
 
@@ -358,7 +352,6 @@ def test_pages_that_others_hold_are_not_all_released_for_room(monkeypatch: pytes
         crowd.step()
     assert s.load().counters.num_fair_preemptions >= 8
     assert crowd.most_released < 1500  # with all that eight sequences hold more than 4,096
-    assert crowd.most_looked_up < 6 * 512  # not once for each that waits
 
 
 def test_pages_that_only_ended_sequences_share_become_room_little_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,6 +367,23 @@ def test_pages_that_only_ended_sequences_share_become_room_little_by_little(monk
         num_steps += 1
         assert num_steps < 200
     assert crowd.most_released < 3000  # of 30,720
+
+
+def test_pages_of_ended_sequences_serve_at_once_where_running_ones_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "MOST_GIVEN_BACK", 1)
+    monkeypatch.setattr(prefix_cache, "_CLEARING_STEPS", 1 << 20)
+    s = gang(65, num_pages=1100, budget=20_000)
+    fill_to_the_last_page(s)
+    for i in range(65):
+        s.add(asking(i, long_prompt(i, 1000 if i == 64 else 1)[:-1], max_tokens=1000), 0)
+    while s.load().gauges.num_waiting or s.load().gauges.num_queued_tokens > 65:
+        s.commit(plan := s.schedule(), quick_result(plan))
+    s.cancel(64)
+    for _ in range(64):  # in which those that run need 256 pages, of which 36 are free
+        s.commit(plan := s.schedule(), quick_result(plan))
+    assert s.memory.prefixes.num_leaving > 500
+    assert s.load().counters.num_preemptions == 0
+    s.check_integrity()
 
 
 def test_an_engine_does_not_sleep_while_pages_are_to_be_released() -> None:
