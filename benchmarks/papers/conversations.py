@@ -30,7 +30,7 @@ from motet.workers.engine_builder import build_virtual_engine
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, Submit
 
-NUM_CONVERSATIONS, NUM_ROUNDS = 200, 5
+NUM_CONVERSATIONS, NUM_ROUNDS = 100, 5
 READING_S = 20.0  # mean time from an answer to the next question
 PCIE_BYTES_PER_S, DISK_BYTES_PER_S = 25e9, 5e9  # of a device: assumed
 BLOCK_SIZE = 16

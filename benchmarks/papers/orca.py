@@ -45,7 +45,7 @@ def main() -> None:
     for spread in SPREADS:
         jobs = jobs_of(spread)
         ours, static = continuous(jobs), run(jobs, Dynamic(BATCH, None))
-        alone = continuous(jobs[: NUM_JOBS // 8], 1)
+        alone = continuous(jobs[: NUM_JOBS // 32], 1)
         over_static[spread] = ours.tokens_per_s / static.tokens_per_s
         over_none[spread] = ours.tokens_per_s / alone.tokens_per_s
         print(

@@ -30,7 +30,7 @@ from motet.workers.scheduling.page_reserve import PageReserve
 POOL_TOKENS, CONTEXT, BLOCK_SIZE = 17088, 2048, 16
 NUM_JOBS = {"ShareGPT": 500, "Alpaca": 2000}
 SAMPLES = (2, 4, 6)
-BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
+BLOCK_SIZES = (1, 8, 16, 64, 256)
 PCIE_BYTES_PER_S, COPY_S = 25e9, 1e-5  # assumed: of large copies over PCIe 4, and to begin one
 SWAPPED_TOKENS = 256
 

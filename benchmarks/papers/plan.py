@@ -1,11 +1,12 @@
 """`motet plan --trace` beside the engine: tokens a second and first tokens of loads that its costs were not fitted on.
 
 Random weights of SmolLM2-135M's shape, bfloat16, one thread. Steps are measured and fitted, and the base, 8 and 64
-adapters in 3 batches of 2 lengths are run on motet's engine, in turns, so that both see the same machine. Then each
-load is replayed on the same scheduler in virtual time. Both are driven by one function (`workers/costs/replay.py`).
+adapters in 3 batches of 2 lengths are run on motet's engine, in turns, so that both see the same machine. Then all that
+the engine was given, measured loads included, is replayed in the same order on one engine in virtual time, so that both
+schedulers have the same history. Both are driven by one function (`workers/costs/replay.py`).
 
 The machine's speed drifts by a tenth within a minute: all steps are fitted together, and the costs of a turn are scaled
-by the median of its own measured steps, none of which is of a load that is compared.
+by the medians of the steps that were measured before and after it, none of which is of a load that is compared.
 
 Times of the engine are CPU seconds of the thread that computes its steps: on a machine that does nothing else they are
 what a clock shows, and other programs disturb them less. Published (arXiv 2602.24044): a digital twin within 5 %.
@@ -17,13 +18,11 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
-
-import msgspec
+from statistics import fmean, median
 
 from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.rigs import random_model
@@ -33,22 +32,22 @@ from motet.workers.costs.measured_steps import (
     RecordingExecutor,
     computing_s,
     costs_of,
-    load_each,
+    fitted_loads,
     random_adapters,
-    record_loads,
     wait_a_little,
 )
 from motet.workers.costs.replay import Replayed, VirtualExecutor, replay
-from motet.workers.costs.step_costs import StepCosts
+from motet.workers.costs.step_costs import StepCosts, StepShape
 from motet.workers.costs.trace import TracedRequest
+from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine, build_virtual_engine
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding
+from motet.workers.plan import StepPlan
 from motet.workers.wire.messages import AdapterRef
 
 ADAPTERS, BATCHES, LENGTHS = (0, 8, 64), (4, 14, 32), ((26, 22), (110, 14))  # lengths: of prompts and answers
 POOL_BYTES = 3 << 30  # all adapters and all sequences
-VIRTUAL_ID = 10**7
 
 
 @dataclass(frozen=True)
@@ -72,67 +71,120 @@ class Load:
         ]
 
 
+@dataclass(frozen=True)
+class Run:
+    """Requests that the engine gets at once, when it is idle."""
+
+    requests: list[TracedRequest]
+    turn: int
+    load: Load | None = None
+    is_measured: bool = False  # for the fit
+
+
+@dataclass
+class TurnCosts:
+    """A fit, as fast as the machine was in the turn that runs."""
+
+    costs: StepCosts
+    factor: float = 1.0
+
+    def step_s(self, plan: StepPlan) -> float:
+        return self.factor * self.costs.step_s(plan)
+
+    def load_s(self, num_pages: int, *, from_store: bool) -> float:
+        return self.costs.load_s(num_pages, from_store=from_store)
+
+    def move_s(self, num_pages: int) -> float:
+        return self.costs.move_s(num_pages)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=5, help="of measuring and running (default 5)")
-    arguments = parser.parse_args()
-    loads = [Load(number, batch, *lengths) for number in ADAPTERS for batch in BATCHES for lengths in LENGTHS]
+    turns = parser.parse_args().turns
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
         model_path = random_model.write_model(Path(folder) / "model")
         config = replace(engine_config(model_path, Path(folder)), pool_bytes=POOL_BYTES, num_threads=1)
-        layout = ModelSharding(ModelConfig.from_folder(model_path)).layout(config.block_size, config.dtype)
+        model = ModelConfig.from_folder(model_path)
+        layout = ModelSharding(model).layout(config.block_size, config.dtype)
         stored = random_adapters(AdapterStore(config.store_path), layout, max(ADAPTERS))
         refs = {str(number): ref for number, ref in enumerate(stored)}
-        costs, scales, real, real_s = _run(config, model_path, refs, loads, arguments.turns)
-        began_s = time.process_time()
-        virtual = {load: _replayed(config, _scaled(costs, scales[load]), refs, load) for load in loads}
-        virtual_s = time.process_time() - began_s
+        runs = history(turns, model.max_model_len)
+        costs, factors, real, real_s = _measured(config, model_path, refs, runs, turns)
+        virtual, virtual_s = _replayed(config, TurnCosts(costs), factors, refs, runs)
     _report(costs, real, virtual, real_s / virtual_s)
 
 
-def _run(
-    config: EngineConfig, model_path: Path, refs: Mapping[str, AdapterRef], loads: list[Load], turns: int
-) -> tuple[StepCosts, dict[Load, float], dict[Load, Replayed], float]:
-    """A fit of all measured steps, by load the factor on it, what the engine did, and its seconds."""
+def history(turns: int, max_model_len: int) -> list[Run]:
+    """Each adapter once, alone, and the loads that are measured before each turn and after the last."""
+    loads = [Load(number, batch, *lengths) for number in ADAPTERS for batch in BATCHES for lengths in LENGTHS]
+    found = [Run([TracedRequest(0.0, 2, 1, str(number))], 0) for number in range(max(ADAPTERS))]
+    for turn in range(turns + 1):
+        found += [Run(requests, turn, is_measured=True) for requests in fitted_loads(NUM_ADAPTERS, max_model_len)]
+        found += [Run(load.requests, turn, load) for load in loads[turn::turns] if turn < turns]
+    return found
+
+
+def _run_all(
+    engine: Engine,
+    runs: Sequence[Run],
+    refs: Mapping[str, AdapterRef],
+    clock: Callable[[], float],
+    wait: Callable[[float], None],
+    before: Callable[[Run], None],
+    spent_s: Callable[[], float],
+) -> tuple[dict[Load, Replayed], float]:
+    """What each load gave, and what all of them took of the machine's time. `before`: called with each run."""
+    found, first_id, took_s = dict[Load, Replayed](), 0, 0.0
+    for run in runs:
+        before(run)
+        began_s = spent_s()
+        replayed = replay(engine, run.requests, refs, clock, wait, first_id)
+        if replayed.refused:
+            raise ValueError(f"the engine refuses a request: {next(iter(replayed.refused))}")
+        if run.load is not None:
+            found[run.load] = replayed
+            took_s += spent_s() - began_s
+        first_id += len(run.requests)
+    return found, took_s
+
+
+def _measured(
+    config: EngineConfig, model_path: Path, refs: Mapping[str, AdapterRef], runs: Sequence[Run], turns: int
+) -> tuple[StepCosts, list[float], dict[Load, Replayed], float]:
+    """A fit of all measured steps, by turn the factor on it, what the engine did, and its seconds."""
     engine = build_engine(config, clock=computing_s)
     engine.executor = recording = RecordingExecutor(engine.executor, computing_s)
-    adapters, measured = list(refs.values()), recording.steps
-    real, real_s, first_steps = dict[Load, Replayed](), 0.0, list[int]()
+    steps: list[list[tuple[StepShape, float]]] = [[] for _ in range(turns + 1)]
+
+    def before(run: Run) -> None:
+        recording.pause()
+        recording.steps = steps[run.turn] if run.is_measured else []
+
     try:
-        free_id = load_each(engine, recording, adapters, 0)
-        measured.clear()
-        for turn in range(turns):
-            recording.steps = measured
-            first_steps.append(len(measured))
-            free_id = record_loads(engine, recording, adapters[:NUM_ADAPTERS], free_id)
-            recording.steps = []  # of the loads that the fit must not see
-            for load in loads[turn::turns]:
-                recording.pause()
-                began_s = computing_s()
-                real[load] = replay(engine, load.requests, refs, computing_s, wait_a_little, free_id)
-                real_s += computing_s() - began_s
-                free_id += load.batch
-        recording.steps = measured
-        costs, scales = costs_of(recording, engine.info, model_path), dict[Load, float]()
-        for turn, (first, last) in enumerate(pairwise([*first_steps, len(measured)])):
-            ratios = [seconds / costs.shape_s(shape) for shape, seconds in measured[first:last]]
-            scales |= dict.fromkeys(loads[turn::turns], median(ratios))
-        return costs, scales, real, real_s
+        real, real_s = _run_all(engine, runs, refs, computing_s, wait_a_little, before, computing_s)
+        recording.steps = [step for each in steps for step in each]
+        costs = costs_of(recording, engine.info, model_path)
     finally:
         engine.close()
+    speeds = [median(seconds / costs.shape_s(shape) for shape, seconds in each) for each in steps]
+    return costs, [fmean(pair) for pair in pairwise(speeds)], real, real_s
 
 
-def _scaled(costs: StepCosts, factor: float) -> StepCosts:
-    return msgspec.structs.replace(costs, coefficients=tuple([factor * each for each in costs.coefficients]))
-
-
-def _replayed(config: EngineConfig, costs: StepCosts, refs: Mapping[str, AdapterRef], load: Load) -> Replayed:
-    """With the adapters of the load in the pool, as they are there in the engine's."""
+def _replayed(
+    config: EngineConfig,
+    costs: TurnCosts,
+    factors: Sequence[float],
+    refs: Mapping[str, AdapterRef],
+    runs: Sequence[Run],
+) -> tuple[dict[Load, Replayed], float]:
     executor = VirtualExecutor(costs)
     engine = build_virtual_engine(config, executor, executor.clock)
-    warm = [TracedRequest(0.0, 2, 1, str(number)) for number in range(load.num_adapters)]
-    replay(engine, warm, refs, executor.clock, executor.wait, VIRTUAL_ID)
-    return replay(engine, load.requests, refs, executor.clock, executor.wait)
+
+    def before(run: Run) -> None:
+        costs.factor = factors[min(run.turn, len(factors) - 1)]
+
+    return _run_all(engine, runs, refs, executor.clock, executor.wait, before, time.process_time)
 
 
 def _report(costs: StepCosts, real: Mapping[Load, Replayed], virtual: Mapping[Load, Replayed], speed: float) -> None:

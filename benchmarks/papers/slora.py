@@ -3,6 +3,8 @@
 In virtual time: a step takes 20 ms and 0.1 ms more for each row. Requests on Llama-2-7B's shape come all at once, their
 adapters by a power law; the pool is what an A100 80GB has beside one base. Adapters have ranks 8, 16, 32 and 64 in
 turn. What is loaded or merged is read from host memory at 25 GB/s, and a merge reads and writes the base once: assumed.
+
+What gangs of 2 and 4 exchange for adapters is counted as they compute, on workers that are threads.
 """
 
 from __future__ import annotations
@@ -11,14 +13,21 @@ import argparse
 import itertools
 import json
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from statistics import fmean
 
+import torch
+
+from motet.benchmarks.papers.adapter_sharding import WAYS, Exchanged, exchange, random_adapter, with_blocks
 from motet.benchmarks.papers.policies import Continuous, first_fit
 from motet.benchmarks.papers.virtual_load import BLOCK_SIZE, Job, Outcome, run
 from motet.benchmarks.rigs.published_bases import published_base
+from motet.benchmarks.tensor_parallel import HIDDEN, NUM_ROWS, count, write_model
 from motet.workers.costs.devices import DEVICES
 from motet.workers.costs.model_size import kv_bytes_of_a_token, model_size
 from motet.workers.wire.messages import AdapterRef
@@ -33,9 +42,8 @@ PAGE_BYTES = BLOCK_SIZE * kv_bytes_of_a_token(MODEL)
 NUM_PAGES = int((0.9 * DEVICE.memory_bytes - WEIGHTS_BYTES) / PAGE_BYTES)
 _SIDES = MODEL.num_layers * sum(num_in + num_out for num_in, num_out in MODEL.shape.modules.values())
 POOL_SHARE = 0.2  # of the separate pool of adapters
-
-
 FRAGMENTED_ADAPTERS = 100  # of the table of what memory holds
+DEGREES, SHARDED_RANK, SHARDED_ROWS = (2, 4), 16, 8
 
 
 def rank_of(adapter: str) -> int:
@@ -64,9 +72,10 @@ class Merged(Continuous):
     def __init__(self) -> None:
         self._merged: str | None = None
         self._pause_s = 0.0
+        self._num_others = 0  # that wait, when it was last looked through them
 
     def admit(self, waiting: MutableSequence[Job], num_running: int, now_s: float, is_last: bool) -> int:
-        if not waiting:
+        if not waiting or (num_running and len(waiting) == self._num_others):
             return 0
         if not num_running and waiting[0].adapter != self._merged:
             self._merged = waiting[0].adapter
@@ -77,6 +86,7 @@ class Merged(Continuous):
         others = [job for job in waiting if job.adapter != self._merged]
         waiting.clear()
         waiting.extend([*ours, *others])
+        self._num_others = len(others)
         return len(ours)
 
     def pause_s(self) -> float:
@@ -170,12 +180,17 @@ def own_pool(jobs: list[Job]) -> tuple[Outcome, OwnPool]:
     return run(jobs, policy, NUM_PAGES - num_pages, pages_of_adapter=lambda _: 0), policy
 
 
+@cache
+def base_alone(number: int) -> float:
+    """Tokens a second. Requests are as long however many adapters there are."""
+    return run([Job(job.prompt, job.answer) for job in jobs_of(1, number)], Continuous(), NUM_PAGES).tokens_per_s
+
+
 def measure(num_adapters: int, number: int = NUM_JOBS) -> dict[str, float]:
     """Tokens a second of each."""
     jobs = jobs_of(num_adapters, number)
-    base = [Job(job.prompt, job.answer) for job in jobs]
     return {
-        "base alone": run(base, Continuous(), NUM_PAGES).tokens_per_s,
+        "base alone": base_alone(number),
         "one pool": one_pool(jobs).tokens_per_s,
         "padded ranks": one_pool(jobs, lambda _: RANKS[-1]).tokens_per_s,
         "own pool": own_pool(jobs)[0].tokens_per_s,
@@ -218,6 +233,16 @@ def _filled(outcome: Outcome, tokens: float, adapters: float, lost: float) -> Fi
     return Filled(tokens, adapters, lost, 1 - tokens - adapters - lost, outcome.num_running)
 
 
+def exchanged(way: str, degree: int) -> Exchanged:
+    """For an adapter on all projections of a layer of Llama-3-8B."""
+    shapes = published_base("Llama-3-8B").shape.modules
+    adapter = random_adapter(shapes, SHARDED_RANK, torch.bfloat16)
+    if way == "block-diagonal":
+        adapter = with_blocks(adapter, degree)
+    counted = exchange(way, adapter, lambda module: torch.ones(SHARDED_ROWS, shapes[module][0]).bfloat16(), degree)
+    return counted[0]  # all send as much
+
+
 def main() -> None:
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     copies = int(0.9 * DEVICE.memory_bytes / WEIGHTS_BYTES)
@@ -233,9 +258,29 @@ def main() -> None:
     shares = fragmentation(FRAGMENTED_ADAPTERS)
     for name, one in shares.items():
         print(f"{name:10} {one.tokens:.3f} {one.adapters:.3f} {one.lost:.3f} {one.free:.3f}, {one.running:.1f} running")
+    print("\nin a gang, beside the base's two collectives a layer: collectives, bytes of a token, share of the adapter")
+    sharded: dict[str, dict[int, tuple[int, float]]] = {}
+    for way, degree in itertools.product(WAYS, DEGREES):
+        counted = exchanged(way, degree)
+        sharded.setdefault(way, {})[degree] = counted.num_collectives, counted.bytes_of_a_token
+        print(
+            f"{way:15} {degree} workers: {counted.num_collectives} {counted.bytes_of_a_token:6.0f} "
+            f"{counted.share_held:6.3f}; of the base {2 * 2 * 2 * (degree - 1) / degree * HIDDEN:6.0f} bytes"
+        )
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder:
+        model_path = write_model(Path(folder))
+        for degree in DEGREES:
+            without, with_adapters = (count(model_path, degree, each) for each in (False, True))
+            more = with_adapters[0] - without[0], (with_adapters[1] - without[1]) / NUM_ROWS
+            print(f"motet's own step {degree} workers: {more[0]} {more[1]:6.0f}")
+            sharded.setdefault("motet's own step", {})[degree] = more
     print(
         json.dumps(
-            {"one_pool_over": over, "tokens_of_memory": {name: round(one.tokens, 3) for name, one in shares.items()}}
+            {
+                "one_pool_over": over,
+                "tokens_of_memory": {name: round(one.tokens, 3) for name, one in shares.items()},
+                "more_collectives_and_bytes": sharded,
+            }
         )
     )
 

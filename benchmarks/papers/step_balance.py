@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from motet.workers.costs.devices import Device
-from motet.workers.costs.model_size import kv_bytes_of_a_token, model_size
+from motet.workers.costs.model_size import gang_weights_bytes, kv_bytes_of_a_token
 from motet.workers.costs.operations import Batch, Chunk, Formats, step_operations
 from motet.workers.models.config import ModelConfig
 
@@ -63,9 +63,8 @@ def full_batch(
     """
     formats = formats or Formats()
     context = lengths.prompt + -(-lengths.answer // 2)
-    copies = max(1, degree // model.num_kv_heads)
-    free = device.memory_bytes * degree - model_size(model).weights_bytes(formats.element_bytes)
-    num_sequences = int(free / (context * copies * kv_bytes_of_a_token(model, formats)))
+    free = device.memory_bytes * degree - gang_weights_bytes(model, degree, formats.element_bytes)
+    num_sequences = int(free / (context * kv_bytes_of_a_token(model, formats, degree)))
     if num_sequences < 1:
         raise ValueError(f"{degree} of {device.name} cannot hold the weights and a sequence of {context} tokens")
     num_prompts, rest = divmod(num_sequences * lengths.prompt // lengths.answer, lengths.prompt)

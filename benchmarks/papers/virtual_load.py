@@ -11,6 +11,7 @@ from typing import Protocol
 from motet.workers.plan import SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.wire.engine_load import EngineGauges
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
 
 BLOCK_SIZE = 16
@@ -122,8 +123,9 @@ def run(
             found.seconds = max(found.seconds, loads[0][0])
         elif not scheduler.has_work():
             found.seconds = max(found.seconds + STEP_S, coming[0].arrives_s if coming and not waiting else 0.0)
-        if waiting or scheduler.load().gauges.num_waiting:
-            _note(scheduler, found, block_size)
+        gauges = scheduler.load().gauges
+        if waiting or gauges.num_waiting:
+            _note(scheduler, gauges, found, block_size)
         tokens: dict[int, SampledToken | None] = {
             part.sequence_id: _WORD for part in plan.sequences if part.sample is not None
         }
@@ -161,13 +163,12 @@ def _requests(job: Job, first: int) -> list[SequenceRequest]:
     ]
 
 
-def _note(scheduler: Scheduler, found: Outcome, block_size: int) -> None:
+def _note(scheduler: Scheduler, gauges: EngineGauges, found: Outcome, block_size: int) -> None:
     sequences = scheduler._running.by_id.values()
-    held = set[int]().union(*(sequence.pages for sequence in sequences))
+    num_idle = gauges.num_free_pages + gauges.num_idle_prefix_pages
     found.running.append(len(sequences))
     found.kept_tokens.append(sum([sequence.num_computed + sequence.num_planned for sequence in sequences]))
-    found.held_tokens.append(len(held) * block_size)
+    found.held_tokens.append((gauges.num_pages - num_idle - gauges.num_adapter_pages) * block_size)
     found.apart_tokens.append(sum([len(sequence.pages) for sequence in sequences]) * block_size)
-    gauges = scheduler.load().gauges
     found.adapter_pages.append(gauges.num_adapter_pages - gauges.num_idle_adapter_pages)
     found.kept_pages.append(gauges.num_idle_adapter_pages + gauges.num_idle_prefix_pages)

@@ -58,7 +58,7 @@ def costs(
         return
     if not decodes and not prompt_tokens:
         raise click.UsageError("give --decodes or --prompt-tokens")
-    from ...workers.costs.model_size import kv_bytes_of_a_token, model_size
+    from ...workers.costs.model_size import gang_weights_bytes, kv_bytes_of_a_token, model_size
     from ...workers.costs.operations import Batch, Chunk, step_operations
     from ...workers.models.config import ModelConfig
     from ...workers.models.sharding import ModelSharding
@@ -79,8 +79,8 @@ def costs(
     facts = {
         "parameters": size.num_parameters,
         "active_parameters": size.active,
-        "weights_bytes": size.weights_bytes(),
-        "kv_bytes_of_a_token": kv_bytes_of_a_token(config),
+        "weights_bytes": gang_weights_bytes(config, degree),
+        "kv_bytes_of_a_token": kv_bytes_of_a_token(config, degree=degree),
         "flops_of_a_token": size.flops_of_a_token,
     }
     total_s = sum(row["seconds"] for row in rows)
@@ -88,8 +88,8 @@ def costs(
         click.echo(json.dumps(facts | {"device": asdict(device), "operations": rows, "seconds": total_s}))
         return
     click.echo(
-        f"{size.num_parameters / 1e9:.2f}B parameters, {size.weights_bytes() / 1e9:.2f} GB in 16 bits; a token "
-        f"computes {size.flops_of_a_token / 1e9:.2f} GFLOP and keeps {kv_bytes_of_a_token(config)} bytes of KV"
+        f"{size.num_parameters / 1e9:.2f}B parameters, {facts['weights_bytes'] / 1e9:.2f} GB in 16 bits; a token "
+        f"computes {size.flops_of_a_token / 1e9:.2f} GFLOP and keeps {facts['kv_bytes_of_a_token']} bytes of KV"
     )
     click.echo(f"{device.name}: {device.flops_per_s / 1e12:.4g} TFLOP/s, {device.bytes_per_s / 1e9:.4g} GB/s\n")
     click.echo(f"{'operation':18} {'GFLOP':>12} {'GB':>9} {'network GB':>11} {'ms':>9}")

@@ -16,7 +16,7 @@ from math import ceil, sqrt
 from ...adapters.packing.layout import AdapterLayout
 from ...workers.config import LATER_BYTES
 from ...workers.costs.devices import Device
-from ...workers.costs.model_size import kv_bytes_of_a_token, model_size
+from ...workers.costs.model_size import gang_weights_bytes, kv_bytes_of_a_token
 from ...workers.costs.operations import Batch, Chunk, Operation, step_operations
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import ModelSharding
@@ -98,7 +98,7 @@ class GangCapacity:
     def pool_bytes(self) -> float:
         """Of the gang: what weights leave."""
         usable = self.device.memory_bytes * MEMORY_SHARE - LATER_BYTES
-        return usable * self.degree - model_size(self.model).weights_bytes()
+        return usable * self.degree - gang_weights_bytes(self.model, self.degree)
 
     @cached_property
     def adapter_bytes(self) -> float:
@@ -151,8 +151,8 @@ class GangCapacity:
         step_s, *resources = self._mean_times(computed, prompts)
         interval_s = self._mean_times(max(1.0, peak), prompts * max(1.0, peak) / computed)[0]
         requests_per_s = arrivals / step_s
-        kv_bytes = peak * (self._context + BLOCK_SIZE / 2) * self._kv_bytes
-        used_bytes = traffic.adapters.num_used(peak) * self.adapter_bytes
+        kv_bytes = peak * (self._context + BLOCK_SIZE / 2) * kv_bytes_of_a_token(self.model, degree=self.degree)
+        used_bytes = traffic.adapters.num_used(max(1.0, peak)) * self.adapter_bytes  # of one sequence, if any runs
         room = self.pool_bytes * (1 - _KEPT_PAGES)
         resident = max(0.0, room - kv_bytes) / self.adapter_bytes
         loads_per_s = requests_per_s * traffic.adapters.missed(resident)
@@ -183,11 +183,6 @@ class GangCapacity:
                 loads_per_s * self.adapter_bytes / (self.host_bytes_per_s * self.degree),
             ),
         )
-
-    @property
-    def _kv_bytes(self) -> int:
-        """Of one token on all workers; those that outnumber the KV heads hold the same ones."""
-        return max(1, self.degree // self.model.num_kv_heads) * kv_bytes_of_a_token(self.model)
 
     def _first_token_s(self, num_sequences: float, interval_s: float, busy: float) -> float:
         """A long prompt's: the running step, the prompts before it (M/G/1), and its own chunks."""

@@ -78,6 +78,17 @@ def test_a_plan_is_monotone(model: Any, traffic: Traffic, wanted: Objectives, wh
     assert devices(model, harder, stricter) >= devices(model, traffic, wanted)
 
 
+@settings(max_examples=40)
+@given(traffics, st.floats(0.01, 20), st.integers(1, 200), st.integers(1, 200))
+def test_more_adapters_take_no_less_of_a_pool(traffic: Traffic, arrivals: float, number: int, more: int) -> None:
+    """Of as many requests in a step, whose adapters are all alike."""
+    ranks = traffic.adapters.ranks
+    few, many = (replace(traffic, adapters=Adapters.by_power_law(each, 0, ranks)) for each in (number, number + more))
+    states = [GangCapacity(MODELS[0], H100, 1, each, Objectives()).at(arrivals) for each in (few, many)]
+    assert 0 < states[0].adapter_bytes <= states[1].adapter_bytes * (1 + 1e-9)
+    assert states[0].limits.pool <= states[1].limits.pool * (1 + 1e-9)
+
+
 @settings(max_examples=10)
 @given(traffics, objectives, st.sampled_from(["flops_per_s", "bytes_per_s", "memory_bytes", "network_bytes_per_s"]))
 def test_a_better_device_never_serves_less(traffic: Traffic, wanted: Objectives, name: str) -> None:

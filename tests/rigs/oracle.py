@@ -110,7 +110,10 @@ VARIANTS: Mapping[str, Variant] = {
     ),
     "gemma3": Variant(
         lambda: Gemma3TextConfig(
-            **GEMMA, sliding_window=12, sliding_window_pattern=2, rope_parameters=deepcopy(GEMMA3_ROPE)
+            **GEMMA | {"num_key_value_heads": 1},  # as the smaller ones of the family have
+            sliding_window=12,
+            sliding_window_pattern=2,
+            rope_parameters=deepcopy(GEMMA3_ROPE),
         )
     ),
     "mixtral": Variant(

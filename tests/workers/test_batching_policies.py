@@ -8,10 +8,12 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.benchmarks.papers import conversations, knees, orca, paged, slora
+from motet.adapters.adapter import MODULES
+from motet.benchmarks.papers import adapter_sharding, conversations, knees, orca, paged, slora
 from motet.benchmarks.papers.policies import Continuous, Dynamic, Reserved, first_fit, known, largest, power_of_two
 from motet.benchmarks.papers.virtual_load import BLOCK_SIZE, Job, run
 
@@ -159,12 +161,13 @@ def test_one_pool_loses_least_of_the_memory() -> None:
 
 
 def test_a_knee_lies_where_latency_meets_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More requests a second wait longer; so short a trace fills no gang."""
+    """More requests a second wait longer. Rates are tried until they lie on both sides."""
     assert 0 < knees.token_s("LMSYS", 8.0, 4.0) < knees.token_s("LMSYS", 80.0, 4.0)
-    with pytest.raises(ValueError, match="do not enclose"):
-        knees.knee("LMSYS", 2.0, 1)
-    monkeypatch.setattr(knees, "token_s", lambda load, rate, arrivals_s: rate / 100)
-    assert knees.knee("LMSYS", 4.0, 2) == pytest.approx(100 * knees.TOKEN_S)
+    for most in (1.0, 40.0, 500.0):
+        monkeypatch.setattr(
+            knees, "token_s", lambda load, rate, arrivals_s, most=most: 0.1 / max(1e-3, 1 - rate / most)
+        )
+        assert knees.knee("LMSYS", 4.0) == pytest.approx(most / 2)
 
 
 def test_rounds_compute_less_where_their_kv_is_kept(
@@ -177,3 +180,28 @@ def test_rounds_compute_less_where_their_kv_is_kept(
     less = json.loads(capsys.readouterr().out.splitlines()[-1])["computed_less"]
     assert less["nothing"] <= 1.001 < less["in the pool"] <= less["and host memory"] * 1.02
     assert less["and host memory"] > 2
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("way", adapter_sharding.WAYS)
+def test_an_adapter_that_is_cut_adds_what_a_whole_one_adds(way: str, degree: int) -> None:
+    shapes = {module: (16, 8) if module[0] in "kv" else (16, 16) for module in MODULES}
+    adapter = adapter_sharding.random_adapter(shapes, 8, torch.float64)
+    if way == "block-diagonal":
+        adapter = adapter_sharding.with_blocks(adapter, degree)
+    chance = torch.Generator().manual_seed(3)
+    inputs = {
+        each: torch.randn(5, 16, generator=chance, dtype=torch.float64)
+        for each in ("q_proj", "o_proj", "gate_proj", "down_proj")
+    }
+    found = adapter_sharding.exchange(way, adapter, inputs.__getitem__, degree)
+    for modules in adapter_sharding.TOGETHER:
+        for module in modules:
+            (a, b), parts = adapter[module], [one.outputs[module] for one in found]
+            whole = sum(parts) if module in adapter_sharding.ROW_PARALLEL else torch.cat(parts, 1)
+            torch.testing.assert_close(
+                whole, inputs[modules[0]] @ a.T @ b.T, atol=1e-5, rtol=1e-5
+            )  # sums are in float32
+    assert {one.num_collectives for one in found} == {4 if way == "S-LoRA" else 0}
+    held = found[0].share_held
+    assert held > 1 / degree if way == "motet" else held <= 1 / degree

@@ -102,7 +102,8 @@ def test_beams_that_are_preempted_are_the_same(bench: Bench) -> None:
         found_by(rig, bench, num_others=6)
 
 
-@pytest.mark.parametrize("bench", ["llama", "gemma3"], indirect=True)
-def test_a_gang_of_workers_finds_the_same(bench: Bench) -> None:
-    with gang(bench.stock.gang_config(num_pages=400, degree=2)) as (engine, _):
+@pytest.mark.parametrize(("bench", "degree"), [("llama", 2), ("gemma3", 4)], indirect=["bench"])
+def test_a_gang_of_workers_finds_the_same(bench: Bench, degree: int) -> None:
+    """Four workers hold the one KV head of the latter."""
+    with gang(bench.stock.gang_config(num_pages=400, degree=degree)) as (engine, _):
         found_by(EngineRig(engine, bench.stock.refs), bench, num_others=2)

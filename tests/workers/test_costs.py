@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from motet.benchmarks import tensor_parallel
-from motet.benchmarks.papers import nanoflow
+from motet.benchmarks.papers import long_prompts, nanoflow
 from motet.benchmarks.papers.step_balance import (
     Lengths,
     full_batch,
@@ -29,7 +29,7 @@ from motet.cluster.commands.cli import main
 from motet.tests.rigs.oracle import VARIANTS
 from motet.workers.costs.devices import DEVICES, Device
 from motet.workers.costs.measured_device import measured_device
-from motet.workers.costs.model_size import attention_flops, kv_bytes_of_a_token, model_size
+from motet.workers.costs.model_size import attention_flops, gang_weights_bytes, kv_bytes_of_a_token, model_size
 from motet.workers.costs.operations import Batch, Chunk, Formats, Operation, step_operations
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding
@@ -140,6 +140,17 @@ def test_the_workers_linears_sum_up_to_the_gangs(degree: int) -> None:
         assert operations[name].read_bytes == 2 * weights
 
 
+@pytest.mark.parametrize("degree", [1, 4, 8, 16, 64])
+def test_a_gang_holds_what_its_workers_hold(degree: int) -> None:
+    """Weights of layers, without norms, and KV."""
+    parts = [ModelSharding(LLAMA, degree, rank) for rank in range(degree)]
+    held = 2 * LLAMA.num_layers * sum(size[0] * size[1] for part in parts for size in part.linears)
+    outside = 2 * (2 * LLAMA.vocab_size * LLAMA.hidden_size + model_size(LLAMA).norms)
+    assert gang_weights_bytes(LLAMA, degree) == held + outside
+    pages = sum(2 * LLAMA.num_layers * part.slab(16) for part in parts)
+    assert kv_bytes_of_a_token(LLAMA, degree=degree) * 16 == pages
+
+
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_gang_sends_what_is_predicted(degree: int, tmp_path: Path) -> None:
     """Adapters add nothing to it."""
@@ -219,6 +230,21 @@ def test_what_cannot_be_computed_is_refused() -> None:
     assert step_balance(LLAMA, Batch((1,)), lonely).network_s == 0
 
 
+def test_a_long_prompt_cut_in_other_ways_computes_the_same() -> None:
+    """One worker gains nothing; keys and values that no other worker holds are exchanged with none."""
+    device, one_head = DEVICES["H100 PCIe"], replace(LLAMA, num_kv_heads=1)
+    alone = long_prompts.prefill(LLAMA, 4096, device, 1)
+    assert alone.heads_s == alone.shared_s == alone.tokens_s
+    apart = long_prompts.prefill(LLAMA, 4096, device, 8)
+    assert apart.shared_s == apart.heads_s > apart.tokens_s > alone.heads_s / 8
+    together = long_prompts.prefill(one_head, 4096, device, 8)
+    assert together.shared_s != together.heads_s
+    free = replace(device, network_bytes_per_s=1e18)
+    assert (
+        long_prompts.prefill(one_head, 4096, free, 8).shared_s < long_prompts.prefill(one_head, 4096, free, 8).heads_s
+    )
+
+
 def test_it_needs_no_torch() -> None:
     modules = ("devices", "model_size", "operations")
     code = (
@@ -244,6 +270,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert document["parameters"] == 68_976_648_192
     assert document["seconds"] == pytest.approx(sum(one["seconds"] for one in document["operations"]))
     assert document["operations"][-2]["name"] == "LoRA"
+    wider = json.loads(CliRunner().invoke(main, [*requested, "--degree", "16", "--json"]).output)
+    assert wider["kv_bytes_of_a_token"] == 2 * document["kv_bytes_of_a_token"]
+    assert wider["weights_bytes"] > document["weights_bytes"]
     for wrong, message in (
         (["--degree", "3"], "cannot share 64 attention heads"),
         (["--decodes", "0"], "give --decodes or --prompt-tokens"),

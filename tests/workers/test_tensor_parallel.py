@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest import mock
@@ -252,6 +252,9 @@ def test_pages_that_change_hands_are_those_of_every_worker(llama: Case) -> None:
 def test_a_degree_that_does_not_fit_is_refused(llama: Case) -> None:
     with pytest.raises(ValueError, match="a gang of 3 workers cannot share 4 attention heads"):
         llama.config(3, 40)
+    model = replace(ModelConfig.from_folder(llama.model_path), num_heads=12, num_kv_heads=6)
+    with pytest.raises(ValueError, match="a gang of 4 workers cannot share 6 KV heads: a divisor or a multiple"):
+        ModelSharding(model, 4)
 
 
 def test_each_worker_reads_its_own_slices(llama: Case) -> None:
@@ -260,7 +263,22 @@ def test_each_worker_reads_its_own_slices(llama: Case) -> None:
         parts = [ModelSharding(model, degree, rank) for rank in range(degree)]
         assert [part.heads for part in parts] == [(i * 4 // degree, (i + 1) * 4 // degree) for i in range(degree)]
         assert [part.vocabulary[1] for part in parts][-1] == model.vocab_size
-    assert [ModelSharding(model, 4, rank).kv_heads for rank in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_workers_that_outnumber_the_kv_heads_hold_one_each(num_kv_heads: int, tmp_path: Path) -> None:
+    """The one that their query heads attend to, in pages of one head; adapters of k and v are cut alike."""
+    model = ModelConfig.from_folder(write_model("llama", tmp_path, num_key_value_heads=num_kv_heads))
+    one_head = ModelSharding(replace(model, num_kv_heads=1)).slab(BLOCK_SIZE)
+    group = model.num_heads // num_kv_heads
+    for rank in range(4):
+        part = ModelSharding(model, 4, rank)
+        (first, _), head = part.heads, rank * num_kv_heads // 4
+        assert part.kv_heads == (head, head + 1) and first // group == head
+        assert part.slab(BLOCK_SIZE) == one_head == model.slab(BLOCK_SIZE) // num_kv_heads
+        sharding = part.layout(BLOCK_SIZE, "float32").sharding
+        assert sharding is not None and sharding.outputs["k_proj"] == sharding.outputs["v_proj"]
+        assert sharding.outputs["k_proj"] == (head * model.head_dim, (head + 1) * model.head_dim)
 
 
 def test_every_worker_packs_an_adapter_into_as_many_pages(llama: Case) -> None:

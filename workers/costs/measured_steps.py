@@ -7,7 +7,7 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,27 +132,32 @@ def wait_a_little(until_s: float) -> None:
     time.sleep(0.001)
 
 
+def fitted_loads(num_adapters: int, max_model_len: int) -> Iterator[list[TracedRequest]]:
+    """The loads that steps are fitted to. Adapters are named by their numbers.
+
+    Prompts are no longer than half of the context.
+    """
+    longest = max_model_len // 2
+    for seed, (number, prompt, answer, several) in enumerate(_LOADS):
+        several = min(several, num_adapters)
+        yield [
+            TracedRequest(0.0, min(prompt, longest), answer, str((seed + index) % several) if several else None)
+            for index in range(number)
+        ]
+
+
 def record_loads(
-    engine: Engine, recording: RecordingExecutor, refs: Sequence[AdapterRef], first_id: int = 0, rounds: int = 1
+    engine: Engine, recording: RecordingExecutor, refs: Sequence[AdapterRef], first_id: int, rounds: int
 ) -> int:
     """Runs the loads that steps are fitted to; returns the next free id of a sequence.
 
-    `refs`: adapters that are all in the pool, or come to be there. Prompts are no longer than half of the context.
-    Raises ValueError if the engine refuses a request.
+    `refs`: adapters that are all in the pool, or come to be there. Raises ValueError if the engine refuses a request.
     """
-    longest = engine.info.max_model_len // 2
     names: Mapping[str, AdapterRef] = {str(number): ref for number, ref in enumerate(refs)}
-    for seed, (number, prompt, answer, num_adapters) in enumerate(_LOADS * rounds):
-        num_adapters = min(num_adapters, len(refs))
-        requests = [
-            TracedRequest(
-                0.0, min(prompt, longest), answer, str((seed + index) % num_adapters) if num_adapters else None
-            )
-            for index in range(number)
-        ]
+    for requests in [*fitted_loads(len(refs), engine.info.max_model_len)] * rounds:
         recording.pause()
         _served(replay(engine, requests, names, recording.clock, wait_a_little, first_id))
-        first_id += number
+        first_id += len(requests)
     return first_id
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..models.config import ModelConfig
-from .operations import Formats
+from .operations import Formats, kv_copies
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,15 @@ def model_size(model: ModelConfig) -> ModelSize:
     )
 
 
-def kv_bytes_of_a_token(model: ModelConfig, formats: Formats | None = None) -> int:
-    """Of all layers."""
-    return model.num_layers * (formats or Formats()).kv_bytes(model)
+def gang_weights_bytes(model: ModelConfig, degree: int, element_bytes: int = 2) -> int:
+    """Of all workers together. Those that hold the same KV head hold its projections too; the rest counts once."""
+    copied = 2 * model.num_layers * model.hidden_size * model.num_kv_heads * model.head_dim
+    return model_size(model).weights_bytes(element_bytes) + (kv_copies(model, degree) - 1) * copied * element_bytes
+
+
+def kv_bytes_of_a_token(model: ModelConfig, formats: Formats | None = None, degree: int = 1) -> int:
+    """Of all layers, on all workers of a gang of so many."""
+    return kv_copies(model, degree) * model.num_layers * (formats or Formats()).kv_bytes(model)
 
 
 def attention_flops(model: ModelConfig, context: int) -> int:

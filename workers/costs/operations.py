@@ -101,6 +101,11 @@ class Operation:
         return max(self.times_s(device, degree))
 
 
+def kv_copies(model: ModelConfig, degree: int) -> int:
+    """Workers of a gang that hold the same KV head: several if they outnumber the heads."""
+    return max(1, degree // model.num_kv_heads)
+
+
 def step_operations(
     model: ModelConfig, batch: Batch, degree: int = 1, formats: Formats | None = None
 ) -> tuple[Operation, ...]:
@@ -126,8 +131,7 @@ class _Parts:
 
     @property
     def _kv_copies(self) -> int:
-        """Workers that outnumber the KV heads hold the same ones."""
-        return max(1, self.degree // self.model.num_kv_heads)
+        return kv_copies(self.model, self.degree)
 
     def linears(self) -> Iterator[Operation]:
         model, rows = self.model, self.batch.num_rows
