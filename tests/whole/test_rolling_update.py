@@ -182,7 +182,7 @@ def test_settings_that_cannot_change_are_refused_and_all_goes_on(motet: RunningM
         ("tensor-parallel = 2", "--tensor-parallel = 2: only a restart changes this"),
         ("max-gangs = 3", "--max-gangs = 3: at most 2 is accepted until a restart"),
         ("gang = 3", "there is no setting gang. Did you mean gangs?"),
-        ('latency-objective = ["acme=2", "absent=2"]', "'absent=2': there is no tenant unknown"),
+        ('latency-objective = ["acme=2", "absent=2"]', "'absent=2': there is no tenant absent"),
         ("max-gangs =", "cannot be read"),
         ("prefix-cache = [0]", "true or false is accepted"),
         ("threads = 10000000000", "auto or a whole number from 1 to 1024 is accepted"),
