@@ -57,7 +57,7 @@ class ProgressDisplay:
             if self._console.is_terminal:
                 self._move_bar(stage, done, total)
             else:
-                self._tell(stage, done, total)
+                self._print_progress(stage, done, total)
 
     def _move_bar(self, stage: str, done: int, total: int) -> None:
         is_open_step = total == 1 and not done  # its bar moves without end
@@ -66,7 +66,7 @@ class ProgressDisplay:
         if not is_open_step:
             self._bars.update(self._tasks[stage], completed=max(done, total == 0), total=max(total, 1))
 
-    def _tell(self, stage: str, done: int, total: int) -> None:
+    def _print_progress(self, stage: str, done: int, total: int) -> None:
         has_ended = done >= total
         if has_ended and stage in self._current:
             self._current.remove(stage)

@@ -49,7 +49,7 @@ def resume_stream(
                     deadline = time.monotonic() + give_up_s  # after the yield: the caller's own time does not count
         except httpx.TransportError as error:
             problem = error
-        except _NobodyThereError as error:
+        except _UnavailableError as error:
             problem = StreamFailedError(str(error))
         if time.monotonic() + pause_s > deadline:
             raise problem
@@ -57,7 +57,7 @@ def resume_stream(
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-class _NobodyThereError(Exception):
+class _UnavailableError(Exception):
     """No router or no gang could answer at the moment."""
 
 
@@ -65,7 +65,7 @@ def _check(response: httpx.Response) -> None:
     if response.status_code == 200:
         return
     message = f"status {response.status_code}: {response.read().decode(errors='replace')}"
-    raise (_NobodyThereError if response.status_code in TRY_AGAIN else StreamFailedError)(message)
+    raise (_UnavailableError if response.status_code in TRY_AGAIN else StreamFailedError)(message)
 
 
 def _events(response: httpx.Response) -> Iterator[tuple[str, str]]:

@@ -10,13 +10,17 @@ The idea of KV in pages is PagedAttention's (vLLM, arXiv 2309.06180).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 # One layer of the pool, as the kernels that were chosen read it: a tensor, or `float8_kv.Float8KV`.
 LayerKV = Any
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class AttentionBatch:
     A row is one token, of a prompt chunk or of a decode. Rows `query_starts[s] : query_starts[s + 1]` are the newest
     tokens of sequence s; `context_lens[s]` counts all its tokens, these included. These two are lists on the host, so
     that no backend has to wait for a copy from the device. What tensors hold does not change while a batch is used:
-    backends keep what they derive from it.
+    backends keep what they derive from it (`DerivedFromBatches`).
     """
 
     query_starts: tuple[int, ...]  # [num_sequences + 1]
@@ -37,6 +41,56 @@ class AttentionBatch:
     positions: torch.Tensor  # [num_rows] int64, of each row's token in its sequence
     row_pages: torch.Tensor  # [num_rows] int64, the page into which the row's K and V are written
     row_slots: torch.Tensor  # [num_rows] int64, the row's place in that page, in tokens
+
+
+class DerivedFromBatches(Generic[T]):
+    """What a backend has derived from the last two batches, of which the layers of a step use one or two in turn."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[AttentionBatch, object, T]] = deque(maxlen=2)
+
+    def of(self, batch: AttentionBatch, derive: Callable[[], T], key: object = None) -> T:
+        """`key`: what else it is derived from."""
+        for kept, its_key, derived in self._kept:
+            if kept is batch and its_key == key:
+                return derived
+        derived = derive()
+        self._kept.append((batch, key, derived))
+        return derived
+
+
+def split_batch(batch: AttentionBatch, row: int) -> tuple[AttentionBatch, AttentionBatch]:
+    """The rows before `row`, and those from it on; neither is empty. The second may go on with the first's sequence.
+
+    Then the first has to be written before the second is read.
+    """
+    starts = batch.query_starts
+    assert 0 < row < starts[-1], f"row {row} of {starts[-1]} leaves a part without rows"
+    stop, first = bisect_left(starts, row), bisect_right(starts, row) - 1
+    context_lens = (*batch.context_lens[: stop - 1], batch.context_lens[stop - 1] - (starts[stop] - row))
+
+    def part(
+        rows: slice, sequences: slice, query_starts: tuple[int, ...], context_lens: tuple[int, ...]
+    ) -> AttentionBatch:
+        return replace(
+            batch,
+            query_starts=query_starts,
+            context_lens=context_lens,
+            page_starts=batch.page_starts[sequences],
+            positions=batch.positions[rows],
+            row_pages=batch.row_pages[rows],
+            row_slots=batch.row_slots[rows],
+        )
+
+    return (
+        part(slice(row), slice(stop), (*starts[:stop], row), context_lens),
+        part(
+            slice(row, None),
+            slice(first, None),
+            (0, *[start - row for start in starts[first + 1 :]]),
+            batch.context_lens[first:],
+        ),
+    )
 
 
 def page_table(batch: AttentionBatch, sequences: torch.Tensor, width: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""/tokenize, /detokenize and /version, as vLLM has them."""
+"""/tokenize, /detokenize and /version, as in vLLM."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class TokenizeApi:
             if request.prompt is None:
                 token_ids, _ = await chat_prompt(request, text, gang)
             elif request.messages:
-                raise invalid_value("prompt", "it cannot go with messages.")
+                raise invalid_value("prompt", "it cannot be combined with messages.")
             else:
                 most = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
                 if most is None:
@@ -100,7 +100,7 @@ class TokenizeApi:
         errors=_ERRORS,
     )
     async def detokenize(self, http: Request, identity: Identity) -> Response:
-        """With the text of special tokens."""
+        """The text, including that of special tokens."""
         async with self._open(http, identity, DetokenizeRequest) as request:
             await self._check_model(http, identity, request.model)
             gang = self._base.gang()
@@ -111,7 +111,7 @@ class TokenizeApi:
         return Response(_encode(DetokenizeAnswer(text)), media_type="application/json")
 
     def _open(self, http: Request, identity: Identity, kind: type[R]) -> AbstractAsyncContextManager[R]:
-        """The request in the body, with one prompt at most. See `BodyReader.open`."""
+        """The request in the body, with at most one prompt. See `BodyReader.open`."""
         gang = self._base.known_gang()
         context = None if gang is None else gang.max_model_len
         max_bytes = max_body_bytes(context, 1, self._config.now.max_body_bytes)

@@ -24,7 +24,7 @@ class EngineLoop:
     """Steps the engine while there is work, and sleeps while there is none."""
 
     def __init__(self, engine: Engine, step_deadline_s: float) -> None:
-        """`step_deadline_s`: a step that takes longer hangs, and often one that takes less (`step_deadline.py`)."""
+        """`step_deadline_s`: after which a step counts as hung, often earlier (`step_deadline.py`)."""
         self._engine = engine
         self._deadline = StepDeadline(step_deadline_s)
         self._wake = threading.Condition()
@@ -46,7 +46,7 @@ class EngineLoop:
 
     @property
     def alive(self) -> bool:
-        """The thread runs, has not failed, and its current step is not overdue."""
+        """Whether the thread runs, has not failed, and its current step is not overdue."""
         return (
             self._thread.is_alive()
             and self._failure is None
@@ -111,7 +111,7 @@ class EngineLoop:
                 self._inbox.clear()
 
     def _take_inbox(self) -> bool:
-        """Waits until a step is due and for as long as the next plan can wait; passes messages on. False: stop."""
+        """Waits until a step is due and the next plan cannot wait longer; passes messages on. False: stop."""
         with self._wake:
             # A step without work is a heartbeat, which finds a worker that died or hangs while the gang is idle.
             self._wake.wait_for(self._is_due, timeout=_HEARTBEAT_S)

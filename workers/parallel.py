@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 _LOOK_AGAIN_S = 0.05  # for a worker that others wait for
 
 
+class Sum(Protocol):
+    """An all-reduce that was begun. Its input is undefined until it has ended."""
+
+    def wait(self) -> torch.Tensor:
+        """The sum of all workers' tensors; on a GPU, what is launched later waits for it, and not the host."""
+
+
 class Parallel(Protocol):
     """Collectives among a gang's workers. Every worker calls the same ones in the same order."""
 
@@ -27,11 +35,14 @@ class Parallel(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all workers' x, in whose memory it may be."""
 
+    def begin_all_reduce(self, x: torch.Tensor) -> Sum:
+        """The same, under way while this worker computes."""
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """All workers' x, by rank: `[degree, *x.shape]`."""
 
     def meet(self) -> None:
-        """Returns when all workers have called it, however late one is. Once."""
+        """Returns when all workers have called it, however late one is. Once, before a step's deadline applies."""
 
 
 class Traffic:
@@ -54,6 +65,26 @@ class Traffic:
         self.sent_bytes += sent_bytes
 
 
+@dataclass(frozen=True)
+class EndedSum:
+    total: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        return self.total
+
+
+@dataclass(frozen=True)
+class GroupSum:
+    """One of torch.distributed, which sums in place."""
+
+    x: torch.Tensor
+    work: torch.distributed.Work
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        return self.x
+
+
 class Alone:
     """A gang of one worker: nothing to exchange."""
 
@@ -62,6 +93,9 @@ class Alone:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def begin_all_reduce(self, x: torch.Tensor) -> EndedSum:
+        return EndedSum(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0)
@@ -112,6 +146,14 @@ class ProcessGroup:
                 return self._one_shot.sum(x)
             torch.distributed.all_reduce(x)
         return x
+
+    def begin_all_reduce(self, x: torch.Tensor) -> Sum:
+        if x.numel() == 0 or (self._one_shot is not None and self._one_shot.fits(x)):
+            return EndedSum(self.all_reduce(x))
+        self.traffic.count_all_reduce(x, self.degree)
+        work = torch.distributed.all_reduce(x, async_op=True)
+        assert work is not None, "every worker is in the group"
+        return GroupSum(x, work)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty(self.degree * x.numel())

@@ -17,13 +17,16 @@ from .checkpoint.device_checkpoint import DeviceCheckpoint
 from .config import FLOAT8_EXPERTS, EngineConfig, default_kv_host_bytes
 from .copies.adapter_loader import AdapterLoader
 from .copies.page_mover import PageMover
+from .costs.nano_batches import LEAST_ROWS, first_rows_of
 from .costs.step_defaults import cpu_pool_bytes
 from .device import check_dtype, check_kv_dtype, check_weights_dtype, resolve_device
 from .device_memory import DeviceMemory
+from .execution.device_rows import MOST_ROWS
 from .execution.executor import LocalExecutor
 from .execution.feeding_executor import FeedingExecutor
 from .execution.graphs import CudaRecorder
 from .execution.runner import Runner
+from .gang_costs import measured_costs, note_of
 from .machine_memory import usable_memory_bytes
 from .memory.host_adapter_cache import HostAdapterCache
 from .memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray
@@ -108,8 +111,8 @@ def build_executor(
             pool[0].zero_()  # clears what was written there: attention may multiply what it does not see
         return runner
 
+    parallel.meet()  # the deadline of a step applies from here on, and workers do not load equally fast
     if device.type == "cuda":
-        parallel.meet()  # the deadline of a step applies from here on, and workers do not load equally fast
         on_progress("recording the GPU's work", 0, 1)
     pool_bytes = config.pool_bytes
     if pool_bytes is None and device.type == "cpu":
@@ -141,6 +144,18 @@ def build_executor(
     if device.type == "cuda":
         memory.log()
         on_progress("recording the GPU's work", 1, 1)
+    note, most_rows = runner.step_note, config.max_tokens_per_step
+    # What a GPU has recorded stays whole.
+    least_rows = max(MOST_ROWS, config.max_num_sequences) + 1 if device.type == "cuda" else LEAST_ROWS
+    if parallel.degree > 1 and most_rows >= least_rows:
+        pool = runner.pool
+
+        def runner_over(exchange: Parallel) -> Runner:
+            return Runner(decoder, kernels, exchange, pool, geometry, layout, rotary, geometry.num_pages)
+
+        costs = measured_costs(parallel, runner_over, context, least_rows, most_rows)
+        runner.nano_batches = first_rows_of(costs, least_rows, most_rows)
+        note += note_of(costs, runner.nano_batches, model.hidden_size * dtype.itemsize)
     cache = HostAdapterCache(
         AdapterStore(config.store_path), layout, config.host_bytes, _arena(config.host_bytes, geometry, device)
     )
@@ -148,7 +163,7 @@ def build_executor(
     loader = AdapterLoader(cache, runner.pool, kernels, config.store_deadline_s)
     # Tokens are fed where one worker computes everything.
     make = FeedingExecutor if device.type == "cuda" and parallel.degree == 1 else LocalExecutor
-    return make(runner, loader, mover, f"{kernels.choice}{runner.step_note}", num_threads, device, thread)
+    return make(runner, loader, mover, f"{kernels.choice}{note}", num_threads, device, thread)
 
 
 def _fastest_threads(
@@ -171,7 +186,6 @@ def _fastest_threads(
 
 def _least_of_all(num_bytes: int, parallel: Parallel) -> int:
     """Of the workers of a gang, whose machines may differ."""
-    parallel.meet()
     return int(parallel.all_gather(torch.tensor([num_bytes])).min())
 
 

@@ -1,4 +1,4 @@
-"""API keys as bytes: 80 bytes of memory each where a record of them in Python takes 500."""
+"""API keys in a compact table: 80 bytes of memory each, where Python records take 500."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .events import key_id_of
 from .tenants.records import ALL_OF_A_TENANT, KeyRecord, Quota, Scope
 
 DIGEST_BYTES: Final = 32
-_NUM_BUCKETS: Final = 16_384  # of a million keys 61 are in each: some 4 KB that are searched, and copied by a change
+_NUM_BUCKETS: Final = 16_384  # with a million keys, 61 in each: some 4 KB to search, and to copy for a change
 _OFFSET_BYTES: Final = 4
 _PLACE_BYTES: Final = DIGEST_BYTES + _OFFSET_BYTES
 
@@ -24,11 +24,11 @@ class _Fields(msgspec.Struct, array_like=True, frozen=True, gc=False):
     created_at: float = 0.0
     expires_at: float | None = None
     label: str = ""
-    scopes: frozenset[Scope] | None = None  # None: those that a key has by itself
+    scopes: frozenset[Scope] | None = None  # None: the default scopes
     quota: Quota = Quota()
 
 
-_USUAL: Final = msgspec.structs.astuple(_Fields(owner=0))[3:]  # of most keys: left out
+_USUAL: Final = msgspec.structs.astuple(_Fields(owner=0))[3:]  # the values of most keys, which are not stored
 _decoder = msgspec.msgpack.Decoder(_Fields)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -73,7 +73,7 @@ class _Bucket:
         self.fields = b""
 
     def find(self, prefix: bytes) -> int | None:
-        """Where in `places` a digest with this beginning is."""
+        """The position in `places` of a digest with this beginning."""
         at = self.places.find(prefix)
         while at > 0 and at % _PLACE_BYTES:  # the end of one and the beginning of the next
             at = self.places.find(prefix, at + 1)
@@ -97,7 +97,7 @@ class _Bucket:
         self.fields = self.fields[:start] + self.fields[end:]
 
     def _bounds(self, at: int) -> tuple[int, int]:
-        """Where in `fields` those of a row are."""
+        """Start and end of a row's fields in `fields`."""
         ends_at = at + _PLACE_BYTES
         return self._offset(at), len(self.fields) if ends_at == len(self.places) else self._offset(ends_at)
 
@@ -127,7 +127,7 @@ class KeyTable:
         return None if at is None else bucket.row(at)
 
     def put(self, digest: bytes, owner: int, record: KeyRecord) -> KeyRow | None:
-        """Adds a row, and gives the one that it replaces."""
+        """Adds a row, and returns the one that it replaces."""
         if len(digest) != DIGEST_BYTES:
             raise ValueError(f"{digest.hex()!r} is not the hash of a key: those have {2 * DIGEST_BYTES} digits")
         fields = _packed(owner, record)
@@ -137,7 +137,7 @@ class KeyTable:
         return before
 
     def remove(self, digest: bytes) -> KeyRow | None:
-        """Gives the row that it removes; None: it is not there."""
+        """Removes and returns a row; None: it does not exist."""
         bucket = self._bucket(digest)
         at = bucket.find(digest)
         if at is None:

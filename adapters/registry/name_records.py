@@ -29,7 +29,7 @@ from .versions.changed_fields import changed_fields
 from .versions.name_state import NameNotes, NameState, VersionNote, with_upload
 from .versions.rollout import MAX_CANARIES, MAX_PINS, MAX_PINS_IN_ALL, versions_of
 
-_MAX_TRIES: Final = 64  # of a change that loses to others
+_MAX_TRIES: Final = 64  # of a change that conflicts with others
 _encode = msgspec.json.Encoder().encode
 _decode_notes = msgspec.json.Decoder(NameNotes).decode
 
@@ -139,7 +139,7 @@ class NameRecords:
             result = str(new_last if new_last != last_version else after.current.version)
             written_entry = entry and structs.replace(entry, changed={**entry.changed, **changed_fields(before, after)})
             new_notes = "" if after.notes == NameNotes() else _encode(after.notes).decode()
-            # What adds no version, as a rollback, hardly needs memory.
+            # A change without a new version, such as a rollback, hardly needs memory.
             change_name = self._change_name if new_last != last_version else self._change_name_when_full
             async with answered_within(self._timeout_s):
                 written = await change_name(

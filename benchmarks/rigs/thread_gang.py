@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from motet.workers.parallel import Traffic
+from motet.workers.parallel import EndedSum, Traffic
 
 T = TypeVar("T")
 
@@ -25,6 +25,11 @@ class ThreadGroup:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self.traffic.count_all_reduce(x, self.degree)
         return x.copy_(torch.stack(self._exchange(x)).float().sum(0))
+
+    def begin_all_reduce(self, x: torch.Tensor) -> EndedSum:
+        total = self.all_reduce(x.clone())
+        x.fill_(torch.nan)  # as it may be until the sum has ended
+        return EndedSum(total)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         self.traffic.count_all_gather(x, self.degree)

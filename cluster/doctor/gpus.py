@@ -13,7 +13,7 @@ from ..byte_size import format_byte_size
 from .finding import Finding, error, ok, warning
 
 CHECK = "gpus"
-TIMEOUT_S = 120.0  # torch comes from a cold disk
+TIMEOUT_S = 120.0  # torch may be read from a cold disk
 QUERY = ("index", "uuid", "name", "driver_version", "memory.total", "memory.used", "mig.mode.current", "compute_mode")
 PROBE_TORCH = """
 import json, torch
@@ -49,7 +49,7 @@ class GpuFacts:
 
 
 def gather_gpus(wanted_by_ray: int = 0) -> GpuFacts:
-    """Without a driver nothing is loaded, and it takes no time."""
+    """Loads nothing, and takes no time, if there is no driver."""
     if not has_driver():
         return GpuFacts(has_driver=False, wanted_by_ray=wanted_by_ray)
     listed, problem = _run("nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
@@ -73,7 +73,7 @@ def gather_gpus(wanted_by_ray: int = 0) -> GpuFacts:
 
 
 def parse_gpus(listed: str) -> tuple[Gpu, ...]:
-    """What nvidia-smi says for QUERY, a line for each; lines of another form are left out."""
+    """Parses the output of nvidia-smi for QUERY; lines of another form are skipped."""
     found = []
     for line in listed.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -95,11 +95,11 @@ def parse_gpus(listed: str) -> tuple[Gpu, ...]:
 
 
 def _mib(text: str) -> int:
-    return int(text) << 20 if text.isdigit() else 0  # "[N/A]" where it is not known
+    return int(text) << 20 if text.isdigit() else 0  # "[N/A]" if unknown
 
 
 def _run(*command: str) -> tuple[str, str]:
-    """What it printed, and why it failed."""
+    """Its output, and the reason if it failed."""
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as problem:
@@ -118,7 +118,7 @@ def check_gpus(facts: GpuFacts, *, tensor_parallel: int) -> list[Finding]:
                     CHECK,
                     f"Ray counts {facts.wanted_by_ray} GPUs here, and there is no NVIDIA driver (libcuda.so.1)",
                     why="gangs that are placed here cannot start",
-                    do="the NVIDIA container toolkit on the node, and NVIDIA_DRIVER_CAPABILITIES=compute,utility in "
+                    do="install the NVIDIA container toolkit, and set NVIDIA_DRIVER_CAPABILITIES=compute,utility in "
                     "the container (motet-cuda has it)",
                 )
             ]
@@ -136,7 +136,7 @@ def _driver(facts: GpuFacts) -> list[Finding]:
             CHECK,
             f"nvidia-smi shows no GPU: {facts.smi_problem or 'it lists none'}",
             why="GPUs, their memory and MIG could not be examined",
-            do="NVIDIA_DRIVER_CAPABILITIES=compute,utility, and nvidia.com/gpu in the container's limits",
+            do="set NVIDIA_DRIVER_CAPABILITIES=compute,utility, and nvidia.com/gpu in the container's limits",
         )
     ]
 
@@ -151,7 +151,7 @@ def _torch(facts: GpuFacts, tensor_parallel: int) -> list[Finding]:
                 CHECK,
                 f"torch sees no GPU: {reason}",
                 why="gangs would compute on the CPU, or not start with --device cuda",
-                do="a torch built for CUDA (the image motet-cuda), a driver as new as its CUDA, and nvidia.com/gpu (or "
+                do="use a torch built for CUDA (the image motet-cuda), a driver for its CUDA, and nvidia.com/gpu (or "
                 "nvidia.com/mig-…) in the container's limits",
             )
         ]
@@ -162,7 +162,7 @@ def _torch(facts: GpuFacts, tensor_parallel: int) -> list[Finding]:
                 CHECK,
                 "torch has no NCCL",
                 why=f"the {tensor_parallel} workers of a gang add up their shares with it",
-                do="a torch built for CUDA on Linux: the image motet-cuda",
+                do="use a torch built for CUDA on Linux: the image motet-cuda",
             )
         )
     if tensor_parallel > 1 and facts.num_mig_devices:
@@ -183,9 +183,9 @@ def _gpu(gpu: Gpu, facts: GpuFacts) -> list[Finding]:
         findings.append(
             error(
                 CHECK,
-                f"GPU {gpu.index}: MIG is on, and no slice of it is here",
-                why="a GPU in this mode computes on slices alone",
-                do="limits of nvidia.com/mig-… instead of nvidia.com/gpu, or nvidia-smi -mig 0 on the node",
+                f"GPU {gpu.index}: MIG is on, and no slice of it is visible",
+                why="a GPU in this mode computes only on slices",
+                do="use limits of nvidia.com/mig-… instead of nvidia.com/gpu, or run nvidia-smi -mig 0 on the node",
             )
         )
     if gpu.compute_mode not in ("Default", "[N/A]"):
@@ -193,8 +193,8 @@ def _gpu(gpu: Gpu, facts: GpuFacts) -> list[Finding]:
             warning(
                 CHECK,
                 f"GPU {gpu.index}: its compute mode is {gpu.compute_mode}",
-                why="a gang that replaces another needs the GPU while that one still ends",
-                do="nvidia-smi -c DEFAULT on the node",
+                why="a new gang needs the GPU while the one that it replaces is still ending",
+                do="run nvidia-smi -c DEFAULT on the node",
             )
         )
     if gpu.memory_bytes and gpu.used_bytes > BUSY_SHARE * gpu.memory_bytes:
@@ -202,7 +202,7 @@ def _gpu(gpu: Gpu, facts: GpuFacts) -> list[Finding]:
         findings.append(
             warning(
                 CHECK,
-                f"GPU {gpu.index}: {taken} are taken already",
+                f"GPU {gpu.index}: {taken} are already in use",
                 why="if not by a gang of motet, as with time slicing, the pool may not fit",
                 do="see nvidia-smi; lower --pool-bytes until all fit, or use MIG instead of time slicing",
             )

@@ -66,7 +66,7 @@ class EdgeWatch:
             self._has_failed = True
             return
         self.refused, self._has_failed = refused, False
-        self._tell(refused, last)
+        self._log_refusals(refused, last)
 
     def _watches(self) -> bool:
         """Whether no other router of the node watches. The kernel ends the lock with its process."""
@@ -80,7 +80,7 @@ class EdgeWatch:
             self._lock = lock
         return True
 
-    def _tell(self, refused: Mapping[str, int], last: str) -> None:
+    def _log_refusals(self, refused: Mapping[str, int], last: str) -> None:
         before, now = self._logged, time.monotonic()
         if sum(refused.values()) < sum(before.values()):  # another HAProxy has taken over
             self._logged = before = {}

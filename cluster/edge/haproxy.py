@@ -24,8 +24,8 @@ from .serve_variables import BINARY_VARIABLE
 
 PROGRAM = "motet.cluster.edge.haproxy"
 NODE_FOLDER = "motet-haproxy"
-OF_ENVIRONMENT = "environment"  # in the place of limits: variables say them whenever HAProxy starts
-SPARE_FILES = 512  # that HAProxy opens beside its connections, those of listeners that are handed over included
+OF_ENVIRONMENT = "environment"  # instead of limits: they are read from variables whenever HAProxy starts
+SPARE_FILES = 512  # that HAProxy opens besides its connections, listeners that it takes over included
 FILES_PER_CONNECTION = 2  # the client's and the router's
 
 
@@ -37,7 +37,7 @@ def write_haproxy(path: Path, limits: EdgeLimits, front_host: str | None) -> Pat
 
 
 def write_edge_program(path: Path) -> Path:
-    """Writes a script as `write_haproxy` does, for an image: everybody may run it.
+    """Writes a script as `write_haproxy` does, for an image: all users may run it.
 
     Its limits are those that the environment says when HAProxy starts, and its front listens where Serve says.
     """
@@ -56,7 +56,7 @@ def is_edge_program(program: str) -> bool:
 
 
 def offer_haproxy(limits: EdgeLimits) -> None:
-    """Has a Serve that is started in this process, or by it, run HAProxy with these limits.
+    """Makes a Serve that is started in this process, or by it, run HAProxy with these limits.
 
     For processes of nodes, each of which has another place of its own for Python. Serve must not be imported yet. A
     program that the node's environment names already stays.
@@ -81,12 +81,12 @@ def _script(limits: EdgeLimits | None, front_host: str | None) -> str:
 
 
 def connections_with_room(wanted: int, max_files: int) -> int:
-    """So many of the connections that are wanted fit into the files that a process may open; at least one."""
+    """The wanted connections, or fewer if the limit of open files is lower; at least one."""
     return max(1, min(wanted, (max_files - SPARE_FILES) // FILES_PER_CONNECTION))
 
 
 def main(arguments: list[str]) -> None:
-    """Does not return, if HAProxy can be run. `arguments`: the limits, the front's host, then HAProxy's own."""
+    """Becomes HAProxy, and does not return. `arguments`: the limits, the front's host, then HAProxy's own."""
     try:
         limits = limits_of_environment() if arguments[0] == OF_ENVIRONMENT else EdgeLimits.from_json(arguments[0])
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Answers `GET /metrics` on a socket that listens.
+"""Answers `GET /metrics` on a listening socket.
 
-Prometheus asks every few seconds, so there is a connection for each scrape and nothing is kept between them.
+Prometheus scrapes every few seconds, so each scrape has its own connection, and no state is kept between them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MetricsServer:
     def __init__(
         self, page: Callable[[bytes], Awaitable[bytes | None]], *, max_connections: int = MAX_CONNECTIONS
     ) -> None:
-        """`page` makes the text for a bearer token (empty: none was sent); None: it opens nothing.
+        """`page` returns the text for a bearer token (empty: none was sent); None: the token is not accepted.
 
         Connections beyond `max_connections` at once are closed.
         """
@@ -71,7 +71,7 @@ class MetricsServer:
         try:
             text = await self._page(_bearer(headers))
         except Exception:
-            _log.exception("the page of metrics could not be made")
+            _log.exception("the page of metrics could not be rendered")
             return _response("500 Internal Server Error", b"the cause is in the log\n")
         if text is None:
             refusal = b"the operators' key is needed: Authorization: Bearer KEY\n"

@@ -1,8 +1,8 @@
-"""One port a node, where the pages of all processes on it are one page.
+"""One port for each node, whose page combines the pages of all processes on the node.
 
-Each process has its own page behind a Unix socket in a folder of the node, which is private to the user. The process
-that comes first listens at the port. Those that come later are handed its listening socket: they all accept from one
-queue, so any that lives answers, and none that dies or hangs takes the port with it.
+Each process has its own page behind a Unix socket in a folder of the node, which is private to the user. The first
+process listens at the port, and passes its listening socket to later ones: they all accept from one queue, so any
+living process answers, and one that dies or hangs does not take the port with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .metrics_server import HEAD_END, METRICS, MetricsServer
 FOLDER: Final = "motet-metrics-{}"  # by user, in the folder of temporary files
 SHORT_PARENT: Final = Path("/tmp")  # for paths that would be too long there
 READ_S: Final = 4.0  # for all pages: less than Prometheus waits
-MAX_READERS: Final = 256  # of one process's page at once: each of a node's processes may answer several scrapes
+MAX_READERS: Final = 256  # of one process's page at once: every process of a node may answer several scrapes
 MAX_PAGE_BYTES: Final = 8 << 20
 _MAX_SOCKET_BYTES: Final = 100  # the kernel's limit is 104 on macOS and 108 on Linux
 _CONNECT_S: Final = 1.0  # for another process to hand its listening socket over
@@ -40,16 +40,16 @@ _log = logging.getLogger(__name__)
 
 
 class _RefusedError(Exception):
-    """A process whose page another key opens."""
+    """The key is not accepted by this process."""
 
 
 class NodePage:
-    """The part that one process has in its node's page. Belongs to one event loop."""
+    """One process' part of its node's page. Belongs to one event loop."""
 
     def __init__(self, process: str, name: str, page: Callable[[bytes], Awaitable[bytes | None]]) -> None:
         """`process`: router or gang, and `name` is its label of that name.
 
-        `page`: the process's own, for requests with a key; None: another key opens it.
+        `page`: the process's own, for a key; None: the key is not accepted.
         """
         self._own, self._name = MetricsServer(page, max_connections=MAX_READERS), f"{process}_{name}"
         self._shared = MetricsServer(self.text)
@@ -59,7 +59,7 @@ class NodePage:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Raises OSError if this process's own page cannot be at hand. The port is tried until it is free."""
+        """Raises OSError if this process's own page cannot be served. Retries the port until it is free."""
         self._prefix = f"{host}_{port}_"
         self._folder = await asyncio.to_thread(node_folder, len(self._path(_LISTENER).name))
         own = await asyncio.to_thread(_listening, self._path(_PAGE))
@@ -80,7 +80,7 @@ class NodePage:
                 self._path(suffix).unlink(missing_ok=True)
 
     async def text(self, key: bytes) -> bytes | None:
-        """The pages of all processes that the key opens; None if it opens none."""
+        """The pages of all processes that accept the key; None: none does."""
         processes = self._processes(_PAGE)
         pages = await asyncio.gather(*(_read(path, key) for path in processes), return_exceptions=True)
         texts, is_up = [], {}
@@ -100,7 +100,7 @@ class NodePage:
             num_tries += 1
             if num_tries == 10:
                 _log.warning(
-                    "no metrics at %s:%d: it is in use by another program; it is tried until it is free", host, port
+                    "no metrics at %s:%d: it is in use by another program; trying again until it is free", host, port
                 )
             await asyncio.sleep(RETRY_S)
 
@@ -118,7 +118,7 @@ class NodePage:
         return self._folder / f"{self._prefix}{self._name}{suffix}"
 
     def _processes(self, suffix: str) -> dict[Path, tuple[str, str]]:
-        """The sockets of all processes of this port, this one included: what each is, and its name."""
+        """The sockets of all processes of this port, this one included, with each one's kind and name."""
         names = sorted(os.listdir(self._folder))
         return {
             self._folder / name: (process, rest)
@@ -129,7 +129,7 @@ class NodePage:
 
 
 def node_folder(name_bytes: int) -> Path:
-    """The folder for sockets of this user's processes. Raises OSError, too if it is another user's.
+    """The folder for sockets of this user's processes. Raises OSError, also if it is another user's.
 
     `name_bytes`: of the longest name in it.
     """
@@ -145,7 +145,7 @@ def node_folder(name_bytes: int) -> Path:
 
 
 def _listening(path: Path) -> socket.socket:
-    """A Unix socket at the path, which appears there when it listens: one that refuses is of a process that died."""
+    """A listening Unix socket. Its path appears once it listens, so a socket that refuses belongs to a dead process."""
     unready = path.with_suffix(".new")
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -195,7 +195,7 @@ def _hand_to_next(hand_over: socket.socket, listener: socket.socket) -> None:
 
 
 async def _read(path: Path, key: bytes) -> bytes:
-    """A process's page. Raises _RefusedError, or what says that it cannot be read now."""
+    """A process's page. Raises _RefusedError, or another exception if it cannot be read now."""
     async with asyncio.timeout(READ_S):
         reader, writer = await asyncio.open_unix_connection(path)
         try:

@@ -1,4 +1,4 @@
-"""What a gang's replica reports to the autoscaler, and how the autoscaler reads it.
+"""The numbers that a gang's replica reports to the autoscaler, and how the autoscaler reads them.
 
 Ray Serve asks each replica a few times in a window for numbers with names. The policy gets them as time series.
 """
@@ -22,14 +22,14 @@ ADAPTER_LOADS = "adapter_loads"
 ADAPTER_EVICTIONS = "adapter_evictions"
 COMPUTED_TOKENS = "computed_tokens"
 # Gauges of one tenant: its name follows.
-BACKGROUND_SHARE = "background_share"  # a gauge: which part of what runs yields to everybody else's
+BACKGROUND_SHARE = "background_share"  # a gauge: the share of background work in what runs
 TENANT_TOKENS = "tenant_tokens/"
 TENANT_PRESSURE = "tenant_pressure/"
-_MAX_TENANTS = 8  # reported: those with the largest backlogs, as the bound is against a few that flood
+_MAX_TENANTS = 8  # reported ones, with the largest backlogs, since only a few tenants can flood a gang
 
 
 class Sample(Protocol):
-    """One of a series, as Serve keeps them."""
+    """One sample of a series, as Serve stores it."""
 
     @property
     def timestamp(self) -> float: ...
@@ -38,7 +38,7 @@ class Sample(Protocol):
 
 
 def gang_stats(load: EngineLoad, max_num_sequences: int, shares: Iterable[TenantShare] = ()) -> dict[str, float]:
-    """The numbers to report. The pressure is that of pages or of places for sequences, whichever are scarcer.
+    """The numbers to report. The pressure is that of pages or of places for sequences, whichever is higher.
 
     Background work does not cause another gang, as it uses what others leave: its queue is not reported, and its
     part of the pressure neither. `shares`: of the tenants that have sequences there. A tenant's part of the pressure is
@@ -89,7 +89,7 @@ def gang_load(means: Mapping[str, float], series: Mapping[str, Sequence[Sample]]
 
 
 def growth_per_s(series: Sequence[Sample]) -> float:
-    """How fast a counter grew from the first to the last sample; 0 if there are not two."""
+    """The rate of a counter from the first to the last sample; 0 with fewer than two."""
     if len(series) < 2 or series[-1].timestamp <= series[0].timestamp:
         return 0.0
     return max(0.0, series[-1].value - series[0].value) / (series[-1].timestamp - series[0].timestamp)

@@ -31,7 +31,7 @@ def check_host(host: str | None) -> Refusal | None:
 
 
 def check_keys(keys: tuple[tuple[str, str], ...]) -> Refusal | None:
-    """The keys themselves are secrets: they are not repeated."""
+    """Keys are secrets, so messages do not contain them."""
     seen: dict[str, str] = {}
     for tenant, key in keys:
         try:
@@ -69,7 +69,7 @@ def check_redis_url(url: str | None) -> Refusal | None:
 
 
 def _is_cut_in_password(parts: SplitResult) -> bool:
-    """Whether the host's part ends too early, as at a "/" in a password: what is taken for a port is in messages."""
+    """Whether the host's part ends too early, as at a "/" in a password, which messages would then show as a port."""
     if parts.scheme == "unix":
         return ":" in parts.netloc and "@" not in parts.netloc
     try:
@@ -118,7 +118,7 @@ def check_algorithms(algorithms: str) -> Refusal | None:
 
 
 def _without_password(url: str) -> str:
-    """What follows the last "@", up to a query, as passwords stand before the one and in the other."""
+    """The part after the last "@", up to a query, since passwords are before it or in the query."""
     before, at, after = url.rpartition("@")
     if "?" in before:
         return "…"
@@ -132,7 +132,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         str | None,
         Unit("ADDRESS", "an address of this machine"),
         Setting(
-            "Address to listen at; 0.0.0.0 is all of this machine.",
+            "Address to listen at; 0.0.0.0: all addresses of this machine.",
             unset="127.0.0.1, and with --address 0.0.0.0",
             check=check_host,
             not_in_args=OF_SERVE,
@@ -146,7 +146,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(ge=16, le=1_000_000),
         Unit("NUMBER"),
         Setting(
-            "Most connections at once, at each front; fewer where a process may open too few files.",
+            "The most connections at once, at each front; fewer if the limit of open files is too low.",
             env="MOTET_MAX_CONNECTIONS",
             not_in_args=OF_THE_EDGE,
         ),
@@ -154,7 +154,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_connections_per_source: Annotated[
         CountOrNone,
         Setting(
-            "Most requests under way from one address, and connections once half of all are taken; 0: no bound.",
+            "The most running requests from one address, and connections once half of all are in use; 0: no limit.",
             env="MOTET_MAX_CONNECTIONS_PER_SOURCE",
             not_in_args=OF_THE_EDGE,
         ),
@@ -162,7 +162,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_requests_per_key: Annotated[
         CountOrNone,
         Setting(
-            "Most requests under way with one key, at each front; 0: no bound.",
+            "The most running requests with one key, at each front; 0: no limit.",
             env="MOTET_MAX_REQUESTS_PER_KEY",
             not_in_args=OF_THE_EDGE,
         ),
@@ -170,8 +170,8 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_keyless_per_second: Annotated[
         CountOrNone,
         Setting(
-            "Most requests a second from one address without a key, with unknown keys, and to routes that need none, "
-            "each by itself; 0: no bound.",
+            "The most requests a second from one address without a key, with unknown keys, and to routes that need "
+            "none, each counted separately; 0: no limit.",
             env="MOTET_MAX_KEYLESS_PER_SECOND",
             not_in_args=OF_THE_EDGE,
         ),
@@ -191,7 +191,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         str,
         Unit("ORIGINS", "origins with commas between them, or *"),
         Setting(
-            "Origins of web pages whose scripts may ask motet and read its answers; *: of all.",
+            "Origins of web pages whose scripts may send requests to motet; *: all origins.",
             "live",
             live_in="router",
             unset="none",
@@ -202,13 +202,13 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     access_log: Annotated[
         bool,
         Setting(
-            "Whether routers write a line in their log for each request, without anything of its content.",
+            "Whether routers log a line for each request, without its content.",
             "live",
             live_in="router",
         ),
     ] = True
     log_format: Annotated[
-        LogFormat, Setting("How routers, gangs and workers write their logs: text for people, json for machines.")
+        LogFormat, Setting("How routers, gangs and workers write their logs: text for humans, json for machines.")
     ] = "text"
     log_level: Annotated[LogLevel, Setting("Lowest level of the lines in their logs.")] = "info"
     keys: Annotated[
@@ -228,7 +228,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         str | None,
         Unit("KEY", "printable ASCII without spaces"),
         Setting(
-            "The key that /status, /metrics and each node's metrics ask for.",
+            "The key for /status, /metrics and each node's metrics.",
             unset="the one in the file operator_key of the data folder, made at the first start",
             env="MOTET_OPERATOR_KEY",
             secret=True,
@@ -240,7 +240,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         str,
         Unit("URLS", "https URLs with commas between them"),
         Setting(
-            "Identity providers whose tokens are accepted in place of API keys.",
+            "Identity providers whose tokens are accepted instead of API keys.",
             unset="none",
             env="MOTET_OIDC_ISSUERS",
             check=check_issuers,
@@ -268,15 +268,15 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         Meta(ge=0, le=65535),
         Unit("NUMBER"),
         Setting(
-            "Each node shows the metrics of its routers and gangs at this port; 0: it shows none. Other machines reach "
-            "it on a running cluster only."
+            "Port of each node for the metrics of its routers and gangs; 0: none. Other machines reach it only on a "
+            "running cluster."
         ),
     ] = 9400
     metrics_access: Annotated[
         Literal["operators", "all"],
         Setting(
-            "Who may read these: holders of the operators' key, or all, for collectors that cannot send one; then the "
-            "network has to keep others out."
+            "Access to these: with the operators' key, or for all, if collectors cannot send a key; then the network "
+            "must keep others out."
         ),
     ] = "operators"
     redis_url: Annotated[
@@ -295,7 +295,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         Bytes,
         Setting(
             "Memory of motet's own Redis (another one has its own `maxmemory`). When it is full, uploads are refused; "
-            "completions go on until the ledger's disk is full, too (docs/size.md).",
+            "completions work until the ledger's disk is full, too (docs/size.md).",
             not_in_args="applications use a Redis of their own, whose maxmemory bounds it",
         ),
     ] = 1 << 30

@@ -39,9 +39,9 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     token_interval_s: Annotated[
         Seconds | Literal["auto"],
         Setting(
-            "Target time of a step while answers are generated: each waits a step for its next token. It takes "
-            "fewer tokens of prompts to meet it; while each tenant that waits has several prompts of its own to be "
-            "computed, up to 5 times as long. auto: 0.1 on CPUs, 0.05 on a GPU. 0: no target, up to "
+            "Target time of a step while answers are generated: each waits a step for its next token. It "
+            "limits the prompt tokens of a step; while each tenant that generates has several prompts of its own to "
+            "compute, a step may take up to 5 times as long. auto: 0.1 on CPUs, 0.05 on a GPU. 0: no target, up to "
             "max-tokens-per-step, for offline batches.",
             "live",
             live_in="gang",
@@ -79,8 +79,8 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tenant_running_share: Annotated[
         Share,
         Setting(
-            "Share of the sequences that run at once in a gang that one tenant may have. Others of it wait, even if "
-            "there are places. 1: no bound.",
+            "Share of a gang's running sequences that one tenant may have. Its further ones wait, even if there are "
+            "free places. 1: no limit.",
             "live",
             live_in="gang",
         ),
@@ -88,7 +88,7 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_queue_wait_s: Annotated[
         Seconds,
         Setting(
-            "A request that would have to wait longer for its turn is refused at once. 0: no limit.",
+            "A request with a longer expected wait in the queue is refused at once. 0: no limit.",
             "live",
             live_in="router",
         ),

@@ -23,16 +23,16 @@ class Memory(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     device_memory_share: Annotated[
         Share,
         Setting(
-            "Share of its GPU's memory that a worker may take where --pool-bytes is not given, with all that others "
-            "have there: after weights, the largest step and graphs, which it measures, the rest is its pool.",
+            "Share of its GPU's memory that a worker may use without --pool-bytes, including what other processes use: "
+            "it measures weights, the largest step and graphs, and the rest is its pool.",
             "live",
         ),
     ] = 0.9
     host_bytes: Annotated[
         BytesOrNone,
         Setting(
-            "Host memory of each worker for packed adapters that wait to be used. 0: none, each is read from the data "
-            "folder.",
+            "Host memory of each worker for packed adapters that are not in its pool. 0: none, they are read from the "
+            "data folder.",
             "live",
         ),
     ] = 4 << 30
@@ -48,7 +48,7 @@ class Memory(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
         BytesOrNone,
         Setting("Disk of each worker for KV that has no room in --kv-host-bytes, which it needs. 0: none.", "live"),
     ] = 0
-    prefix_cache: Annotated[bool, Setting("Whether requests of a tenant that begin alike share their KV.", "live")] = (
+    prefix_cache: Annotated[bool, Setting("Whether a tenant's requests with a common prefix share its KV.", "live")] = (
         True
     )
     block_size: Annotated[Count, Setting("Tokens in a page of KV. Adapters are packed for it.")] = 16

@@ -63,12 +63,12 @@ class Placement(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=T
         ExpertSharding,
         Setting("How the workers of a gang divide a mixture of experts: the features of each expert, or the experts."),
     ] = "tensor"
-    gang_num_cpus: Annotated[Amount, Setting("Ray's CPUs that each worker of a gang takes.")] = 1.0
+    gang_num_cpus: Annotated[Amount, Setting("Ray's CPUs for each worker of a gang.")] = 1.0
     gang_num_gpus: Annotated[
         Amount,
         Setting(
-            "Ray's GPUs that each worker takes, or, in a gang of one, a share of one, which needs --pool-bytes. On "
-            "this machine 0 means one where there is any.",
+            "Ray's GPUs for each worker; in a gang of one worker also a share of a GPU, which needs --pool-bytes. On "
+            "this machine 0 means one GPU if there is any.",
             check=check_num_gpus,
         ),
     ] = 0.0
@@ -76,7 +76,7 @@ class Placement(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=T
         Amounts,
         RESOURCE,
         Setting(
-            "A custom resource of Ray that each worker of a gang takes.", flags=("resource",), check=check_resources
+            "A custom resource of Ray that each worker of a gang needs.", flags=("resource",), check=check_resources
         ),
     ] = ()
     gang_labels: Annotated[
@@ -94,5 +94,5 @@ class Placement(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=T
     router_resources: Annotated[
         Amounts,
         RESOURCE,
-        Setting("A custom resource that each router takes.", flags=("router-resource",), check=check_resources),
+        Setting("A custom resource of Ray that each router needs.", flags=("router-resource",), check=check_resources),
     ] = ()

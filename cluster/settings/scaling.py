@@ -20,7 +20,7 @@ class Scaling(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ),
     ] = 1
     max_gangs: Annotated[
-        Count | None, Setting("Most copies under load.", "live", unset="as --min-gangs, at least 1")
+        Count | None, Setting("The most copies under load.", "live", unset="as --min-gangs, at least 1")
     ] = None
     queued_tokens_per_gang: Annotated[
         Count | None,
@@ -33,21 +33,19 @@ class Scaling(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pool_pressure: Annotated[
         Share,
         Setting(
-            "Share of a gang's pages, or of its places for running sequences, that may be taken before another gang "
-            "is called for.",
+            "Share of a gang's pages, or of its places for running sequences, that may be in use before another "
+            "gang is started.",
             "live",
         ),
     ] = 0.8
     adapter_loads_per_s: Annotated[
         PositiveAmount,
-        Setting(
-            "Adapters that a gang may load into its full pool each second before another gang is called for.", "live"
-        ),
+        Setting("Adapters that a gang may load into its full pool each second before another gang is started.", "live"),
     ] = 4.0
     scale_down_share: Annotated[
         Share,
         Setting(
-            "Gangs are taken away only if the rest would stay below this share of --queued-tokens-per-gang, "
+            "Gangs are stopped only if the others would stay below this share of --queued-tokens-per-gang, "
             "--pool-pressure and --adapter-loads-per-s.",
             "live",
         ),
@@ -65,8 +63,8 @@ class Scaling(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tenant_scaling_share: Annotated[
         Share,
         Setting(
-            "Share of --max-gangs that one tenant's backlog may call for, so that a flood of one tenant does not start "
-            "them all. 1: no bound.",
+            "Share of --max-gangs that may be started for one tenant's backlog, so that one tenant does not start "
+            "them all. 1: no limit.",
             "live",
         ),
     ] = 1.0

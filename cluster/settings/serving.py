@@ -36,20 +36,20 @@ class Serving(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     weights_dtype: Annotated[
         WeightsDtype,
         Setting(
-            "Type of the weights of the layers' linears. dtype: that of --dtype. float8: half of it, quantised as the "
-            "base is read, and what comes in at each step; for dense bases on GPUs of compute capability 9.0 or more."
+            "Type of the weights of the layers' linears. dtype: that of --dtype. float8: half the memory, quantised as "
+            "the base is read, and inputs in each step; for dense bases on GPUs of compute capability 9.0 or more."
         ),
     ] = "dtype"
     kv_dtype: Annotated[
         KVDtype,
         Setting(
-            "Type of the KV. dtype: that of --dtype. float8: little more than half of it, quantised as each token is "
-            "computed; for GPUs of compute capability 9.0 or more. Adapters are packed for it."
+            "Type of the KV. dtype: that of --dtype. float8: little more than half the memory, quantised as each token "
+            "is computed; for GPUs of compute capability 9.0 or more. Adapters are packed for it."
         ),
     ] = "dtype"
     max_model_len: Annotated[
         Count | None,
-        Setting("Most tokens of a prompt and its completion together.", "live", unset="the model's"),
+        Setting("The most tokens of a prompt and its completion together.", "live", unset="the model's"),
     ] = None
     data_dir: Annotated[
         Folder, Setting("Holds adapters, the registry and downloaded models.", env="MOTET_DATA_DIR")
@@ -65,13 +65,13 @@ class Serving(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         SmallSums,
         Setting(
             "How the GPUs of a gang sum their parts of a decode step: each by one kernel that reads the others' "
-            "memory, where they reach it, or by NCCL as all that is larger."
+            "memory, if they can, or by NCCL like all larger sums."
         ),
     ] = "one-shot"
     slow_kernels: Annotated[
         SlowKernels,
         Setting(
-            "Whether a gang may compute with plain kernels, many times slower, where the fast ones cannot be had.",
+            "Whether a gang may compute with plain kernels, many times slower, if the fast ones are not available.",
             env="MOTET_SLOW_KERNELS",
         ),
     ] = "allow"

@@ -60,22 +60,22 @@ class Timeouts(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     step_deadline_s: Annotated[
         PositiveSeconds,
         Setting(
-            "A worker that takes longer for a step hangs, and its gang is replaced. It hangs earlier if it takes 20 "
-            "times as long as for any step before, and 30 seconds.",
+            "A worker that takes longer for a step counts as hung, and its gang is replaced. It counts earlier if it "
+            "takes 20 times as long as for any earlier step, and 30 seconds.",
             "live",
         ),
     ] = 120.0
     store_deadline_s: Annotated[
         PositiveSeconds,
         Setting(
-            "Most time to read an adapter from the data folder. Then its sequences continue at another gang, or wait "
-            "and try again a few times.",
+            "The most time to read an adapter from the data folder. Then its sequences continue at another gang, or "
+            "retry a few times.",
             "live",
         ),
     ] = 15.0
     start_deadline_s: Annotated[
         PositiveSeconds,
-        Setting("Most time for the workers of a gang to start, before they load the model.", "live"),
+        Setting("The most time for the workers of a gang to start, before they load the model.", "live"),
     ] = 300.0
     ready_interval_s: Annotated[
         PositiveSeconds,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-from ..attention import AttentionBatch
+from ..attention import AttentionBatch, DerivedFromBatches
 from ..float8_kv import SCALE_BYTES, Float8KV
 from .attention_device import chunk_kernel
 from .decode import Decodes, DecodeTuning, keys_of_tile
@@ -37,8 +37,6 @@ class _Launch:
     For a batch of decodes alone no tables are made here.
     """
 
-    batch: AttentionBatch
-    shape: tuple[int, int]  # heads of a group, head size
     decodes: Decodes
     blocks: torch.Tensor | None  # [num_blocks, 3] int32, see `chunk_kernel`
     block_rows: int  # rows of a tile of queries: tokens times heads of a group
@@ -48,7 +46,7 @@ class _Launch:
         starts = batch.query_starts
         counts = [end - start for start, end in itertools.pairwise(starts)]
         if all(count == 1 for count in counts):
-            return _Launch(batch, (group, head_dim), Decodes(batch, len(counts), None, None, tuning), None, 0)
+            return _Launch(Decodes(batch, len(counts), None, None, tuning), None, 0)
         decodes = [sequence for sequence, count in enumerate(counts) if count == 1]
         widest = 128 if head_dim <= 128 else 64
         if q.dtype == torch.float32:  # no matrix instructions: larger tiles spill, and take a minute to compile
@@ -77,7 +75,7 @@ class _Launch:
         num = len(decodes)
         blocks_on_device = staged[2 * num :].view(-1, 3)
         on_device = Decodes(batch, num, staged[:num], staged[num : 2 * num], tuning)
-        return _Launch(batch, (group, head_dim), on_device, blocks_on_device, block_rows)
+        return _Launch(on_device, blocks_on_device, block_rows)
 
 
 class TritonAttention:
@@ -90,7 +88,7 @@ class TritonAttention:
 
     def __init__(self, tuning: AttentionTuning | None = None, decode_tuning: DecodeTuning | None = None) -> None:
         self._tuning, self._decode_tuning = tuning or AttentionTuning(), decode_tuning or DecodeTuning()
-        self._launch: _Launch | None = None  # of the last batch, which all layers of a step share
+        self._launches = DerivedFromBatches[_Launch]()
 
     def write_kv(
         self,
@@ -184,10 +182,8 @@ class TritonAttention:
         return out
 
     def _launch_of(self, batch: AttentionBatch, q: torch.Tensor, kv: torch.Tensor) -> _Launch:
-        shape = (q.shape[1] // kv.shape[3], q.shape[2])
-        if self._launch is None or self._launch.batch is not batch or self._launch.shape != shape:
-            self._launch = _Launch.make(batch, *shape, q, self._decode_tuning)
-        return self._launch
+        shape = (q.shape[1] // kv.shape[3], q.shape[2])  # heads of a group, head size
+        return self._launches.of(batch, lambda: _Launch.make(batch, *shape, q, self._decode_tuning), shape)
 
 
 def _chunk_warps(block_rows: int, dim: int, dtype: torch.dtype) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention import AttentionBatch, PagedAttention, page_table
+from ..attention import AttentionBatch, DerivedFromBatches, PagedAttention, page_table
 
 PACKAGES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 _PAGE_MULTIPLE = 16  # tokens: FlashAttention 2 takes pages of a multiple of this
@@ -42,7 +42,6 @@ class FlashPackage:
 class _Lengths:
     """A batch as the package takes it, made once for all layers."""
 
-    batch: AttentionBatch
     query_starts: torch.Tensor  # [num_sequences + 1] int32
     context_lens: torch.Tensor  # [num_sequences] int32
     page_table: torch.Tensor  # [num_sequences, most_pages] int32
@@ -78,7 +77,7 @@ class FlashAttention:
 
     def __init__(self, package: FlashPackage, otherwise: PagedAttention) -> None:
         self._package, self._otherwise = package, otherwise
-        self._lengths: _Lengths | None = None  # of the last batch, which all layers of a step share
+        self._lengths = DerivedFromBatches[_Lengths]()
 
     def paged_attention(
         self,
@@ -93,9 +92,7 @@ class FlashAttention:
         block_size, version = kv.shape[2], self._package.version_for(q.shape[2])
         if q.dtype == torch.float32 or version is None or block_size % _PAGE_MULTIPLE:
             return self._otherwise(q, kv, batch, scale, window, softcap)
-        if self._lengths is None or self._lengths.batch is not batch:
-            self._lengths = _lengths(batch)
-        lengths = self._lengths
+        lengths = self._lengths.of(batch, lambda: _lengths(batch))
         return self._package.attend(
             q.contiguous(),
             kv[:, 0],
@@ -129,4 +126,4 @@ def _lengths(batch: AttentionBatch) -> _Lengths:
         staged = torch.tensor([*starts, *batch.context_lens], dtype=torch.int32, pin_memory=device.type == "cuda")
         query_starts, context_lens = torch.split(staged.to(device, non_blocking=True), [len(starts), num_sequences])
     table = page_table(batch, torch.arange(num_sequences, device=device), batch.most_pages)
-    return _Lengths(batch, query_starts, context_lens, table, most_queries)
+    return _Lengths(query_starts, context_lens, table, most_queries)

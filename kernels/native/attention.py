@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..attention import AttentionBatch
+from ..attention import AttentionBatch, DerivedFromBatches
 from ..plain import attention as plain_attention
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,6 @@ MOST_GROUPED = 32  # query heads that share a KV head
 class HostBatch:
     """A batch's lists as arrays, made once for all layers."""
 
-    batch: AttentionBatch
     query_starts: torch.Tensor
     context_lens: torch.Tensor
     pages: torch.Tensor
@@ -34,7 +33,6 @@ class HostBatch:
     @staticmethod
     def make(batch: AttentionBatch) -> HostBatch:
         return HostBatch(
-            batch,
             torch.tensor(batch.query_starts, dtype=torch.int64),
             torch.tensor(batch.context_lens, dtype=torch.int64),
             batch.pages.to(torch.int32).contiguous(),
@@ -51,7 +49,7 @@ class NativeAttention:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._dtype, self._num_threads = dtype, num_threads
         self._has_warned = False
-        self._host: HostBatch | None = None  # of the last batch, which all layers of a step share
+        self._hosts = DerivedFromBatches[HostBatch]()
         name = str(dtype).removeprefix("torch.")
         pointer = ctypes.c_void_p
         self._write, self._attend = library[f"write_kv_{name}"], library[f"paged_attention_{name}"]
@@ -132,9 +130,7 @@ class NativeAttention:
         self._has_warned = True
 
     def _host_of(self, batch: AttentionBatch) -> HostBatch:
-        if self._host is None or self._host.batch is not batch:
-            self._host = HostBatch.make(batch)
-        return self._host
+        return self._hosts.of(batch, lambda: HostBatch.make(batch))
 
     def _check(self, *tensors: torch.Tensor) -> None:
         for x in tensors:

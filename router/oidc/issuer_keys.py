@@ -28,14 +28,14 @@ MAX_BYTES: Final = 256 << 10  # of each
 MAX_KEYS: Final = 100
 _FIRST_BACKOFF_S: Final = 1.0
 _MAX_BACKOFF_S: Final = 60.0
-REQUESTED_GAP_S: Final = 30.0  # between two fetches that tokens with unknown keys ask for
+REQUESTED_GAP_S: Final = 30.0  # between two fetches because of tokens with unknown keys
 _KINDS: Final = frozenset({"RSA", "EC", "OKP"})  # that have a public part
 
 
 @dataclass(frozen=True)
 class PublicKey:
-    key: Any  # as PyJWT takes it
-    algorithm: str  # the only one that it is for; empty: any of its kind
+    key: Any  # for PyJWT
+    algorithm: str  # the only allowed one; empty: any of its kind
 
 
 class IssuerError(Exception):
@@ -46,7 +46,7 @@ class IssuerKeys:
     """Requests only read `keys`. Belongs to one event loop."""
 
     def __init__(self, issuer: str, on_changed: Callable[[], None] = lambda: None) -> None:
-        """`on_changed`: called when there are other keys than before."""
+        """`on_changed`: called when the keys have changed."""
         self.issuer = issuer
         self.keys: Mapping[str, PublicKey] | None = None  # by id; None: they were never fetched
         self.num_fetches = 0
@@ -67,7 +67,7 @@ class IssuerKeys:
         await end_tasks(self._task)
 
     def ask(self) -> None:
-        """A token names a key that is not here: the keys are fetched soon, but not more often than REQUESTED_GAP_S."""
+        """Requests a fetch, because a token names an unknown key; at most one every REQUESTED_GAP_S."""
         self._requested.set()
 
     async def _follow(self, fetched: asyncio.Event) -> None:
@@ -81,14 +81,14 @@ class IssuerKeys:
                 _log.warning("keys of a token issuer were not fetched, %s: %s", kept, type(error).__name__)
                 rest_s = backoff_s * random.uniform(0.5, 1.0)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
-            except Exception:  # without keys that follow the issuer's, its tokens would be refused for ever
+            except Exception:  # if this loop ended, tokens with the issuer's new keys would be refused for ever
                 _log.exception("keys of a token issuer cannot be read")
                 rest_s = _MAX_BACKOFF_S
             fetched.set()
             await self._rest(rest_s)
 
     async def _rest(self, rest_s: float) -> None:
-        """Until the next fetch is due, or a token has requested one."""
+        """Waits until the next fetch is due, or a token has requested one."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._requested.wait(), rest_s)
             since_s = time.monotonic() - self._requested_at
@@ -98,7 +98,7 @@ class IssuerKeys:
         self._requested.clear()
 
     async def fetch(self) -> None:
-        """Raises IssuerError, what httpx raises, and TimeoutError; the keys are then those of before."""
+        """Raises IssuerError, errors of httpx, and TimeoutError, and then keeps the old keys."""
         self.num_fetches += 1
         # A proxy of the environment cannot reach this machine's loopback.
         is_local = urlsplit(self.issuer).hostname in LOOPBACK

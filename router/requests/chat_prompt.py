@@ -24,7 +24,7 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
     """
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
-        raise invalid_value("continue_final_message", "it cannot go with add_generation_prompt: true.")
+        raise invalid_value("continue_final_message", "it cannot be combined with add_generation_prompt: true.")
     begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     convert = partial(template_messages, request.messages, text.forms)
     messages = convert() if _are_few(request.messages) else await asyncio.to_thread(convert)
@@ -46,7 +46,7 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
     # The template writes the special tokens itself.
     token_ids = await text.encode_chat(prompt, add_special_tokens=bool(request.add_special_tokens), most=most)
     if not token_ids:
-        raise invalid_value("messages", "the chat template made an empty prompt of them.")
+        raise invalid_value("messages", "the chat template rendered an empty prompt.")
     return token_ids, prompt.text if begins or continues else ""
 
 
@@ -62,7 +62,7 @@ def fields_not_shown(request: ChatRequest, forms: TemplateForms) -> list[str]:
 
 
 def _are_few(messages: Sequence[ChatMessage]) -> bool:
-    """Whether they convert in no time, by a quick check."""
+    """A quick check whether converting them takes no noticeable time."""
     if len(messages) > MAX_MESSAGES_ON_LOOP:
         return False
     calls = (call.function for message in messages for call in message.tool_calls or ())

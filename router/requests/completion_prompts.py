@@ -50,7 +50,7 @@ async def completion_prompts(request: CompletionRequest, text: TextService, gang
         token_lists = [(param, ids[max(len(ids) - most, 0) :]) for param, ids in token_lists]
     for param, token_ids in token_lists:
         if not token_ids:
-            raise invalid_value(param, "the prompt is empty, and at least one token is needed.")
+            raise invalid_value(param, "the prompt is empty: at least one token is needed.")
     return [token_ids for _, token_ids in token_lists]
 
 
@@ -65,7 +65,7 @@ def _listed(request: CompletionRequest, gang: GangInfo) -> list[tuple[str, str |
     if isinstance(prompt, str):
         return [("prompt", prompt)]
     if not prompt:
-        raise invalid_value("prompt", "it is an empty list, and at least one prompt is needed.")
+        raise invalid_value("prompt", "it is an empty list: at least one prompt is needed.")
     if isinstance(prompt[0], int):
         if request.truncate_prompt_tokens is None:
             check_length(len(prompt), _least_new(request), gang, prompt_param="prompt")

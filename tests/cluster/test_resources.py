@@ -55,7 +55,7 @@ def test_a_leader_of_several_takes_none_of_the_devices() -> None:
         ("gang_resources", ((MIG, float("nan")),), "a number from 0.0001"),
         ("gang_resources", ((MIG, 1.5),), "a whole number"),
         ("gang_resources", ((MIG, 1.0), (MIG, 2.0)), "more than once"),
-        ("gang_resources", ((" x", 1.0),), "no name of a resource"),
+        ("gang_resources", ((" x", 1.0),), "not a name of a resource"),
         ("router_resources", (("CPU", 1.0),), "one of Ray's own"),
         ("gang_labels", (("zone", "east,west"),), "KEY=VALUE"),
         ("gang_labels", (("zone", "a"), ("zone", "b")), "more than once"),

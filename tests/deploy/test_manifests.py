@@ -151,7 +151,7 @@ OPERATOR: dict[str, Plant] = {
     "networkPolicy needs the feature gate": lambda m: cluster(m).update(networkPolicy={"mode": "DenyAll"}),
     "tlsOptions needs the feature gate": lambda m: cluster(m).update(tlsOptions={"enabled": True}),
     "historyServerOptions needs": lambda m: cluster(m).update(historyServerOptions={"collectorOptions": {}}),
-    "no name of its own": lambda m: head(m).update(headService={"metadata": {"name": "head"}}),
+    "must not have its own name": lambda m: head(m).update(headService={"metadata": {"name": "head"}}),
     "is none of": lambda m: m["spec"]["upgradeStrategy"].update(type="Rolling"),
     "rayClusterDeletionDelaySeconds: -1 is less": lambda m: m["spec"].update(rayClusterDeletionDelaySeconds=-1),
     "upgrade needs enableInTreeAutoscaling": lambda m: cluster(m).pop("enableInTreeAutoscaling"),

@@ -278,7 +278,7 @@ async def test_a_fault_of_ours_is_reported_without_its_cause(rig: RouterRig) -> 
     assert whole.status_code == 500
     for response in (whole, streamed):
         assert "internal_error" in response.text
-        assert "no token id" not in response.text
+        assert "not a token id" not in response.text
 
 
 async def test_no_gang_has_ever_connected(rig: RouterRig) -> None:

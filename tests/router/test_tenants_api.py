@@ -199,7 +199,7 @@ async def test_a_key_with_a_quota_of_its_own_gets_no_other_one_by_a_new_key(
         answer = await rig.ask("POST", f"{OWN}{path}", bound, json={})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (403, "missing_scope")
-        assert "has a quota of its own" in error["message"]
+        assert "has a quota, so it can neither" in error["message"]
     assert {key["id"] for key in (await rig.done("GET", OWN, bound))["data"]} == {
         hash_key(bound)[:16],
         hash_key(free)[:16],

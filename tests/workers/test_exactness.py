@@ -144,7 +144,10 @@ def test_mixed_batch(bench: Bench) -> None:
 
 
 def test_a_step_at_once_and_kernel_by_kernel(bench: Bench) -> None:
-    """Dense bases compute a step as one native program, and bases with experts kernel by kernel; both are right."""
+    """Dense bases compute a step as one native program, and bases with experts kernel by kernel; both are right.
+
+    So are nano-batches, which a worker alone has no use for.
+    """
     with bench.stock.engine(num_pages=400, max_tokens_per_step=64) as rig:
         executor = rig.engine.executor
         assert isinstance(executor, LocalExecutor)
@@ -152,6 +155,8 @@ def test_a_step_at_once_and_kernel_by_kernel(bench: Bench) -> None:
             assert (executor.runner._step is None) == bench.has_experts
             assert rig.engine.info.kernels.endswith("kernel by kernel" if bench.has_experts else "a step at once")
         executor.runner._step = None
+        _assert_same_tokens(bench.questions, _ask(rig, bench.questions))
+        executor.runner.nano_batches = {num_rows: 1 + num_rows // 3 for num_rows in range(2, 65)}
         _assert_same_tokens(bench.questions, _ask(rig, bench.questions))
 
 

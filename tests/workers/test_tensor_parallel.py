@@ -6,8 +6,11 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,15 +25,20 @@ from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Oracle, write_adapters, write_model
 from motet.tests.rigs.part_configs import engine_config
 from motet.tests.rigs.patience import eventually
+from motet.workers import worker_builder
 from motet.workers.config import EngineConfig
+from motet.workers.costs.nano_batches import LEAST_ROWS
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
+from motet.workers.execution import runner
 from motet.workers.execution.executor import WorkerLostError
 from motet.workers.execution.gang_executor import GangExecutor
 from motet.workers.models.config import ModelConfig
+from motet.workers.models.passes import in_turn
 from motet.workers.models.sharding import ModelSharding, layouts_of_gang
 from motet.workers.plan import INT32_BYTES, Residence, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import AdapterRef, SamplingParams
+from motet.workers.worker import WorkerSettings, run_worker
 from motet.workers.worker_builder import build_executor
 
 pytestmark = pytest.mark.slow
@@ -79,6 +87,31 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("degree", [2, 4])
 def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
     """Base and adapters in chunked batches; adapters evict one another."""
+    _ask_a_mixed_batch(case, degree, max_tokens_per_step=24)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen2_moe"], indirect=True)
+def test_mixed_batch_in_nano_batches(case: Case, degree: int) -> None:
+    """Chunks of prompts and decodes in two parts, the sums of one under way while the other is computed."""
+    processes = _ask_a_mixed_batch(case, degree, max_tokens_per_step=LEAST_ROWS, run=run_worker_in_nano_batches)
+    assert [process.exitcode for process in processes] == [0] * degree
+
+
+def run_worker_in_nano_batches(settings: WorkerSettings) -> None:
+    """Splits each step of two rows or more somewhere, and fails if none was."""
+    anywhere = {num_rows: 1 + 7 * num_rows % (num_rows - 1) for num_rows in range(2, LEAST_ROWS + 1)}
+    with (
+        mock.patch.object(worker_builder, "first_rows_of", return_value=anywhere),
+        mock.patch.object(runner, "in_turn", wraps=in_turn) as split,
+    ):
+        run_worker(settings)
+    assert split.call_count > NUM_TOKENS / 2
+
+
+def _ask_a_mixed_batch(
+    case: Case, degree: int, max_tokens_per_step: int, run: Callable[[WorkerSettings], None] = run_worker
+) -> list[BaseProcess]:
     generator = random.Random(degree)
     prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 40))] for _ in ADAPTERS]
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, num_logprobs=0)
@@ -86,8 +119,8 @@ def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
     num_pages = 16 + max(layout.num_pages(ref.module_ranks) for ref in case.refs.values())
     # Where there are experts, two workers share the features of each, and four the experts.
     expert_sharding = "tensor" if degree == 2 else "expert"
-    config = case.config(degree, num_pages, max_tokens_per_step=24, expert_sharding=expert_sharding)
-    with gang(config) as (engine, _):
+    config = case.config(degree, num_pages, max_tokens_per_step=max_tokens_per_step, expert_sharding=expert_sharding)
+    with gang(config, run) as (engine, processes):
         rig = EngineRig(engine, case.refs)
         for i, (prompt, adapter) in enumerate(zip(prompts, ADAPTERS, strict=True)):
             rig.submit(i, prompt, adapter, sampling)
@@ -103,6 +136,7 @@ def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
         assert (logprobs.amax(dim=-1) - chosen).max() < TOLERANCE, f"adapter {adapter}"
         said = torch.tensor([entry.chosen for entry in output.logprobs])
         torch.testing.assert_close(said, chosen, atol=TOLERANCE, rtol=0)
+    return processes
 
 
 @pytest.fixture(scope="module")
@@ -152,11 +186,15 @@ def test_a_killed_worker_is_noticed(llama: Case, rank: int) -> None:
         eventually(lambda: woken, lambda: "an idle leader would not have noticed")
 
 
-def test_a_worker_that_hangs_is_found_by_the_deadline(llama: Case) -> None:
+@pytest.mark.parametrize("in_nano_batches", [False, True])
+def test_a_worker_that_hangs_is_found_by_the_deadline(llama: Case, in_nano_batches: bool) -> None:
+    """The other one, which waits for a sum of both, ends by itself."""
+    run = run_worker_in_nano_batches if in_nano_batches else run_worker
     # Long beside a step of this model, on any machine.
-    with gang(llama.config(2, 40, step_deadline_s=5.0)) as (engine, processes):
+    with gang(llama.config(2, 40, step_deadline_s=5.0), run) as (engine, processes):
         rig = EngineRig(engine, {})
-        rig.submit(0, [1, 2, 3], None, SamplingParams(max_tokens=200, ignore_eos=True))
+        for i in range(3):
+            rig.submit(i, [1, 2, 3], None, SamplingParams(max_tokens=200, ignore_eos=True))
         rig.step()
         pid = processes[1].pid
         assert pid is not None
@@ -164,6 +202,7 @@ def test_a_worker_that_hangs_is_found_by_the_deadline(llama: Case) -> None:
         try:
             with pytest.raises(WorkerLostError):
                 _steps(rig, 200)
+            eventually(lambda: not processes[0].is_alive(), lambda: "it waits on")
         finally:
             processes[1].kill()
 

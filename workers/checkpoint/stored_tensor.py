@@ -1,4 +1,4 @@
-"""Which files a base has, and where each tensor lies in them. Reading that needs no torch."""
+"""Finds a base's files, and the place of each tensor in them, without torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StoredTensor:
 
 
 def stored_tensors(path: Path) -> list[StoredTensor]:
-    """All tensors of a file, by what its header says. Raises ValueError for a file that is damaged or cut short."""
+    """All tensors of a file, from its header. Raises ValueError for a file that is damaged or cut short."""
     num_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -59,7 +59,7 @@ def _described(path: Path, name: str, first: int, one: dict[str, Any], num_bytes
     if first + end > num_bytes:
         raise ValueError(
             f"{path} is damaged: it has {num_bytes} bytes, and tensor {name!r} ends at byte {first + end}: "
-            "the file was not written or copied whole"
+            "the file was not written or copied completely"
         )
     return StoredTensor(path, name, dtype, shape, first + start, end - start)
 

@@ -138,6 +138,10 @@ class DeviceInputs:
     pooled: tuple[PooledRows, ...] = ()
 
     @property
+    def num_rows(self) -> int:
+        return self.rows.shape[1]
+
+    @property
     def is_fed(self) -> bool:
         """Some row's token is one of the step before."""
         return any(sequence.is_fed for sequence in self._sequences)

@@ -28,6 +28,10 @@ class StepInputs:
     scored: tuple[ScoredRows, ...] = ()
     pooled: tuple[PooledRows, ...] = ()
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
 
 def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: int, device: torch.device) -> StepInputs:
     """Lays out a plan with at least one sequence; neighbours share an adapter where they can."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from ..decoding.token_counts import PenalisedSequences, TokenCounts
 from ..memory.pool import PoolGeometry, kv_layers
 from ..models.context import ForwardContext
 from ..models.decoder import Decoder
+from ..models.passes import in_turn
 from ..models.step_adapters import AdapterTables, StepAdapters
 from ..models.step_program import prepare_step
 from ..parallel import Parallel
@@ -33,6 +34,7 @@ from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows
 from .graphs import DecodeGraphs, Record
 from .inputs import StepInputs, make_inputs
 from .mixed_graphs import MixedGraphs, Widths
+from .nano_batches import split_rows
 from .page_tables import PageTables
 from .recorded_adapters import RecordedAdapters
 from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
@@ -77,7 +79,9 @@ class Runner:
         self._tables = AdapterTables(kernels, layout, most_pages, pool.device)
         self._step = prepare_step(decoder, kernels, parallel, pool, rotary, self._kv)  # None: kernels one by one
         self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
-        self._adapters: tuple[tuple[LoraSegment, ...], StepAdapters | None] = ((), None)  # of the last step with any
+        # Of the last step with any, or of its two nano-batches.
+        self._adapters: list[tuple[tuple[LoraSegment, ...], StepAdapters | None]] = [((), None)] * 2
+        self.nano_batches: Mapping[int, int] = {}  # rows of steps to split: of these, the first nano-batch's
         self._rows: DeviceRows | None = None  # None: a step's tensors are made from its plan alone
         self._recorded_adapters: RecordedAdapters | None = None  # None: nothing is recorded yet
         self._graphs: DecodeGraphs | None = None
@@ -95,6 +99,15 @@ class Runner:
         if self._kernels.step is None:
             return ""
         return "; a step at once" if self._step is not None else "; a step kernel by kernel"
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self._decoder.norm)
+
+    @property
+    def num_sums(self) -> int:
+        """Partial sums of a step, in a gang of several workers."""
+        return self._decoder.num_sums
 
     @property
     def num_pages(self) -> int:
@@ -145,7 +158,7 @@ class Runner:
         self._mixed_graphs = MixedGraphs(
             self._hidden_states,
             self._kernels.paged_attention,
-            Widths(attention.num_heads, attention.head_dim, len(self._decoder.norm)),
+            Widths(attention.num_heads, attention.head_dim, self.hidden_size),
             self._pool.dtype,  # of activations between layers; norms may have another
             self._adapters_of_recordings(self._rows),
             self._rows,
@@ -276,6 +289,8 @@ class Runner:
         return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
 
     def _launch(self, inputs: StepInputs | DeviceInputs) -> _Launched:
+        if (first := self.nano_batches.get(inputs.num_rows)) is not None:
+            return self._finish(inputs, self._in_nano_batches(inputs, first), self._context(inputs.attention, None))
         adapters = self._adapters_of(inputs.segments)
         if isinstance(inputs, DeviceInputs) and inputs.is_decode and self._graphs is not None:
             recorded = self._graphs.logits(inputs, adapters)
@@ -289,6 +304,21 @@ class Runner:
             hidden = self._step.run(inputs.token_ids, inputs.attention, context.lora)
         elif hidden is None:
             hidden = self._decoder.hidden_states(inputs.token_ids, context)
+        return self._finish(inputs, hidden, context)
+
+    def _in_nano_batches(self, inputs: StepInputs | DeviceInputs, num_first: int) -> torch.Tensor:
+        """The last layer's states of all rows. `num_first`: rows of the first nano-batch."""
+        parts = split_rows(inputs.token_ids, inputs.attention, inputs.segments, num_first)
+        passes = [
+            self._decoder.forward(
+                part.token_ids, self._context(part.attention, self._adapters_of(part.segments, index))
+            )
+            for index, part in enumerate(parts)
+        ]
+        return torch.cat(in_turn(passes, self._parallel))
+
+    def _finish(self, inputs: StepInputs | DeviceInputs, hidden: torch.Tensor, context: ForwardContext) -> _Launched:
+        """What the step needs of the last layer's states."""
         scores = self._scores(hidden, context, inputs.scored) if inputs.scored else None
         sampled = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
         pooling = PoolingUnderWay(hidden, inputs.pooled) if inputs.pooled else None
@@ -331,11 +361,14 @@ class Runner:
             self._kv,
         )
 
-    def _adapters_of(self, segments: tuple[LoraSegment, ...]) -> StepAdapters | None:
-        """The segments as the kernels need them; reuses the last step's if they are the same, as in decode."""
-        if segments and self._adapters[0] != segments:
-            self._adapters = (segments, self._tables.prepare(segments))
-        return self._adapters[1] if segments else None
+    def _adapters_of(self, segments: tuple[LoraSegment, ...], part: int = 0) -> StepAdapters | None:
+        """The segments as the kernels need them; reuses the last step's if they are the same, as in decode.
+
+        `part`: index of the nano-batch that they are of.
+        """
+        if segments and self._adapters[part][0] != segments:
+            self._adapters[part] = (segments, self._tables.prepare(segments))
+        return self._adapters[part][1] if segments else None
 
     def _paged(self, residence: Residence) -> PagedAdapter:
         known = self._known.get(residence.digest)

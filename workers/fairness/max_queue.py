@@ -1,4 +1,4 @@
-"""Finds the tenant with the largest value, without a look at all of them."""
+"""Finds the tenant with the largest value without scanning all tenants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MaxQueue:
     """A priority queue whose values change: a heap with outdated entries.
 
     A tenant whose value increases gets a new entry; one whose value decreased is corrected when it reaches the top. So
-    a change costs the logarithm of the number of tenants, and `largest` at most a step for each change before it.
+    a change takes logarithmic time, and `largest` at most one step for each earlier change.
     """
 
     def __init__(self, value_of: Callable[[str], float]) -> None:
@@ -23,7 +23,7 @@ class MaxQueue:
         self._heap: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
-        """Entries, outdated ones too: at most two a tenant, and a few."""
+        """Entries, outdated ones included: at most two for each tenant, and a few more."""
         return len(self._heap)
 
     def increased(self, tenant: str) -> None:

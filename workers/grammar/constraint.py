@@ -16,31 +16,31 @@ _NOTHING: Final = "no token of the model's vocabulary can come next"
 _WHY: Final = {
     "NoExtension": _NOTHING,
     "NoExtensionBias": _NOTHING,
-    "ParserTooComplex": "what may come next takes too long to find out (its rules are too ambiguous)",
-    "LexerTooComplex": "what may come next takes too long to find out (its expressions are too complex)",
+    "ParserTooComplex": "the next tokens take too long to compute (its rules are too ambiguous)",
+    "LexerTooComplex": "the next tokens take too long to compute (its expressions are too complex)",
 }
 
 
 class Constraint:
-    """What it allows follows from the grammar and the sequence's generated tokens alone, whatever came between.
+    """The allowed tokens depend only on the grammar and the sequence's generated tokens, not on how these were reached.
 
-    Tokens are set by the thread that follows plans, masks are made by another one.
+    The thread that follows plans sets tokens; another thread computes masks.
     """
 
     def __init__(self, tenant: str, token_ids: Sequence[int], ignores_eos: bool) -> None:
-        """`token_ids`: that were generated before."""
+        """`token_ids`: generated earlier."""
         self.tenant, self._ignores_eos = tenant, ignores_eos
         self._token_ids = [*token_ids]
         self._lock = threading.Lock()
         self._version = 0  # of the tokens: it changes with them
         self._mask: tuple[int, TokenMask] | None = None  # with the version that it is of
-        self._is_queued = True  # a thread makes its mask, or will; at first once the grammar is compiled
-        self._num_same = 0  # its first tokens, that have not changed since the matcher took them
-        self._num_taken = 0  # tokens that the matcher has taken
+        self._is_queued = True  # a thread computes its mask, or will; first once the grammar is compiled
+        self._num_same = 0  # of its first tokens, unchanged since the matcher consumed them
+        self._num_taken = 0  # tokens that the matcher has consumed
         self._origin: LLMatcher | None = None  # before any token
         self._matcher: LLMatcher | None = None
         self.problem = ""  # why there are no more masks
-        self.is_fault = False  # the problem is neither the grammar's nor the model's, but was not foreseen
+        self.is_fault = False  # the problem is an unexpected error, not one of the grammar or the model
         self.is_late = False  # a step had to do without its mask: its sequence waits for it
 
     def begin(self, matcher: LLMatcher) -> None:
@@ -50,7 +50,7 @@ class Constraint:
     def advance(self, num_tokens: int, last: int) -> bool:
         """From now on the sequence has this number of generated tokens, and this is the last of them.
 
-        The others are those that it had. Whether `make_mask` is to be called, from any thread.
+        The other tokens are unchanged. Returns whether `make_mask` must be called, from any thread.
         """
         with self._lock:
             assert num_tokens <= len(self._token_ids) + 1, "a token of a sequence with a grammar was not followed"
@@ -74,7 +74,7 @@ class Constraint:
 
     @property
     def is_ready(self) -> bool:
-        """The mask of its next token is made."""
+        """Whether the mask of its next token is computed."""
         with self._lock:
             return self._mask is not None and self._mask[0] == self._version
 
@@ -95,7 +95,7 @@ class Constraint:
                 self._mask, self.problem = None if problem else (version, mask), problem
 
     def _mask_after(self, new: list[int], restarts: bool, vocabulary: Vocabulary) -> tuple[TokenMask, str]:
-        """The mask, or why there is none, after these tokens: after those that were taken, or after none."""
+        """The mask, or why there is none, after these tokens, which follow the consumed ones, or none."""
         assert self._origin is not None, "masks are made once the grammar is compiled"
         if restarts or self._matcher is None:
             self._matcher = self._origin.deep_copy()
@@ -114,6 +114,6 @@ class Constraint:
 
 
 def _why(matcher: LLMatcher) -> str:
-    """Why it goes on no more."""
+    """Why the matcher has stopped."""
     reason = matcher.get_error().partition("\n")[0]
     return _WHY.get(reason, reason) or "the tokens so far cannot begin an answer"

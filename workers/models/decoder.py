@@ -10,6 +10,7 @@ from ...kernels.backend import Kernels, LinearWeight, plain_kernels
 from .context import ForwardContext
 from .layer_loader import load_layer, load_norm
 from .layers import DecoderLayer
+from .passes import Pass, alone
 from .sharding import ModelSharding, Range
 from .weight_source import WeightSource
 
@@ -28,13 +29,22 @@ class Decoder:
     embedding_scale: float
     logit_softcap: float | None  # a logit l becomes softcap * tanh(l / softcap); None: logits are not capped
 
+    @property
+    def num_sums(self) -> int:
+        """Partial sums of a pass."""
+        return 2 * len(self.layers) + 1
+
     def hidden_states(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """What `forward` returns."""
+        return alone(self.forward(token_ids, context), context.parallel)
+
+    def forward(self, token_ids: torch.Tensor, context: ForwardContext) -> Pass[torch.Tensor]:
         """The last layer's normed states of `[num_rows]` tokens, `[num_rows, hidden]`; their KV is in the pool."""
-        x, residual = self._embed(token_ids, context), None
+        x, residual = (yield self._embed(token_ids, context)), None
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         for layer in self.layers:
-            x, residual = layer(x, residual, context)
+            x, residual = yield from layer.forward(x, residual, context)
         return context.kernels.add_rms_norm(x, residual, self.norm, self.norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -58,12 +68,12 @@ class Decoder:
         return gathered.transpose(0, 1).flatten(1)[:, : self.vocab_size].float()
 
     def _embed(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """This worker's partial sum: of another's tokens it has zeros."""
         if context.parallel.degree == 1:
             return self.embedding[token_ids]
         start, stop = self.vocabulary
         mine = (token_ids >= start) & (token_ids < stop)
-        found = self.embedding[(token_ids - start).clamp(0, max(stop - start - 1, 0))] * mine.unsqueeze(1)
-        return context.parallel.all_reduce(found)
+        return self.embedding[(token_ids - start).clamp(0, max(stop - start - 1, 0))] * mine.unsqueeze(1)
 
 
 def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels | None = None) -> Decoder:

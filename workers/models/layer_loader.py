@@ -7,7 +7,7 @@ import torch
 from ...kernels.backend import Kernels
 from .context import DOWN, GATE_UP, OUTPUT, QKV
 from .experts import ExpertMlp, SharedExpert
-from .layers import Attention, ColumnLinear, DecoderLayer, GatedMlp, HeadNorm, RowLinear
+from .layers import Attention, DecoderLayer, GatedMlp, HeadNorm, LoraLinear
 from .sharding import ModelSharding, Range
 from .weight_source import WeightSource
 
@@ -58,7 +58,7 @@ class _LayerLoader:
             if config.qkv_bias
         ]
         return Attention(
-            qkv=ColumnLinear(self._pack_layer(torch.cat(weights)), torch.cat(biases) if biases else None, QKV),
+            qkv=LoraLinear(self._pack_layer(torch.cat(weights)), torch.cat(biases) if biases else None, QKV),
             output=self._row_linear("self_attn.o_proj", num_query, query, OUTPUT, config.output_bias),
             head_norm=self._head_norm(),
             num_heads=sharding.heads[1] - sharding.heads[0],
@@ -77,7 +77,7 @@ class _LayerLoader:
         ]
         weight = torch.cat([self._rows(name, config.hidden_size, width, own) for name in names])
         return GatedMlp(
-            ColumnLinear(self._pack_layer(weight), torch.cat(biases) if biases else None, GATE_UP),
+            LoraLinear(self._pack_layer(weight), torch.cat(biases) if biases else None, GATE_UP),
             self._row_linear("mlp.down_proj", width, own, DOWN, config.mlp_bias),
             config.activation,
         )
@@ -132,14 +132,14 @@ class _LayerLoader:
         )
         return HeadNorm(q, k, config.norm_eps)
 
-    def _row_linear(self, name: str, num_in: int, own: Range, modules: tuple[int, ...], has_bias: bool) -> RowLinear:
+    def _row_linear(self, name: str, num_in: int, own: Range, modules: tuple[int, ...], has_bias: bool) -> LoraLinear:
         hidden = self._config.hidden_size
         if self._float8 is None:
             packed = self._pack(self._columns(name, num_in, hidden, own))
         else:  # a row's scale is that of all its inputs, so that gangs of all sizes have the same weights
             packed = self._float8.pack(self._rows(name, num_in, hidden, None), own)
         bias = self._checkpoint.take(f"{self.prefix}{name}.bias", (hidden,)) if has_bias else None
-        return RowLinear(packed, bias if self._sharding.rank == 0 else None, modules)
+        return LoraLinear(packed, bias if self._sharding.rank == 0 else None, modules)
 
     def _rows(self, name: str, num_in: int, num_out: int, own: Range | None) -> torch.Tensor:
         return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), rows=own)

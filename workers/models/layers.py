@@ -10,14 +10,19 @@ import torch
 from ...kernels.backend import Kernels, LinearWeight
 from .config import Activation
 from .context import ForwardContext
+from .passes import Pass
 
 
 @dataclass(frozen=True)
-class ColumnLinear:
-    """This worker's outputs of one or more modules that share an input, side by side, with the rows' adapters."""
+class LoraLinear:
+    """This worker's part of one or more modules that share an input, with the rows' adapters.
 
-    weight: LinearWeight  # [sum of this worker's out, in]
-    bias: torch.Tensor | None
+    Cut along outputs, it gives some of these, the modules side by side. Cut along inputs, it gives a partial sum of all
+    outputs; base and adapters are in one sum.
+    """
+
+    weight: LinearWeight  # [sum of this worker's out, this worker's in]
+    bias: torch.Tensor | None  # of partial sums on the first worker only, so that the sum has it once
     modules: tuple[int, ...]
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
@@ -25,24 +30,6 @@ class ColumnLinear:
         if context.lora is not None:
             context.kernels.lora.add(y, x, context.pool, layer, context.lora, self.modules)
         return y
-
-
-@dataclass(frozen=True)
-class RowLinear:
-    """All outputs of one module, with the rows' adapters; each worker has a part of the inputs, and all get the result.
-
-    What a worker's inputs give in base and adapters is one partial sum, and one all-reduce adds these up.
-    """
-
-    weight: LinearWeight  # [out, this worker's in]
-    bias: torch.Tensor | None  # on the first worker only, so that the sum has it once
-    modules: tuple[int, ...]
-
-    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        y = context.kernels.layer_linear(x, self.weight, self.bias)
-        if context.lora is not None:
-            context.kernels.lora.add(y, x, context.pool, layer, context.lora, self.modules)
-        return context.parallel.all_reduce(y)
 
 
 @dataclass(frozen=True)
@@ -56,10 +43,10 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Attention:
-    """Self-attention over paged KV with grouped queries."""
+    """Self-attention over paged KV with grouped queries: this worker's partial sum."""
 
-    qkv: ColumnLinear
-    output: RowLinear
+    qkv: LoraLinear
+    output: LoraLinear
     head_norm: HeadNorm | None
     num_heads: int  # of this worker
     num_kv_heads: int
@@ -82,7 +69,7 @@ class Attention:
 
 
 class Mlp(Protocol):
-    """The second half of a layer, dense or with experts: `[num_rows, hidden]`, the same on every worker."""
+    """The second half of a layer, dense or with experts: this worker's partial sum, `[num_rows, hidden]`."""
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor: ...
 
@@ -91,8 +78,8 @@ class Mlp(Protocol):
 class GatedMlp:
     """down(activation(gate(x)) * up(x))."""
 
-    gate_up: ColumnLinear
-    down: RowLinear
+    gate_up: LoraLinear
+    down: LoraLinear
     activation: Activation
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
@@ -116,17 +103,17 @@ class DecoderLayer:
     mlp_post_norm: torch.Tensor | None  # norms the output of the MLP (Gemma)
     norm_eps: float
 
-    def __call__(
+    def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: ForwardContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pass[tuple[torch.Tensor, torch.Tensor]]:
         """The layer's output, and the residual that it is not yet added to, each `[num_rows, hidden]`."""
         kernels = context.kernels
         x, residual = kernels.add_rms_norm(x, residual, self.attention_norm, self.norm_eps)
-        x = self.attention(x, self.index, context)
+        x = yield self.attention(x, self.index, context)
         if self.attention_post_norm is not None:
             x = kernels.rms_norm(x, self.attention_post_norm, self.norm_eps)
         x, residual = kernels.add_rms_norm(x, residual, self.mlp_norm, self.norm_eps)
-        x = self.mlp(x, self.index, context)
+        x = yield self.mlp(x, self.index, context)
         if self.mlp_post_norm is not None:
             x = kernels.rms_norm(x, self.mlp_post_norm, self.norm_eps)
         return x, residual

@@ -25,7 +25,7 @@ from ...kernels.step import (
 )
 from ..parallel import Parallel
 from .decoder import Decoder
-from .layers import Attention, ColumnLinear, DecoderLayer, GatedMlp, RowLinear
+from .layers import Attention, DecoderLayer, GatedMlp, LoraLinear
 
 _log = logging.getLogger(__name__)
 
@@ -112,6 +112,6 @@ def _layer(layer: DecoderLayer, rotary: torch.Tensor, kv: LayerKV, *, is_first: 
         yield Norm(OUTPUT, 0, 1, layer.mlp_post_norm, eps)
 
 
-def _linear(linear: ColumnLinear | RowLinear, x: int, to: int, layer: int) -> Iterator[Operation]:
+def _linear(linear: LoraLinear, x: int, to: int, layer: int) -> Iterator[Operation]:
     yield Linear(x, to, linear.weight, linear.bias)
     yield AddLora(x, to, layer, linear.modules)

@@ -186,7 +186,7 @@ class BatchRegistry:
             await self._client.zadd(BATCH_TENANTS, {tenant_id: self.clock()}, xx=True)
 
     def lease(self, batch_id: str) -> Lease:
-        """Whoever holds it runs the batch."""
+        """The router that holds the lease runs the batch."""
         return Lease(self._client, BATCH_LEASE + batch_id, self._timeout_s)
 
     async def _read(self, tenant_id: str, batch_id: str) -> str | None:

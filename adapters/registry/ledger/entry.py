@@ -1,4 +1,4 @@
-"""One answer as the ledger has it, and what several entries of one id say together.
+"""One answer in the ledger, and how several entries of one id are merged.
 
 An id is counted once, however many entries of it there are, in whatever order they come. The entry that knows most of
 the end (`Stage`) decides how the answer ended. What the answer has cost only grows, so the largest of each such number
@@ -15,22 +15,22 @@ import msgspec
 
 from ..tenants.records import make_tenant_id
 
-# What is counted of each entry, in the order in which Redis has it. A new one goes to the end.
+# The counts of an entry, in their order in Redis. New ones are added at the end.
 NUMBERS: Final = (
     "requests",
     "cut_off",  # of these, answers whose client did not receive the end
     "prompt_tokens",
-    "cached_tokens",  # of the prompts', that were found in the cache
+    "cached_tokens",  # of prompt_tokens, found in the cache
     "output_tokens",
     "kv_device_page_ms",  # pages of KV that sequences held, times milliseconds
-    "adapter_device_page_ms",  # the same, of their parts of the adapters that they ran with
+    "adapter_device_page_ms",  # the same for their parts of the adapters' pages
     "recomputed_tokens",  # computed again after a preemption or by another gang: never charged
 )
 NUM_DIGEST_DIGITS: Final = 12  # of a digest in sums: the version number already distinguishes versions of a name
 
 
 class Stage(IntEnum):
-    """How far the writer of an entry knew the answer."""
+    """How complete the writer's view of the answer was."""
 
     UNDER_WAY = 0
     CUT_OFF = 1  # its client left or got an error
@@ -38,20 +38,20 @@ class Stage(IntEnum):
 
 
 class Group(msgspec.Struct, frozen=True, order=True):
-    """What usage is summed by, beside the tenant and the time."""
+    """The group of a sum, besides the tenant and the time."""
 
     key_id: str
     adapter: str  # its name, or the base's
     version: int  # 0: the base
     digest: str  # its first digits; empty: the base
-    user: str = ""  # of the tenant; empty: the key was no user's
+    user: str = ""  # of the tenant; empty: the key had no user
 
     def __str__(self) -> str:
         return f"{_prefix(self.user)}{self.key_id}\t{self.adapter}\t{self.version}\t{self.digest}"
 
 
-# Where what is counted goes when a tenant has used more groups on a day than are kept apart. Users are counted
-# together before that, by adapter (without_user.lua): as a user and key of this name.
+# The group for further usage when a tenant has used more groups on a day than are kept. Before that, further users
+# are counted together by adapter (without_user.lua), as a user and key of this name.
 OTHERS: Final = Group("(other)", "(other)", 0, "")
 OTHER_USERS: Final = "(other)"  # not a valid name of a user
 
@@ -67,7 +67,7 @@ def _prefix(user: str) -> str:
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the writer knew of the id."""
+    """What the writer knew about the answer."""
 
     id: str  # of the response
     tenant: str
@@ -91,7 +91,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def tenant_id(self) -> str:
-        """Under which it is counted: not the tenant's name, which another tenant may have by now."""
+        """The id under which it is counted, since the tenant's name may have a new owner by now."""
         return make_tenant_id(self.tenant, self.num_ended)
 
     @property
@@ -100,7 +100,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def full_group(self) -> str:
-        """The group as text, with all of the digest."""
+        """The group as text, with the whole digest."""
         return f"{_prefix(self.user)}{self.key_id}\t{self.adapter}\t{self.version}\t{self.digest}"
 
     @property
@@ -109,13 +109,13 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def merged(one: Entry, other: Entry) -> Entry:
-    """What two entries of one id say together. Associative, commutative, and an entry twice says what it says once.
+    """Merges two entries of one id. Associative, commutative and idempotent.
 
     Each position of the prompt is charged once. So what is cached is what no entry has computed: a stream that is
     resumed finds in the cache what it computed before.
     """
     assert (one.id, one.tenant_id) == (other.id, other.tenant_id)
-    # A stream can be resumed with another key of its tenant: then either would do, and all must choose the same.
+    # A stream can be resumed with another key of its tenant: either key would do, but all must choose the same.
     first = min(one, other, key=lambda entry: (entry.full_group.encode(), entry.began_at))
     later = max(one, other, key=lambda entry: (entry.stage, entry.error.encode()))
     numbers = {name: max(getattr(one, name), getattr(other, name)) for name in NUMBERS}
