@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .costs.nano_batches import NanoBatchCosts, SumCosts
+from .costs.nano_batches import CPU_WAIT_S, NanoBatchCosts, SumCosts
 from .execution.runner import Runner
 from .execution.warm_up import doubled
 from .parallel import Alone, Parallel
@@ -65,7 +65,8 @@ def measured_sums(parallel: Parallel, row: torch.Tensor, num_rows: int, clock: C
     one_s, _ = _sum_s(parallel, row, clock)
     all_s, busy_share = _sum_s(parallel, row.repeat(num_rows, 1), clock)
     row_s = max(all_s - one_s, 0.0) / (num_rows - 1)
-    return SumCosts(max(one_s - row_s, 0.0), row_s, busy_share)
+    wait_s = 0.0 if row.device.type == "cuda" else CPU_WAIT_S
+    return SumCosts(max(one_s - row_s, 0.0), row_s, busy_share, wait_s)
 
 
 def _sum_s(parallel: Parallel, x: torch.Tensor, clock: Clock) -> tuple[float, float]:

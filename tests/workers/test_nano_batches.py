@@ -38,7 +38,7 @@ MOST_ROWS = 512
 def costs(draw: st.DrawFn) -> NanoBatchCosts:
     sizes = draw(st.lists(st.integers(1, MOST_ROWS), min_size=1, max_size=5, unique=True))
     passes = {size: draw(SECONDS) for size in sizes}
-    sums = SumCosts(draw(SECONDS), draw(SECONDS) / 100, draw(st.floats(0.0, 1.0)))
+    sums = SumCosts(draw(SECONDS), draw(SECONDS) / 100, draw(st.floats(0.0, 1.0)), draw(SECONDS))
     return NanoBatchCosts(draw(st.integers(1, 200)), sums, passes)
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_split_that_would_lose(costs: NanoBatchCosts, least: int, mos
         assert split >= max(whole_compute_s, sent_s) * (1 - 1e-6)
         gains = costs.whole_s(num_rows) >= LEAST_GAIN * split
         assert chosen.get(num_rows) == (first if gains else None)
-    free = replace(costs, sums=SumCosts(0.0, 0.0, costs.sums.busy_share))
+    free = replace(costs, sums=replace(costs.sums, sum_s=0.0, row_s=0.0))
     assert first_rows_of(free, least_rows, most) == {}
 
 

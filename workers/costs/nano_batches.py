@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 ROW_MULTIPLE = 32  # of the first nano-batch: two tiles of a CPU's matrix unit, half a tile of a GPU's
 LEAST_ROWS = 2 * ROW_MULTIPLE  # of a step that is split
-LEAST_GAIN = 1.15  # of a step's predicted time over that of its nano-batches; the model is not exact
+LEAST_GAIN = 1.2  # of a step's predicted time over that of its nano-batches; the model is not exact
+# More for each sum beside a core that computes, by steps of 64 to 512 rows over 0.3 to 2 Gbit/s on one machine: threads
+# that send wait for their turn between a sum's messages.
+CPU_WAIT_S = 1e-3
 
 
 def first_rows(num_rows: int) -> int:
@@ -30,6 +33,7 @@ class SumCosts:
     sum_s: float
     row_s: float
     busy_share: float  # of these, that a worker's cores are busy with and cannot compute in
+    wait_s: float  # more while the worker computes
 
     def seconds(self, num_rows: int) -> float:
         return self.sum_s + num_rows * self.row_s
@@ -62,6 +66,7 @@ class NanoBatchCosts:
 
         From one sum of a nano-batch to its next, the slowest of four limits: computing both, with what the network
         takes of the CPU; sending both; or either alone, which waits for its own sum. The sums' fixed parts overlap.
+        Both sums take longer beside computing.
         """
         sums, num = self.sums, self.num_sums
         first_s, second_s = self.compute_s(first) / num, self.compute_s(second) / num
@@ -73,7 +78,7 @@ class NanoBatchCosts:
             second_s + sums.seconds(second),
         )
         last_s = first_s + max(both_s - first_s, first * sums.row_s) + sums.seconds(second)
-        return (num - 1) * every_s + last_s
+        return (num - 1) * every_s + last_s + 2 * num * sums.wait_s
 
     def gain(self, num_rows: int) -> float:
         """Predicted time of a step of at least two rows over that of its nano-batches; attention is left out.
