@@ -3,7 +3,10 @@
 `motet serve` of a random model of SmolLM2-135M's shape is started for each number of threads. With `--before FOLDER`, a
 checkout of other code with its own FOLDER/.venv, that code is started in turn with this one. Streaming completions are
 sent at once, first to warm up; the best of the rounds after that counts. CPU seconds are those of all processes under
-`motet serve` in that round, also by process. Nothing else should run beside it.
+`motet serve` in that round, also by process, and of the clients. Nothing else should run beside it.
+
+In one round more Linux's `perf` samples the gang's thread that computes: which part of the time it was in native
+kernels, in Python (with ctypes and what else is not native or torch), in torch, in the system, and waiting.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -32,6 +37,14 @@ HERE = Path(__file__).parent.parent
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 KEY = "key-of-the-benchmark"
 TICKS = os.sysconf("SC_CLK_TCK")
+GANG = "motet:gang"
+SAMPLES_PER_S = 299
+PARTS = {  # by what the names of libraries contain
+    "native kernels": ("/kernels-",),
+    "torch": ("libtorch", "libc10", "libdnnl"),
+    "system": ("[kernel",),
+    "Python": ("",),  # with ctypes and what else there is
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +55,7 @@ class Round:
     wall_s: float
     cpu_s: dict[str, float]  # by process
     first_token_s: list[float]
+    clients_cpu_s: float
 
     @property
     def tokens_per_s(self) -> float:
@@ -69,6 +83,7 @@ def main() -> None:
     codes = {"now": HERE} | ({"before": arguments.before.resolve()} if arguments.before else {})
     kinds = [(code, threads) for threads in arguments.threads for code in codes]
     rounds: dict[tuple[str, int], list[Round]] = {kind: [] for kind in kinds}
+    found_shares: dict[int, dict[str, float]] = {}  # by number of threads
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as name:
         model_path, jobs = _prepare(Path(name), arguments.streams)
         for turn in range(arguments.turns):
@@ -76,6 +91,10 @@ def main() -> None:
                 data = Path(name) / f"data-{code}-{threads}-{turn}"
                 with _served(codes[code], model_path, data, threads, arguments.dtype) as (url, pid):
                     done = [_round(url, pid, jobs) for _ in range(1 + arguments.rounds)]
+                    if code == "now" and turn == 0 and shutil.which("perf"):
+                        with _sampled(pid, Path(name) / "samples") as shares:
+                            _round(url, pid, jobs)
+                        found_shares[threads] = shares
                 rounds[code, threads] += done[1:]
     best = {kind: max(found, key=lambda each: each.tokens_per_s) for kind, found in rounds.items()}
     for (code, threads), found in best.items():
@@ -84,9 +103,12 @@ def main() -> None:
         )
         print(
             f"{code:6} {threads} threads: {found.tokens_per_s:7.1f} tokens/s, {1e3 * found.cpu_per_token:6.2f} CPU ms "
-            f"a token ({own} s); first token p50 {statistics.median(found.first_token_s):.2f} s, "
-            f"p99 {found.p99_over_p50:.2f} times"
+            f"a token ({own}, clients {found.clients_cpu_s:.1f} s of {found.wall_s:.1f}); "
+            f"first token p50 {statistics.median(found.first_token_s):.2f} s, p99 {found.p99_over_p50:.2f} times"
         )
+    for threads, shares in found_shares.items():
+        listed = ", ".join(f"{part} {share:.0%}" for part, share in shares.items())
+        print(f"the computing thread with {threads} threads: {listed}")
     least, *more = arguments.threads
     one, line = best["now", least], dict[str, str | float](benchmark="served")
     for threads in more:
@@ -94,6 +116,8 @@ def main() -> None:
         line[f"threads_{threads}_over_{least}"] = round(found.tokens_per_s / one.tokens_per_s, 2)
         line[f"cpu_per_token_{threads}_over_{least}"] = round(found.cpu_per_token / one.cpu_per_token, 2)
     line["burst_ttft_p99_over_p50"] = round(max(best["now", threads].p99_over_p50 for threads in arguments.threads), 2)
+    if found_shares:
+        line["python_and_waiting"] = round(max(each["Python"] + each["waiting"] for each in found_shares.values()), 2)
     if arguments.before:
         ratios = [
             best["now", threads].tokens_per_s / best["before", threads].tokens_per_s for threads in arguments.threads
@@ -156,15 +180,52 @@ def _round(url: str, pid: int, jobs: list[Job]) -> Round:
         httpx.Client(timeout=600, trust_env=False, limits=limits, headers=headers) as http,
         ThreadPoolExecutor(len(jobs)) as pool,
     ):
-        before, started = _cpu_seconds(pid), time.perf_counter()
+        before, clients_before, started = _cpu_seconds(pid), time.process_time(), time.perf_counter()
         answers = list(pool.map(ask, jobs))
         wall_s, after = time.perf_counter() - started, _cpu_seconds(pid)
+        clients_s = time.process_time() - clients_before
     spent = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
-    return Round(sum(tokens for tokens, _ in answers), wall_s, spent, [first for _, first in answers])
+    return Round(sum(tokens for tokens, _ in answers), wall_s, spent, [first for _, first in answers], clients_s)
 
 
-def _cpu_seconds(root: int) -> dict[str, float]:
-    """CPU seconds of a process and all under it, by name."""
+@contextmanager
+def _sampled(root: int, path: Path) -> Iterator[dict[str, float]]:
+    """Fills a dict with the shares of the time in which the gang's thread that computes was at what."""
+    gang = next(pid for pid, (_, name, _) in _processes().items() if GANG in name and _is_under(pid, root))
+    command = ["perf", "record", "-e", "cpu-clock", "-F", str(SAMPLES_PER_S), "-p", str(gang), "-o", str(path)]
+    recorder = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    shares: dict[str, float] = {}
+    started = time.perf_counter()
+    try:
+        yield shares
+    finally:
+        wall_s = time.perf_counter() - started
+        recorder.send_signal(signal.SIGINT)
+        recorder.wait(timeout=60)
+    listed = subprocess.run(
+        ["perf", "script", "-i", str(path), "-F", "tid,ip,dso"], capture_output=True, text=True, check=True
+    )
+    by_thread: dict[str, dict[str, int]] = {}
+    for sample in listed.stdout.splitlines():
+        if match := re.match(r"\s*(\d+)\s+[0-9a-f]+\s+\((.*)\)", sample):
+            counts = by_thread.setdefault(match[1], dict.fromkeys(PARTS, 0))
+            counts[next(part for part, names in PARTS.items() if any(name in match[2] for name in names))] += 1
+    # Helpers only take blocks of kernels, and the leader's loop computes none.
+    computing = [each for each in by_thread.values() if each["native kernels"]]
+    counts = max(computing, key=lambda each: each["Python"])
+    shares |= {part: count / (SAMPLES_PER_S * wall_s) for part, count in counts.items()}
+    shares["waiting"] = max(0.0, 1 - sum(shares.values()))
+
+
+def _is_under(pid: int, root: int) -> bool:
+    processes = _processes()
+    while pid in processes and pid != root:
+        pid = processes[pid][0]
+    return pid == root
+
+
+def _processes() -> dict[int, tuple[int, str, float]]:
+    """Parent, name and CPU seconds of each process of this machine."""
     stats: dict[int, tuple[int, str, float]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -175,6 +236,12 @@ def _cpu_seconds(root: int) -> dict[str, float]:
         fields = tail.split()
         name = title.split("/")[-1] or head.partition("(")[2]
         stats[int(head.split()[0])] = (int(fields[1]), name[:40], (int(fields[11]) + int(fields[12])) / TICKS)
+    return stats
+
+
+def _cpu_seconds(root: int) -> dict[str, float]:
+    """CPU seconds of a process and all under it, by name."""
+    stats = _processes()
     found: dict[str, float] = {}
     known = {root}
     while more := {pid for pid, (parent, _, _) in stats.items() if parent in known} - known:

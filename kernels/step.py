@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from .attention import AttentionBatch, LayerKV
+from .expert_lora import ExpertLoraBatch
 from .lora import LoraBatch
 
 Register = int  # index in `Program.widths`
@@ -110,9 +111,84 @@ class Gated:
     x: Register
     to: Register
     activation: str  # "silu" or "gelu_pytorch_tanh"
+    per_row: int = 1  # rows of x, side by side, in a row of the registers
 
 
-Operation = Embed | AddNorm | Norm | Linear | AddLora | WriteKV | Attend | Gated
+@dataclass(frozen=True)
+class ChooseExperts:
+    """Pairs of each row and its likeliest experts, by the softmax of the scores x; see `experts.ExpertGroups`.
+
+    They are there until the next choice. Where a register has pairs, a row of it has as many as a row of the step.
+    """
+
+    x: Register
+    top_k: int
+    normalized: bool  # the weights of a row's experts add up to one
+
+
+@dataclass(frozen=True)
+class TakePairs:
+    """to = the row of x of each pair."""
+
+    x: Register
+    to: Register
+
+
+@dataclass(frozen=True)
+class ExpertLinear:
+    """to = each pair's x times its expert's weight, transposed."""
+
+    x: Register
+    to: Register
+    weight: Any  # as the kernels' `pack_experts` laid it out
+
+
+@dataclass(frozen=True)
+class AddExpertLora:
+    """to += the pairs' adapters of x, of the modules of their experts."""
+
+    x: Register
+    to: Register
+    layer: int
+    modules: tuple[int, ...]  # neighbours among those of an expert
+    num_modules: int  # of an expert in all
+    num_in: int  # elements of a row of A
+    num_out: int  # elements of a row of B of each of these modules
+
+
+@dataclass(frozen=True)
+class CombinePairs:
+    """to = the weighted sum of each row's pairs of x."""
+
+    x: Register
+    to: Register
+
+
+@dataclass(frozen=True)
+class AddGated:
+    """to += sigmoid(gate) * x."""
+
+    x: Register
+    gate: Register  # of one column
+    to: Register
+
+
+Operation = (
+    Embed
+    | AddNorm
+    | Norm
+    | Linear
+    | AddLora
+    | WriteKV
+    | Attend
+    | Gated
+    | ChooseExperts
+    | TakePairs
+    | ExpertLinear
+    | AddExpertLora
+    | CombinePairs
+    | AddGated
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +201,13 @@ class Program:
 class Step(Protocol):
     """A program that is ready to run."""
 
-    def run(self, token_ids: torch.Tensor, attention: AttentionBatch, lora: LoraBatch | None) -> torch.Tensor:
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        attention: AttentionBatch,
+        lora: LoraBatch | None,
+        expert_lora: ExpertLoraBatch | None = None,
+    ) -> torch.Tensor:
         """The output of all rows, `[num_rows, width]`, which the next run overwrites."""
 
 

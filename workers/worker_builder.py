@@ -12,6 +12,7 @@ import torch
 
 from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels, with_float8_kv, with_float8_weights
+from ..kernels.huge_pages import huge_page_bytes
 from ..kernels.step import Heads
 from .checkpoint.device_checkpoint import DeviceCheckpoint
 from .config import FLOAT8_EXPERTS, EngineConfig, default_kv_host_bytes
@@ -44,6 +45,7 @@ from .thread_choice import MEASURED_S, SpeedMeter, by_kind, choose_threads, meas
 from .window_pages import kept_window, most_pages
 
 _log = logging.getLogger(__name__)
+_LEAST_IN_HUGE_PAGES = 64 << 20  # bytes; of less it matters little
 
 
 def build_executor(
@@ -144,6 +146,8 @@ def build_executor(
     if device.type == "cuda":
         memory.log()
         on_progress("recording the GPU's work", 1, 1)
+    elif is_native:
+        _log_huge_pages()
     note, most_rows = runner.step_note, config.max_tokens_per_step
     # What a GPU has recorded stays whole.
     least_rows = max(MOST_ROWS, config.max_num_sequences) + 1 if device.type == "cuda" else LEAST_ROWS
@@ -182,6 +186,21 @@ def _fastest_threads(
     )
     _log.info("threads: %d, because the base makes in tokens/s: %s", chosen, measured)
     return chosen
+
+
+def _log_huge_pages() -> None:
+    """How much of the weights and of what the pool holds so far lies in huge pages, in which it is read faster."""
+    found = huge_page_bytes()
+    if found is None or found[0] < _LEAST_IN_HUGE_PAGES:
+        return
+    total, huge = found
+    level = logging.INFO if 2 * huge >= total else logging.WARNING
+    _log.log(
+        level,
+        "%.0f %% of the %d MiB of weights and pool in memory lie in huge pages%s",
+        *(100 * huge / total, total >> 20),
+        "" if level == logging.INFO else ": steps are slower; is transparent_hugepage/enabled never, or memory short?",
+    )
 
 
 def _least_of_all(num_bytes: int, parallel: Parallel) -> int:

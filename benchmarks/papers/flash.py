@@ -32,7 +32,7 @@ RESULT_BYTES = 2 * SHAPE.num_heads * SHAPE.head_dim  # of a token
 LENGTHS = (1024, 4096, 8192)
 LONGEST = 65536
 CONTEXTS, NEW_ROWS = (128, 1024, 4096), 32  # of the deviations
-NUM_QUERIES = 32  # that read a key together: kMostQueries of kernels/cpp/attention.h
+NUM_QUERIES = 64  # that read a key together: kMostQueries of kernels/cpp/attention.h, on CPUs with AMX
 CACHE_ELEMENTS = 2 << 19  # 2 MiB, as the second level of many servers' cores
 # Of the paper's figure 2: GPT-2 medium, forward and backward, on an A100, whose SMs have 192 KiB each.
 GPT_TOKENS, GPT_DIM, GPT_HEADS, SRAM_ELEMENTS = 1024, 64, 16 * 64, 192 * 1024 // 2
@@ -147,7 +147,7 @@ def flash_accesses(num_tokens: int, dim: int, sram_elements: int, with_backward:
 def our_accesses(num_tokens: int, cache_elements: int) -> int:
     """Elements of all heads that motet's kernel reads from memory and writes to it, forward.
 
-    It goes the other way round: 32 queries of a group of heads stay, and pass once over the keys that they see. Passes
+    It goes the other way round: 64 queries of a group of heads stay, and pass once over the keys that they see. Passes
     read keys and values from the cache if those of a head fit into it.
     """
     num_rows, of_token = max(1, NUM_QUERIES // GROUP), 2 * SHAPE.head_dim

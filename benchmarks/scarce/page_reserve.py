@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from motet.workers.plan import SampledToken, StepPlan, StepResult
@@ -65,14 +66,16 @@ def run(
     num_sequences: int = NUM_SEQUENCES,
     num_side_by_side: int = NUM_SIDE_BY_SIDE,
     seed: int = 1,
+    prepare: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> Outcome:
-    """Serves so many requests until none waits."""
+    """Serves so many requests until none waits. `prepare`: changes the scheduler first."""
     requests = lengths.draw(num_sequences, seed)
     mean_tokens = sum(prompt + answer / 2 for prompt, answer in requests) / num_sequences
     num_pages = int(num_side_by_side * (mean_tokens / BLOCK_SIZE + 0.5))
     num_pages = max(num_pages, *(-(-sum(request) // BLOCK_SIZE) for request in requests))
     limits = GangLimits(MAX_MODEL_LEN, 1 << 16, BLOCK_SIZE, num_pages, MAX_TOKENS_PER_STEP, 4 * num_side_by_side)
     scheduler = Scheduler(limits, frozenset({_EOS}), lambda _: 0)
+    prepare(scheduler)
     for number, (num_prompt, _) in enumerate(requests):
         prompt = [3 + number, *[_WORD] * (num_prompt - 1)]
         request = SequenceRequest(

@@ -3,6 +3,8 @@
 48 requests come at once, to a pool of 200 pages without tiers behind it: room for about a third of them. Each answer
 ends at a length that the scheduler does not know: the model's token there is replaced by the end of text. With
 `--before` another checkout serves the same requests, in turn with this one, each run in a process of its own.
+`most_gain` bounds what any reserve could gain: by the times of the steps, what it would be if no token were computed
+again.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.workers.plan import SampledToken, StepResult
 from motet.workers.wire.messages import SamplingParams
@@ -36,6 +40,7 @@ class Outcome:
     computed_over_needed: float  # tokens
     num_preemptions: int
     tokens_per_cpu_s: float  # of answers
+    most_gain: float  # times as many of these, if what is computed again took no time
 
 
 def serve(model: Path, seed: int) -> Outcome:
@@ -64,20 +69,36 @@ def _run(rig: EngineRig, seed: int) -> Outcome:
 
     engine.executor.finish = finish_in_time  # type: ignore[method-assign]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, stop_token_ids=(_END,), max_tokens=MAX_TOKENS)
-    before, began_at = engine.load().counters, time.process_time()
+    before, steps = engine.load().counters, list[tuple[float, int, int]]()
     for number, (num_prompt, _) in enumerate(lengths):
         prompt = [rng.randrange(4, 500) for _ in range(num_prompt)]
         rig.submit(number, prompt, None, sampling)
+    began_at, earlier = time.process_time(), before
     while engine.has_work():
+        step_at = time.process_time()
         engine.step()
+        after = engine.load().counters
+        num_generated = after.num_generated_tokens - earlier.num_generated_tokens
+        num_others = after.num_computed_tokens - earlier.num_computed_tokens - num_generated
+        steps.append((time.process_time() - step_at, num_generated, num_others))
+        earlier = after
     seconds, after = time.process_time() - began_at, engine.load().counters
     engine.executor.finish = finish  # type: ignore[method-assign]
     num_needed = sum(prompt + answer - 1 for prompt, answer in lengths)
+    num_computed = after.num_computed_tokens - before.num_computed_tokens
+    again_s = (num_computed - num_needed) * _prompt_token_s(steps)
     return Outcome(
-        (after.num_computed_tokens - before.num_computed_tokens) / num_needed,
+        num_computed / num_needed,
         after.num_preemptions - before.num_preemptions,
         (after.num_generated_tokens - before.num_generated_tokens) / seconds,
+        seconds / (seconds - again_s),
     )
+
+
+def _prompt_token_s(steps: list[tuple[float, int, int]]) -> float:
+    """Least squares: what a prompt token adds to a step. `steps`: seconds, tokens generated, and other tokens."""
+    rows = np.array(steps)
+    return float(np.linalg.lstsq(np.column_stack((rows[:, 1:], np.ones(len(rows)))), rows[:, 0], rcond=None)[0][1])
 
 
 def _lognormal(rng: random.Random, mean: float, deviation: float) -> int:
@@ -116,6 +137,7 @@ def main() -> None:
     for name, found in outcomes.items():
         summary[f"computed_over_needed_{name}"] = round(statistics.mean(o.computed_over_needed for o in found), 3)
         summary[f"preemptions_{name}"] = round(statistics.mean(o.num_preemptions for o in found), 1)
+        summary[f"most_gain_{name}"] = round(statistics.median(o.most_gain for o in found), 3)
     if arguments.before:
         pairs = zip(outcomes["now"], outcomes["before"], strict=True)
         summary["speed_over_before"] = round(

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "team.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace motet {
@@ -21,7 +22,12 @@ constexpr int kScoreTiles = 4, kSumRows = 4;  // tiles of scores and rows of out
 constexpr int kScoreTiles = 1, kSumRows = 1;
 #endif
 constexpr int64_t kNearKV = 1 << 19;  // bytes of a sequence in a layer that the second cache level holds for all heads
-constexpr int64_t kMostQueries = 32;  // query rows that share the keys of a tile: rows times heads of a group
+// Query rows that share the keys of a tile: rows times heads of a group.
+#ifdef MOTET_TILES
+constexpr int64_t kMostQueries = 64;  // products are so fast that making the tiles of keys would take most of the time
+#else
+constexpr int64_t kMostQueries = 32;
+#endif
 
 template <class T>
 struct AttentionCall {
@@ -68,7 +74,7 @@ struct KeyTiles {
 template <>
 struct KeyTiles<Bfloat16> {
     typedef Bfloat16 Query;
-    static constexpr int64_t words(int64_t dim) { return dim / 2 * kLanes; }
+    static constexpr int64_t words(int64_t dim) { return (dim / 2 + kLanes - 1) / kLanes * kLanes * kLanes; }
 
     static void take(const Bfloat16* const* rows, int64_t dim, float* to) {
         for (int64_t pair = 0; 2 * pair < dim; pair += kLanes)
@@ -155,7 +161,8 @@ struct AttentionScratch {
     alignas(64) float totals[kMostQueries * kMostDims];
     alignas(64) Factors weights[kMostQueries][kPairs];
     alignas(64) T zeros[kMostDims] = {};
-    RowPair<T> values[kPairs];  // pairs of rows of V, for one span of columns
+    alignas(64) Floats scores[kMostQueries][kTiles];  // where they are computed in tiles
+    RowPair<T> values[kPairs];                        // pairs of rows of V, for one span of columns
     Floats weight_sum[kMostQueries];
     const Query* q[kMostQueries];
     Query spare[kMostQueries * kMostDims];  // converted queries
@@ -251,6 +258,84 @@ inline void add_values(AttentionScratch<T>& s, int64_t num_queries, const T* con
     }
 }
 
+// The same by matrix instructions, where the CPU has them: for all rows or for none, or a row's result would not be the
+// same alone and in a chunk. `num_tiles` of keys is even.
+template <class T>
+struct AttentionTiles {
+    static bool are_used() { return false; }
+    static void begin(int64_t) {}
+    static void end() {}
+    static void take_query(const T*, int64_t, int64_t, AttentionScratch<T>&) {}
+    static void scores(AttentionScratch<T>&, int64_t, int, int64_t) {}
+    static void add_values(AttentionScratch<T>&, int64_t, const T* const*, int, int64_t, int64_t) {}
+};
+
+#ifdef MOTET_TILES
+template <>
+struct AttentionTiles<Bfloat16> {
+    typedef AttentionScratch<Bfloat16> Scratch;
+    static constexpr int64_t kRows = kLanes;  // queries of a tile
+
+    static bool are_used() { return tiles_are_allowed(); }
+    static void begin(int64_t num_queries) { configure_tiles(int(std::min(num_queries, kRows))); }
+    static void end() { _tile_release(); }
+
+    static int64_t width(int64_t dim) { return (dim + kTileInputs - 1) / kTileInputs * kTileInputs; }
+
+    static void take_query(const Bfloat16* from, int64_t dim, int64_t query, Scratch& s) {
+        Bfloat16* to = s.spare + query * width(dim);
+        std::fill(std::copy_n(from, dim, to), to + width(dim), Bfloat16{});
+    }
+
+    // Calls `compute(query, count)` for one or two tiles of queries at a time. The last one may have queries too many,
+    // whose results are not used.
+    template <class F>
+    static void each(int64_t num_queries, F compute) {
+        for (int64_t query = 0; query < num_queries; query += 2 * kRows)
+            if (query + kRows < num_queries)
+                compute(query, std::integral_constant<int, 2>());
+            else
+                compute(query, std::integral_constant<int, 1>());
+    }
+
+    static void scores(Scratch& s, int64_t num_queries, int num_tiles, int64_t dim) {
+        const int64_t words = KeyTiles<Bfloat16>::words(dim), stride = width(dim) * int64_t(sizeof(Bfloat16));
+        finish_stores();
+        for (int t = 0; t < num_tiles; t += 2)
+            each(num_queries, [&](int64_t query, auto count) {
+                constexpr int kCount = decltype(count)::value;
+                const Bfloat16 *first = s.spare + query * width(dim), *last = first + kRows * width(dim);
+                const float* keys = s.keys + t * words;
+                zero_sums<kCount>();
+                for (int64_t d = 0; d < dim; d += kTileInputs, keys += kTilePairs * kLanes)
+                    add_products<kCount>(first + d, last + d, stride, keys, keys + words, 4 * kLanes);
+                float* to = (float*)&s.scores[query][t];
+                store_sums<kCount>(to, to + kRows * kTiles * kLanes, sizeof s.scores[0]);
+            });
+    }
+
+    static void add_values(Scratch& s, int64_t num_queries, const Bfloat16* const* v, int num_tiles, int64_t dim,
+                           int64_t padded) {
+        const int64_t num_pairs = num_tiles * kLanes / 2, stride = padded * int64_t(sizeof(float));
+        for (int64_t column = 0; column < dim; column += kSpan) {
+            for (int64_t i = 0; i < num_pairs; i++)
+                s.values[i] = RowPair<Bfloat16>(v[2 * i] + column, v[2 * i + 1] + column, dim - column);
+            finish_stores();
+            each(num_queries, [&](int64_t query, auto count) {
+                constexpr int kCount = decltype(count)::value;
+                float *first = s.totals + query * padded + column, *last = first + kRows * padded;
+                const auto* weights = s.weights[query];
+                load_sums<kCount>(first, last, stride);
+                for (int64_t i = 0; i < num_pairs; i += kTilePairs)
+                    add_products<kCount>(weights + i, weights + kRows * Scratch::kPairs + i, sizeof s.weights[0],
+                                         &s.values[i].low, &s.values[i].high, sizeof s.values[0]);
+                store_sums<kCount>(first, last, stride);
+            });
+        }
+    }
+};
+#endif
+
 // The unit that threads share: some rows of a sequence, for KV heads `kv_head` to `end_head`.
 struct AttentionTask {
     int64_t sequence, kv_head, end_head, first, end;
@@ -264,9 +349,14 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, const Attentio
     const int64_t padded = (dim + kSpan - 1) / kSpan * kSpan;
     const int64_t first_position = call.context_lens[sequence] - (call.query_starts[sequence + 1] - first);
     const int64_t end_key = first_position + (end - first);
+    const bool in_tiles = AttentionTiles<T>::are_used();
     for (int64_t i = 0; i < num_queries; i++) {
         const int64_t row = first + i / group, head = kv_head * group + i % group;
-        s.q[i] = query_of(call.q + row * call.q_row_stride + head * call.q_head_stride, dim, s.spare + i * dim);
+        const T* q = call.q + row * call.q_row_stride + head * call.q_head_stride;
+        if (in_tiles)
+            AttentionTiles<T>::take_query(q, dim, i, s);
+        else
+            s.q[i] = query_of(q, dim, s.spare + i * dim);
         s.position[i] = first_position + i / group;
         s.highest[i] = -1e30f;
         s.weight_sum[i] = Floats{};
@@ -277,13 +367,21 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, const Attentio
     const int64_t fetched = kv_head == task.kv_head ? (task.end_head - task.kv_head) * dim : 0;
     TokenWalk<T> walk(call, sequence, key), ahead(call, sequence, key);
     for (int64_t i = 0; i < kTilesAhead; i++) ahead.prefetch(end_key, kv_head * dim, fetched);
+    if (in_tiles) AttentionTiles<T>::begin(num_queries);
     for (; key < end_key; key += kTiles * kLanes) {
         const T *k[kLanes], *v[kTiles * kLanes];
-        const int num_tiles = int(std::min<int64_t>(kTiles, (end_key - key + kLanes - 1) / kLanes));
+        int num_tiles = int(std::min<int64_t>(kTiles, (end_key - key + kLanes - 1) / kLanes));
+        if (in_tiles) num_tiles += num_tiles % 2;  // with keys that no query sees
         for (int t = 0; t < num_tiles; t++) {
             ahead.prefetch(end_key, kv_head * dim, fetched);
             walk.next(end_key, kv_head * dim, s.zeros, k, v + t * kLanes);
             KeyTiles<T>::take(k, dim, s.keys + t * KeyTiles<T>::words(dim));
+        }
+        if (in_tiles) {
+            AttentionTiles<T>::scores(s, num_queries, num_tiles, dim);
+            for (int64_t i = 0; i < num_queries; i++) weigh(call, s, i, s.scores[i], num_tiles, key, padded);
+            AttentionTiles<T>::add_values(s, num_queries, v, num_tiles, dim, padded);
+            continue;
         }
         int64_t query = 0;
         for (; query + 4 <= num_queries; query += 4) score<T, 4>(call, s, query, num_tiles, key, padded);
@@ -293,6 +391,7 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, const Attentio
         if (left == 1) score<T, 1>(call, s, query, num_tiles, key, padded);
         add_values(s, num_queries, v, num_tiles, dim, padded);
     }
+    if (in_tiles) AttentionTiles<T>::end();
     for (int64_t i = 0; i < num_queries; i++) {
         const int64_t row = first + i / group, head = kv_head * group + i % group;
         T* to = call.out + (row * call.num_heads + head) * dim;

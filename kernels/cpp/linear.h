@@ -117,35 +117,19 @@ void linear_rest(const LinearCall<T, Y>& call, int64_t num_rows, int64_t row, in
 constexpr int64_t kWeightsAhead = 16384;  // bytes of weights that are prefetched ahead of the reader
 
 // The sums of `kCount` tiles of rows, which begin at `x`, and of a panel of two vectors of outputs, over all inputs:
-// `[kCount, 2, 16 rows, 16 outputs]`. A tile has `num_rows` rows.
+// `[kCount, 16 rows, 32 outputs]`. A tile has `num_rows` rows.
 template <int kCount>
 inline void tile_sums(const Bfloat16* const (&x)[kCount], int64_t x_stride, int64_t num_rows, const Bfloat16* weight,
-                      int64_t num_in, float (&to)[kCount][2][kLanes * kLanes]) {
+                      int64_t num_in, float (&to)[kCount][kLanes][2 * kLanes]) {
     constexpr int kStride = 128;  // bytes of a panel from a pair of inputs to the next one
-    const auto add = [](const Bfloat16* first, const Bfloat16* last, int64_t stride, const char* weights) {
-        _tile_loadd(6, weights, kStride);
-        _tile_loadd(7, weights + kStride / 2, kStride);
-        _tile_loadd(4, first, stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if constexpr (kCount == 2) {
-            _tile_loadd(5, last, stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    };
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (kCount == 2) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+    zero_sums<kCount>();
     const char* weights = (const char*)weight;
     int64_t at = 0;
     for (; at + kTileInputs <= num_in; at += kTileInputs, weights += kTilePairs * kStride) {
         for (int64_t line = 0; line < kTilePairs * kStride; line += 64)
             __builtin_prefetch(weights + kWeightsAhead + line, 0, 2);
-        add(x[0] + at, x[kCount - 1] + at, x_stride * int64_t(sizeof(Bfloat16)), weights);
+        add_products<kCount>(x[0] + at, x[kCount - 1] + at, x_stride * int64_t(sizeof(Bfloat16)), weights,
+                             weights + kStride / 2, kStride);
     }
     if (const int64_t left = num_in - at; left > 0) {  // what lies beyond the inputs is not read
         alignas(64) Bfloat16 rows[kCount][kLanes][kTileInputs] = {};
@@ -155,21 +139,16 @@ inline void tile_sums(const Bfloat16* const (&x)[kCount], int64_t x_stride, int6
                 std::copy_n(x[tile] + row * x_stride + at, left, rows[tile][row]);
         std::memcpy(padded, weights, size_t((left + 1) / 2 * kStride));
         finish_stores();
-        add(rows[0][0], rows[kCount - 1][0], 64, padded);
+        add_products<kCount>(rows[0][0], rows[kCount - 1][0], 64, padded, padded + kStride / 2, kStride);
     }
-    _tile_stored(0, to[0][0], 64);
-    _tile_stored(1, to[0][1], 64);
-    if constexpr (kCount == 2) {
-        _tile_stored(2, to[1][0], 64);
-        _tile_stored(3, to[1][1], 64);
-    }
+    store_sums<kCount>(to[0][0], to[kCount - 1][0], sizeof to[0][0]);
 }
 
 // Computes the rows from each of `first_rows` on, a tile of them each, for one panel of outputs.
 template <int kCount, class Y>
 void tiles_of_panel(const LinearCall<Bfloat16, Y>& call, const int64_t (&first_rows)[kCount], int64_t num_rows,
                     int64_t panel) {
-    alignas(64) float sums[kCount][2][kLanes * kLanes];
+    alignas(64) float sums[kCount][kLanes][2 * kLanes];
     const Bfloat16* x[kCount];
     for (int tile = 0; tile < kCount; tile++) x[tile] = call.x + first_rows[tile] * call.x_stride;
     const int64_t pairs = (call.num_in + 1) / 2;
@@ -180,7 +159,7 @@ void tiles_of_panel(const LinearCall<Bfloat16, Y>& call, const int64_t (&first_r
         const Floats bias = call.bias ? load(call.bias + column, count) : Floats{};
         for (int tile = 0; tile < kCount; tile++)
             for (int64_t row = 0; row < num_rows; row++) {
-                const Floats sum = load(sums[tile][v] + row * kLanes);
+                const Floats sum = load(sums[tile][row] + v * kLanes);
                 store(call.y + (first_rows[tile] + row) * call.y_stride + column, rounded<Bfloat16>(sum + bias), count);
             }
     }

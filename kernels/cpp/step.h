@@ -6,13 +6,29 @@
 #pragma once
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "lora.h"
 #include "rows.h"
 
 namespace motet {
 
-enum class StepKind : int64_t { kEmbed, kAddNorm, kNorm, kLinear, kLora, kWriteKV, kAttend, kGated };
+enum class StepKind : int64_t {
+    kEmbed,
+    kAddNorm,
+    kNorm,
+    kLinear,
+    kLora,
+    kWriteKV,
+    kAttend,
+    kGated,
+    kChooseExperts,
+    kTakePairs,
+    kExpertLinear,
+    kExpertLora,
+    kCombinePairs,
+    kAddGated
+};
 
 struct StepOperation {
     StepKind kind;
@@ -52,9 +68,25 @@ struct StepOperation {
             int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride, block_size, window;
             double scale, softcap;
         } attend;
-        struct {
-            int64_t width, is_silu;
+        struct {  // `per_row`: rows of x for each row of the step
+            int64_t width, is_silu, per_row;
         } gated;
+        struct {
+            int64_t num_experts, top_k, is_normalized;
+        } choose_experts;
+        struct {
+            int64_t width;
+        } pairs;  // taken or combined
+        struct {
+            const void* weight;
+            int64_t weight_stride, num_in, num_out;
+        } expert_linear;
+        struct {  // `num_out`: of each of the modules
+            int64_t layer, all_modules, first_module, num_modules, num_in, num_out;
+        } expert_lora;
+        struct {
+            int64_t gates, width;
+        } add_gated;
     };
 };
 static_assert(sizeof(StepOperation) == 14 * 8, "as many numbers as ../native/step.py writes");
@@ -77,6 +109,9 @@ struct StepCall {
     int64_t pool_page_stride, pool_layer_stride, slab;
     const int64_t* lora_pages;
     const LoraGroup* lora_groups;  // null: no row has an adapter
+    int64_t num_expert_segments;
+    const ExpertSegment* expert_segments;
+    const int64_t* expert_pages;
     int64_t num_threads;
 };
 
@@ -103,12 +138,26 @@ class Step {
                 return attend_pages(op);
             case StepKind::kGated:
                 return gate(op);
+            case StepKind::kChooseExperts:
+                return choose(op);
+            case StepKind::kTakePairs:
+                return take_pairs(pairs, of(op.x), op.pairs.width, of(op.to), num_threads);
+            case StepKind::kExpertLinear:
+                return multiply_pairs(op);
+            case StepKind::kExpertLora:
+                return add_expert_adapters(op);
+            case StepKind::kCombinePairs:
+                return combine_pairs(pairs, of(op.x), op.pairs.width, of(op.to), num_threads);
+            case StepKind::kAddGated:
+                return motet::add_gated(of(op.x), of(op.add_gated.gates), of(op.to), call.num_rows, op.add_gated.width,
+                                        num_threads);
         }
     }
 
   private:
     const StepCall& call;
     const int num_threads;
+    static inline thread_local ExpertPairs pairs;  // of the layer that is computed
 
     T* of(int64_t place) const { return (T*)call.registers[place]; }
 
@@ -198,7 +247,33 @@ class Step {
     void gate(const StepOperation& op) const {
         const auto& own = op.gated;
         const auto with = own.is_silu ? gated<T, silu> : gated<T, gelu_tanh>;
-        with(of(op.x), 2 * own.width, of(op.to), call.num_rows, own.width, num_threads);
+        with(of(op.x), 2 * own.width, of(op.to), call.num_rows * own.per_row, own.width, num_threads);
+    }
+
+    void choose(const StepOperation& op) const {
+        const auto& own = op.choose_experts;
+        choose_experts(of(op.x), call.num_rows, own.num_experts, own.top_k, own.is_normalized != 0, pairs, num_threads);
+    }
+
+    void multiply_pairs(const StepOperation& op) const {
+        const auto& own = op.expert_linear;
+        const LinearCall<T> product{nullptr, (const T*)own.weight, nullptr,    of(op.to),
+                                    0,       own.num_out,          own.num_in, own.num_out};
+        linear(of(op.x), own.num_in, pairs.offsets.data(), int64_t(pairs.offsets.size()) - 1, product,
+               own.weight_stride, num_threads);
+    }
+
+    void add_expert_adapters(const StepOperation& op) const {
+        if (call.num_expert_segments == 0) return;
+        const auto& own = op.expert_lora;
+        static thread_local std::vector<LoraPart> parts;
+        int64_t length;
+        find_expert_parts(pairs, call.expert_segments, call.num_expert_segments, own.all_modules, own.first_module,
+                          own.num_modules, own.num_in, own.num_out, parts, length);
+        const LoraPages<T> pages{(const T*)call.pool + own.layer * call.pool_layer_stride, call.pool_page_stride,
+                                 call.slab, call.expert_pages};
+        add(pages, parts.data(), int64_t(parts.size()), of(op.x), own.num_in, of(op.to), own.num_modules * own.num_out,
+            length, num_threads);
     }
 };
 

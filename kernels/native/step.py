@@ -12,13 +12,37 @@ import torch
 
 from ..attention import AttentionBatch
 from ..huge_pages import zeros_in_huge_pages
-from ..step import AddLora, AddNorm, Attend, Embed, Gated, Heads, Linear, Norm, Operation, Program, WriteKV
+from ..lora import PagedAdapter
+from ..plain.expert_lora import HostExpertLoraBatch
+from ..step import (
+    AddExpertLora,
+    AddGated,
+    AddLora,
+    AddNorm,
+    Attend,
+    ChooseExperts,
+    CombinePairs,
+    Embed,
+    ExpertLinear,
+    Gated,
+    Heads,
+    Linear,
+    Norm,
+    Operation,
+    Program,
+    TakePairs,
+    WriteKV,
+)
 from .attention import MOST_DIMS, MOST_GROUPED, HostBatch
+from .experts import PackedExperts
 from .linear import PackedWeight
 from .lora import NativeLoraBatch, parts_of
 
 _NUM_FIELDS = 14  # of an operation in cpp/step.h
-_KINDS = (Embed, AddNorm, Norm, Linear, AddLora, WriteKV, Attend, Gated)  # in the order of `StepKind`
+_KINDS = (  # in the order of `StepKind`
+    *(Embed, AddNorm, Norm, Linear, AddLora, WriteKV, Attend, Gated),
+    *(ChooseExperts, TakePairs, ExpertLinear, AddExpertLora, CombinePairs, AddGated),
+)
 
 
 class NativeStepKernels:
@@ -58,13 +82,20 @@ class NativeStep:
         self._run = run
         self._groups: dict[tuple[int, ...], int] = {}  # modules that share an input, in the order of `LoraGroup`s
         self._kept: list[torch.Tensor] = []  # copies that operations point to
+        self._experts: dict[int, tuple[PagedAdapter, array[int]]] = {}  # tables of the last step's, by the adapter's id
         rows = [self._encoded(operation) for operation in program.operations]
         self._operations = array("q", [number for row in rows for number in row])
         self._registers: list[torch.Tensor] = []
         self._addresses = array("q")
         self._grow(1)
 
-    def run(self, token_ids: torch.Tensor, attention: AttentionBatch, lora: NativeLoraBatch | None) -> torch.Tensor:
+    def run(
+        self,
+        token_ids: torch.Tensor,
+        attention: AttentionBatch,
+        lora: NativeLoraBatch | None,
+        expert_lora: HostExpertLoraBatch | None = None,
+    ) -> torch.Tensor:
         """See `step.Step`."""
         num_rows = len(token_ids)
         if num_rows > len(self._registers[0]):
@@ -77,6 +108,7 @@ class NativeStep:
             for modules in self._groups:
                 parts = parts_of(lora, modules)
                 groups.extend((parts.table.data_ptr(), len(parts.table), parts.length))
+        segments, pages = self._expert_segments(expert_lora)
         call = array(
             "q",
             (
@@ -84,20 +116,35 @@ class NativeStep:
                 *(host.positions.data_ptr(), host.row_pages.data_ptr(), host.row_slots.data_ptr()),
                 *(len(host.page_starts), host.query_starts.data_ptr(), host.context_lens.data_ptr()),
                 *(host.pages.data_ptr(), host.page_starts.data_ptr()),
-                *(pool.data_ptr(), pool.stride(0), pool.stride(1)),
-                *((0, 0, 0) if lora is None else (lora.geometry.slab, lora.pages.data_ptr(), groups.buffer_info()[0])),
+                *(pool.data_ptr(), pool.stride(0), pool.stride(1), pool.shape[2]),
+                *((0, 0) if lora is None else (lora.pages.data_ptr(), groups.buffer_info()[0])),
+                *(len(segments) // 4, segments.buffer_info()[0], pages.buffer_info()[0]),
                 self._num_threads,
             ),
         )
         self._run(self._operations.buffer_info()[0], len(self._program.operations), call.buffer_info()[0])
         return self._registers[self._program.output][:num_rows]
 
+    def _expert_segments(self, batch: HostExpertLoraBatch | None) -> tuple[array[int], array[int]]:
+        """The table of `ExpertSegment`s, and the pages of all their adapters."""
+        segments, pages = array("q"), array("q")
+        if batch is None:
+            return segments, pages
+        before, self._experts = self._experts, {}
+        for segment in batch.segments:
+            adapter = segment.adapter
+            known = before.get(id(adapter)) or (adapter, _expert_table(adapter))
+            self._experts[id(adapter)] = known
+            segments.extend((segment.start, segment.end, len(pages), known[1].buffer_info()[0]))
+            pages.extend(adapter.pages)
+        return segments, pages
+
     def _grow(self, num_rows: int) -> None:
         """Registers of at least so many rows. Twice as many as there were, so that they soon stay."""
         num_rows = max(num_rows, 2 * len(self._registers[0]) if self._registers else 64)
         room = zeros_in_huge_pages(num_rows * sum(self._program.widths), self._dtype)
         parts = room.split([num_rows * width for width in self._program.widths])
-        self._registers = [part.view(num_rows, -1) for part in parts]
+        self._registers = [part.view(num_rows, width) for part, width in zip(parts, self._program.widths, strict=True)]
         self._addresses = array("q", [register.data_ptr() for register in self._registers])
 
     def _encoded(self, operation: Operation) -> list[int]:
@@ -152,7 +199,43 @@ class NativeStep:
 
     @_fields.register
     def _(self, op: Gated) -> list[int]:
-        return [self._width(op.to), op.activation == "silu"]
+        width = self._width(op.to) // op.per_row
+        assert self._width(op.x) == 2 * width * op.per_row, "gate and up are as wide as their product"
+        return [width, op.activation == "silu", op.per_row]
+
+    @_fields.register
+    def _(self, op: ChooseExperts) -> list[int]:
+        return [self._width(op.x), op.top_k, op.normalized]
+
+    @_fields.register
+    def _(self, op: TakePairs) -> list[int]:
+        assert self._width(op.to) % self._width(op.x) == 0, "a pair is as wide as its row"
+        return [self._width(op.x)]
+
+    @_fields.register
+    def _(self, op: CombinePairs) -> list[int]:
+        assert self._width(op.x) % self._width(op.to) == 0, "a pair is as wide as its row"
+        return [self._width(op.to)]
+
+    @_fields.register
+    def _(self, op: ExpertLinear) -> list[int]:
+        weight = op.weight
+        assert isinstance(weight, PackedExperts), "weights in the layout of native experts"
+        top_k = self._width(op.x) // weight.num_in
+        sizes = (top_k * weight.num_in, top_k * weight.num_out)
+        assert (self._width(op.x), self._width(op.to)) == sizes, "registers fit the weights"
+        stride = weight.panels.numel() // weight.num_experts
+        return [self._address(weight.panels), stride, weight.num_in, weight.num_out]
+
+    @_fields.register
+    def _(self, op: AddExpertLora) -> list[int]:
+        assert op.modules == tuple(range(op.modules[0], op.modules[-1] + 1)), "modules are neighbours"
+        return [op.layer, op.num_modules, op.modules[0], len(op.modules), op.num_in, op.num_out]
+
+    @_fields.register
+    def _(self, op: AddGated) -> list[int]:
+        assert self._width(op.gate) == 1 and self._width(op.x) == self._width(op.to), "one gate for each row"
+        return [op.gate, self._width(op.to)]
 
     def _width(self, register: int) -> int:
         return self._program.widths[register]
@@ -170,6 +253,12 @@ class NativeStep:
         assert kv.dtype == self._dtype and kv.stride(-1) == 1, "heads are contiguous and of the kernels' dtype"
         assert kv.stride(3) == kv.shape[4], "the heads of a token lie side by side in its page"
         return kv.data_ptr()
+
+
+def _expert_table(adapter: PagedAdapter) -> array[int]:
+    """`[experts, modules, 4]`: rank, rows of A, and where A and B begin."""
+    modules = (module for expert in adapter.experts for module in expert.modules)
+    return array("q", [number for at in modules for number in (at.rank, at.a_rows, at.a, at.b)])
 
 
 def _bits(number: float) -> int:

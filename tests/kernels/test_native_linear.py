@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import linear
 
 from motet.kernels.backend import native_kernels
+from motet.kernels.huge_pages import huge_page_bytes
 from motet.kernels.native import linear as native_linear
 from motet.kernels.native import onednn_linear
 from motet.kernels.native.build import NativeUnavailable, load_library
@@ -147,6 +149,15 @@ def test_weights_lie_side_by_side(native: tuple[NativeLinear, torch.dtype]) -> N
     weights = [kernels.pack(draw(0, 64, 64, dtype, seed=i)[1]) for i in range(3)]
     starts = [weight.panels.data_ptr() for weight in weights]
     assert [b - a for a, b in pairwise(starts)] == [64 * 64 * dtype.itemsize] * 2
+
+
+def test_memory_in_huge_pages_is_counted(tmp_path: Path) -> None:
+    """Of what was asked to be in huge pages: other memory does not count."""
+    smaps = tmp_path / "smaps"
+    sizes = "7f00-7f80 rw-p 0 00:00 0 \nSize: 9000 kB\nRss: {} kB\nAnonHugePages: {} kB\nVmFlags: rd wr mr {}\n"
+    smaps.write_text(sizes.format(5000, 4096, "hg sd") + sizes.format(300, 0, "sd") + sizes.format(24, 0, "hg"))
+    assert huge_page_bytes(smaps) == (5024 << 10, 4 << 20)
+    assert huge_page_bytes(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("is_best", [True, False])

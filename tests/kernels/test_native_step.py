@@ -18,20 +18,27 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels
 from motet.kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.step import (
+    AddExpertLora,
+    AddGated,
     AddLora,
     AddNorm,
     Attend,
+    ChooseExperts,
+    CombinePairs,
     Embed,
+    ExpertLinear,
     Gated,
     Heads,
     Linear,
     Norm,
     Operation,
     Program,
+    TakePairs,
     WriteKV,
 )
 from motet.tests.rigs.native_builds import TOLERANCE
 from motet.workers.execution.inputs import make_inputs
+from motet.workers.models.experts import choose_experts
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed
@@ -128,6 +135,7 @@ def one_by_one(
             found = kernels.paged_attention(registers[op.x], op.kv, batch, op.scale, op.window, op.softcap)
             registers[op.to] = found.flatten(1)
         else:
+            assert isinstance(op, Gated), "experts have a test of their own"
             gated = kernels.silu_mul if op.activation == "silu" else kernels.gelu_tanh_mul
             registers[op.to] = gated(registers[op.x])
     return registers[base.program.output]
@@ -176,3 +184,84 @@ def test_a_step_is_what_its_kernels_compute(
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
             torch.testing.assert_close(base.pool, kv, atol=tolerance, rtol=tolerance)
     assert kernels.step.why_not([HEADS, replace(HEADS, head_dim=1024)]) is not None
+
+
+EXPERTS, EXPERT_INNER = 5, 40
+EXPERT_GEOMETRY = LoraGeometry(1, SLAB, 8, ((HIDDEN, EXPERT_INNER), (HIDDEN, EXPERT_INNER), (EXPERT_INNER, HIDDEN)))
+
+
+def expert_adapter(ranks: tuple[int, int, int], first_page: int) -> PagedAdapter:
+    """The same ranks for each expert but the second, which has none."""
+    experts, at, pages = [], 0, tuple(range(first_page, first_page + 20))
+    for expert in range(EXPERTS):
+        places = []
+        for rank, (num_in, num_out) in zip(ranks, EXPERT_GEOMETRY.sides, strict=True):
+            places.append(ModuleSlice(rank, rank, at, at + rank * num_in) if rank and expert != 1 else ABSENT)
+            at += rank * (num_in + num_out)
+        experts.append(PagedAdapter(pages, tuple(places)))
+    assert at <= SLAB * len(pages)
+    return PagedAdapter(pages, (), tuple(experts))
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], top_k: int) -> None:
+    """With adapters for experts and without, an expert that computes every row, and equal scores of all experts."""
+    kernels, dtype = native
+    if kernels.step is None:
+        pytest.skip("oneDNN's linears serve")
+    generator = torch.Generator().manual_seed(top_k)
+    draw = partial(torch.randn, generator=generator)
+    table, router = draw(VOCAB, HIDDEN).to(dtype), draw(EXPERTS, HIDDEN).to(dtype)
+    table[0] = 0  # all experts are equally likely: the first ones are chosen
+    gate_up = kernels.pack_experts((draw(EXPERTS, 2 * EXPERT_INNER, HIDDEN) / HIDDEN**0.5).to(dtype))
+    down = kernels.pack_experts((draw(EXPERTS, HIDDEN, EXPERT_INNER) / EXPERT_INNER**0.5).to(dtype))
+    router, gate = kernels.pack_linear(router), kernels.pack_linear(draw(1, HIDDEN).to(dtype))
+    x, scores, pairs, both, inner, of_pairs, found, own_gate = range(8)
+    widths = (HIDDEN, EXPERTS, *(top_k * n for n in (HIDDEN, 2 * EXPERT_INNER, EXPERT_INNER, HIDDEN)), HIDDEN, 1)
+    operations = (
+        Embed(x, table, 1.0),
+        Linear(x, scores, router, None),
+        ChooseExperts(scores, top_k, normalized=top_k > 1),
+        TakePairs(x, pairs),
+        ExpertLinear(pairs, both, gate_up),
+        AddExpertLora(pairs, both, 0, (0, 1), 3, HIDDEN, EXPERT_INNER),
+        Gated(both, inner, "silu", top_k),
+        ExpertLinear(inner, of_pairs, down),
+        AddExpertLora(inner, of_pairs, 0, (2,), 3, EXPERT_INNER, HIDDEN),
+        CombinePairs(of_pairs, found),
+        Linear(x, own_gate, gate, None),
+        AddGated(x, own_gate, found),
+    )
+    pool = (draw(60, 1, SLAB) * 0.1).to(dtype)
+    step = kernels.step.prepare(Program(widths, operations, found), pool)
+    for num_rows in (1, 50, 7):
+        tokens = torch.randint(VOCAB, (num_rows,), generator=generator)
+        tokens[::6] = 0
+        plan = [SequencePlan(0, tuple(tokens.tolist()), 0, packed(range(4)), None, None)]
+        inputs = make_inputs(StepPlan(0, tuple(plan), (), ()), {}, BLOCK_SIZE, CPU)
+        third = num_rows // 3
+        segments = [
+            LoraSegment(0, third, expert_adapter((4, 0, 8), 10)),
+            LoraSegment(third, 2 * third + 1, expert_adapter((2, 16, 1), 30)),
+        ]
+        segments = [segment for segment in segments if segment.start < segment.end]
+        for adapters in (None, kernels.expert_lora.prepare(segments, EXPERT_GEOMETRY, CPU)):
+            rows = table[tokens]
+            chosen, weights = choose_experts(kernels.linear(rows, router, None), top_k, top_k > 1)
+            equal = tokens == 0  # torch chooses any of them
+            chosen[equal] = torch.arange(top_k)
+            groups = kernels.experts.group(chosen, weights, 0, EXPERTS)
+            lora = None if adapters is None else kernels.expert_lora.of_pairs(adapters, groups, 0)
+            of_each = rows[groups.rows]
+            y = kernels.experts.linear(of_each, gate_up, groups)
+            if lora is not None:
+                kernels.lora.add(y, of_each, pool, 0, lora, (0, 1))
+            between = kernels.silu_mul(y)
+            y = kernels.experts.linear(between, down, groups)
+            if lora is not None:
+                kernels.lora.add(y, between, pool, 0, lora, (2,))
+            expected = kernels.experts.combine(y, groups, num_rows)
+            expected = expected + kernels.linear(rows, gate, None).sigmoid() * rows
+            actual = step.run(inputs.token_ids, inputs.attention, None, adapters)
+            tolerance = TOLERANCE[dtype]
+            torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.benchmarks.rigs.leader_steps import LeaderSteps, own_prompt
+from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, quick_result, scheduler
 from motet.workers.memory import paged_memory, prefix_cache
 from motet.workers.plan import StepPlan
@@ -33,8 +34,11 @@ def gang(num_sequences: int, num_pages: int = 20_000, tiers: TierSizes | None = 
     return Scheduler(of, frozenset({1}), lambda ref: 2, tiers=tiers)
 
 
-def decoding(num_running: int, num_waiting: int = 0, num_places: int = 0) -> Callable[[], None]:
-    """A step of so many sequences that decode, planned ahead, while others wait for adapters that never come."""
+def decoding(num_running: int, num_waiting: int = 0, num_places: int = 0, num_tenants: int = 1) -> Callable[[], None]:
+    """A step of so many sequences that decode, planned ahead, while others wait for adapters that never come.
+
+    `num_tenants`: that those have that wait.
+    """
     s = gang(num_places or num_running, 16 * num_running + 4096)
     for i in range(num_running):
         assert s.add(asking(i, [2 + i % 900] * (5 + i % 16), max_tokens=10_000), 0) is None
@@ -43,7 +47,8 @@ def decoding(num_running: int, num_waiting: int = 0, num_places: int = 0) -> Cal
         s.commit(plan, quick_result(plan))
         plan = s.schedule()
     for i in range(num_waiting):
-        s.add(asking(num_running + i, [5] * 20, adapter=f"{'abcdefgh'[i % 8]}{i % 3000}"), 0)
+        adapter, tenant = f"{'abcdefgh'[i % 8]}{i % 3000}", f"t{i % num_tenants}"
+        s.add(asking(num_running + i, [5] * 20, adapter=adapter, tenant=tenant), 0)
 
     def step() -> None:
         nonlocal plan
@@ -99,9 +104,9 @@ def test_a_step_grows_linearly_with_the_sequences_that_decode() -> None:
     assert many_s <= 8 * 1.5 * few_s  # and as much again where each sequence sums up all before it
 
 
-@pytest.mark.parametrize("num_places", [512, 600])
-def test_who_waits_for_an_adapter_costs_a_step_nothing(num_places: int) -> None:
-    alone, beside = decoding(512, 0, num_places), decoding(512, 5000, num_places)
+@pytest.mark.parametrize(("num_places", "num_tenants"), [(512, 1), (600, 1), (600, 40)])
+def test_who_waits_for_an_adapter_costs_a_step_nothing(num_places: int, num_tenants: int) -> None:
+    alone, beside = decoding(512, 0, num_places), decoding(512, 5000, num_places, num_tenants)
     assert num_calls(beside) <= num_calls(alone) + 4000  # a bounded look ahead, however many wait
     alone_s, beside_s = least_s([alone, beside])
     assert beside_s <= 2 * alone_s
@@ -311,32 +316,74 @@ def test_pages_of_ended_sequences_are_released_as_fast_as_they_come(monkeypatch:
     s.check_integrity()
 
 
+class Crowd:
+    """60 sequences that run on a document of 512 pages, which with theirs nearly fills the pool."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prefix_cache, "MOST_GIVEN_BACK", 32)
+        monkeypatch.setattr(prefix_cache, "_MOST_FOR_ROOM", 64)
+        self.scheduler = s = gang(64, num_pages=1000, budget=2048)
+        for i in range(60):
+            s.add(asking(i, [*_DOCUMENT, *[i] * 20], max_tokens=1000), 0)
+        while s.load().gauges.num_waiting or s.load().gauges.num_queued_tokens > 60:
+            s.commit(plan := s.schedule(), quick_result(plan))
+        self.num_released = self.most_released = 0  # pages, in a step
+        self._release = s.memory.allocator.release
+        monkeypatch.setattr(s.memory.allocator, "release", self.release)
+
+    def release(self, pages: Sequence[int]) -> None:
+        self.num_released += len(pages)
+        self._release(pages)
+
+    def step(self) -> None:
+        self.num_released = 0
+        self.scheduler.commit(plan := self.scheduler.schedule(), quick_result(plan))
+        self.most_released = max(self.most_released, self.num_released)
+        self.scheduler.check_integrity()
+
+
 def test_pages_that_others_hold_are_not_all_released_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant that is behind preempts sequences that share a document of 512 pages, of which none becomes room."""
-    monkeypatch.setattr(prefix_cache, "MOST_GIVEN_BACK", 32)
-    monkeypatch.setattr(prefix_cache, "_MOST_FOR_ROOM", 64)
-    s, num_released = gang(64, num_pages=1000, budget=2048), 0
-    for i in range(60):
-        s.add(asking(i, [*_DOCUMENT, *[i] * 20], max_tokens=1000), 0)
-    while s.load().gauges.num_waiting or s.load().gauges.num_queued_tokens > 60:
-        s.commit(plan := s.schedule(), quick_result(plan))
-    release, most_released = s.memory.allocator.release, 0
-
-    def counting(pages: Sequence[int]) -> None:
-        nonlocal num_released
-        num_released += len(pages)
-        release(pages)
-
-    monkeypatch.setattr(s.memory.allocator, "release", counting)
+    """A tenant that is behind preempts sequences that share a document, of which none becomes room."""
+    crowd = Crowd(monkeypatch)
+    s = crowd.scheduler
     for i in range(4):
         s.add(asking(100 + i, long_prompt(i, 120), max_tokens=4, tenant="quiet"), 0)
     while s.load().gauges.num_waiting > s.load().counters.num_preemptions:
-        num_released = 0
-        s.commit(plan := s.schedule(), quick_result(plan))
-        s.check_integrity()
-        most_released = max(most_released, num_released)
+        crowd.step()
     assert s.load().counters.num_fair_preemptions >= 8
-    assert most_released < 1500  # with all that eight sequences hold more than 4,096
+    assert crowd.most_released < 1500  # with all that eight sequences hold more than 4,096
+
+
+def test_pages_that_only_ended_sequences_share_become_room_little_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(monkeypatch)
+    s = crowd.scheduler
+    for i in range(60):
+        s.cancel(i)
+    s.add(asking(200, long_prompt(200, 20), max_tokens=1000), 0)
+    s.add(asking(201, long_prompt(201, 900), max_tokens=4, tenant="quiet"), 0)
+    num_steps = 0
+    while 201 not in s._running.by_id:
+        crowd.step()
+        num_steps += 1
+        assert num_steps < 200
+    assert crowd.most_released < 3000  # of 30,720
+
+
+def test_pages_of_ended_sequences_serve_at_once_where_running_ones_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_cache, "MOST_GIVEN_BACK", 1)
+    monkeypatch.setattr(prefix_cache, "_CLEARING_STEPS", 1 << 20)
+    s = gang(65, num_pages=1100, budget=20_000)
+    fill_to_the_last_page(s)
+    for i in range(65):
+        s.add(asking(i, long_prompt(i, 1000 if i == 64 else 1)[:-1], max_tokens=1000), 0)
+    while s.load().gauges.num_waiting or s.load().gauges.num_queued_tokens > 65:
+        s.commit(plan := s.schedule(), quick_result(plan))
+    s.cancel(64)
+    for _ in range(64):  # in which those that run need 256 pages, of which 36 are free
+        s.commit(plan := s.schedule(), quick_result(plan))
+    assert s.memory.prefixes.num_leaving > 500
+    assert s.load().counters.num_preemptions == 0
+    s.check_integrity()
 
 
 def test_an_engine_does_not_sleep_while_pages_are_to_be_released() -> None:

@@ -301,7 +301,7 @@ class Runner:
             hidden = self._mixed_graphs.hidden_states(inputs, adapters)
         context = self._context(inputs.attention, adapters)
         if hidden is None and self._step is not None:
-            hidden = self._step.run(inputs.token_ids, inputs.attention, context.lora)
+            hidden = self._step.run(inputs.token_ids, inputs.attention, context.lora, context.expert_lora)
         elif hidden is None:
             hidden = self._decoder.hidden_states(inputs.token_ids, context)
         return self._finish(inputs, hidden, context)

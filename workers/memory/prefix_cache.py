@@ -17,6 +17,7 @@ MOST_GIVEN_BACK = 512  # pages of ended sequences that are released in a step
 _RELEASED_AT_ONCE = 64  # pages of a sequence
 _OWN_HOLDERS = 2  # of a page that an ended sequence alone holds: itself, and this cache
 _MOST_FOR_ROOM = 4096  # pages more in a step, where room is short, of those that others hold, too
+_MOST_LOOKED_AT = 16  # ended sequences that share pages, in the search for one whose pages make room
 _CLEARING_STEPS = 32  # or this part of all, if that is more: so that they are released as fast as they come
 
 
@@ -190,10 +191,19 @@ class PrefixCache:
 
         Pages that others hold, too, seldom make room, and there may be a hundred times as many as the pool has.
         """
-        if not self._leaving and (not self._sharing or self.num_may_give_back < -_MOST_FOR_ROOM):
+        if not self._leaving and (self.num_may_give_back < -_MOST_FOR_ROOM or not self._may_make_room()):
             return False
         self.give_back(most)
         return True
+
+    def _may_make_room(self) -> bool:
+        """Whether none but ended sequences share the pages that are released next; looks for such ones first."""
+        for _ in range(min(len(self._sharing), _MOST_LOOKED_AT)):
+            pages, stop, _ = self._sharing[0]
+            if self._allocator.num_holders(pages[stop - 1]) <= 1 + len(self._sharing):  # this cache, and all of these
+                return True
+            self._sharing.rotate(-1)
+        return False
 
     def forget(self, keys: Iterable[PageKey]) -> None:
         """Drops pages whose numbers are not finite, so no other sequence finds them. Their holders keep them."""

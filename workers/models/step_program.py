@@ -7,13 +7,19 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ...adapters.adapter import EXPERT_MODULES
 from ...kernels.attention import LayerKV
 from ...kernels.backend import Kernels
 from ...kernels.step import (
+    AddExpertLora,
+    AddGated,
     AddLora,
     AddNorm,
     Attend,
+    ChooseExperts,
+    CombinePairs,
     Embed,
+    ExpertLinear,
     Gated,
     Heads,
     Linear,
@@ -21,17 +27,24 @@ from ...kernels.step import (
     Operation,
     Program,
     Step,
+    TakePairs,
     WriteKV,
 )
 from ..parallel import Parallel
 from .decoder import Decoder
+from .experts import DOWN as EXPERT_DOWN
+from .experts import GATE_UP as EXPERT_GATE_UP
+from .experts import ExpertMlp
 from .layers import Attention, DecoderLayer, GatedMlp, LoraLinear
 
 _log = logging.getLogger(__name__)
 
 # Registers: the residual; the normed input of a half of a layer; its output; q, k and v; q as it is rotated; what is
-# attended to; gate and up; their product.
+# attended to; gate and up; their product. Of experts: their scores; the pairs' inputs, gates and ups, products and
+# outputs; the same of the expert that computes every row, and its gate.
 RESIDUAL, NORMED, OUTPUT, QKV, ROTATED, ATTENDED, GATE_UP, INNER = range(8)
+SCORES, PAIRS, PAIRS_GATE_UP, PAIRS_INNER, PAIRS_OUTPUT = range(8, 13)
+SHARED_GATE_UP, SHARED_INNER, SHARED_OUTPUT, SHARED_GATE = range(13, 17)
 
 
 def prepare_step(
@@ -56,8 +69,6 @@ def why_not(decoder: Decoder, kernels: Kernels, parallel: Parallel, kv: Sequence
     """Why a step of this decoder cannot be one program; None: it can."""
     if parallel.degree > 1:
         return "several workers exchange sums within a step"
-    if any(not isinstance(layer.mlp, GatedMlp) for layer in decoder.layers):
-        return "this base has experts"
     if kernels.float8 is not None or not all(isinstance(layer, torch.Tensor) for layer in kv):
         return "weights or KV have eight bits"
     assert kernels.step is not None
@@ -69,7 +80,6 @@ def heads_of(attention: Attention) -> Heads:
 
 
 def program_of(decoder: Decoder, rotary: Sequence[torch.Tensor], kv: Sequence[LayerKV]) -> Program:
-    """Of a decoder whose layers are all dense."""
     operations: list[Operation] = [Embed(RESIDUAL, decoder.embedding, decoder.embedding_scale)]
     for layer in decoder.layers:
         operations += _layer(layer, rotary[layer.index], kv[layer.index], is_first=layer.index == 0)
@@ -78,18 +88,28 @@ def program_of(decoder: Decoder, rotary: Sequence[torch.Tensor], kv: Sequence[La
 
 
 def _widths(decoder: Decoder) -> tuple[int, ...]:
-    """By register. Layers are alike."""
-    hidden, first = decoder.embedding.shape[1], decoder.layers[0]
-    heads, mlp = heads_of(first.attention), first.mlp
-    assert isinstance(mlp, GatedMlp)
-    query, inner = heads.num_heads * heads.head_dim, mlp.down.weight.num_in
-    qkv = query + 2 * heads.num_kv_heads * heads.head_dim
-    return hidden, hidden, hidden, qkv, query, query, 2 * inner, inner
+    """By register. Layers of a kind are alike."""
+    hidden, heads = decoder.embedding.shape[1], heads_of(decoder.layers[0].attention)
+    query = heads.num_heads * heads.head_dim
+    widths = {RESIDUAL: hidden, NORMED: hidden, OUTPUT: hidden, ROTATED: query, ATTENDED: query}
+    widths[QKV] = query + 2 * heads.num_kv_heads * heads.head_dim
+    for layer in decoder.layers:
+        mlp = layer.mlp
+        if isinstance(mlp, GatedMlp):
+            widths |= {GATE_UP: mlp.gate_up.weight.num_out, INNER: mlp.down.weight.num_in}
+        else:
+            assert isinstance(mlp, ExpertMlp)
+            gate_up, inner, pairs = mlp.gate_up.num_out, mlp.down.num_in, mlp.top_k
+            widths |= {SCORES: mlp.num_experts, PAIRS: pairs * hidden, PAIRS_OUTPUT: pairs * hidden}
+            widths |= {PAIRS_GATE_UP: pairs * gate_up, PAIRS_INNER: pairs * inner}
+            if mlp.shared is not None:
+                widths |= {SHARED_GATE_UP: mlp.shared.gate_up.num_out, SHARED_INNER: mlp.shared.down.num_in}
+                widths |= {SHARED_OUTPUT: hidden, SHARED_GATE: 1}
+    return tuple(widths.get(register, 0) for register in range(max(widths) + 1))
 
 
 def _layer(layer: DecoderLayer, rotary: torch.Tensor, kv: LayerKV, *, is_first: bool) -> Iterator[Operation]:
-    attention, mlp, eps, heads = layer.attention, layer.mlp, layer.norm_eps, heads_of(layer.attention)
-    assert isinstance(mlp, GatedMlp)
+    attention, eps, heads = layer.attention, layer.norm_eps, heads_of(layer.attention)
     if is_first:  # nothing is to be added to the residual yet
         yield AddNorm(RESIDUAL, None, NORMED, layer.attention_norm, eps)
     else:
@@ -105,11 +125,39 @@ def _layer(layer: DecoderLayer, rotary: torch.Tensor, kv: LayerKV, *, is_first: 
     if layer.attention_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.attention_post_norm, eps)
     yield AddNorm(OUTPUT, RESIDUAL, NORMED, layer.mlp_norm, eps)
-    yield from _linear(mlp.gate_up, NORMED, GATE_UP, layer.index)
-    yield Gated(GATE_UP, INNER, mlp.activation)
-    yield from _linear(mlp.down, INNER, OUTPUT, layer.index)
+    yield from _mlp(layer)
     if layer.mlp_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.mlp_post_norm, eps)
+
+
+def _mlp(layer: DecoderLayer) -> Iterator[Operation]:
+    mlp = layer.mlp
+    if isinstance(mlp, GatedMlp):
+        yield from _linear(mlp.gate_up, NORMED, GATE_UP, layer.index)
+        yield Gated(GATE_UP, INNER, mlp.activation)
+        yield from _linear(mlp.down, INNER, OUTPUT, layer.index)
+        return
+    assert isinstance(mlp, ExpertMlp)
+    hidden, inner = mlp.down.num_out, mlp.down.num_in
+    yield Linear(NORMED, SCORES, mlp.router, None)
+    yield ChooseExperts(SCORES, mlp.top_k, mlp.normalized)
+    yield TakePairs(NORMED, PAIRS)
+    yield ExpertLinear(PAIRS, PAIRS_GATE_UP, mlp.gate_up)
+    yield _expert_lora(PAIRS, PAIRS_GATE_UP, layer.index, EXPERT_GATE_UP, hidden, inner)
+    yield Gated(PAIRS_GATE_UP, PAIRS_INNER, mlp.activation, mlp.top_k)
+    yield ExpertLinear(PAIRS_INNER, PAIRS_OUTPUT, mlp.down)
+    yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, hidden)
+    yield CombinePairs(PAIRS_OUTPUT, OUTPUT)
+    if (shared := mlp.shared) is not None:
+        yield Linear(NORMED, SHARED_GATE_UP, shared.gate_up, None)
+        yield Gated(SHARED_GATE_UP, SHARED_INNER, mlp.activation)
+        yield Linear(SHARED_INNER, SHARED_OUTPUT, shared.down, None)
+        yield Linear(NORMED, SHARED_GATE, shared.gate, None)
+        yield AddGated(SHARED_OUTPUT, SHARED_GATE, OUTPUT)
+
+
+def _expert_lora(x: int, to: int, layer: int, modules: tuple[int, ...], num_in: int, num_out: int) -> AddExpertLora:
+    return AddExpertLora(x, to, layer, modules, len(EXPERT_MODULES), num_in, num_out)
 
 
 def _linear(linear: LoraLinear, x: int, to: int, layer: int) -> Iterator[Operation]:

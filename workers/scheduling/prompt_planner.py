@@ -58,6 +58,7 @@ class PromptPlanner:
         self._preempted: set[GrowingSequence] = set()  # in this step, so they do not start again in it
         self._lacked_room = False  # when sequences were last started, one found no pages
         self._num_looked_up = self._num_held = 0  # pages of prefixes, in this step
+        self._held_by_others: HeldByOthers = {}  # as of the last search for candidates
         self._is_blocked = False  # in this step, newer sequences must not take the room that an older one lacks
         self._taking_over: list[GrowingSequence] = []  # wait for a page that a sequence of less standing computes
         self._memory, self._prefixes, self._prefetcher = memory, prefixes, prefetcher
@@ -132,9 +133,10 @@ class PromptPlanner:
             return len(self._preempted)
         self._lacked_room = False
         num_free_seats, num_pages = self._limits.max_num_sequences - running.num_places, 0
+        held_by_others: HeldByOthers = {}  # what is released meanwhile counts as held: an estimate
         for sequence in self._first_ready():
             num_free_seats -= sequence.num_places
-            num_pages += self._prefetcher.num_kv_pages_to_take(sequence)
+            num_pages += self._prefetcher.num_kv_pages_to_take(sequence, held_by_others)
             keep = self._waiting.kept_from(sequence) | {sequence.adapter_digest or ""}
             counter, (is_background, turn, arrival) = sequence.counter, sequence.turn
             while True:
@@ -186,7 +188,7 @@ class PromptPlanner:
             return found
         if self._counters.is_fair:
             self._waiting.promote(most, self._prefixes.prefix_here)
-        held_by_others: HeldByOthers = {}  # valid since no page is released in this method
+        self._held_by_others = {}  # valid since no page is released in this method
         turns, again = tee(self._waiting.equipped_in_turn())
         for sequence, older in islice(self._in_turn(turns, again), _MAX_LOOKED_AT):
             if sequence in self._preempted or not self._prefixes.make_keys(sequence):
@@ -194,7 +196,7 @@ class PromptPlanner:
             if not self._prefixes.is_known(sequence):
                 if self._num_looked_up > _MOST_FOUND:
                     break
-                if not self._look_up(sequence, older, held_by_others):
+                if not self._look_up(sequence, older):
                     continue
             if sequence.awaited_key is None or sequence.awaited_key not in next_keys:
                 num_free_places -= sequence.num_places
@@ -224,7 +226,7 @@ class PromptPlanner:
             return self._waiting.num_ready > 0
         if not candidates:
             return False
-        num_pages = self._prefetcher.num_kv_pages_to_take(candidates[0])
+        num_pages = self._prefetcher.num_kv_pages_to_take(candidates[0], self._held_by_others)
         return not self._memory.has_room(
             num_pages + self._running.reserve.num_pages(candidates[0], num_pages), frozenset()
         )
@@ -343,9 +345,9 @@ class PromptPlanner:
             older.reach(sequence)
             yield sequence, older
 
-    def _look_up(self, sequence: GrowingSequence, older: OlderSequences, held_by_others: HeldByOthers) -> bool:
+    def _look_up(self, sequence: GrowingSequence, older: OlderSequences) -> bool:
         """Looks up the sequence's prefix. False: the sequence now awaits a page that is being computed or copied."""
-        key = self._prefixes.last_coming(sequence, held_by_others)
+        key = self._prefixes.last_coming(sequence, self._held_by_others)
         if key is None and self._prefixes.find(sequence, older.wanted) is None:
             key = self._prefixes.key_to_await(sequence)
         self._num_looked_up += sequence.num_here

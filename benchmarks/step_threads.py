@@ -1,0 +1,135 @@
+"""What threads give a decode step in one process, without clients, routers and the engine around it.
+
+Random weights of SmolLM2-135M's shape, bfloat16, contexts of some 200 tokens in pages in random order. Numbers of
+threads take turns. The best step is what free cores give; the median is with whatever else the machine does, which is
+measured too: while another program has the core of one thread, the other one waits for the block that this one began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from motet.benchmarks.rigs.random_model import RANKS, write_model
+from motet.kernels.backend import choose_kernels
+from motet.workers.execution.runner import Runner
+from motet.workers.memory.pool import make_pool, plan_pool
+from motet.workers.models.config import ModelConfig
+from motet.workers.models.decoder import load_decoder
+from motet.workers.models.rotary import rotary_tables
+from motet.workers.models.sharding import ModelSharding
+from motet.workers.models.weights import Checkpoint
+from motet.workers.parallel import Alone
+from motet.workers.plan import Residence, SamplePlan, SequencePlan, StepPlan, packed
+from motet.workers.wire.messages import SamplingParams
+
+BLOCK_SIZE, CONTEXT, POOL_BYTES = 16, 200, 3 << 30
+CPU = torch.device("cpu")
+SAMPLE = SamplePlan(SamplingParams(temperature=0.0), 0, 0)
+
+
+@dataclass(frozen=True)
+class Timed:
+    wall_s: list[float]  # of each step
+    cpu_s: float  # of a step
+    others: float  # cores that other programs took meanwhile
+
+
+class Bench:
+    def __init__(self, folder: Path, threads: list[int], num_adapters: int) -> None:
+        model = ModelConfig.from_folder(write_model(folder))
+        sharding = ModelSharding(model)
+        geometry = plan_pool(sharding, BLOCK_SIZE, torch.bfloat16, POOL_BYTES)
+        layout = sharding.layout(BLOCK_SIZE, "bfloat16", "dtype")
+        self._pool = make_pool(geometry, CPU)
+        self._free = list(range(geometry.num_pages))
+        random.Random(0).shuffle(self._free)
+        rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, CPU)
+        kernels = {count: choose_kernels(CPU, torch.bfloat16, count) for count in threads}
+        checkpoint = Checkpoint(folder, torch.bfloat16, CPU, lambda *_: None)
+        decoder = load_decoder(sharding, checkpoint, kernels[threads[0]])
+        self._runners = {
+            count: Runner(decoder, own, Alone(), self._pool, geometry, layout, rotary, geometry.num_pages)
+            for count, own in kernels.items()
+        }
+        ranks = [dict.fromkeys(layout.shape.modules, RANKS[index % len(RANKS)]) for index in range(num_adapters)]
+        self._adapters = tuple(
+            Residence(f"adapter {index}", of, self._take(layout.num_pages(of), 0.02)) for index, of in enumerate(ranks)
+        )
+
+    def plan(self, num_sequences: int) -> StepPlan:
+        sequences = []
+        for index in range(num_sequences):
+            pages = packed(self._take(CONTEXT // BLOCK_SIZE + 2, 0.5))
+            adapter = self._adapters[index % len(self._adapters)].digest if self._adapters else None
+            sequences.append(SequencePlan(index, (index,), CONTEXT + index % 9, pages, adapter, SAMPLE))
+        return StepPlan(0, tuple(sequences), self._adapters[:num_sequences], ())
+
+    def time(self, plan: StepPlan, num_threads: int, seconds: float) -> Timed:
+        runner, wall_s = self._runners[num_threads], list[float]()
+        for _ in range(3):
+            runner.run(plan)
+        all_before, cpu_before, started = _busy_seconds(), time.process_time(), time.perf_counter()
+        while (began := time.perf_counter()) - started < seconds:
+            runner.run(plan)
+            wall_s.append(time.perf_counter() - began)
+        cpu_s = time.process_time() - cpu_before
+        others = (_busy_seconds() - all_before - cpu_s) / (time.perf_counter() - started)
+        return Timed(wall_s, cpu_s / len(wall_s), others)
+
+    def _take(self, num_pages: int, scale: float) -> tuple[int, ...]:
+        taken = tuple(self._free.pop() for _ in range(num_pages))
+        self._pool[list(taken)] = (torch.randn(num_pages, *self._pool.shape[1:]) * scale).bfloat16()
+        return taken
+
+
+def _busy_seconds() -> float:
+    """CPU seconds of all programs of this machine."""
+    user, nice, system, _idle, _waiting, *interrupts = Path("/proc/stat").read_text().splitlines()[0].split()[1:8]
+    return sum(map(int, (user, nice, system, *interrupts))) / 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[32, 64], help="of a step (default 32 64)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers to try (default 1 2)")
+    parser.add_argument("--adapters", type=int, default=0, help="that sequences use in turn (default 0)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of steps in a turn (default 1.5)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    least, *more = arguments.threads
+    line: dict[str, str | float] = {"benchmark": "step_threads"}
+    with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder, torch.inference_mode():
+        bench = Bench(Path(folder), arguments.threads, arguments.adapters)
+        for num_sequences in arguments.sequences:
+            plan = bench.plan(num_sequences)
+            turns = [
+                (count, bench.time(plan, count, arguments.seconds)) for _ in range(2) for count in arguments.threads
+            ]
+            for count, timed in turns:
+                best, median = 1e3 * min(timed.wall_s), 1e3 * statistics.median(timed.wall_s)
+                print(
+                    f"{num_sequences:3} sequences, {count} threads: best {best:6.1f} ms, median {median:6.1f}, "
+                    f"CPU {1e3 * timed.cpu_s:6.1f}; other programs {timed.others:.2f} cores",
+                    flush=True,
+                )
+            best_s = {
+                count: min(min(timed.wall_s) for own, timed in turns if own == count) for count in arguments.threads
+            }
+            cpu_s = {count: min(timed.cpu_s for own, timed in turns if own == count) for count in arguments.threads}
+            for count in more:
+                line[f"threads_{count}_over_{least}_of_{num_sequences}"] = round(best_s[least] / best_s[count], 2)
+                line[f"cpu_{count}_over_{least}_of_{num_sequences}"] = round(cpu_s[count] / cpu_s[least], 2)
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
