@@ -83,7 +83,7 @@ def _one(
         return in_variable
     in_file = _converted(field, f"{folder}/{name}", key_lines(files[name]) if field.is_list else files[name])
     if variable and in_file != in_variable:
-        raise ConfigError(f"{folder}/{name}", "…", f"{field.mark.env} has another value: give one of them")
+        raise ConfigError(f"{folder}/{name}", "…", f"{field.mark.env} is set differently: give one of them")
     return in_file
 
 

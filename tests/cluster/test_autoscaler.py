@@ -84,7 +84,7 @@ def test_a_configuration_of_serve_may_say_the_policys_settings_by_their_keys() -
     assert (said.pool_pressure, said.window_s, said.queued_tokens_per_gang) == (0.5, 10.0, 1600)
     with pytest.raises(ConfigError, match="did you mean pool-pressure"):
         GangAutoscaler(settings={"pool-presure": 0.5})
-    with pytest.raises(ConfigError, match="belongs into args"):
+    with pytest.raises(ConfigError, match="set it in args"):
         GangAutoscaler(settings={"name": "x"})
 
 

@@ -47,7 +47,7 @@ def test_variables_do_as_well() -> None:
 def test_a_file_and_a_variable_that_differ_are_an_error(folder: Path) -> None:
     same = {SECRETS_VARIABLE: str(folder), "REDIS_URL": URL, "MOTET_KEYS": "acme=one zoo=two"}
     assert secrets_of_this_node(same).redis_url == URL
-    with pytest.raises(ConfigError, match=r"redis-url = '…': REDIS_URL has another value") as error:
+    with pytest.raises(ConfigError, match=r"redis-url = '…': REDIS_URL is set differently") as error:
         secrets_of_this_node(same | {"REDIS_URL": "redis://:other@host"})
     assert "s3cret" not in str(error.value) and "other" not in str(error.value)
 
