@@ -180,7 +180,10 @@ def spoil(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: cut(path, 1), r"part-000\.safetensors is damaged: .* tensor 'weight' ends at byte \d+: .* completely"),
+        (
+            lambda path: cut(path, 1),
+            r"part-000\.safetensors is damaged: .* tensor 'weight' ends at byte \d+: .* completely",
+        ),
         (lambda path: path.write_bytes(b"abc"), r"part-000\.safetensors is damaged: it has 3 bytes"),
         (grow_header, r"part-000\.safetensors is damaged: .* its header should end"),
         (spoil, r"part-000\.safetensors is damaged: tensor 'weight' lies at bytes 0 to \d+ .*\[61, 102\] in BF16"),
