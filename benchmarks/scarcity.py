@@ -94,6 +94,7 @@ SUMMARY = (
     "longest_call_ms",
     "goodput_2_over_09",
 )
+_NEEDED = Path("workers/costs/replay.py")  # of another checkout
 
 
 def measure() -> Figures:
@@ -125,6 +126,8 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a checkout of other code to compare with")
     parser.add_argument("--only-json", action="store_true", help="print all figures as JSON and no table")
     arguments = parser.parse_args()
+    if arguments.before is not None and not (arguments.before / _NEEDED).is_file():
+        parser.error(f"{arguments.before} has no {_NEEDED}, in which these benchmarks run: give newer code")
     figures = measure()
     if arguments.only_json:
         print(json.dumps(figures))

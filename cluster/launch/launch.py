@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # it brings Ray, whose flags are set first
     from ray.serve.schema import ApplicationStatusOverview
 
 POLL_S = 0.1
+STATUS_POLL_S = 0.5  # each look at what Serve says takes 25 ms of CPU, which the replicas need to start
 CLUSTER_POLL_S = 2.0  # of a cluster that others run
 READY_TIMEOUT_S = 120.0  # from the application's being up to a token
 
@@ -312,7 +313,7 @@ def _run_application(
         said = {name: one for name, one in _said_of(status).items() if said.get(name) == one}
         if reasons := why_not_running(status, said):
             raise LaunchError(f"the application could not be started: {'; '.join(reasons)}")
-        time.sleep(POLL_S)
+        time.sleep(STATUS_POLL_S)
 
 
 def _said_of(status: ApplicationStatusOverview | None) -> dict[str, str]:
