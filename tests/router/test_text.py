@@ -4,7 +4,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -167,18 +167,23 @@ async def longest_pause(work: Awaitable[object]) -> float:
     return max(*pauses, ended - last) / (ended - started)
 
 
+async def least_pause(work: Callable[[], Awaitable[object]]) -> float:
+    """The least of five: the loop's thread may get no core for the whole work, but not each time."""
+    return min([await longest_pause(work()) for _ in range(5)])
+
+
 async def test_a_long_text_does_not_hold_up_the_loop(text: TextService) -> None:
     """Another thread alone would not help: `Tokenizer.encode` holds the interpreter's lock all the time."""
     long = "the quick brown fox " * 100_000
-    assert await longest_pause(text.encode(long, add_special_tokens=False)) < 0.5
+    assert await least_pause(lambda: text.encode(long, add_special_tokens=False)) < 0.5
 
 
 async def test_many_short_texts_count_together(text: TextService) -> None:
     texts = ["the quick brown fox " * 200] * 500
     assert all(len(one) <= MAX_CHARS_ON_LOOP for one in texts)
-    assert await longest_pause(text.encode_all(texts, add_special_tokens=False)) < 0.5
+    assert await least_pause(lambda: text.encode_all(texts, add_special_tokens=False)) < 0.5
     token_ids = encoded(text, texts[0])
-    assert await longest_pause(text.decode_all([token_ids] * 500)) < 0.5
+    assert await least_pause(lambda: text.decode_all([token_ids] * 500)) < 0.5
     assert await text.decode_all([token_ids] * 2) == [decoded(text, token_ids)] * 2
 
 
