@@ -18,6 +18,7 @@ from motet.benchmarks.scarce.long_prompts import long_prompts, shares_of_long_an
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, scheduler
 from motet.tests.workers.test_fair_scheduling import Gang
 from motet.workers.fairness.prices import CACHED_TOKEN, OUTPUT_TOKEN, SCORED_TOKEN, load_price
+from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.planned_step import PlannedChunk
@@ -74,6 +75,35 @@ def test_a_loaded_adapter_stays_until_its_sequence_has_started(
         gang.step()
         assert gang.num_steps < most_steps, "no end"
     assert gang.ended == gang.requests.keys()
+
+
+def test_adapters_that_fill_the_pool_together_stay_for_none_if_nothing_runs() -> None:
+    """Those of two sequences of a tenant, the second of more priority, were loaded while another held the place."""
+    of = limits(10, num_sequences=1)
+    s, worker = scheduler(of), Worker(of)
+
+    def add(sequence_id: int, num_prompt: int, adapter: str | None, tenant: str, priority: int = 0) -> None:
+        requested = asking(sequence_id, [10 + sequence_id] * num_prompt, 4, adapter, tenant)
+        assert s.add(msgspec.structs.replace(requested, priority=priority), 0) is None
+
+    def step() -> set[int]:
+        plan = s.schedule()
+        updates = s.commit(plan, worker.execute(plan))
+        s.check_integrity()
+        return {update.sequence_id for update in updates if update.finish_reason}
+
+    add(0, 5, None, "a")
+    step()
+    add(1, 9, "a4", "a")
+    step()
+    add(2, 9, "b4", "a", priority=5)
+    assert not step()
+    assert [s._adapters.state(digest) for digest in ("a4", "b4")] == [AdapterState.RESIDENT] * 2
+    add(3, 33, None, "b")
+    ended = set[int]()
+    for _ in range(60):
+        ended |= step()
+    assert ended == {0, 1, 2, 3}
 
 
 @settings(deadline=None, max_examples=40)

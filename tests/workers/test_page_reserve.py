@@ -101,18 +101,20 @@ def test_what_is_known_to_fit_is_not_kept_waiting() -> None:
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 40), st.integers(0, 39)), min_size=2, max_size=12))
 def test_no_more_is_kept_back_than_answers_can_reach(sequences: list[tuple[int, int, int]]) -> None:
     """`sequences`: tokens of each prompt, the most of its answer, and those that it has. The last one starts."""
-    reserve = PageReserve(10_000, 16)
+    reserve, num_to_come = PageReserve(10_000, 16), 0
     for number, (num_prompt, most, num_generated) in enumerate(sequences):
         requested = asking(number, [1] * num_prompt)
         sequence = GrowingSequence(requested, number, 0, [1] * num_prompt, max_length=num_prompt + most)
         sequence.token_ids += [1] * min(num_generated, most - 1)
         num_pages = pages_for(len(sequence.token_ids), 16)
+        num_to_come += pages_for(sequence.max_length, 16) - num_pages
         if number < len(sequences) - 1:
             sequence.hold(tuple(range(num_pages)))
             reserve.add(sequence)
     kept = reserve.num_pages(sequence, num_pages)
-    assert kept == max(reserve.least, reserve.growth_with(sequence, num_pages))
-    assert kept <= max(reserve.least, sum(-(-most * 9 // 8) / 16 for _, most, _ in sequences) + 1)
+    least = margin(reserve._sum_squares, 10_000)
+    assert kept == min(max(least, reserve.growth_with(sequence, num_pages)), num_to_come)
+    assert reserve.least <= min(least, num_to_come)
 
 
 def test_short_answers_to_long_prompts_cost_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:

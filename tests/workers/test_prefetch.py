@@ -48,10 +48,6 @@ def test_what_comes_is_the_oldest_that_there_is_room_for(
     fit = [n for n in range(1, len(waiting) + 1) if claims(waiting[:n]) <= num_pages]
     assert chosen.num_with_room == max(fit, default=0)
     reached = waiting[: chosen.num_with_room]
-    if chosen.num_with_room < len(waiting):  # the adapter of the next one may fit alone
-        following = waiting[chosen.num_with_room]
-        if claims([*reached, WaitingNeeds(following.adapter, True, following.num_adapter_pages, 0)]) <= num_pages:
-            reached = [*reached, following]
     absent = dict.fromkeys(needs.adapter for needs in reached if needs.is_absent)
     hosted = [digest for digest in absent if digest in _HOSTED][: loads.from_host]
     others = [digest for digest in absent if digest not in _HOSTED][: loads.from_store]
@@ -162,8 +158,8 @@ def test_the_prefetcher_looks_no_further_ahead_than_a_batch() -> None:
     assert loads_of(step(s, worker)[0]) == []
 
 
-@pytest.mark.parametrize(("num_free", "comes"), [(7, True), (6, False)])
-def test_a_page_is_left_for_each_running_sequence(num_free: int, comes: bool) -> None:
+@pytest.mark.parametrize(("num_free", "comes"), [(8, True), (7, False)])
+def test_a_page_is_left_for_each_running_sequence_and_room_for_the_one_that_waits(num_free: int, comes: bool) -> None:
     s, _ = full(num_pages=3 + num_free, num_sequences=3)
     assert s.load().gauges.num_free_pages == num_free
     s.add(request(10, adapter="a4"), 0)

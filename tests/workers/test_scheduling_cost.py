@@ -95,7 +95,10 @@ def num_calls(action: Callable[[], object]) -> int:
 class PagesWithCalls(dict[PageKey, int]):
     """Pages by key, where each look-up is a call that `num_calls` counts."""
 
+    num_gets = 0
+
     def get(self, key: PageKey, default: int | None = None) -> int | None:  # type: ignore[override]
+        self.num_gets += 1
         return super().get(key, default)
 
 
@@ -270,6 +273,63 @@ def test_many_that_share_a_long_document_start_little_by_little(monkeypatch: pyt
         s.check_integrity()
         num_steps += 1
     assert 100 * 512 // 1024 - 5 < num_steps < 60
+
+
+def test_a_document_that_a_crowd_waits_for_is_looked_up_once() -> None:
+    """Eight sequences of a tenant that is behind take the places of another one's; then one more may start."""
+    s = gang(16, budget=600)
+    s.memory.prefixes._pages = pages = PagesWithCalls()
+
+    def step() -> StepPlan:
+        s.commit(plan := s.schedule(), quick_result(plan))
+        return plan
+
+    def ask(first: int, stop: int, tenant: str, document: list[int]) -> None:
+        for i in range(first, stop):
+            assert s.add(asking(i, [*document, *[i] * 20], max_tokens=1000, tenant=tenant), 0) is None
+
+    ask(0, 1, "behind", _DOCUMENT)
+    ask(1, 16, "ahead", [])
+    while s.load().gauges.num_waiting or s.load().gauges.num_queued_tokens > 16:
+        step()
+    s.counters.charge(s._running.by_id[1].counter, 1e6)
+    ask(20, 28, "behind", _DOCUMENT)
+    pages.num_gets = 0
+    assert s._admission.preempt_for_waiting(s._preempt) == 8
+    assert pages.num_gets < 600
+    while s.load().gauges.num_waiting > 8:
+        step()
+    s.cancel(15)
+    ask(30, 31, "behind", [7] * 2000)  # its prompt is computed while the next one arrives
+    while 30 not in s._running.by_id:
+        step()
+    s.cancel(14)
+    ask(31, 32, "behind", _DOCUMENT)
+    pages.num_gets = 0
+    assert 30 in {part.sequence_id for part in step().sequences}
+    assert pages.num_gets < 2300  # when it arrives and starts, and not once more to see whether there is room
+
+
+def test_a_sequence_awaits_the_last_page_of_a_prompt_that_is_being_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the next one, with which it would look its prefix up in each step. No sequence holds the first pages."""
+    s = scheduler(limits(num_pages=40, budget=8, window=8))
+    s.add(asking(0, [*range(60)], max_tokens=1), 0)
+    for _ in range(3):
+        s.commit(plan := s.schedule(), quick_result(plan))
+    s.add(asking(1, [*range(60)], max_tokens=1), 0)
+    num_looked_up, find = 0, s._prefixes.find
+
+    def counting(*given: Any) -> Any:
+        nonlocal num_looked_up
+        num_looked_up += 1
+        return find(*given)
+
+    monkeypatch.setattr(s._prefixes, "find", counting)
+    while 0 in s._running.by_id:
+        assert 1 not in s._running.by_id
+        s.commit(plan := s.schedule(), quick_result(plan))
+    assert num_looked_up == 1
+    s.check_integrity()
 
 
 def test_long_prompts_take_few_look_ups_where_layers_have_a_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..window_pages import FullLayers
 from .answer_lengths import NUM_BUCKETS, STARTS, AnswerLengths, bucket_of
 from .growing_sequence import GrowingSequence
+from .request_limits import pages_for
 
 _MARGIN = 0.3  # of the deviation of what sequences need, if each ends at a time of its own
 _MAX_MARGIN = 0.05  # of the pool
@@ -76,6 +77,7 @@ class _Place:
     bucket: int
     bucket_ends: int  # tokens of the sequence, prompt and answer
     num_pages: int  # that only it holds, as far as known
+    num_to_come: int  # pages that it takes more if its answer reaches its limit
     grows: float  # pages for each page of its tokens; less than 1: it gives others back
 
 
@@ -100,23 +102,24 @@ class PageReserve:
         self._free_rows: list[int] = [*range(_FIRST_ROWS)]
         self._places: dict[int, _Place] = {}  # by sequence id
         self._sum_squares = 0  # of the pages of each running sequence
+        self._num_to_come = 0  # pages of all, if all answers reach their limits
         self._growth: _Floats | None = None  # of all running sequences; None: not computed since they changed
 
     @property
     def least(self) -> int:
         """Pages to be left free, whatever starts."""
-        return margin(self._sum_squares, self._num_pool_pages)
+        return min(margin(self._sum_squares, self._num_pool_pages), self._num_to_come)
 
     def num_pages(self, sequence: GrowingSequence, num_pages: int) -> int:
         """Pages to be left free when a sequence starts that takes `num_pages`; 0 where no sequence runs."""
         if not self._places:
             return 0
-        least = self.least
-        num_tokens = sum([limit * group.num_members for limit, group in self._groups.items()])
-        num_tokens += _limit(sequence) * sequence.num_places
-        if num_tokens <= least * self._block_size:
-            return least  # enough even if all answers reach their limits
-        return max(least, self.growth_with(sequence, num_pages))
+        least = margin(self._sum_squares, self._num_pool_pages)
+        num_filled = pages_for(len(sequence.token_ids), self._block_size)
+        num_to_come = self._num_to_come + self._pages_to_come(sequence, num_filled)
+        if num_to_come <= least:
+            return num_to_come  # enough even if all answers reach their limits
+        return min(max(least, self.growth_with(sequence, num_pages)), num_to_come)
 
     def growth_with(self, sequence: GrowingSequence, num_pages: int) -> int:
         """Pages more than now that running sequences are expected to need, with one that starts on `num_pages`."""
@@ -141,7 +144,9 @@ class PageReserve:
             self._alive[group.row] = self._alive_at(limit)
         bucket, num_pages = bucket_of(_num_generated(sequence)), len(sequence.pages) - sequence.num_kept_pages
         ends, grows = sequence.num_prompt_tokens + STARTS[bucket + 1], self._grows(sequence)
-        self._places[sequence.sequence_id] = _Place(limit, group, bucket, ends, num_pages, grows)
+        num_to_come = self._pages_to_come(sequence, len(sequence.pages))
+        self._num_to_come += num_to_come
+        self._places[sequence.sequence_id] = _Place(limit, group, bucket, ends, num_pages, num_to_come, grows)
         group.num_members += 1
         self._sum_squares += num_pages**2
         self._count(group, bucket, grows, num_pages)
@@ -151,6 +156,9 @@ class PageReserve:
         place = self._places[sequence.sequence_id]
         num_before = place.num_pages
         place.num_pages += num_pages
+        num_came = min(num_pages, place.num_to_come)
+        place.num_to_come -= num_came
+        self._num_to_come -= num_came
         self._sum_squares += place.num_pages**2 - num_before**2
         if len(sequence.token_ids) < place.bucket_ends:
             self._num_pages[place.group.row, place.bucket] += num_pages
@@ -175,6 +183,7 @@ class PageReserve:
         place = self._places.pop(sequence.sequence_id)
         self._lengths.leave(place.bucket, bucket_of(_num_generated(sequence)))
         self._sum_squares -= place.num_pages**2
+        self._num_to_come -= place.num_to_come
         self._count(place.group, place.bucket, -place.grows, -place.num_pages)
         place.group.num_members -= 1
         if not place.group.num_members:
@@ -193,6 +202,7 @@ class PageReserve:
         assert places.keys() == {sequence.sequence_id for sequence in running}, "a sequence is not counted, or left"
         assert all(places[s.sequence_id].num_pages <= len(s.pages) for s in running), "pages are miscounted"
         assert self._sum_squares == sum(place.num_pages**2 for place in places.values())
+        assert self._num_to_come == sum(place.num_to_come for place in places.values())
         num_members = dict.fromkeys(self._groups, 0)
         num_sequences, num_pages = np.zeros_like(self._num_sequences), np.zeros_like(self._num_pages)
         for place in places.values():
@@ -212,6 +222,10 @@ class PageReserve:
         self._survival = survival(self._lengths.reach())
         rows = [group.row for group in self._groups.values()]
         self._alive[rows] = self._alive_at(np.array([*self._groups])[:, None, None])
+
+    def _pages_to_come(self, sequence: GrowingSequence, num_pages: int) -> int:
+        """Pages that a sequence with `num_pages` takes more if its answer reaches its limit."""
+        return max(0, pages_for(sequence.max_length, self._block_size) - num_pages) * sequence.num_places
 
     def _grows(self, sequence: GrowingSequence) -> float:
         late = self._window is not None and len(sequence.token_ids) >= self._window

@@ -36,7 +36,7 @@ class WaitingNeeds:
 @dataclass(frozen=True)
 class PrefetchChoice:
     adapters: tuple[str, ...]  # digests to load, the oldest sequence's first
-    num_with_room: int  # number of the oldest sequences that have room for their KV too
+    num_with_room: int  # number of the oldest sequences that have room for their adapters and KV
 
 
 def choose_prefetch(waiting: Iterable[WaitingNeeds], num_pages: int, loads: FreeLoads) -> PrefetchChoice:
@@ -49,7 +49,8 @@ def choose_prefetch(waiting: Iterable[WaitingNeeds], num_pages: int, loads: Free
     Each sequence claims the pages that it will need, adapter and KV, before anything is loaded for a newer one. So
 
     - a load for a newer sequence never takes room from an older one, or evicts its adapter;
-    - no more is loaded than can run together, since it would evict what was loaded before;
+    - no more is loaded than can run together: an adapter whose sequence lacks room for its KV would hold pages that
+      others could run on, for as long as that takes;
     - an older sequence that lacks room blocks all newer ones until running sequences have ended.
     """
     adapters: list[str] = []
@@ -57,17 +58,15 @@ def choose_prefetch(waiting: Iterable[WaitingNeeds], num_pages: int, loads: Free
     num_begun = {True: 0, False: 0}  # by whether the adapter is in host memory
     num_with_room = 0
     for needs in waiting:
-        if needs.adapter is not None and needs.adapter not in claimed:
-            if needs.num_adapter_pages > num_pages:
-                break
-            num_pages -= needs.num_adapter_pages
+        is_claimed = needs.adapter is None or needs.adapter in claimed
+        num_pages -= needs.num_kv_pages + (0 if is_claimed else needs.num_adapter_pages)
+        if num_pages < 0:
+            break
+        num_with_room += 1
+        if needs.adapter is not None and not is_claimed:
             claimed.add(needs.adapter)
             most = loads.from_host if needs.is_hosted else loads.from_store
             if needs.is_absent and num_begun[needs.is_hosted] < most:
                 num_begun[needs.is_hosted] += 1
                 adapters.append(needs.adapter)
-        if needs.num_kv_pages > num_pages:
-            break
-        num_pages -= needs.num_kv_pages
-        num_with_room += 1
     return PrefetchChoice(tuple(adapters), num_with_room)

@@ -30,6 +30,7 @@ class Prefetcher:
         """`waiting` is notified when an adapter's load starts for one of its sequences."""
         self._memory, self._prefixes, self._waiting = memory, prefixes, waiting
         self._pages_of_adapter, self._limits = pages_of_adapter, limits
+        self.without_room: list[GrowingSequence] = []  # that found none when loads were last begun
 
     def begin(self, waiting: list[GrowingSequence], num_lacking: int, num_running: int) -> Iterator[AdapterLoad]:
         """Starts loads and copies for these sequences, oldest first, even if they cannot start in this step.
@@ -38,6 +39,7 @@ class Prefetcher:
         puts the loads into its plan. `num_lacking`: sequences that lack their adapter, these or others. Each of
         `num_running` running sequences may need another page meanwhile.
         """
+        self.without_room = []
         loads = self.free_loads if num_lacking else FreeLoads(0, 0)
         may_load = loads.from_store > 0 or (loads.from_host > 0 and self._memory.hosted)
         if not may_load and not self._prefixes.can_come_ahead:
@@ -49,13 +51,14 @@ class Prefetcher:
             waiting.pop()
         needs = (self._needs(sequence, held_by_others) for sequence in waiting)
         chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, loads)
+        self.without_room = waiting[chosen.num_with_room :]
         wanted: set[Item] = set()  # adapters and pages of older sequences: not to be evicted for a newer sequence
         older: list[GrowingSequence] = []  # sequences whose pages are not in `wanted` yet
-        for number, sequence in enumerate(waiting[: chosen.num_with_room + 1]):
-            ref, has_room = sequence.request.adapter, number < chosen.num_with_room
+        for sequence in waiting[: chosen.num_with_room]:
+            ref = sequence.request.adapter
             adapter_comes = ref is not None and ref.digest in chosen.adapters and ref.digest not in wanted
-            pages_may_come = has_room and self._prefixes.may_come_ahead(sequence, held_by_others)
-            older += [sequence] if has_room else []
+            pages_may_come = self._prefixes.may_come_ahead(sequence, held_by_others)
+            older.append(sequence)
             wanted |= {ref.digest} if ref is not None else set()
             if adapter_comes or pages_may_come:
                 wanted.update(page for one in older for page in self._prefixes.here(one, held_by_others))
@@ -74,11 +77,6 @@ class Prefetcher:
         """Loads that may begin now."""
         adapters = self._memory.adapters
         return free_loads(adapters.num_loading, adapters.num_loading_from_store)
-
-    def may_load(self, sequence: GrowingSequence) -> bool:
-        """A load of the sequence's adapter, which is absent, may begin now."""
-        loads = self.free_loads
-        return (loads.from_host if sequence.adapter_digest in self._memory.hosted else loads.from_store) > 0
 
     def is_absent(self, sequence: GrowingSequence) -> bool:
         """The sequence's adapter is neither in the pool nor being loaded."""
