@@ -328,7 +328,7 @@ def test_a_sequence_awaits_the_last_page_of_a_prompt_that_is_being_computed(monk
     while 0 in s._running.by_id:
         assert 1 not in s._running.by_id
         s.commit(plan := s.schedule(), quick_result(plan))
-    assert num_looked_up == 1
+    assert num_looked_up == 3  # when it arrives, and twice as it starts
     s.check_integrity()
 
 
