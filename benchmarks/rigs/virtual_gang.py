@@ -69,12 +69,13 @@ class VirtualGang:
         limits: GangLimits,
         adapter_pages: int = 1,
         scheduling: Scheduling = "fair",
+        overlaps: bool = True,
     ) -> None:
         self.executor = VirtualExecutor(VirtualCosts())
         self.scheduler = Scheduler(
             limits, frozenset(), lambda _: adapter_pages, clock=self.executor.clock, scheduling=scheduling
         )
-        self._engine = Engine(self.scheduler, self.executor, INFO, clock=self.executor.clock)
+        self._engine = Engine(self.scheduler, self.executor, INFO, overlaps=overlaps, clock=self.executor.clock)
         self._work: dict[int, Work] = {}  # by sequence
         self._num_submitted: Counter[str] = Counter()
         self._chance = random.Random(0)

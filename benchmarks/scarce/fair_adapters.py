@@ -1,6 +1,7 @@
 """Fair scheduling where tenants' adapters do not fit together: answers and loads beside first come, first served.
 
 `--random NUM` draws so many mixes by chance instead, of all sizes, and prints those that have fewest answers.
+With `--step-by-step` no plan is made while the step before it runs: what has ended holds its room no step longer.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ class MixFigures:
         return self.num_answers / max(self.num_answers_fifo, 1)
 
 
-def fair_adapters(mixes: tuple[AdapterMix, ...] = MIXES) -> list[MixFigures]:
+def fair_adapters(mixes: tuple[AdapterMix, ...] = MIXES, overlaps: bool = True) -> list[MixFigures]:
     """Figures of each mix, fair beside first come, first served over the same virtual time."""
     found = []
     for mix in mixes:
-        fair, fifo = _run(mix, "fair"), _run(mix, "fifo")
+        fair, fifo = _run(mix, "fair", overlaps), _run(mix, "fifo", overlaps)
         served = [fair.served(f"tenant-{number}") for number in range(mix.num_tenants)]
         loads = [gang.scheduler.load().counters.num_adapter_loads for gang in (fair, fifo)]
         answers = [sum(gang.num_answers.values()) for gang in (fair, fifo)]
@@ -98,7 +99,7 @@ def random_mixes(number: int, seed: int) -> list[AdapterMix]:
     return mixes
 
 
-def _run(mix: AdapterMix, scheduling: Scheduling) -> VirtualGang:
+def _run(mix: AdapterMix, scheduling: Scheduling, overlaps: bool = True) -> VirtualGang:
     work = [
         Work(
             f"tenant-{tenant}",
@@ -110,7 +111,7 @@ def _run(mix: AdapterMix, scheduling: Scheduling) -> VirtualGang:
         for tenant in range(mix.num_tenants)
     ]
     limits = GangLimits(MAX_LEN, VOCAB_SIZE, BLOCK_SIZE, int(mix.room * mix.adapter_pages), _MAX_TOKENS, mix.places)
-    gang = VirtualGang(work, limits, mix.adapter_pages, scheduling)
+    gang = VirtualGang(work, limits, mix.adapter_pages, scheduling, overlaps)
     gang.run(mix.seconds)
     return gang
 
@@ -119,9 +120,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--random", type=int, metavar="NUM", help="of mixes by chance (default: chosen ones)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--step-by-step", action="store_true", help="plan no step before the one before it has ended")
     arguments = parser.parse_args()
     mixes = MIXES if arguments.random is None else tuple(random_mixes(arguments.random, arguments.seed))
-    figures = fair_adapters(mixes)
+    figures = fair_adapters(mixes, overlaps=not arguments.step_by_step)
     print(
         "tenants adapters  pages  room  places  depth  prompt  output   fair   fifo  fair/fifo  loads  fifo's  shares"
     )
