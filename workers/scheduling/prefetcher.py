@@ -50,15 +50,17 @@ class Prefetcher:
         while waiting and not self._lacks(waiting[-1], loads, held_by_others):
             waiting.pop()
         needs = (self._needs(sequence, held_by_others) for sequence in waiting)
-        chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, loads)
+        # Sequences of one tenant change no places: the next one takes all room that comes, and its adapter waits for it.
+        may_be_ahead = self._waiting.has_one_tenant
+        chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, loads, may_be_ahead)
         self.without_room = waiting[chosen.num_with_room :]
         wanted: set[Item] = set()  # adapters and pages of older sequences: not to be evicted for a newer sequence
         older: list[GrowingSequence] = []  # sequences whose pages are not in `wanted` yet
-        for sequence in waiting[: chosen.num_with_room]:
-            ref = sequence.request.adapter
+        for number, sequence in enumerate(waiting[: chosen.num_with_adapter]):
+            ref, has_room = sequence.request.adapter, number < chosen.num_with_room
             adapter_comes = ref is not None and ref.digest in chosen.adapters and ref.digest not in wanted
-            pages_may_come = self._prefixes.may_come_ahead(sequence, held_by_others)
-            older.append(sequence)
+            pages_may_come = has_room and self._prefixes.may_come_ahead(sequence, held_by_others)
+            older += [sequence] if has_room else []
             wanted |= {ref.digest} if ref is not None else set()
             if adapter_comes or pages_may_come:
                 wanted.update(page for one in older for page in self._prefixes.here(one, held_by_others))
@@ -77,6 +79,11 @@ class Prefetcher:
         """Loads that may begin now."""
         adapters = self._memory.adapters
         return free_loads(adapters.num_loading, adapters.num_loading_from_store)
+
+    def may_load(self, sequence: GrowingSequence) -> bool:
+        """A load of the sequence's adapter, which is absent, may begin now."""
+        loads = self.free_loads
+        return (loads.from_host if sequence.adapter_digest in self._memory.hosted else loads.from_store) > 0
 
     def is_absent(self, sequence: GrowingSequence) -> bool:
         """The sequence's adapter is neither in the pool nor being loaded."""

@@ -329,13 +329,16 @@ class PromptPlanner:
         older = OlderSequences(equipped, self._waiting.has_one_tenant)
         adapters = self._memory.adapters
         lacking = self._waiting.oldest_lacking(lambda digest: adapters.state(digest) is AdapterState.ABSENT)
-        lacks_room = lacking is not None and lacking in self._prefetcher.without_room
+        if lacking is not None and not self._prefetcher.may_load(lacking):
+            lacking = None
         for sequence in sequences:
             if sequence.awaits_page is not None or not self._has_adapter(sequence):
                 continue
-            if lacking is not None and lacks_room and self._blocks(lacking, sequence):
-                self._is_blocked = True
-                return  # there is no room for its adapter and KV yet, and newer sequences must not take it
+            if lacking is not None and self._blocks(lacking, sequence):
+                if self._lacks_room(lacking, older):
+                    self._is_blocked = True
+                    return  # newer sequences must not take the room that comes
+                lacking = None  # newer sequences that lack their adapter do not block others
             older.reach(sequence)
             yield sequence, older
 
@@ -350,6 +353,15 @@ class PromptPlanner:
         price = load_price(lacking.num_adapter_pages, self._limits.block_size) / lacking.counter.weight
         most = min(lacking.counter.slack, _PASSED_LOADS * price)
         return max(lacking.turn[1], lacking.counter.value) + most < sequence.turn[1]
+
+    def _lacks_room(self, lacking: GrowingSequence, older: OlderSequences) -> bool:
+        """There is no room for its adapter and KV yet, or of sequences of one tenant, for its adapter."""
+        if not self._waiting.has_one_tenant:
+            return lacking in self._prefetcher.without_room
+        older.reach(lacking)
+        ref = lacking.request.adapter
+        assert ref is not None
+        return not self._memory.has_room(self._pages_of_adapter(ref) + len(self._running), older.wanted)
 
     def _look_up(self, sequence: GrowingSequence, older: OlderSequences) -> bool:
         """Looks up the sequence's prefix. False: the sequence now awaits a page that is being computed or copied."""
