@@ -149,6 +149,12 @@ def test_adapters_that_do_not_fit_together_cost_fair_scheduling_no_answers(mix: 
     assert found.num_loads / found.num_answers <= most_loads * found.num_loads_fifo / found.num_answers_fifo
 
 
+def test_first_come_first_served_loads_serve_several_sequences() -> None:
+    """So it is with one tenant, too: those whose adapter is there run while the next one's waits for room for KV."""
+    (found,) = fair_adapters((AdapterMix(17, 4.7, places=8, seconds=6, num_output=2, adapter_pages=4),))
+    assert found.num_loads_fifo < 0.6 * found.num_answers_fifo
+
+
 def test_small_requests_do_not_keep_those_out_whose_adapters_have_no_room() -> None:
     """A tenant passes others by no more than two loads are worth, 14 of these requests."""
     (found,) = fair_adapters((AdapterMix(40, 3.3, depth=1, places=8, seconds=20, num_output=8),))

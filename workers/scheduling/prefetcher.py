@@ -50,7 +50,7 @@ class Prefetcher:
         while waiting and not self._lacks(waiting[-1], loads, held_by_others):
             waiting.pop()
         needs = (self._needs(sequence, held_by_others) for sequence in waiting)
-        # Sequences of one tenant change no places: the next one takes all room that comes, and its adapter waits for it.
+        # Sequences of one tenant change no places: the next one takes the room that comes, and its adapter may wait.
         may_be_ahead = self._waiting.has_one_tenant
         chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, loads, may_be_ahead)
         self.without_room = waiting[chosen.num_with_room :]
