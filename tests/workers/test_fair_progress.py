@@ -145,7 +145,7 @@ def test_adapters_that_do_not_fit_together_cost_fair_scheduling_no_answers(mix: 
     """`most_loads`: for each answer, over those of first come, first served. A load serves several sequences."""
     (found,) = fair_adapters((mix,))
     assert found.over_fifo >= 0.97
-    assert found.num_loads <= found.num_loads_fifo
+    assert found.num_loads <= 1.05 * found.num_loads_fifo
     assert found.num_loads / found.num_answers <= most_loads * found.num_loads_fifo / found.num_answers_fifo
 
 
