@@ -188,6 +188,23 @@ def test_who_lacks_room_for_an_adapter_holds_up_all_newer_ones() -> None:
     assert sorted(finished) == [0, 1, 2, 3]
 
 
+def test_newer_ones_of_its_tenant_do_not_keep_out_one_that_lacks_its_adapter() -> None:
+    """They may run while there is no room for its KV, but not in turns without end."""
+    of = limits(num_pages=20, budget=64)
+    s, worker = scheduler(of), Worker(of)
+    fill_to_the_last_page(s)
+    num_added = num_steps = 0
+    while 1000 not in s._running.by_id:
+        while s.load().gauges.num_waiting < 4:
+            s.add(request(num_added, num_prompt=8, max_tokens=2 + num_added % 7), 0)
+            num_added += 1
+        if num_steps == 5:
+            s.add(request(1000, num_prompt=44, adapter="a3"), 0)
+        step(s, worker)
+        num_steps += 1
+        assert num_steps < 60
+
+
 def test_what_an_older_one_needs_to_run_is_not_taken_for_a_newer_ones_adapter() -> None:
     s, worker = full(num_pages=20, num_sequences=2)
     s.add(request(10, num_prompt=48, adapter="a3"), 0)  # twelve pages, and three: with two running ones 17
