@@ -29,7 +29,8 @@ def measured_steps(
 
     `context`: of the longest sequence.
     """
-    times, began_at = StepTimes(whole := {}, split := {}), clock()
+    whole, split = dict[int, float](), dict[int, float]()
+    began_at = clock()
     for num_rows in doubled(least_rows // 2, most_rows):
         plan = _prompts(num_rows, context, runner.geometry.block_size)
         for _ in range(_NUM_ROUNDS):
@@ -40,7 +41,7 @@ def measured_steps(
             break
     runner.nano_batches = {}
     runner.pool[0].zero_()
-    return times
+    return StepTimes(whole, split)
 
 
 def note_of(times: StepTimes, first_rows: Mapping[int, int]) -> str:
