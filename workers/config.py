@@ -16,6 +16,7 @@ SlowKernels = Literal["allow", "refuse"]
 WeightsDtype = Literal["dtype", "float8"]
 KVDtype = Literal["dtype", "float8"]
 SmallSums = Literal["one-shot", "nccl"]
+NanoBatches = Literal["auto", "off"]
 Float8Part = Literal["weights", "KV"]
 FLOAT32_ON_A_GPU = (
     "float32 is not served on a GPU, whose kernels spill their registers with it and take a minute to compile: "
@@ -82,6 +83,7 @@ class EngineConfig:
     max_model_len: int | None  # None: what the model's config says
     num_threads: int  # of each worker's compute library
     cache_path: Path | None  # keeps what was compiled for this machine; None: .cache/motet in the user's home
+    nano_batches: NanoBatches  # auto: the steps of a gang that are predicted to be faster in two
     small_sums: SmallSums  # over a gang's GPUs: by one kernel each where they can, or by NCCL as all others
     slow_kernels: SlowKernels  # where no fast ones can be had: compute with plain ones, or do not start
     tensor_parallel: int  # workers of the gang

@@ -27,7 +27,7 @@ from .execution.executor import LocalExecutor
 from .execution.feeding_executor import FeedingExecutor
 from .execution.graphs import CudaRecorder
 from .execution.runner import Runner
-from .gang_costs import measured_costs, note_of
+from .gang_steps import measured_steps, note_of
 from .machine_memory import usable_memory_bytes
 from .memory.host_adapter_cache import HostAdapterCache
 from .memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray
@@ -151,15 +151,10 @@ def build_executor(
     note, most_rows = runner.step_note, config.max_tokens_per_step
     # What a GPU has recorded stays whole.
     least_rows = max(MOST_ROWS, config.max_num_sequences) + 1 if device.type == "cuda" else LEAST_ROWS
-    if parallel.degree > 1 and most_rows >= least_rows:
-        pool = runner.pool
-
-        def runner_over(exchange: Parallel) -> Runner:
-            return Runner(decoder, kernels, exchange, pool, geometry, layout, rotary, geometry.num_pages)
-
-        costs = measured_costs(parallel, runner_over, context, least_rows, most_rows)
-        runner.nano_batches = first_rows_of(costs, least_rows, most_rows)
-        note += note_of(costs, runner.nano_batches, model.hidden_size * dtype.itemsize)
+    if config.nano_batches == "auto" and parallel.degree > 1 and most_rows >= least_rows:
+        times = measured_steps(parallel, runner, context, least_rows, most_rows)
+        runner.nano_batches = first_rows_of(times, least_rows, most_rows)
+        note += note_of(times, runner.nano_batches)
     cache = HostAdapterCache(
         AdapterStore(config.store_path), layout, config.host_bytes, _arena(config.host_bytes, geometry, device)
     )

@@ -3,7 +3,7 @@
 Two processes of one core and thread each share a base of Qwen2.5-0.5B's sizes (a vocabulary of 4,096, random weights,
 bfloat16). They add up partial sums with gloo over a loopback of their own, which `tc tbf` slows to a rate, for both
 directions together. Half of a step's rows decode, the others are a prompt. Each step is computed whole, split with each
-sum waited for, and split with sums under way, in turn; the best of each counts. Needs root, `tc`, `ip` and `unshare`.
+sum waited for, and split with sums under way, in turn; medians count. Needs root, `tc`, `ip` and `unshare`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from statistics import median
 
 import torch
 from safetensors.torch import save_file
@@ -29,9 +28,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from motet.cluster.config import MotetConfig
 from motet.workers import worker_builder
-from motet.workers.costs.nano_batches import LEAST_ROWS, NanoBatchCosts, first_rows, first_rows_of
+from motet.workers.costs.nano_batches import LEAST_ROWS, StepTimes, first_rows, first_rows_of
 from motet.workers.engine_builder import rendezvous
-from motet.workers.gang_costs import measured_costs, measured_sums
+from motet.workers.gang_steps import measured_steps
 from motet.workers.parallel import EndedSum, ProcessGroup, Sum
 from motet.workers.plan import SamplePlan, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import SamplingParams
@@ -40,8 +39,8 @@ HOST, DEGREE = "127.0.0.1", 2
 HIDDEN, INNER, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, VOCAB_SIZE = 896, 4864, 24, 14, 2, 64, 4096
 RATES = (None, 2000, 1000, 300)  # Mbit/s; None: as fast as the loopback is
 NUM_ROWS = (64, 256, 512)
-ROUNDS_S, LEAST_ROUNDS, MOST_ROUNDS = 8.0, 3, 25  # of a case
-BLOCK_SIZE, CONTEXT = 16, 64  # tokens of a page; that a sequence which decodes has
+ROUNDS_S, LEAST_ROUNDS, MOST_ROUNDS = 9.0, 3, 40  # of a case
+BLOCK_SIZE, CONTEXT, MAX_LENGTH = 16, 64, 1024  # tokens of a page; that a sequence which decodes has; at most
 # A burst of two packets is sent at any speed, which has to be little beside a sum.
 FREE_PACKET_BYTES, PACKET_BYTES, BURST_BYTES = 64 << 10, 8 << 10, 20 << 10
 
@@ -101,7 +100,7 @@ def write_model(folder: Path) -> Path:
         "num_attention_heads": NUM_HEADS,
         "num_key_value_heads": NUM_KV_HEADS,
         "head_dim": HEAD_DIM,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": MAX_LENGTH,
         "tie_word_embeddings": True,
     }
     (folder / "config.json").write_text(json.dumps(config))
@@ -148,23 +147,15 @@ class Worker:
             block_size=BLOCK_SIZE,
             max_tokens_per_step=max(NUM_ROWS),
         ).engine
-        measured = list[NanoBatchCosts]()
+        self._runner = worker_builder.build_executor(config, self._group, None).runner
 
-        def kept(*given: Any) -> NanoBatchCosts:
-            measured.append(measured_costs(*given))
-            return measured[0]
+    def measured(self) -> StepTimes:
+        """As at a gang's start, with the network as it is now."""
+        self._group.overlaps = True
+        return measured_steps(self._group, self._runner, MAX_LENGTH, LEAST_ROWS, max(NUM_ROWS))
 
-        with patch.object(worker_builder, "measured_costs", kept):
-            self._runner = worker_builder.build_executor(config, self._group, None).runner
-        self._costs = measured[0]
-
-    def costs(self) -> NanoBatchCosts:
-        """With the network as it is now."""
-        row = torch.zeros((1, HIDDEN), dtype=torch.bfloat16)
-        return replace(self._costs, sums=measured_sums(self._group, row, max(NUM_ROWS)))
-
-    def case(self, rate: int | None, num_rows: int, costs: NanoBatchCosts) -> Case:
-        plan, chosen = step_of(num_rows), first_rows_of(costs, LEAST_ROWS, max(NUM_ROWS))
+    def case(self, rate: int | None, num_rows: int, measured: StepTimes) -> Case:
+        plan, chosen = step_of(num_rows), first_rows_of(measured, LEAST_ROWS, max(NUM_ROWS))
         forced = {num_rows: first_rows(num_rows)}
         ways: dict[str, tuple[Mapping[int, int], bool]] = {
             "whole": ({}, True),
@@ -182,10 +173,14 @@ class Worker:
             for name, way in ways.items():
                 times[name].append(self._run(plan, *way)[0])
             num_rounds, late = len(times["whole"]), time.perf_counter() - began_at > ROUNDS_S
+            if (
+                num_rounds == LEAST_ROUNDS and num_rows not in chosen
+            ):  # what is left shows how far the same step differs
+                ways = {name: ways[name] for name in ("chosen", "whole")}
             mine = num_rounds >= (LEAST_ROUNDS if late else MOST_ROUNDS)
             is_over = bool(self._group.all_gather(torch.tensor([mine])).any())
-        whole_s = min(times["whole"])
-        gain = {name: whole_s / min(found) for name, found in times.items()}
+        whole_s = median(times["whole"])
+        gain = {name: whole_s / median(found) for name, found in times.items()}
         return Case(
             rate,
             num_rows,
@@ -193,7 +188,7 @@ class Worker:
             gain["split"],
             gain["overlapped"],
             gain.get("chosen", gain["overlapped"]),
-            costs.gain(num_rows),
+            measured.gain(num_rows),
             num_rows in chosen,
         )
 
@@ -214,16 +209,16 @@ def work(rank: int, port: int, model_path: Path) -> None:
         if rank == 0:
             shape(rate)
         worker._group.all_gather(torch.zeros(1))
-        costs = worker.costs()
+        measured = worker.measured()
         for num_rows in NUM_ROWS:
-            cases.append(case := worker.case(rate, num_rows, costs))
+            cases.append(case := worker.case(rate, num_rows, measured))
             say(
                 f"{rate or 'free':>6} {num_rows:4} | {case.whole_s * 1e3:9.1f} | {case.split_gain:11.3f} "
                 f"| {case.overlapped_gain:14.3f} | {case.chosen_gain:9.3f} "
                 f"| {case.predicted_gain:.3f}{', chosen' if case.is_chosen else ''}"
             )
-        sums = costs.sums
-        say(f"  a sum: {sums.sum_s * 1e3:.3f} ms and {sums.row_s * 1e6:.2f} us a row, {sums.busy_share:.0%} computing")
+        taken = (f"{rows} {measured.whole[rows] * 1e3:.0f} {measured.split[rows] * 1e3:.0f}" for rows in measured.whole)
+        say(f"  measured as at a start: rows, ms whole and in nano-batches: {'; '.join(taken)}")
     predicted = [case.chosen_gain for case in cases if case.is_chosen and case.num_rows >= 256]
     elsewhere = [case.chosen_gain for case in cases if not (case.is_chosen and case.num_rows >= 256)]
     summary = {

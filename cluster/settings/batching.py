@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
+from ...workers.config import NanoBatches
 from .setting import Count, Pairs, Refusal, Seconds, Setting, Share, Threads
 from .setting_field import SettingGroup
 
@@ -104,6 +105,14 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             check=check_objectives,
         ),
     ] = ()
+    nano_batches: Annotated[
+        NanoBatches,
+        Setting(
+            "Whether gangs of several workers compute a step in two parts, one while the other's sum is under way. "
+            "auto: the steps that are predicted to be faster so, by what a gang measures at its start. off: none.",
+            "live",
+        ),
+    ] = "auto"
     num_threads: Annotated[
         Threads | Literal["auto"],
         Setting(

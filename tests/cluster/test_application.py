@@ -27,6 +27,7 @@ OTHERS = {
     "adapter_folders": "/adapters",
     "tenant_queue_share": 0.25,
     "scheduling": "fifo",
+    "nano_batches": "off",
     "tenant_scaling_share": 0.25,
     "max_adapter_packed_bytes": 1 << 30,
     "max_body_bytes": 1 << 20,

@@ -89,6 +89,14 @@ def test_more_adapters_take_no_less_of_a_pool(traffic: Traffic, arrivals: float,
     assert states[0].limits.pool <= states[1].limits.pool * (1 + 1e-9)
 
 
+@settings(max_examples=40)
+@given(traffics, st.floats(0, 60), st.floats(0, 60))
+def test_a_prompt_beside_more_sequences_is_no_sooner(traffic: Traffic, few: float, more: float) -> None:
+    gang = GangCapacity(MODELS[0], H100, 1, traffic, Objectives(), max_tokens_per_step=64)
+    first, second = (gang._first_token_s(num_sequences, 0.05, 0.5) for num_sequences in (few, few + more))
+    assert first <= second * (1 + 1e-9)
+
+
 @settings(max_examples=10)
 @given(traffics, objectives, st.sampled_from(["flops_per_s", "bytes_per_s", "memory_bytes", "network_bytes_per_s"]))
 def test_a_better_device_never_serves_less(traffic: Traffic, wanted: Objectives, name: str) -> None:

@@ -6,12 +6,30 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
+from unittest import mock
 
 from motet.tests.rigs.patience import PATIENCE_S
+from motet.workers import worker_builder
 from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
+from motet.workers.execution import runner
+from motet.workers.models.passes import in_turn
 from motet.workers.worker import WorkerSettings, run_worker
+
+# Steps that are split somewhere: by their rows, those of the first part.
+ANYWHERE = {num_rows: 1 + 7 * num_rows % (num_rows - 1) for num_rows in range(2, 129)}
+
+
+def run_worker_in_nano_batches(settings: WorkerSettings) -> None:
+    """Splits each step of 2 to 128 rows, and fails if few were."""
+    with (
+        mock.patch.object(worker_builder, "LEAST_ROWS", 8),
+        mock.patch.object(worker_builder, "first_rows_of", return_value=ANYWHERE),
+        mock.patch.object(runner, "in_turn", wraps=in_turn) as split,
+    ):
+        run_worker(settings)
+    assert split.call_count > 8, "three are measured at the start"
 
 
 @contextmanager

@@ -160,14 +160,15 @@ def test_one_pool_loses_least_of_the_memory() -> None:
     assert found["one pool"].tokens > max(found["own pool"].tokens, found["one piece"].tokens)
 
 
-def test_a_knee_lies_where_latency_meets_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More requests a second wait longer. Rates are tried until they lie on both sides."""
-    assert 0 < knees.token_s("LMSYS", 8.0, 4.0) < knees.token_s("LMSYS", 80.0, 4.0)
-    for most in (1.0, 40.0, 500.0):
-        monkeypatch.setattr(
-            knees, "token_s", lambda load, rate, arrivals_s, most=most: 0.1 / max(1e-3, 1 - rate / most)
-        )
-        assert knees.knee("LMSYS", 4.0) == pytest.approx(most / 2)
+@pytest.mark.parametrize("load", knees.LOADS)
+def test_beyond_the_knee_requests_wait(load: str) -> None:
+    """Where more come than it serves, as many rows are computed as full steps have, by the model."""
+    few, many = (
+        knees.served(load, rate * knees.full_tokens_per_s(load) / knees.tokens_of(load), 20.0) for rate in (0.5, 2.0)
+    )
+    assert few.rows_per_s < 0.7 * many.rows_per_s
+    assert many.rows_per_s == pytest.approx(knees.full_tokens_per_s(load), rel=0.06)
+    assert few.token_s < many.token_s
 
 
 def test_rounds_compute_less_where_their_kv_is_kept(

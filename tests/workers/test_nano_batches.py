@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +17,12 @@ from motet.kernels.attention import AttentionBatch, DerivedFromBatches
 from motet.kernels.lora import ABSENT, LoraSegment, PagedAdapter
 from motet.tests.rigs.oracle import VOCAB_SIZE, write_model
 from motet.tests.rigs.part_configs import engine_config
-from motet.workers.costs.nano_batches import LEAST_GAIN, LEAST_ROWS, NanoBatchCosts, SumCosts, first_rows, first_rows_of
+from motet.workers import worker_builder
+from motet.workers.costs.nano_batches import LEAST_GAIN, LEAST_ROWS, StepTimes, first_rows, first_rows_of
+from motet.workers.execution import runner as execution
 from motet.workers.execution.inputs import StepInputs, make_inputs
 from motet.workers.execution.nano_batches import split_rows
-from motet.workers.gang_costs import measured_costs, note_of
+from motet.workers.gang_steps import measured_steps, note_of
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.passes import Pass, alone, in_turn
 from motet.workers.parallel import Alone
@@ -35,43 +37,38 @@ MOST_ROWS = 512
 
 
 @st.composite
-def costs(draw: st.DrawFn) -> NanoBatchCosts:
+def step_times(draw: st.DrawFn) -> StepTimes:
     sizes = draw(st.lists(st.integers(1, MOST_ROWS), min_size=1, max_size=5, unique=True))
-    passes = {size: draw(SECONDS) for size in sizes}
-    sums = SumCosts(draw(SECONDS), draw(SECONDS) / 100, draw(st.floats(0.0, 1.0)), draw(SECONDS))
-    return NanoBatchCosts(draw(st.integers(1, 200)), sums, passes)
+    return StepTimes(*({size: draw(SECONDS) for size in sizes} for _ in range(2)))
 
 
-def saved_s(costs: NanoBatchCosts, num_rows: int) -> float:
-    first = first_rows(num_rows)
-    return costs.whole_s(num_rows) - costs.split_s(first, num_rows - first)
+@given(step_times(), st.integers(1, 2 * MOST_ROWS), st.floats(1.0, 100.0))
+def test_a_step_that_takes_longer_whole_is_not_split_less(times: StepTimes, num_rows: int, slower: float) -> None:
+    """As with a slower network that nano-batches hide; and one that takes longer split is not split more."""
+    times_whole, times_split = (
+        {size: slower * each for size, each in way.items()} for way in (times.whole, times.split)
+    )
+    assert StepTimes(times_whole, times.split).gain(num_rows) >= times.gain(num_rows) * (1 - 1e-9)
+    assert StepTimes(times.whole, times_split).gain(num_rows) <= times.gain(num_rows) * (1 + 1e-9)
 
 
-@given(costs(), st.integers(2, MOST_ROWS), st.floats(1.0, 100.0))
-def test_a_slower_network_never_makes_splitting_worse(costs: NanoBatchCosts, num_rows: int, slower: float) -> None:
-    """In bandwidth always, in latency as far as less than half of it is the CPU's, of which two sums take twice."""
-    before, tolerance = saved_s(costs, num_rows), 1e-6 * slower * costs.whole_s(num_rows)
-    narrow = replace(costs.sums, row_s=slower * costs.sums.row_s)
-    assert saved_s(replace(costs, sums=narrow), num_rows) >= before - tolerance
-    if costs.sums.busy_share <= 0.5:
-        late = replace(costs.sums, sum_s=slower * costs.sums.sum_s)
-        assert saved_s(replace(costs, sums=late), num_rows) >= before - tolerance
+@given(step_times(), st.integers(1, 2 * MOST_ROWS))
+def test_a_gain_lies_between_those_measured_beside_it(times: StepTimes, num_rows: int) -> None:
+    gains = {size: times.whole[size] / times.split[size] for size in times.whole}
+    if num_rows in gains:
+        assert times.gain(num_rows) == pytest.approx(gains[num_rows])
+    below, above = ([size for size in gains if (size < num_rows) == is_below] for is_below in (True, False))
+    beside = [gains[max(below)], gains[min(above)]] if below and above else [gains[min(gains)]]
+    if num_rows <= max(gains):
+        assert min(beside) * (1 - 1e-9) <= times.gain(num_rows) <= max(beside) * (1 + 1e-9)
 
 
-@given(costs(), st.integers(1, MOST_ROWS), st.integers(1, MOST_ROWS))
-def test_nothing_is_split_that_would_lose(costs: NanoBatchCosts, least: int, most: int) -> None:
-    least_rows = max(least, LEAST_ROWS)
-    chosen = first_rows_of(costs, least_rows, most)
-    for num_rows in range(least_rows, most + 1):
-        first = first_rows(num_rows)
-        split = costs.split_s(first, num_rows - first)
-        # No schedule computes or sends faster than all of it at once.
-        whole_compute_s, sent_s = costs.compute_s(num_rows), costs.num_sums * num_rows * costs.sums.row_s
-        assert split >= max(whole_compute_s, sent_s) * (1 - 1e-6)
-        gains = costs.whole_s(num_rows) >= LEAST_GAIN * split
-        assert chosen.get(num_rows) == (first if gains else None)
-    free = replace(costs, sums=replace(costs.sums, sum_s=0.0, row_s=0.0))
-    assert first_rows_of(free, least_rows, most) == {}
+@given(step_times(), st.integers(1, MOST_ROWS), st.integers(1, MOST_ROWS))
+def test_nothing_is_split_that_would_gain_little(times: StepTimes, least: int, most: int) -> None:
+    chosen = first_rows_of(times, max(least, LEAST_ROWS), most)
+    for num_rows in range(max(least, LEAST_ROWS), most + 1):
+        gains = times.gain(num_rows) >= LEAST_GAIN
+        assert chosen.get(num_rows) == (first_rows(num_rows) if gains else None)
 
 
 @given(st.integers(2, 5000))
@@ -252,28 +249,45 @@ def test_a_split_step_has_the_same_logits(model_path: Path, degree: int) -> None
 
 
 def test_workers_of_a_gang_choose_alike_by_what_the_slowest_takes(tmp_path: Path) -> None:
-    """By clocks of different speeds."""
-    config = engine_config(
-        write_model("llama", tmp_path), tmp_path, dtype="float32", pool_bytes=8 << 20, tensor_parallel=2
-    )
+    """By clocks of different speeds, which are twice as fast in steps that are split."""
+    given = {"dtype": "float32", "pool_bytes": 8 << 20, "tensor_parallel": 2, "nano_batches": "off"}
+    config = engine_config(write_model("llama", tmp_path), tmp_path, **given)
 
-    def work(group: ThreadGroup) -> NanoBatchCosts:
+    def work(group: ThreadGroup) -> StepTimes:
         executor = build_executor(config, group, None)
         runner, reads = executor.runner, [0.0]
 
         def clock() -> float:
-            reads[0] += 1.0 + group.rank
+            reads[0] += 0.1 * (1 + group.rank) * (2 if runner.nano_batches else 1)
             return reads[0]
 
-        found = measured_costs(group, lambda _: runner, 100, 64, 256, clock)
-        assert not runner.pool[0].any(), "what was computed to measure is left"
+        found = measured_steps(group, runner, 100, 64, 256, clock)
+        assert not runner.pool[0].any() and not runner.nano_batches, "what was computed to measure is left"
         executor.close()
         return found
 
-    first, second = run_threads(2, work)
+    with mock.patch.object(execution, "in_turn", wraps=in_turn) as split:
+        first, second = run_threads(2, work)
     assert first == second
-    assert first.sums == replace(first.sums, sum_s=2.0, row_s=0.0), "a read of the slower clock later"
-    assert first.num_sums == 7
-    assert first.passes == {32: 2.0}, "no larger pass is measured after some seconds"
-    assert note_of(first, {}, 4).startswith("; no nano-batches: sums after 2000.00 ms")
-    assert note_of(first, {96: 48, 64: 32}, 4).startswith("; nano-batches from 64 rows on: ")
+    assert first.whole == pytest.approx({32: 0.2, 64: 0.2}), "no larger step is measured after some seconds"
+    assert first.split == pytest.approx({32: 0.4, 64: 0.4}), "both are of the slower clock"
+    assert split.call_count == 2 * 2 * len(first.split)
+    assert note_of(first, {}) == "; no nano-batches: 64 rows took 200 ms, in two 400 ms"
+    assert note_of(first, {96: 48, 64: 32}).startswith("; nano-batches from 64 rows on: ")
+
+
+@pytest.mark.parametrize("nano_batches", ["auto", "off"])
+def test_an_operator_turns_them_off(nano_batches: str, tmp_path: Path) -> None:
+    """Nothing is measured then."""
+    given = {"dtype": "float32", "pool_bytes": 8 << 20, "tensor_parallel": 2, "nano_batches": nano_batches}
+    config = engine_config(write_model("llama", tmp_path), tmp_path, **given)
+
+    def work(group: ThreadGroup) -> tuple[Mapping[int, int], str]:
+        executor = build_executor(config, group, None)
+        executor.close()
+        return executor.runner.nano_batches, executor.kernels_name
+
+    with mock.patch.object(worker_builder, "measured_steps", return_value=StepTimes({32: 2.0}, {32: 1.0})) as measure:
+        for chosen, kernels in run_threads(2, work):
+            assert ("; nano-batches from 256" in kernels) == bool(chosen) == (nano_batches == "auto")
+    assert measure.call_count == (2 if nano_batches == "auto" else 0)

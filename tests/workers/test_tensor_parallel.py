@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -21,20 +20,16 @@ from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.rigs.thread_gang import ThreadGroup, run_threads
 from motet.tests.rigs.engine_rig import EngineRig
 from motet.tests.rigs.full_pool import fill_to_the_last_page
-from motet.tests.rigs.gang_rig import gang
+from motet.tests.rigs.gang_rig import gang, run_worker_in_nano_batches
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Oracle, write_adapters, write_model
 from motet.tests.rigs.part_configs import engine_config
 from motet.tests.rigs.patience import eventually
-from motet.workers import worker_builder
 from motet.workers.config import EngineConfig
-from motet.workers.costs.nano_batches import LEAST_ROWS
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
-from motet.workers.execution import runner
 from motet.workers.execution.executor import WorkerLostError
 from motet.workers.execution.gang_executor import GangExecutor
 from motet.workers.models.config import ModelConfig
-from motet.workers.models.passes import in_turn
 from motet.workers.models.sharding import ModelSharding, layouts_of_gang
 from motet.workers.plan import INT32_BYTES, Residence, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import AdapterRef, SamplingParams
@@ -94,19 +89,8 @@ def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
 @pytest.mark.parametrize("case", ["llama", "gemma3", "qwen2_moe"], indirect=True)
 def test_mixed_batch_in_nano_batches(case: Case, degree: int) -> None:
     """Chunks of prompts and decodes in two parts, the sums of one under way while the other is computed."""
-    processes = _ask_a_mixed_batch(case, degree, max_tokens_per_step=LEAST_ROWS, run=run_worker_in_nano_batches)
+    processes = _ask_a_mixed_batch(case, degree, max_tokens_per_step=64, run=run_worker_in_nano_batches)
     assert [process.exitcode for process in processes] == [0] * degree
-
-
-def run_worker_in_nano_batches(settings: WorkerSettings) -> None:
-    """Splits each step of two rows or more somewhere, and fails if none was."""
-    anywhere = {num_rows: 1 + 7 * num_rows % (num_rows - 1) for num_rows in range(2, LEAST_ROWS + 1)}
-    with (
-        mock.patch.object(worker_builder, "first_rows_of", return_value=anywhere),
-        mock.patch.object(runner, "in_turn", wraps=in_turn) as split,
-    ):
-        run_worker(settings)
-    assert split.call_count > NUM_TOKENS / 2
 
 
 def _ask_a_mixed_batch(

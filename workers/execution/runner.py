@@ -105,11 +105,6 @@ class Runner:
         return len(self._decoder.norm)
 
     @property
-    def num_sums(self) -> int:
-        """Partial sums of a step, in a gang of several workers."""
-        return self._decoder.num_sums
-
-    @property
     def num_pages(self) -> int:
         """Of the pool."""
         return self._geometry.num_pages

@@ -29,11 +29,6 @@ class Decoder:
     embedding_scale: float
     logit_softcap: float | None  # a logit l becomes softcap * tanh(l / softcap); None: logits are not capped
 
-    @property
-    def num_sums(self) -> int:
-        """Partial sums of a pass."""
-        return 2 * len(self.layers) + 1
-
     def hidden_states(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """What `forward` returns."""
         return alone(self.forward(token_ids, context), context.parallel)
