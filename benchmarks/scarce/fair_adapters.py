@@ -44,9 +44,6 @@ MIXES = (
     AdapterMix(40, 25, places=32),
     AdapterMix(87, 25, places=32),
     AdapterMix(87, 50, places=64),
-    AdapterMix(40, 8.7, depth=8, places=8, adapter_pages=4),
-    AdapterMix(8, 8.7, depth=8, places=8, num_prompt=200),
-    AdapterMix(17, 12.5, depth=8, places=8, num_prompt=400, adapter_pages=12),
 )
 
 

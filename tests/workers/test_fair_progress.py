@@ -136,16 +136,13 @@ def test_all_end_whatever_they_share_and_lack(seed: int, tiers: TierSizes) -> No
         (AdapterMix(8, 4.7, seconds=4), 1.0),
         (AdapterMix(24, 5.3, num_adapters=2, seconds=4), 1.0),
         (AdapterMix(40, 8.7, seconds=8), 0.7),
-        # Adapters that were loaded where their sequences had no room for KV would hold what others could run on.
-        (AdapterMix(40, 8.7, depth=8, places=8, seconds=20, adapter_pages=4), 1.0),
-        (AdapterMix(8, 8.7, depth=8, places=8, num_prompt=200), 1.0),
     ],
 )
 def test_adapters_that_do_not_fit_together_cost_fair_scheduling_no_answers(mix: AdapterMix, most_loads: float) -> None:
     """`most_loads`: for each answer, over those of first come, first served. A load serves several sequences."""
     (found,) = fair_adapters((mix,))
     assert found.over_fifo >= 0.97
-    assert found.num_loads <= 1.05 * found.num_loads_fifo
+    assert found.num_loads <= found.num_loads_fifo
     assert found.num_loads / found.num_answers <= most_loads * found.num_loads_fifo / found.num_answers_fifo
 
 
@@ -156,7 +153,6 @@ def test_first_come_first_served_loads_serve_several_sequences() -> None:
 
 
 def test_small_requests_do_not_keep_those_out_whose_adapters_have_no_room() -> None:
-    """A tenant passes others by no more than two loads are worth, 14 of these requests."""
     (found,) = fair_adapters((AdapterMix(40, 3.3, depth=1, places=8, seconds=20, num_output=8),))
     assert found.shares < 4
 

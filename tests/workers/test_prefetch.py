@@ -40,40 +40,37 @@ def claims(waiting: list[WaitingNeeds]) -> int:
     return sum(adapters.values()) + sum(needs.num_kv_pages for needs in waiting)
 
 
-@given(_WAITING, st.integers(-3, 40), _LOADS, st.booleans())
+@given(_WAITING, st.integers(-3, 40), _LOADS)
 def test_what_comes_is_the_oldest_that_there_is_room_for(
-    waiting: list[WaitingNeeds], num_pages: int, loads: FreeLoads, may_be_ahead: bool
+    waiting: list[WaitingNeeds], num_pages: int, loads: FreeLoads
 ) -> None:
-    chosen = choose_prefetch(waiting, num_pages, loads, may_be_ahead)
+    chosen = choose_prefetch(waiting, num_pages, loads)
     fit = [n for n in range(1, len(waiting) + 1) if claims(waiting[:n]) <= num_pages]
     assert chosen.num_with_room == max(fit, default=0)
     reached = waiting[: chosen.num_with_room]
-    if may_be_ahead and chosen.num_with_room < len(waiting):  # the adapter of the next one may fit alone
+    if chosen.num_with_room < len(waiting):  # the adapter of the next one may fit alone
         following = waiting[chosen.num_with_room]
         if claims([*reached, WaitingNeeds(following.adapter, True, following.num_adapter_pages, 0)]) <= num_pages:
             reached = [*reached, following]
-    assert chosen.num_with_adapter == len(reached)
     absent = dict.fromkeys(needs.adapter for needs in reached if needs.is_absent)
     hosted = [digest for digest in absent if digest in _HOSTED][: loads.from_host]
     others = [digest for digest in absent if digest not in _HOSTED][: loads.from_store]
     assert chosen.adapters == tuple(digest for digest in absent if digest in {*hosted, *others})
 
 
-@given(_WAITING, _WAITING, st.integers(0, 40), _LOADS, st.booleans())
+@given(_WAITING, _WAITING, st.integers(0, 40), _LOADS)
 def test_newer_ones_change_nothing_for_older_ones(
-    waiting: list[WaitingNeeds], newer: list[WaitingNeeds], num_pages: int, loads: FreeLoads, may_be_ahead: bool
+    waiting: list[WaitingNeeds], newer: list[WaitingNeeds], num_pages: int, loads: FreeLoads
 ) -> None:
-    alone = choose_prefetch(waiting, num_pages, loads, may_be_ahead)
-    together = choose_prefetch([*waiting, *newer], num_pages, loads, may_be_ahead)
+    alone = choose_prefetch(waiting, num_pages, loads)
+    together = choose_prefetch([*waiting, *newer], num_pages, loads)
     assert together.adapters[: len(alone.adapters)] == alone.adapters
     assert together.num_with_room >= alone.num_with_room
 
 
-@given(_WAITING, st.integers(0, 40), _LOADS, st.booleans())
-def test_more_room_never_brings_less(
-    waiting: list[WaitingNeeds], num_pages: int, loads: FreeLoads, may_be_ahead: bool
-) -> None:
-    less, more = (choose_prefetch(waiting, n, loads, may_be_ahead) for n in (num_pages, num_pages + 1))
+@given(_WAITING, st.integers(0, 40), _LOADS)
+def test_more_room_never_brings_less(waiting: list[WaitingNeeds], num_pages: int, loads: FreeLoads) -> None:
+    less, more = (choose_prefetch(waiting, n, loads) for n in (num_pages, num_pages + 1))
     assert more.adapters[: len(less.adapters)] == less.adapters
     assert more.num_with_room >= less.num_with_room
 

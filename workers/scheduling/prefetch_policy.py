@@ -36,46 +36,38 @@ class WaitingNeeds:
 @dataclass(frozen=True)
 class PrefetchChoice:
     adapters: tuple[str, ...]  # digests to load, the oldest sequence's first
-    num_with_room: int  # number of the oldest sequences that have room for their adapters and KV
-    num_with_adapter: int  # the same, or one more, which has room for its adapter alone
+    num_with_room: int  # number of the oldest sequences that have room for their KV too
 
 
-def choose_prefetch(
-    waiting: Iterable[WaitingNeeds], num_pages: int, loads: FreeLoads, may_be_ahead: bool
-) -> PrefetchChoice:
+def choose_prefetch(waiting: Iterable[WaitingNeeds], num_pages: int, loads: FreeLoads) -> PrefetchChoice:
     """What to load now, even for sequences that the next step cannot start.
 
     `waiting`: the oldest sequences, oldest first, as many as a batch can take. A sequence further back does not run
     before a whole batch has ended, so what is idle in the pool may well be used sooner than what it needs.
-    `num_pages`: free or idle ones, less those that running sequences will take meanwhile. `may_be_ahead`: one adapter
-    comes before there is room for its sequence's KV.
+    `num_pages`: free or idle ones, less those that running sequences will take meanwhile.
 
     Each sequence claims the pages that it will need, adapter and KV, before anything is loaded for a newer one. So
 
     - a load for a newer sequence never takes room from an older one, or evicts its adapter;
-    - no more is loaded than can run together, since it would evict what was loaded before, or hold pages that others
-      could run on;
+    - no more is loaded than can run together, since it would evict what was loaded before;
     - an older sequence that lacks room blocks all newer ones until running sequences have ended.
     """
     adapters: list[str] = []
     claimed: set[str] = set()
     num_begun = {True: 0, False: 0}  # by whether the adapter is in host memory
-    num_with_room = num_with_adapter = 0
+    num_with_room = 0
     for needs in waiting:
-        is_claimed = needs.adapter is None or needs.adapter in claimed
-        num_pages -= 0 if is_claimed else needs.num_adapter_pages
-        has_room = needs.num_kv_pages <= num_pages
-        if num_pages < 0 or not (has_room or may_be_ahead):
-            break
-        num_with_adapter += 1
-        if needs.adapter is not None and not is_claimed:
+        if needs.adapter is not None and needs.adapter not in claimed:
+            if needs.num_adapter_pages > num_pages:
+                break
+            num_pages -= needs.num_adapter_pages
             claimed.add(needs.adapter)
             most = loads.from_host if needs.is_hosted else loads.from_store
             if needs.is_absent and num_begun[needs.is_hosted] < most:
                 num_begun[needs.is_hosted] += 1
                 adapters.append(needs.adapter)
-        if not has_room:
+        if needs.num_kv_pages > num_pages:
             break
         num_pages -= needs.num_kv_pages
         num_with_room += 1
-    return PrefetchChoice(tuple(adapters), num_with_room, num_with_adapter)
+    return PrefetchChoice(tuple(adapters), num_with_room)

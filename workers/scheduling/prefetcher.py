@@ -30,7 +30,6 @@ class Prefetcher:
         """`waiting` is notified when an adapter's load starts for one of its sequences."""
         self._memory, self._prefixes, self._waiting = memory, prefixes, waiting
         self._pages_of_adapter, self._limits = pages_of_adapter, limits
-        self.without_room: list[GrowingSequence] = []  # that found none when loads were last begun
 
     def begin(self, waiting: list[GrowingSequence], num_lacking: int, num_running: int) -> Iterator[AdapterLoad]:
         """Starts loads and copies for these sequences, oldest first, even if they cannot start in this step.
@@ -39,7 +38,6 @@ class Prefetcher:
         puts the loads into its plan. `num_lacking`: sequences that lack their adapter, these or others. Each of
         `num_running` running sequences may need another page meanwhile.
         """
-        self.without_room = []
         loads = self.free_loads if num_lacking else FreeLoads(0, 0)
         may_load = loads.from_store > 0 or (loads.from_host > 0 and self._memory.hosted)
         if not may_load and not self._prefixes.can_come_ahead:
@@ -50,13 +48,10 @@ class Prefetcher:
         while waiting and not self._lacks(waiting[-1], loads, held_by_others):
             waiting.pop()
         needs = (self._needs(sequence, held_by_others) for sequence in waiting)
-        # Sequences of one tenant change no places: the next one takes the room that comes, and its adapter may wait.
-        may_be_ahead = self._waiting.has_one_tenant
-        chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, loads, may_be_ahead)
-        self.without_room = waiting[chosen.num_with_room :]
+        chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, loads)
         wanted: set[Item] = set()  # adapters and pages of older sequences: not to be evicted for a newer sequence
         older: list[GrowingSequence] = []  # sequences whose pages are not in `wanted` yet
-        for number, sequence in enumerate(waiting[: chosen.num_with_adapter]):
+        for number, sequence in enumerate(waiting[: chosen.num_with_room + 1]):
             ref, has_room = sequence.request.adapter, number < chosen.num_with_room
             adapter_comes = ref is not None and ref.digest in chosen.adapters and ref.digest not in wanted
             pages_may_come = has_room and self._prefixes.may_come_ahead(sequence, held_by_others)

@@ -25,7 +25,6 @@ from .request_limits import GangLimits, pages_for
 from .running_sequences import RunningSequences
 from .waiting_queue import WaitingQueue
 
-_PASSED_LOADS = 2  # loads: by the price of so many one tenant passes another whose adapter has no room yet
 _MAX_LOOKED_AT = 1024  # ready sequences, in the search for candidates
 _MAX_PREEMPTED = 8  # sequences preempted in one step for waiting ones
 _MOST_FOUND = 4096  # pages of prefixes that are looked up, and held, in a step; a single sequence's may be more
@@ -334,34 +333,17 @@ class PromptPlanner:
         for sequence in sequences:
             if sequence.awaits_page is not None or not self._has_adapter(sequence):
                 continue
-            if lacking is not None and self._blocks(lacking, sequence):
-                if self._lacks_room(lacking, older):
+            if lacking is not None and _blocks(lacking, sequence):
+                older.reach(lacking)
+                ref = lacking.request.adapter
+                assert ref is not None
+                num_pages = self._pages_of_adapter(ref) + len(self._running)
+                if not self._memory.has_room(num_pages, older.wanted):
                     self._is_blocked = True
-                    return  # newer sequences must not take the room that comes
+                    return  # there is no room for its adapter yet, and newer sequences must not take it
                 lacking = None  # newer sequences that lack their adapter do not block others
             older.reach(sequence)
             yield sequence, older
-
-    def _blocks(self, lacking: GrowingSequence, sequence: GrowingSequence) -> bool:
-        """Whether a sequence that has its adapter waits for one without.
-
-        Not if their tenants are about equal: a load then serves several sequences in turn. A tenant passes another one
-        by no more than the other's slack, or what a few loads are worth.
-        """
-        if lacking.counter is sequence.counter or lacking.counter.is_background != sequence.counter.is_background:
-            return _comes_before(lacking, sequence)
-        price = load_price(lacking.num_adapter_pages, self._limits.block_size) / lacking.counter.weight
-        most = min(lacking.counter.slack, _PASSED_LOADS * price)
-        return max(lacking.turn[1], lacking.counter.value) + most < sequence.turn[1]
-
-    def _lacks_room(self, lacking: GrowingSequence, older: OlderSequences) -> bool:
-        """There is no room for its adapter and KV yet, or of sequences of one tenant, for its adapter."""
-        if not self._waiting.has_one_tenant:
-            return lacking in self._prefetcher.without_room
-        older.reach(lacking)
-        ref = lacking.request.adapter
-        assert ref is not None
-        return not self._memory.has_room(self._pages_of_adapter(ref) + len(self._running), older.wanted)
 
     def _look_up(self, sequence: GrowingSequence, older: OlderSequences) -> bool:
         """Looks up the sequence's prefix. False: the sequence now awaits a page that is being computed or copied."""
@@ -492,6 +474,17 @@ def _comes_before(one: GrowingSequence, other: GrowingSequence) -> bool:
     if one.counter is other.counter:
         return one.arrival < other.arrival
     return max(one.turn, (one.counter.is_background, one.counter.value, one.arrival)) < other.turn
+
+
+def _blocks(lacking: GrowingSequence, sequence: GrowingSequence) -> bool:
+    """Whether a sequence that has its adapter waits for one without.
+
+    Not if their tenants are about equal: a load then serves several sequences in turn. A tenant passes another one by
+    no more than the other's slack.
+    """
+    if lacking.counter is sequence.counter or lacking.counter.is_background != sequence.counter.is_background:
+        return _comes_before(lacking, sequence)
+    return max(lacking.turn[1], lacking.counter.value) + lacking.counter.slack < sequence.turn[1]
 
 
 def _standing(sequence: GrowingSequence) -> tuple[bool, int]:
