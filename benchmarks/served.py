@@ -7,7 +7,7 @@ sent at once, first to warm up; the best of the rounds after that counts. CPU se
 
 In one round more Linux's `perf` samples the gang's thread that computes: which part of the time it was in native
 kernels, in Python (with ctypes and what else is not native or torch), in torch, in the system, waiting for a core that
-others have, and waiting for anything else. Then up to eight streams run while one prompt of 2,000 tokens arrives: the
+others have, and waiting for anything else. Then up to 32 streams run while one prompt of 2,000 tokens arrives: the
 longest time that one of them got no token.
 
 `--adapters 64` uploads as many, of ranks 8 to 64, and sends the same requests to them in turn. `--experts` takes a base
@@ -38,6 +38,7 @@ from threading import Event
 import httpx
 
 from motet.benchmarks.rigs import random_model
+from motet.benchmarks.rigs.busy_seconds import busy_seconds
 from motet.benchmarks.rigs.with_avx2 import with_avx2
 from motet.benchmarks.rigs.workload import Job, draw_jobs
 from motet.cluster.launch.local_serve import free_ports
@@ -50,7 +51,7 @@ KEY = "key-of-the-benchmark"
 TICKS = os.sysconf("SC_CLK_TCK")
 GANG = "motet:gang"
 SAMPLES_PER_S = 299
-LONG_PROMPT, MOST_BESIDE = 2000, 8  # tokens, and streams beside it
+LONG_PROMPT, MOST_BESIDE = 2000, 32  # tokens, and streams beside it
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 CORE_TAKEN = "waiting for a core"
 PARTS = {  # by what the names of libraries contain
@@ -70,6 +71,7 @@ class Round:
     cpu_s: dict[str, float]  # by process
     first_token_s: list[float]
     clients_cpu_s: float
+    all_cpu_s: float  # of all programs of this machine
 
     @property
     def tokens_per_s(self) -> float:
@@ -85,12 +87,13 @@ class Round:
         return times[min(len(times) - 1, len(times) * 99 // 100)] / statistics.median(times)
 
     def __str__(self) -> str:
-        own = sorted(self.cpu_s.items(), key=lambda item: -item[1])[:4]
-        processes = ", ".join(f"{name} {seconds:.1f}" for name, seconds in own)
+        most = sorted(self.cpu_s.items(), key=lambda item: -item[1])[:4]
+        processes = ", ".join(f"{name} {seconds:.1f}" for name, seconds in most)
+        own_s = sum(self.cpu_s.values()) + self.clients_cpu_s
         return (
             f"{self.tokens_per_s:7.1f} tokens/s, {1e3 * self.cpu_per_token:6.2f} CPU ms a token "
             f"({processes}, clients {self.clients_cpu_s:.1f} s of {self.wall_s:.1f}, "
-            f"all {(sum(self.cpu_s.values()) + self.clients_cpu_s) / self.wall_s:.2f} cores); "
+            f"all {own_s / self.wall_s:.2f} cores, other programs {(self.all_cpu_s - own_s) / self.wall_s:.2f}); "
             f"first token p50 {statistics.median(self.first_token_s):.2f} s, p99 {self.p99_over_p50:.2f} times"
         )
 
@@ -220,12 +223,14 @@ def _round(url: str, pid: int, jobs: list[Job]) -> Round:
         return json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"], first_at - started
 
     with _client(len(jobs)) as http, ThreadPoolExecutor(len(jobs)) as pool:
-        before, clients_before, started = _cpu_seconds(pid), time.process_time(), time.perf_counter()
+        before, clients_before, all_before = _cpu_seconds(pid), time.process_time(), busy_seconds()
+        started = time.perf_counter()
         answers = list(pool.map(ask, jobs))
         wall_s, after = time.perf_counter() - started, _cpu_seconds(pid)
-        clients_s = time.process_time() - clients_before
+        clients_s, all_s = time.process_time() - clients_before, busy_seconds() - all_before
     spent = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
-    return Round(sum(tokens for tokens, _ in answers), wall_s, spent, [first for _, first in answers], clients_s)
+    num_tokens, first_token_s = sum(tokens for tokens, _ in answers), [first for _, first in answers]
+    return Round(num_tokens, wall_s, spent, first_token_s, clients_s, all_s)
 
 
 def _longest_gap_s(url: str, jobs: list[Job]) -> float:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from motet.benchmarks.rigs.busy_seconds import busy_seconds
 from motet.benchmarks.rigs.random_model import RANKS, write_model
 from motet.kernels.backend import choose_kernels
 from motet.workers.execution.runner import Runner
@@ -97,24 +98,18 @@ class Bench:
         runner, wall_s = self._runners[num_threads], list[float]()
         for _ in range(3):
             runner.run(plan)
-        all_before, cpu_before, started = _busy_seconds(), time.process_time(), time.perf_counter()
+        all_before, cpu_before, started = busy_seconds(), time.process_time(), time.perf_counter()
         while (began := time.perf_counter()) - started < seconds:
             runner.run(plan)
             wall_s.append(time.perf_counter() - began)
         cpu_s = time.process_time() - cpu_before
-        others = (_busy_seconds() - all_before - cpu_s) / (time.perf_counter() - started)
+        others = (busy_seconds() - all_before - cpu_s) / (time.perf_counter() - started)
         return Timed(wall_s, cpu_s / len(wall_s), others)
 
     def _take(self, num_pages: int, scale: float) -> tuple[int, ...]:
         taken = tuple(self._free.pop() for _ in range(num_pages))
         self._pool[list(taken)] = (torch.randn(num_pages, *self._pool.shape[1:]) * scale).bfloat16()
         return taken
-
-
-def _busy_seconds() -> float:
-    """CPU seconds of all programs of this machine."""
-    user, nice, system, _idle, _waiting, *interrupts = Path("/proc/stat").read_text().splitlines()[0].split()[1:8]
-    return sum(map(int, (user, nice, system, *interrupts))) / 100
 
 
 def main() -> None:
