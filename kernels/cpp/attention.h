@@ -368,9 +368,8 @@ class KeysAhead {
     // longer row of requests would wait for them.
     void advance(const AttentionTask& current) {
         if (task == &current) return fetch(kTokensOfTurn);
-        const int64_t heads = current.end_head - current.kv_head, bytes = width() * 2 * int64_t(sizeof(T));
-        if (task == &current + 1 && task != stop && num_fetched * bytes < kNearKV)
-            fetch(std::max<int64_t>(1, kTokensOfTurn / heads));
+        if (task == stop || task != &current + 1 || num_fetched * 2 * width() * int64_t(sizeof(T)) >= kNearKV) return;
+        fetch(std::max<int64_t>(1, kTokensOfTurn / (current.end_head - current.kv_head)));
     }
 
   private:
