@@ -325,7 +325,7 @@ class CompletionsApi:
         if responses is None or not (isinstance(request, ResponseChat) and request.terms.store):
             return None
         assert isinstance(form, ResponseForm)
-        return lambda usage: responses.keep(identity, head.id, request.items, form.final(usage))
+        return lambda usage: responses.add(identity, head.id, request.items, form.final(usage))
 
     def _check(self, request: R, kind: AnswerKind[R]) -> None:
         """Raises a 400 for fields that are not supported, that contradict each other, or that ask for too much."""

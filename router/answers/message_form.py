@@ -21,6 +21,7 @@ from ..openai_api.errors import ApiError
 from ..text.response_reader import TextPiece
 from .answer_shape import AnswerHead
 from .chat_answer import ChatAnswer
+from .named_event import named_event
 from .spoken import Spoken, spoken_in
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -49,20 +50,20 @@ class MessageForm:
         yield _encode(self._message(self._end, usage))
 
     def opening(self, usage: Usage, *, is_over: bool) -> Iterator[bytes]:
-        yield _bytes(schema.MessageStart(self._message(schema.MessageEnd(None), usage)))
-        yield _bytes(schema.Ping())
+        yield named_event(schema.MessageStart(self._message(schema.MessageEnd(None), usage)))
+        yield named_event(schema.Ping())
 
     def delta(self, index: int, delta: Delta) -> bytes:
         if delta.is_empty:
             return b""
-        return b"".join(map(_bytes, self._events(spoken_in(delta, self._chat))))
+        return b"".join(map(named_event, self._events(spoken_in(delta, self._chat))))
 
     def ending(self, usage: Usage) -> bytes:
         last = schema.MessageDelta(self._end, _usage(usage))
-        return b"".join(map(_bytes, (*self._ended_block(), last, schema.MessageStop())))
+        return b"".join(map(named_event, (*self._ended_block(), last, schema.MessageStop())))
 
     def failure(self, error: ApiError) -> bytes:
-        return _bytes(schema.error_event(error))
+        return named_event(schema.error_event(error))
 
     def refusal(self, error: ApiError) -> Response:
         return schema.error_response(error)
@@ -139,7 +140,3 @@ def _usage(usage: Usage) -> schema.MessageUsage:
     details = usage.prompt_tokens_details
     num_cached = 0 if details is UNSET else details.cached_tokens
     return schema.MessageUsage(usage.prompt_tokens - num_cached, usage.completion_tokens, num_cached)
-
-
-def _bytes(event: MessageEvent) -> bytes:
-    return b"event: " + str(type(event).__struct_config__.tag).encode() + b"\ndata: " + _encode(event) + b"\n\n"

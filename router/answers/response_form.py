@@ -23,6 +23,7 @@ from ..openai_api.response_schema import StreamEvent
 from ..text.response_reader import TextPiece
 from .answer_shape import AnswerHead
 from .chat_answer import ChatAnswer
+from .named_event import named_event
 from .response_items import GrowingCall, GrowingItem, GrowingMessage, GrowingReasoning, Place
 from .spoken import Spoken, spoken_in
 
@@ -64,18 +65,18 @@ class ResponseForm:
 
     def opening(self, usage: Usage, *, is_over: bool) -> Iterator[bytes]:
         begun = self._response("in_progress")
-        yield _bytes(schema.Created(sequence_number=next(self._numbers), response=begun))
-        yield _bytes(schema.InProgress(sequence_number=next(self._numbers), response=begun))
+        yield named_event(schema.Created(sequence_number=next(self._numbers), response=begun))
+        yield named_event(schema.InProgress(sequence_number=next(self._numbers), response=begun))
 
     def delta(self, index: int, delta: Delta) -> bytes:
         if delta.is_empty:
             return b""
-        return b"".join(map(_bytes, self._events(spoken_in(delta, self._chat))))
+        return b"".join(map(named_event, self._events(spoken_in(delta, self._chat))))
 
     def ending(self, usage: Usage) -> bytes:
         response = self._ended(usage)
         kind = schema.Incomplete if self._is_cut else schema.Completed
-        return self._taken_last() + _bytes(kind(sequence_number=next(self._numbers), response=response))
+        return self._taken_last() + named_event(kind(sequence_number=next(self._numbers), response=response))
 
     def failure(self, error: ApiError) -> bytes:
         detail = error.detail
@@ -85,7 +86,7 @@ class ResponseForm:
             sequence_number=next(self._numbers), message=detail.message, code=detail.code, param=detail.param
         )
         last = schema.Failed(sequence_number=next(self._numbers), response=failed)
-        return self._taken_last() + _bytes(error_event) + _bytes(last)
+        return self._taken_last() + named_event(error_event) + named_event(last)
 
     def refusal(self, error: ApiError) -> HttpResponse:
         return error.response()
@@ -150,7 +151,7 @@ class ResponseForm:
     def _taken_last(self) -> bytes:
         """The events that were kept in `_last`, once."""
         events, self._last = self._last or (), None
-        return b"".join(map(_bytes, events))
+        return b"".join(map(named_event, events))
 
     def _response(self, status: Any, usage: Usage | None = None, **more: Any) -> schema.Response:
         head, first = self._head, self._request.messages[0].content
@@ -175,7 +176,3 @@ def _usage(usage: Usage) -> schema.ResponseUsage:
         schema.OutputTokensDetails(0 if reasoned is UNSET else reasoned.reasoning_tokens),
         usage.total_tokens,
     )
-
-
-def _bytes(event: StreamEvent) -> bytes:
-    return b"event: " + str(type(event).__struct_config__.tag).encode() + b"\ndata: " + _encode(event) + b"\n\n"

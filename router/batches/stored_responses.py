@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import BinaryIO, Final, TypeVar
 
 from ...adapters.errors import AdapterError, NoSuchFile, QuotaExceeded
@@ -43,32 +44,36 @@ class StoredResponses:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._config, self._records, self._store, self._clock = config, records, store, clock
-        self._keeping = set[asyncio.Task[None]]()
+        self._adding = set[asyncio.Task[None]]()
 
     @property
     def is_on(self) -> bool:
         return self._config.now.response_days > 0
 
     async def check(self, identity: Identity, num_bytes: int) -> None:
-        """Raises what `keep` would raise now for a response to a conversation of this size."""
+        """Raises what `add` would raise now for a response to a conversation of this size."""
         with _as_api_errors():
             await self._records.check(self._record(identity, "", num_bytes), _bounds(identity))
             await asyncio.to_thread(self._store.check_room, num_bytes)
 
-    async def keep(self, identity: Identity, response_id: str, conversation: bytes, response: bytes) -> None:
+    async def add(self, identity: Identity, response_id: str, conversation: bytes, response: bytes) -> None:
         """Stores it, also if the caller is cancelled meanwhile: then its client has left with the end in sight.
 
         `conversation`: JSON of the items that `response` answers. Raises ApiError.
         """
         pieces = [b"%0*x" % (_HEAD_BYTES, len(conversation)), conversation, response]
-        keeping = asyncio.create_task(self._keep(identity, response_id, pieces))
-        self._keeping.add(keeping)
-        keeping.add_done_callback(self._kept)
-        await asyncio.shield(keeping)
+        adding = asyncio.create_task(self._add(identity, response_id, pieces))
+        self._adding.add(adding)
+        adding.add_done_callback(self._adding.discard)
+        try:
+            await asyncio.shield(adding)
+        except asyncio.CancelledError:
+            adding.add_done_callback(partial(_log_failure, response_id))
+            raise
 
     async def wait(self) -> None:
         """Until all is stored that was to be."""
-        await asyncio.gather(*self._keeping, return_exceptions=True)
+        await asyncio.gather(*self._adding, return_exceptions=True)
 
     async def find(self, identity: Identity, response_id: str) -> FileRecord:
         """Raises 404, also for one that the caller does not see."""
@@ -137,7 +142,7 @@ class StoredResponses:
         """A tenant is deleted, and its records are gone."""
         await asyncio.to_thread(self._store.retire, tenant_id)
 
-    async def _keep(self, identity: Identity, response_id: str, pieces: Sequence[bytes]) -> None:
+    async def _add(self, identity: Identity, response_id: str, pieces: Sequence[bytes]) -> None:
         record = self._record(identity, response_id, sum(map(len, pieces)))
         with _as_api_errors():
             await self._records.add(record, _bounds(identity))
@@ -149,11 +154,6 @@ class StoredResponses:
                 raise
             if await self._records.get(record.tenant_id, record.id) is None:  # deleted meanwhile, by user or tenant
                 await asyncio.to_thread(self._store.delete, record.tenant_id, record.id)
-
-    def _kept(self, keeping: asyncio.Task[None]) -> None:
-        self._keeping.discard(keeping)
-        if not keeping.cancelled():
-            keeping.exception()  # a caller that has left asks for none
 
     def _record(self, identity: Identity, response_id: str, num_bytes: int) -> FileRecord:
         now = int(self._clock())
@@ -182,6 +182,11 @@ class StoredResponses:
         with opened:
             parts = (record.id.encode(), opened.read(num_bytes), opened.read())
         return b'"%b":{"input":%b,"response":%b}' % parts
+
+
+def _log_failure(response_id: str, adding: asyncio.Task[None]) -> None:
+    if not adding.cancelled() and (error := adding.exception()) is not None:
+        _log.warning("%s, whose client has left, was not stored: %s", response_id, error)
 
 
 def _bounds(identity: Identity) -> Sequence[StorageBound]:

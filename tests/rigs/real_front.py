@@ -184,7 +184,7 @@ class RealFront:
         )
         await self.batches.batches.add(batch, kept_until=until)
         identity = Identity(TenantRecord(name=tenant), KeyRecord(key_id="", tenant=tenant, user=user))
-        await self.batches.responses.keep(identity, response_of(owner), b"[]", b"{}")
+        await self.batches.responses.add(identity, response_of(owner), b"[]", b"{}")
 
     async def expire_lease(self, batch_id: str) -> None:
         """As if the router that died with it were silent for long. A living one on a busy machine may well be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import shutil
 import time
@@ -378,8 +379,9 @@ async def test_a_file_that_the_disk_has_lost_is_as_if_it_were_not_there(front: R
     assert not await left_in_redis(front)
 
 
+@pytest.mark.parametrize("fails", [False, True])
 async def test_a_client_that_leaves_at_the_end_leaves_no_half(
-    front: RealFront, monkeypatch: pytest.MonkeyPatch
+    front: RealFront, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
     writing, go_on = asyncio.Event(), asyncio.Event()
     responses, write = front.batches.responses, front.batches.responses._store.write
@@ -388,19 +390,26 @@ async def test_a_client_that_leaves_at_the_end_leaves_no_half(
     def slow(*args: Any) -> None:
         loop.call_soon_threadsafe(writing.set)
         asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+        if fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
         write(*args)
 
     monkeypatch.setattr(responses._store, "write", slow)
     identity = Identity(TenantRecord(name=OWNER), KeyRecord(key_id="", tenant=OWNER))
-    keeping = asyncio.create_task(responses.keep(identity, MISSING, b"[]", b"{}"))
+    adding = asyncio.create_task(responses.add(identity, MISSING, b"[]", b"{}"))
     await writing.wait()
-    keeping.cancel()
-    await asyncio.wait([keeping])
-    assert keeping.cancelled()
+    adding.cancel()
+    await asyncio.wait([adding])
+    assert adding.cancelled()
     go_on.set()
     await responses.wait()
-    record = await responses.find(identity, MISSING)
-    assert await responses.with_conversation(record, bytes) == b"[]"
+    await asyncio.sleep(0)  # the callback of what failed
+    if fails:
+        assert f"{MISSING}, whose client has left, was not stored: The server's disk is too full" in caplog.text
+        assert not on_disk(front) and not await left_in_redis(front)
+    else:
+        record = await responses.find(identity, MISSING)
+        assert await responses.with_conversation(record, bytes) == b"[]" and not caplog.text
 
 
 @pytest.mark.parametrize("path", ["/v1/users/badger", "/v1/admin/tenants/tenant-of-moles"])
