@@ -14,7 +14,7 @@
 namespace motet {
 
 constexpr int64_t kMostDims = 512;   // elements of a head
-constexpr int64_t kTilesAhead = 3;   // tiles of 16 keys that are prefetched
+constexpr int64_t kTilesAhead = 3;   // tiles of 16 keys that are prefetched, at least
 constexpr int kTiles = 4;            // tiles of 16 keys that get their weights together
 constexpr int64_t kManyQueries = 8;  // for this many query rows and more, pairs of rows of V are made once for all
 #ifdef __AVX512F__
@@ -359,26 +359,34 @@ class KeysAhead {
         take();
     }
 
-    // Called when a task begins.
-    void enter(const AttentionTask& current) {
-        if (task == &current && num_fetched < kTilesAhead * kLanes) fetch(kTilesAhead * kLanes - num_fetched);
+    // Called before the first `num_tokens` of a task are read, and when it begins with 0: asks for what some tiles more
+    // still lack.
+    void reach(const AttentionTask& current, int64_t num_tokens) {
+        num_reached = num_tokens;
+        const int64_t least = num_tokens + kTilesAhead * kLanes;
+        if (task == &current && num_fetched < least) fetch(least - num_fetched);
     }
 
-    // Called some five times with each 16 keys of a head: a core has few buffers for lines that it asked for, and a
-    // longer row of requests would wait for them.
+    // Called between the steps of the computation: a core has few buffers for lines that it asked for, and a longer row
+    // of requests would wait for them.
     void advance(const AttentionTask& current) {
-        if (task == &current) return fetch(kTokensOfTurn);
+        if (task == &current) {
+            if (num_fetched < num_reached + kMostAhead) fetch(kTokensOfTurn);
+            return;
+        }
         if (task == stop || task != &current + 1 || num_fetched * 2 * width() * int64_t(sizeof(T)) >= kNearKV) return;
         fetch(std::max<int64_t>(1, kTokensOfTurn / (current.end_head - current.kv_head)));
     }
 
   private:
     static constexpr int64_t kTokensOfTurn = 4;
+    static constexpr int64_t kMostAhead = 96;  // tokens of a task: of a long one more would not stay in the cache
 
     const AttentionCall<T>& call;
     const AttentionTask *task, *stop;  // what is fetched now
     std::optional<TokenWalk<T>> walk;
     int64_t num_fetched = 0;  // tokens of it
+    int64_t num_reached = 0;  // tokens of the task that is computed, which are read now
 
     int64_t width() const { return (task->end_head - task->kv_head) * call.dim; }
 
@@ -422,7 +430,7 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, const Attentio
         int num_tiles = int(std::min<int64_t>(kTiles, (end_key - key + kLanes - 1) / kLanes));
         if (in_tiles) num_tiles += num_tiles % 2;  // with keys that no query sees
         for (int t = 0; t < num_tiles; t++) {
-            turn();
+            ahead.reach(task, key - task.first_key + (t + 1) * kLanes);
             walk.next(end_key, kv_head * dim, s.zeros, k, v + t * kLanes);
             turn();
             KeyTiles<T>::take(k, dim, s.keys + t * KeyTiles<T>::words(dim));
@@ -497,7 +505,7 @@ void attend_all(const AttentionCall<T>& call, int num_threads) {
         const AttentionTask *task = &tasks[starts[size_t(block)]], *stop = tasks.data() + starts[size_t(block) + 1];
         KeysAhead<T> ahead(call, task, stop);
         for (; task != stop; task++) {
-            ahead.enter(*task);
+            ahead.reach(*task, 0);
             for (int64_t head = task->kv_head; head < task->end_head; head++) attend(call, *kept, *task, head, ahead);
         }
     });
