@@ -3,6 +3,9 @@
 Random weights of SmolLM2-135M's shape, bfloat16, contexts of some 200 tokens in pages in random order. Numbers of
 threads take turns. The best step is what free cores give; the median is with whatever else the machine does, which is
 measured too: while another program has the core of one thread, the other one waits for the block that this one began.
+
+With `--adapters 64` the base's steps are timed as well, and how fast as many threads read memory in order, which bounds
+what adapters can take: a step reads each of their bytes once.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ import random
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from motet.benchmarks.rigs.busy_seconds import busy_seconds
 from motet.benchmarks.rigs.random_model import RANKS, write_model
 from motet.kernels.backend import choose_kernels
 from motet.workers.execution.runner import Runner
@@ -64,37 +69,47 @@ class Bench:
         self._adapters = tuple(
             Residence(f"adapter {index}", of, self._take(layout.num_pages(of), 0.02)) for index, of in enumerate(ranks)
         )
+        layers = layout.page_bytes // layout.slab  # bytes of an element, in all layers
+        self._adapter_bytes = [layout.num_elements(of) * layers for of in ranks]
 
-    def plan(self, num_sequences: int) -> StepPlan:
-        sequences = []
+    def plan(self, num_sequences: int, num_adapters: int) -> StepPlan:
+        sequences, adapters = [], self._adapters[: min(num_adapters, num_sequences)]
         for index in range(num_sequences):
             pages = packed(self._take(CONTEXT // BLOCK_SIZE + 2, 0.5))
-            adapter = self._adapters[index % len(self._adapters)].digest if self._adapters else None
+            adapter = adapters[index % len(adapters)].digest if adapters else None
             sequences.append(SequencePlan(index, (index,), CONTEXT + index % 9, pages, adapter, SAMPLE))
-        return StepPlan(0, tuple(sequences), self._adapters[:num_sequences], ())
+        return StepPlan(0, tuple(sequences), adapters, ())
+
+    def adapter_bytes(self, num_sequences: int) -> int:
+        return sum(self._adapter_bytes[:num_sequences])
+
+    def read_bytes_per_s(self, num_threads: int) -> float:
+        """How fast threads read memory in order, each its own part."""
+        parts = self._pool.view(-1).view(torch.int64)[: (1 << 30) // 8].chunk(num_threads)
+        took_s = []
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+            for _ in range(5):
+                started = time.perf_counter()
+                list(threads.map(torch.sum, parts))
+                took_s.append(time.perf_counter() - started)
+        return (1 << 30) / min(took_s)
 
     def time(self, plan: StepPlan, num_threads: int, seconds: float) -> Timed:
         runner, wall_s = self._runners[num_threads], list[float]()
         for _ in range(3):
             runner.run(plan)
-        all_before, cpu_before, started = _busy_seconds(), time.process_time(), time.perf_counter()
+        all_before, cpu_before, started = busy_seconds(), time.process_time(), time.perf_counter()
         while (began := time.perf_counter()) - started < seconds:
             runner.run(plan)
             wall_s.append(time.perf_counter() - began)
         cpu_s = time.process_time() - cpu_before
-        others = (_busy_seconds() - all_before - cpu_s) / (time.perf_counter() - started)
+        others = (busy_seconds() - all_before - cpu_s) / (time.perf_counter() - started)
         return Timed(wall_s, cpu_s / len(wall_s), others)
 
     def _take(self, num_pages: int, scale: float) -> tuple[int, ...]:
         taken = tuple(self._free.pop() for _ in range(num_pages))
         self._pool[list(taken)] = (torch.randn(num_pages, *self._pool.shape[1:]) * scale).bfloat16()
         return taken
-
-
-def _busy_seconds() -> float:
-    """CPU seconds of all programs of this machine."""
-    user, nice, system, _idle, _waiting, *interrupts = Path("/proc/stat").read_text().splitlines()[0].split()[1:8]
-    return sum(map(int, (user, nice, system, *interrupts))) / 100
 
 
 def main() -> None:
@@ -110,24 +125,35 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="motet-bench-") as folder, torch.inference_mode():
         bench = Bench(Path(folder), arguments.threads, arguments.adapters)
         for num_sequences in arguments.sequences:
-            plan = bench.plan(num_sequences)
-            turns = [
-                (count, bench.time(plan, count, arguments.seconds)) for _ in range(2) for count in arguments.threads
-            ]
-            for count, timed in turns:
-                best, median = 1e3 * min(timed.wall_s), 1e3 * statistics.median(timed.wall_s)
-                print(
-                    f"{num_sequences:3} sequences, {count} threads: best {best:6.1f} ms, median {median:6.1f}, "
-                    f"CPU {1e3 * timed.cpu_s:6.1f}; other programs {timed.others:.2f} cores",
-                    flush=True,
-                )
-            best_s = {
-                count: min(min(timed.wall_s) for own, timed in turns if own == count) for count in arguments.threads
-            }
-            cpu_s = {count: min(timed.cpu_s for own, timed in turns if own == count) for count in arguments.threads}
+            best_s: dict[tuple[int, int], float] = {}  # by adapters and threads
+            for num_adapters in sorted({0, arguments.adapters}):
+                plan, cpu_s = bench.plan(num_sequences, num_adapters), dict[int, float]()
+                for count in arguments.threads * 2:
+                    timed = bench.time(plan, count, arguments.seconds)
+                    best, median = min(timed.wall_s), statistics.median(timed.wall_s)
+                    print(
+                        f"{num_sequences:3} sequences, {num_adapters:2} adapters, {count} threads: best "
+                        f"{1e3 * best:6.1f} ms, median {1e3 * median:6.1f}, CPU {1e3 * timed.cpu_s:6.1f}; other "
+                        f"programs {timed.others:.2f} cores",
+                        flush=True,
+                    )
+                    best_s[num_adapters, count] = min(best, best_s.get((num_adapters, count), best))
+                    cpu_s[count] = min(timed.cpu_s, cpu_s.get(count, timed.cpu_s))
             for count in more:
-                line[f"threads_{count}_over_{least}_of_{num_sequences}"] = round(best_s[least] / best_s[count], 2)
+                of_one = best_s[arguments.adapters, least] / best_s[arguments.adapters, count]
+                line[f"threads_{count}_over_{least}_of_{num_sequences}"] = round(of_one, 2)
                 line[f"cpu_{count}_over_{least}_of_{num_sequences}"] = round(cpu_s[count] / cpu_s[least], 2)
+            for count in arguments.threads if arguments.adapters else ():
+                base_s, with_adapters_s = best_s[0, count], best_s[arguments.adapters, count]
+                num_bytes, speed = bench.adapter_bytes(num_sequences), bench.read_bytes_per_s(count)
+                took_s, floor_s = with_adapters_s - base_s, num_bytes / speed
+                print(
+                    f"{count} threads: adapters of {num_bytes / 1e6:.0f} MB take {1e3 * took_s:.1f} ms; "
+                    f"memory is read at {speed / 1e9:.1f} GB/s, which takes {1e3 * floor_s:.1f} ms"
+                )
+                line[f"adapters_over_base_{count}"] = round(base_s / with_adapters_s, 2)
+                line[f"adapters_over_base_{count}_if_read_so_fast"] = round(base_s / (base_s + floor_s), 2)
+                line[f"of_reading_speed_{count}"] = round(floor_s / took_s, 2)
     print(json.dumps(line))
 
 

@@ -47,10 +47,35 @@ CONFIG = {
     "eos_token_id": 0,
     "torch_dtype": "bfloat16",
 }
+NUM_EXPERTS, NUM_CHOSEN = 8, 2  # an expert is 1 / NUM_CHOSEN as wide as the MLP
+EXPERT_LINEARS = {
+    **{name: size for name, size in LINEARS.items() if name.startswith("self_attn")},
+    "block_sparse_moe.gate": (HIDDEN, NUM_EXPERTS),
+    **{
+        f"block_sparse_moe.experts.{expert}.{name}": size
+        for expert in range(NUM_EXPERTS)
+        for name, size in (
+            ("w1", (HIDDEN, INTERMEDIATE // NUM_CHOSEN)),
+            ("w2", (INTERMEDIATE // NUM_CHOSEN, HIDDEN)),
+            ("w3", (HIDDEN, INTERMEDIATE // NUM_CHOSEN)),
+        )
+    },
+}
+EXPERTS_CONFIG = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "intermediate_size": INTERMEDIATE // NUM_CHOSEN,
+    "num_local_experts": NUM_EXPERTS,
+    "num_experts_per_tok": NUM_CHOSEN,
+    "sliding_window": None,
+}
 
 
-def write_model(folder: Path, seed: int = 0) -> Path:
-    """Writes the base in bfloat16 (270 MB) and returns its folder."""
+def write_model(folder: Path, seed: int = 0, has_experts: bool = False) -> Path:
+    """Writes the base in bfloat16 (270 MB) and returns its folder.
+
+    With experts it is Mixtral's kind (750 MB), and as many parameters are active.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {"model.embed_tokens.weight": _random((VOCAB_SIZE, HIDDEN), 0.05, generator)}
     tensors["model.norm.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
@@ -58,11 +83,12 @@ def write_model(folder: Path, seed: int = 0) -> Path:
         prefix = f"model.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}.{norm}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
-        for name, (num_in, num_out) in LINEARS.items():
+        linears = EXPERT_LINEARS if has_experts else LINEARS
+        for name, (num_in, num_out) in linears.items():
             tensors[f"{prefix}.{name}.weight"] = _random((num_out, num_in), num_in**-0.5, generator)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    (folder / "config.json").write_text(json.dumps(CONFIG | (EXPERTS_CONFIG if has_experts else {}), indent=1))
     return folder
 
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -13,7 +14,7 @@
 namespace motet {
 
 constexpr int64_t kMostDims = 512;   // elements of a head
-constexpr int64_t kTilesAhead = 3;   // tiles of 16 keys that are prefetched
+constexpr int64_t kTilesAhead = 3;   // tiles of 16 keys that are prefetched, at least
 constexpr int kTiles = 4;            // tiles of 16 keys that get their weights together
 constexpr int64_t kManyQueries = 8;  // for this many query rows and more, pairs of rows of V are made once for all
 #ifdef __AVX512F__
@@ -21,6 +22,7 @@ constexpr int kScoreTiles = 4, kSumRows = 4;  // tiles of scores and rows of out
 #else
 constexpr int kScoreTiles = 1, kSumRows = 1;
 #endif
+constexpr int64_t kAttentionBlocks = 8;  // blocks of tasks for each thread
 constexpr int64_t kNearKV = 1 << 19;  // bytes of a sequence in a layer that the second cache level holds for all heads
 // Query rows that share the keys of a tile: rows times heads of a group.
 #ifdef MOTET_TILES
@@ -125,10 +127,10 @@ struct TokenWalk {
         : call(call), pages(call.pages + call.page_starts[sequence]), token(first), page(first / call.block_size),
           slot(first % call.block_size) {}
 
-    // Prefetches K and V of the next 16 tokens below `end`.
-    void prefetch(int64_t end, int64_t head_offset, int64_t dim) {
+    // Prefetches K and V of the next `count` tokens below `end`.
+    void prefetch(int64_t count, int64_t end, int64_t head_offset, int64_t dim) {
         const int64_t step = 64 / int64_t(sizeof(T));
-        for (int i = 0; i < kLanes && token < end; i++, token++) {
+        for (int64_t i = 0; i < count && token < end; i++, token++) {
             const T* k = call.kv + pages[page] * call.page_stride + slot * call.slot_stride + head_offset;
             for (int64_t d = 0; d < dim; d += step) {
                 __builtin_prefetch(k + d, 0, 2);
@@ -267,7 +269,8 @@ struct AttentionTiles {
     static void end() {}
     static void take_query(const T*, int64_t, int64_t, AttentionScratch<T>&) {}
     static void scores(AttentionScratch<T>&, int64_t, int, int64_t) {}
-    static void add_values(AttentionScratch<T>&, int64_t, const T* const*, int, int64_t, int64_t) {}
+    template <class F>
+    static void add_values(AttentionScratch<T>&, int64_t, const T* const*, int, int64_t, int64_t, F) {}
 };
 
 #ifdef MOTET_TILES
@@ -314,12 +317,16 @@ struct AttentionTiles<Bfloat16> {
             });
     }
 
+    // Calls `turn` between the steps.
+    template <class F>
     static void add_values(Scratch& s, int64_t num_queries, const Bfloat16* const* v, int num_tiles, int64_t dim,
-                           int64_t padded) {
+                           int64_t padded, F turn) {
         const int64_t num_pairs = num_tiles * kLanes / 2, stride = padded * int64_t(sizeof(float));
         for (int64_t column = 0; column < dim; column += kSpan) {
-            for (int64_t i = 0; i < num_pairs; i++)
+            for (int64_t i = 0; i < num_pairs; i++) {
+                if (i % kLanes == 0) turn();
                 s.values[i] = RowPair<Bfloat16>(v[2 * i] + column, v[2 * i + 1] + column, dim - column);
+            }
             finish_stores();
             each(num_queries, [&](int64_t query, auto count) {
                 constexpr int kCount = decltype(count)::value;
@@ -336,19 +343,72 @@ struct AttentionTiles<Bfloat16> {
 };
 #endif
 
-// The unit that threads share: some rows of a sequence, for KV heads `kv_head` to `end_head`.
+// Some rows of a sequence, for KV heads `kv_head` to `end_head`. They see the keys `first_key` to `end_key`.
 struct AttentionTask {
-    int64_t sequence, kv_head, end_head, first, end;
+    int64_t sequence, kv_head, end_head, first, end, first_key, end_key;
+};
+
+// Prefetches K and V of a thread's tasks, one after the other. The first head of a task asks for what all of its heads
+// need, since heads lie side by side, and memory is read in order. While the other heads are computed, memory would be
+// idle: then the next task is asked for.
+template <class T>
+class KeysAhead {
+  public:
+    KeysAhead(const AttentionCall<T>& call, const AttentionTask* tasks, const AttentionTask* stop)
+        : call(call), task(tasks), stop(stop) {
+        take();
+    }
+
+    // Called before the first `num_tokens` of a task are read, and when it begins with 0: asks for what some tiles more
+    // still lack.
+    void reach(const AttentionTask& current, int64_t num_tokens) {
+        num_reached = num_tokens;
+        const int64_t least = num_tokens + kTilesAhead * kLanes;
+        if (task == &current && num_fetched < least) fetch(least - num_fetched);
+    }
+
+    // Called between the steps of the computation: a core has few buffers for lines that it asked for, and a longer row
+    // of requests would wait for them.
+    void advance(const AttentionTask& current) {
+        if (task == &current) {
+            if (num_fetched < num_reached + kMostAhead) fetch(kTokensOfTurn);
+            return;
+        }
+        if (task == stop || task != &current + 1 || num_fetched * 2 * width() * int64_t(sizeof(T)) >= kNearKV) return;
+        fetch(std::max<int64_t>(1, kTokensOfTurn / (current.end_head - current.kv_head)));
+    }
+
+  private:
+    static constexpr int64_t kTokensOfTurn = 4;
+    static constexpr int64_t kMostAhead = 96;  // tokens of a task: of a long one more would not stay in the cache
+
+    const AttentionCall<T>& call;
+    const AttentionTask *task, *stop;  // what is fetched now
+    std::optional<TokenWalk<T>> walk;
+    int64_t num_fetched = 0;  // tokens of it
+    int64_t num_reached = 0;  // tokens of the task that is computed, which are read now
+
+    int64_t width() const { return (task->end_head - task->kv_head) * call.dim; }
+
+    void take() {
+        if (task != stop) walk.emplace(call, task->sequence, task->first_key);
+        num_fetched = 0;
+    }
+
+    void fetch(int64_t count) {
+        walk->prefetch(count, task->end_key, task->kv_head * call.dim, width());
+        num_fetched += count;
+        if (walk->token >= task->end_key) task++, take();
+    }
 };
 
 // Computes the rows of a task for the heads that share one of its KV heads.
 template <class T>
-void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, const AttentionTask& task, int64_t kv_head) {
-    const int64_t sequence = task.sequence, first = task.first, end = task.end;
+void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, const AttentionTask& task, int64_t kv_head,
+            KeysAhead<T>& ahead) {
+    const int64_t sequence = task.sequence, first = task.first, end = task.end, end_key = task.end_key;
     const int64_t group = call.num_heads / call.num_kv_heads, num_queries = (end - first) * group, dim = call.dim;
-    const int64_t padded = (dim + kSpan - 1) / kSpan * kSpan;
-    const int64_t first_position = call.context_lens[sequence] - (call.query_starts[sequence + 1] - first);
-    const int64_t end_key = first_position + (end - first);
+    const int64_t padded = (dim + kSpan - 1) / kSpan * kSpan, first_position = end_key - (end - first);
     const bool in_tiles = AttentionTiles<T>::are_used();
     for (int64_t i = 0; i < num_queries; i++) {
         const int64_t row = first + i / group, head = kv_head * group + i % group;
@@ -362,25 +422,27 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, const Attentio
         s.weight_sum[i] = Floats{};
     }
     std::fill(s.totals, s.totals + num_queries * padded, 0.0f);
-    int64_t key = call.window > 0 ? std::max<int64_t>(0, first_position - call.window + 1) : 0;
-    // With the first head of a task comes what its other heads need: heads lie side by side, and memory is read in order.
-    const int64_t fetched = kv_head == task.kv_head ? (task.end_head - task.kv_head) * dim : 0;
-    TokenWalk<T> walk(call, sequence, key), ahead(call, sequence, key);
-    for (int64_t i = 0; i < kTilesAhead; i++) ahead.prefetch(end_key, kv_head * dim, fetched);
+    TokenWalk<T> walk(call, sequence, task.first_key);
+    const auto turn = [&] { ahead.advance(task); };
     if (in_tiles) AttentionTiles<T>::begin(num_queries);
-    for (; key < end_key; key += kTiles * kLanes) {
+    for (int64_t key = task.first_key; key < end_key; key += kTiles * kLanes) {
         const T *k[kLanes], *v[kTiles * kLanes];
         int num_tiles = int(std::min<int64_t>(kTiles, (end_key - key + kLanes - 1) / kLanes));
         if (in_tiles) num_tiles += num_tiles % 2;  // with keys that no query sees
         for (int t = 0; t < num_tiles; t++) {
-            ahead.prefetch(end_key, kv_head * dim, fetched);
+            ahead.reach(task, key - task.first_key + (t + 1) * kLanes);
             walk.next(end_key, kv_head * dim, s.zeros, k, v + t * kLanes);
+            turn();
             KeyTiles<T>::take(k, dim, s.keys + t * KeyTiles<T>::words(dim));
         }
+        turn();
         if (in_tiles) {
             AttentionTiles<T>::scores(s, num_queries, num_tiles, dim);
-            for (int64_t i = 0; i < num_queries; i++) weigh(call, s, i, s.scores[i], num_tiles, key, padded);
-            AttentionTiles<T>::add_values(s, num_queries, v, num_tiles, dim, padded);
+            for (int64_t i = 0; i < num_queries; i++) {
+                turn();
+                weigh(call, s, i, s.scores[i], num_tiles, key, padded);
+            }
+            AttentionTiles<T>::add_values(s, num_queries, v, num_tiles, dim, padded, turn);
             continue;
         }
         int64_t query = 0;
@@ -405,26 +467,47 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, const Attentio
     }
 }
 
+// What a task takes, about: reading a key costs as much as the products of a few rows with it.
+inline int64_t cost_of(const AttentionTask& task) {
+    return (task.end_key - task.first_key) * (task.end_head - task.kv_head) * (task.end - task.first + 4);
+}
+
 template <class T>
 void attend_all(const AttentionCall<T>& call, int num_threads) {
     const int64_t group = call.num_heads / call.num_kv_heads, block = std::max<int64_t>(1, kMostQueries / group);
     const bool are_many = num_threads < 2 || call.num_sequences >= num_threads * kBlocksOfAThread;
     std::vector<AttentionTask> tasks;
+    int64_t cost = 0;
     for (int64_t sequence = 0; sequence < call.num_sequences; sequence++) {
         const int64_t start = call.query_starts[sequence], end = call.query_starts[sequence + 1];
-        const int64_t seen =
-            call.window > 0 ? std::min(call.window, call.context_lens[sequence]) : call.context_lens[sequence];
+        const int64_t context = call.context_lens[sequence];
+        const int64_t seen = call.window > 0 ? std::min(call.window, context) : context;
         const bool is_near = 2 * seen * call.num_kv_heads * call.dim * int64_t(sizeof(T)) <= kNearKV;
         const int64_t heads = are_many && is_near && end - start <= block ? call.num_kv_heads : 1;
         for (int64_t kv_head = 0; kv_head < call.num_kv_heads; kv_head += heads)
-            for (int64_t row = start; row < end; row += block)
-                tasks.push_back({sequence, kv_head, kv_head + heads, row, std::min(row + block, end)});
+            for (int64_t row = start; row < end; row += block) {
+                const int64_t stop = std::min(row + block, end), first_position = context - (end - row);
+                const int64_t first_key = call.window > 0 ? std::max<int64_t>(0, first_position - call.window + 1) : 0;
+                tasks.push_back({sequence, kv_head, kv_head + heads, row, stop, first_key, context - (end - stop)});
+                cost += cost_of(tasks.back());
+            }
     }
-    Team::of_process().share(num_threads, int64_t(tasks.size()), [&](int64_t block) {
+    // Blocks of about the same work: tasks of a block follow each other on one thread.
+    const int64_t most = cost / (num_threads < 2 ? 1 : num_threads * kAttentionBlocks) + 1;
+    std::vector<size_t> starts;
+    int64_t left = 0;
+    for (size_t i = 0; i < tasks.size(); left -= cost_of(tasks[i++]))
+        if (left <= 0) starts.push_back(i), left = most;
+    starts.push_back(tasks.size());
+    Team::of_process().share(num_threads, int64_t(starts.size()) - 1, [&](int64_t block) {
         static thread_local std::unique_ptr<AttentionScratch<T>> kept;  // kept, because it is large and slow to clear
         if (!kept) kept.reset(new AttentionScratch<T>);
-        const AttentionTask& task = tasks[size_t(block)];
-        for (int64_t head = task.kv_head; head < task.end_head; head++) attend(call, *kept, task, head);
+        const AttentionTask *task = &tasks[starts[size_t(block)]], *stop = tasks.data() + starts[size_t(block) + 1];
+        KeysAhead<T> ahead(call, task, stop);
+        for (; task != stop; task++) {
+            ahead.reach(*task, 0);
+            for (int64_t head = task->kv_head; head < task->end_head; head++) attend(call, *kept, *task, head, ahead);
+        }
     });
 }
 

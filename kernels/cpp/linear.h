@@ -117,16 +117,16 @@ void linear_rest(const LinearCall<T, Y>& call, int64_t num_rows, int64_t row, in
 constexpr int64_t kWeightsAhead = 16384;  // bytes of weights that are prefetched ahead of the reader
 
 // The sums of `kCount` tiles of rows, which begin at `x`, and of a panel of two vectors of outputs, over all inputs:
-// `[kCount, 16 rows, 32 outputs]`. A tile has `num_rows` rows.
+// `[kCount, 16 rows, 32 outputs]`. A tile has `num_rows` rows. The first of the passes over a panel fetches its weights.
 template <int kCount>
 inline void tile_sums(const Bfloat16* const (&x)[kCount], int64_t x_stride, int64_t num_rows, const Bfloat16* weight,
-                      int64_t num_in, float (&to)[kCount][kLanes][2 * kLanes]) {
+                      int64_t num_in, float (&to)[kCount][kLanes][2 * kLanes], bool is_first_pass) {
     constexpr int kStride = 128;  // bytes of a panel from a pair of inputs to the next one
     zero_sums<kCount>();
     const char* weights = (const char*)weight;
     int64_t at = 0;
     for (; at + kTileInputs <= num_in; at += kTileInputs, weights += kTilePairs * kStride) {
-        for (int64_t line = 0; line < kTilePairs * kStride; line += 64)
+        for (int64_t line = 0; is_first_pass && line < kTilePairs * kStride; line += 64)
             __builtin_prefetch(weights + kWeightsAhead + line, 0, 2);
         add_products<kCount>(x[0] + at, x[kCount - 1] + at, x_stride * int64_t(sizeof(Bfloat16)), weights,
                              weights + kStride / 2, kStride);
@@ -147,12 +147,13 @@ inline void tile_sums(const Bfloat16* const (&x)[kCount], int64_t x_stride, int6
 // Computes the rows from each of `first_rows` on, a tile of them each, for one panel of outputs.
 template <int kCount, class Y>
 void tiles_of_panel(const LinearCall<Bfloat16, Y>& call, const int64_t (&first_rows)[kCount], int64_t num_rows,
-                    int64_t panel) {
+                    int64_t panel, bool is_first_pass) {
     alignas(64) float sums[kCount][kLanes][2 * kLanes];
     const Bfloat16* x[kCount];
     for (int tile = 0; tile < kCount; tile++) x[tile] = call.x + first_rows[tile] * call.x_stride;
     const int64_t pairs = (call.num_in + 1) / 2;
-    tile_sums<kCount>(x, call.x_stride, num_rows, call.weight + panel * pairs * 4 * kLanes, call.num_in, sums);
+    tile_sums<kCount>(x, call.x_stride, num_rows, call.weight + panel * pairs * 4 * kLanes, call.num_in, sums,
+                      is_first_pass);
     for (int v = 0; v < 2; v++) {
         const int64_t column = (2 * panel + v) * kLanes, count = call.num_out - column;
         if (count <= 0) return;
@@ -175,9 +176,9 @@ void linear_panels_in_tiles(const LinearCall<Bfloat16, Y>& call, int64_t num_row
     for (int64_t panel = start; panel < stop; panel++)
         for (int64_t row = 0; row < num_rows; row += 2 * kLanes)
             if (row + height < num_rows)
-                tiles_of_panel<2>(call, {std::min(row, last), std::min(row + height, last)}, height, panel);
+                tiles_of_panel<2>(call, {std::min(row, last), std::min(row + height, last)}, height, panel, row == 0);
             else
-                tiles_of_panel<1>(call, {std::min(row, last)}, height, panel);
+                tiles_of_panel<1>(call, {std::min(row, last)}, height, panel, row == 0);
     _tile_release();
 }
 #endif
