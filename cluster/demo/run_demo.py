@@ -74,6 +74,7 @@ def main(once: bool, port: int | None, data_dir: Path) -> None:
             pool_bytes=64 << 20,
             host_bytes=64 << 20,
             kv_host_bytes=64 << 20,
+            response_days=1,
         )
     except ValueError as error:
         raise click.ClickException(str(error)) from error
