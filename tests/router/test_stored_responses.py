@@ -504,19 +504,18 @@ async def test_no_item_is_referred_to_twice(front: RealFront, owner: BatchClient
 async def test_a_conversation_takes_what_its_responses_hold_and_its_newest_is_enough(
     front: RealFront, owner: BatchClient
 ) -> None:
-    before, sizes, made = await stored_bytes(front), list[int](), None
+    before, sizes, newest = await stored_bytes(front), list[int](), None
     for _ in range(4):
-        newer = await respond(owner, previous_response_id=made and made["id"])
-        sizes.append(next(path.stat().st_size for path in on_disk(front) if path.name == newer["id"]))
+        newest = (await respond(owner, previous_response_id=newest))["id"]
+        sizes.append(next(path.stat().st_size for path in on_disk(front) if path.name == newest))
         assert await stored_bytes(front) == before + sum(sizes)
-        made = newer
     grown = [more - size for size, more in pairwise(sizes[1:])]
     assert grown[0] == grown[1] > 0, "each takes a turn more than the one before"
     for path in on_disk(front):
-        if path.name != made["id"]:
+        if path.name != newest:
             await owner.done("DELETE", f"{PATH}/{path.name}")
     assert await stored_bytes(front) == before + sizes[-1]
-    items = await owner.done("GET", f"{PATH}/{made['id']}/input_items")
+    items = await owner.done("GET", f"{PATH}/{newest}/input_items")
     assert len(items["data"]) == 7
 
 
