@@ -1,4 +1,4 @@
-"""Every error that motet answers, by its code: its status, what it means, and which of them a route gives anyway."""
+"""Every error that motet answers, by its code: its status, what it means, and which of them every route may give."""
 
 from __future__ import annotations
 
