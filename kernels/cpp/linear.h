@@ -266,7 +266,8 @@ void linear_panels(const LinearCall<T, Y>& call, int64_t num_rows, int64_t start
         sums.resize(std::max(sums.size(), size_t(num_rows * kOutputs)));
         parts = std::max<int64_t>(1, (call.num_in + kInputs - 1) / kInputs);
     }
-    const int64_t lines = (kRunBytes / 64 + tiles - 1) / tiles;
+    // A single tile of floats finds them soonest if the CPU fetches by itself.
+    const int64_t lines = tiles == 1 && !std::is_same<T, Bfloat16>::value ? 0 : (kRunBytes / 64 + tiles - 1) / tiles;
     const int64_t panel_inputs = (call.num_in + kDepth - 1) / kDepth * kDepth;
     for (int64_t panel = start; panel < stop; panel++)
         for (int64_t i = 0; i < parts; i++) {
