@@ -82,7 +82,7 @@ constexpr int64_t kRunBytes = 2048;       // of weights, after which a tile fetc
 struct PanelPart {
     int64_t panel, start, stop;  // inputs
     float* kept;                 // the weights as floats; null: they are not kept
-    bool is_kept;                // an earlier tile has converted them
+    bool is_kept;                // an earlier tile has kept them
     float* sums;                 // `[rows, outputs of a panel]`, which wait for the next part
     const char* ahead;           // weights that are read later: `lines` cache lines with each `run` of inputs
     int64_t lines, run;
@@ -266,7 +266,7 @@ void linear_panels(const LinearCall<T, Y>& call, int64_t num_rows, int64_t start
         sums.resize(std::max(sums.size(), size_t(num_rows * kOutputs)));
         parts = std::max<int64_t>(1, (call.num_in + kInputs - 1) / kInputs);
     }
-    // A single tile of floats finds them soonest if the CPU fetches by itself.
+    // In float32 a single tile is faster if it fetches nothing.
     const int64_t lines = tiles == 1 && !std::is_same<T, Bfloat16>::value ? 0 : (kRunBytes / 64 + tiles - 1) / tiles;
     const int64_t panel_inputs = (call.num_in + kDepth - 1) / kDepth * kDepth;
     for (int64_t panel = start; panel < stop; panel++)
