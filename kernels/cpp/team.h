@@ -20,6 +20,7 @@
 #endif
 #if defined(__linux__)
 #include <sched.h>
+#include <unistd.h>
 #endif
 
 namespace motet {
@@ -40,6 +41,20 @@ inline int current_core() {
     return sched_getcpu();
 #else
     return -1;
+#endif
+}
+
+// Moves the calling thread to any core of its process but this one. False: there is none, or the system refuses.
+//
+// Systems that pack work onto few cores wake a thread where its waker runs, though another core is idle.
+inline bool leave_core(int core) {
+#if defined(__linux__)
+    cpu_set_t others;
+    if (sched_getaffinity(getpid(), sizeof others, &others) != 0) return false;
+    CPU_CLR(core, &others);
+    return CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0;
+#else
+    return false;
 #endif
 }
 
@@ -138,16 +153,19 @@ class Team {
 
     static bool is_for(uint64_t seen, int index) { return uint32_t(seen) > 0 && index < int(seen >> 32 & 0xff); }
 
-    // Whether the helper is on the caller's core, which it would only take from the caller: it stands aside then.
+    // Whether the helper is on the caller's core, which it would only take from the caller.
     bool is_in_the_way() const {
         const int own = current_core();
         return own >= 0 && own == core.load(std::memory_order_relaxed);
     }
 
+    // A helper that cannot leave the caller's core stands aside.
+    bool has_own_core() const { return !is_in_the_way() || leave_core(current_core()); }
+
     void help(int index) {
         for (;;) {
             uint64_t seen = ticket.load(std::memory_order_acquire);
-            while (is_for(seen, index) && !is_in_the_way())
+            while (is_for(seen, index) && has_own_core())
                 if (ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) {
                     call(argument, total - int64_t(uint32_t(seen)));
                     unfinished.fetch_sub(1, std::memory_order_acq_rel);
@@ -157,7 +175,10 @@ class Team {
             std::unique_lock<std::mutex> lock(mutex);
             more_wanted.wait(lock, [&] { return index < wanted; });
             num_asleep.fetch_add(1);
-            awake.wait(lock, [&] { return index >= wanted || (is_for(ticket.load(), index) && !is_in_the_way()); });
+            awake.wait(lock, [&] {
+                const uint64_t now = ticket.load();
+                return index >= wanted || (is_for(now, index) && now >> 40 != seen >> 40);
+            });
             num_asleep.fetch_sub(1);
         }
     }
