@@ -14,11 +14,13 @@
 #include <system_error>
 #include <thread>
 #include <type_traits>
+#include <vector>
 
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 #if defined(__linux__)
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 #endif
@@ -44,17 +46,14 @@ inline int current_core() {
 #endif
 }
 
-// Moves the calling thread to any core of its process but this one. False: there is none, or the system refuses.
-//
-// Systems that pack work onto few cores wake a thread where its waker runs, though another core is idle.
-inline bool leave_core(int core) {
+// Leaves threads all cores of their process but one. Does nothing if it has no other, or the system refuses.
+inline void keep_off(int core, const std::vector<std::thread::native_handle_type>& threads) {
 #if defined(__linux__)
     cpu_set_t others;
-    if (sched_getaffinity(getpid(), sizeof others, &others) != 0) return false;
+    if (core < 0 || sched_getaffinity(getpid(), sizeof others, &others) != 0) return;
     CPU_CLR(core, &others);
-    return CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0;
-#else
-    return false;
+    if (CPU_COUNT(&others) == 0) return;
+    for (const auto& thread : threads) pthread_setaffinity_np(thread, sizeof others, &others);
 #endif
 }
 
@@ -115,7 +114,8 @@ class Team {
     void* argument = nullptr;
     int64_t total = 0;
     uint64_t epoch = 0;
-    int num_helpers = 0;                               // read and written by the caller that is being helped
+    std::vector<std::thread::native_handle_type> helpers;  // read and written by the caller that is being helped
+    int avoided = -1;                                  // the core that they are kept off; likewise
     int wanted = 0;                                    // helpers of its work; written by it, under the mutex
     std::chrono::steady_clock::time_point woken_at{};  // read and written by it
     std::atomic<int> core{-1};                         // the caller's
@@ -130,6 +130,9 @@ class Team {
         const auto now = std::chrono::steady_clock::now();
         if (now - woken_at < kBetweenWakes) return;
         woken_at = now;
+        // Systems that pack work onto few cores wake a helper where its caller runs, though another core is idle.
+        const int own = core.load(std::memory_order_relaxed);
+        if (own != avoided) keep_off(avoided = own, helpers);
         std::lock_guard<std::mutex> lock(mutex);
         awake.notify_all();
     }
@@ -144,8 +147,12 @@ class Team {
             more_wanted.notify_all();
         }
         try {
-            for (; num_helpers < count; num_helpers++)
-                std::thread([this, index = num_helpers] { help(index); }).detach();
+            while (int(helpers.size()) < count) {
+                std::thread helper([this, index = int(helpers.size())] { help(index); });
+                helpers.push_back(helper.native_handle());
+                helper.detach();
+                avoided = -1;
+            }
         } catch (const std::system_error&) {
             // The system has no more threads for this process (a container's limit, say): those that there are help.
         }
@@ -153,19 +160,16 @@ class Team {
 
     static bool is_for(uint64_t seen, int index) { return uint32_t(seen) > 0 && index < int(seen >> 32 & 0xff); }
 
-    // Whether the helper is on the caller's core, which it would only take from the caller.
+    // Whether the helper is on the caller's core, which it would only take from the caller: it stands aside then.
     bool is_in_the_way() const {
         const int own = current_core();
         return own >= 0 && own == core.load(std::memory_order_relaxed);
     }
 
-    // A helper that cannot leave the caller's core stands aside.
-    bool has_own_core() const { return !is_in_the_way() || leave_core(current_core()); }
-
     void help(int index) {
         for (;;) {
             uint64_t seen = ticket.load(std::memory_order_acquire);
-            while (is_for(seen, index) && has_own_core())
+            while (is_for(seen, index) && !is_in_the_way())
                 if (ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) {
                     call(argument, total - int64_t(uint32_t(seen)));
                     unfinished.fetch_sub(1, std::memory_order_acq_rel);
@@ -175,10 +179,7 @@ class Team {
             std::unique_lock<std::mutex> lock(mutex);
             more_wanted.wait(lock, [&] { return index < wanted; });
             num_asleep.fetch_add(1);
-            awake.wait(lock, [&] {
-                const uint64_t now = ticket.load();
-                return index >= wanted || (is_for(now, index) && now >> 40 != seen >> 40);
-            });
+            awake.wait(lock, [&] { return index >= wanted || (is_for(ticket.load(), index) && !is_in_the_way()); });
             num_asleep.fetch_sub(1);
         }
     }
