@@ -115,10 +115,10 @@ class Team {
     int64_t total = 0;
     uint64_t epoch = 0;
     std::vector<std::thread::native_handle_type> helpers;  // read and written by the caller that is being helped
-    int avoided = -1;                                  // the core that they are kept off; likewise
-    int wanted = 0;                                    // helpers of its work; written by it, under the mutex
-    std::chrono::steady_clock::time_point woken_at{};  // read and written by it
-    std::atomic<int> core{-1};                         // the caller's
+    int avoided = -1;                                      // the core that they are kept off; likewise
+    int wanted = 0;                                        // helpers of its work; written by it, under the mutex
+    std::chrono::steady_clock::time_point woken_at{};      // read and written by it
+    std::atomic<int> core{-1};                             // the caller's
     std::atomic_flag is_taken = ATOMIC_FLAG_INIT;
     std::mutex mutex;
     std::condition_variable awake;
