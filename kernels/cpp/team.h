@@ -10,6 +10,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <ctime>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -56,6 +57,33 @@ inline void keep_off(int core, const std::vector<std::thread::native_handle_type
     for (const auto& thread : threads) pthread_setaffinity_np(thread, sizeof others, &others);
 #endif
 }
+
+// How much of a core a thread gets while it has work.
+class CoreShare {
+  public:
+    // The thread has work from now on.
+    void begin() { began_at = std::chrono::steady_clock::now(), ran_before = ran(); }
+
+    // It has none for now. Whether others take more than two fifths of its core, known after each fifth of a second.
+    bool ends_as_others_want_it() {
+        wanted += std::chrono::steady_clock::now() - began_at, got += ran() - ran_before;
+        if (wanted < kMeasured) return false;
+        const bool is_short = 5 * got < 3 * wanted;
+        wanted = got = {};
+        return is_short;
+    }
+
+  private:
+    static constexpr std::chrono::milliseconds kMeasured{200};
+    std::chrono::steady_clock::time_point began_at{};
+    std::chrono::nanoseconds ran_before{}, wanted{}, got{};
+
+    static std::chrono::nanoseconds ran() {
+        timespec time{};
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+        return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+    }
+};
 
 // The process's helpers, which live as long as it does. One caller at a time is helped; another one works alone.
 class Team {
@@ -105,6 +133,8 @@ class Team {
     // Longer than between two operations of a step and shorter than between steps.
     static constexpr std::chrono::microseconds kSpin{50};
     static constexpr std::chrono::microseconds kBetweenWakes{300};
+    // Of a helper whose core others use: its work would come late, and the caller waits for it.
+    static constexpr std::chrono::milliseconds kRest{1000};
 
     // Of the current work: its number (24 bits), helpers that may take part (8), blocks that no thread has begun (32).
     alignas(64) std::atomic<uint64_t> ticket{0};
@@ -167,6 +197,8 @@ class Team {
     }
 
     void help(int index) {
+        CoreShare share;
+        share.begin();
         for (;;) {
             uint64_t seen = ticket.load(std::memory_order_acquire);
             while (is_for(seen, index) && !is_in_the_way())
@@ -176,11 +208,13 @@ class Team {
                     seen = ticket.load(std::memory_order_acquire);
                 }
             if (spins(index)) continue;
+            if (share.ends_as_others_want_it()) std::this_thread::sleep_for(kRest);
             std::unique_lock<std::mutex> lock(mutex);
             more_wanted.wait(lock, [&] { return index < wanted; });
             num_asleep.fetch_add(1);
             awake.wait(lock, [&] { return index >= wanted || (is_for(ticket.load(), index) && !is_in_the_way()); });
             num_asleep.fetch_sub(1);
+            share.begin();
         }
     }
 

@@ -100,6 +100,16 @@ static bool is_kept_off(int core) {
     return false;
 }
 
+// Whether others are found to want the core of a thread that has work for 200 ms.
+template <class Work>
+static bool is_wanted(Work work) {
+    motet::CoreShare share;
+    share.begin();
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
+    while (std::chrono::steady_clock::now() < end) work();
+    return share.ends_as_others_want_it();
+}
+
 int main(int argc, char** argv) {
     if (!strcmp(argv[1], "refused")) {
         num_allowed = 1;
@@ -111,6 +121,11 @@ int main(int argc, char** argv) {
         std::thread caller([&] { first = is_kept_off(atoi(argv[2])), second = is_kept_off(atoi(argv[3])); });
         caller.join();
         printf("%d %d", first, second);
+    } else if (!strcmp(argv[1], "share")) {
+        const bool without = is_wanted([] { std::this_thread::sleep_for(std::chrono::milliseconds(200)); });
+        bool with_core = true;
+        for (int i = 0; i < 100 && with_core; i++) with_core = is_wanted([] {});
+        printf("%d %d", without, with_core);
     } else {
         bool right = true;
         for (int i = 0; i < 100; i++) right = right && computes(8);
@@ -163,3 +178,8 @@ def test_helpers_are_kept_off_the_core_of_their_caller(program: Path) -> None:
     """Also after it has moved to another one."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     assert run(program, "cores", str(first), str(second)) == (1, 1)
+
+
+def test_a_helper_learns_that_others_want_its_core(program: Path) -> None:
+    """One that sleeps instead, and one that computes, at least once of many times, as other programs run beside it."""
+    assert run(program, "share") == (1, 0)
