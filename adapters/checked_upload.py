@@ -19,7 +19,7 @@ from .upload_process import CHECK, FORGET, STORE, Answer, Check, Found, Refused
 _MODULE: Final = "motet.adapters.upload_process"
 CPU_S: Final = 20.0  # for an upload of no size
 CPU_S_PER_GIB: Final = 60.0  # of tensors
-_DEADLINE_S: Final = 900.0  # for a check, or to store: on a machine where all else goes first
+_DEADLINE_S: Final = 900.0  # to check or to store one: its process has the lowest priority
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +66,7 @@ class CheckedUpload:
         self._is_held = True
 
     async def store(self) -> None:
-        """Stores it, once. Its ranks are then those of an older put of the same digest, if there was one.
+        """Stores it, once. Its ranks are then those of an earlier upload of the same digest, if there was one.
 
         Raises as `UploadProcesses.checked`.
         """
@@ -74,10 +74,10 @@ class CheckedUpload:
         self.module_ranks = (await _ask(self._process, self._cpu_s, STORE)).module_ranks
 
     async def forget(self) -> None:
-        """Has the process let go of the upload's file, if it still holds it."""
+        """Has the process close the upload's file, if that is still open."""
         if self._is_held and not self._process.is_last:
             self._is_held = False
-            with suppress(ChildEnded, OSError, TimeoutError):  # then the process is ended, and the file let go with it
+            with suppress(ChildEnded, OSError, TimeoutError):  # then the process has ended, which closes it, too
                 await self._process.ask([FORGET], lambda frames: None)
 
 

@@ -65,14 +65,14 @@ def main() -> None:
         server = RedisServer(Path(folder) / "redis")
         url = server.start()
         try:
-            of_redis = {"redis_bytes_a_key": asyncio.run(fill(url, options.keys))}
-            if options.ledger:
+            if options.ledger:  # first, as it empties Redis in the end
                 print(json.dumps(asyncio.run(ledger(url, options.ledger))), flush=True)
+            of_redis = {"redis_bytes_a_key": asyncio.run(fill(url, options.keys))}
             for what in ("keys", "tokens"):
                 if not getattr(options, what):
                     continue
                 command = [sys.executable, __file__, "--tokens", str(options.tokens), "--measure", what, url]
-                found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+                found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
                 print(json.dumps({"users": getattr(options, what), "with": what, **of_redis, **found}), flush=True)
                 of_redis = {}
         finally:

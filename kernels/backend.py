@@ -76,7 +76,7 @@ class Kernels:
     # None: they cannot.
     capturable_lora: CapturableLora | None = None
     capturable_expert_lora: CapturableExpertLora | None = None  # likewise, of `expert_lora`
-    compiles: bool = False  # for shapes as they come: a worker computes all kinds of steps before it is ready
+    compiles: bool = False  # for shapes when they first occur: a worker runs all kinds of steps before it is ready
     others: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
     # `linear` without a bias, in float32, for logits; None: what `linear` gives is converted.
     linear_to_floats: Callable[[torch.Tensor, LinearWeight], torch.Tensor] | None = None
@@ -133,7 +133,7 @@ def plain_kernels() -> Kernels:
 def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -> Kernels:
     """The C++ kernels, for CPUs, from the `library` that `load_library` returned; plain twins for the rest.
 
-    Where oneDNN multiplies faster on this CPU, linears are its, and experts are the plain twins.
+    Where oneDNN multiplies faster on this CPU, it computes linears, and the plain twins compute experts.
     """
     attention, rows = NativeAttention(library, dtype, num_threads), NativeRows(library, dtype, num_threads)
     lora = NativeLora(library, dtype, num_threads)
@@ -221,7 +221,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
 
 
 def with_float8_weights(kernels: Kernels) -> Kernels:
-    """The same, but that layers' linears have weights of eight bits: cuBLAS's on a GPU, elsewhere the plain twin's."""
+    """The same with weights of eight bits for layers' linears: by cuBLAS on a GPU, elsewhere by the plain twin."""
     if kernels.name != "triton":
         return replace(kernels, float8=PlainFloat8(), others={**kernels.others, "layers' linears": "torch in float8"})
     from .gpu.float8 import ScaledFloat8
@@ -231,7 +231,7 @@ def with_float8_weights(kernels: Kernels) -> Kernels:
 
 
 def with_float8_kv(kernels: Kernels) -> Kernels:
-    """The same for a pool whose KV has eight bits: attention is Triton's own on a GPU, elsewhere the plain twin's."""
+    """The same for a pool whose KV has eight bits: attention by Triton on a GPU, elsewhere by the plain twin."""
     others = {operation: library for operation, library in kernels.others.items() if operation != "attention"}
     if kernels.name != "triton":
         write, attend = plain_float8_kv.write_kv, plain_float8_kv.paged_attention
@@ -255,16 +255,16 @@ def choose_kernels(
     cache: Path | None = None,
     on_compile: Callable[[int, int], None] = lambda done, total: None,
     *,
-    slow_ones: bool = True,
+    allow_plain: bool = True,
 ) -> Kernels:
     """The fastest kernels for this machine. Logs one warning that says what is lost where the plain twins serve.
 
     `cache`: the folder that keeps compiled kernels; None: `.cache/motet` in the user's home. `on_compile`: see
-    `load_library`. `slow_ones`: the plain twins may serve; else raises FastKernelsUnavailable where nothing else can.
+    `load_library`. `allow_plain`: the plain twins may serve; else raises FastKernelsUnavailable where nothing else can.
     """
 
     def plain(lost: str, problem: object) -> Kernels:
-        if not slow_ones:
+        if not allow_plain:
             raise FastKernelsUnavailable(f"only plain torch kernels are available, {lost}, and refused: {problem}")
         log.warning("plain torch kernels serve, %s: %s", lost, problem)
         return plain_kernels()

@@ -1,4 +1,4 @@
-"""What a gang's steps take whole and in nano-batches, measured at its start: by that later ones are split, or not."""
+"""Measures at a gang's start how long steps take whole and in nano-batches, to decide which later ones are split."""
 
 from __future__ import annotations
 

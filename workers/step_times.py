@@ -13,8 +13,8 @@ from .wire.engine_load import EngineLoad
 class StepTimes:
     """Seconds inside steps, and seconds of adapters' loads, since the engine's start.
 
-    An adapter counts from the begin of the step that starts its load to the end of the step that commits it, which is
-    what its sequences wait. Concurrent loads count each.
+    An adapter counts from the beginning of the step that starts its load to the end of the step that commits it, as
+    long as its sequences wait. Concurrent loads count each.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -73,7 +73,7 @@ def build_executor(
 
     def kernels_of(num_threads: int) -> Kernels:
         chosen = choose_kernels(
-            device, dtype, num_threads, config.cache_path, on_compile, slow_ones=config.slow_kernels == "allow"
+            device, dtype, num_threads, config.cache_path, on_compile, allow_plain=config.slow_kernels == "allow"
         )
         if config.weights_dtype == "float8":
             chosen = with_float8_weights(chosen)

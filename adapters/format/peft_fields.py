@@ -115,7 +115,7 @@ def _refuse_initialisation(value: Any) -> None:
     name = str(value).lower()
     if value is None or name in PLAIN_INITIALISATIONS:
         return
-    remedy = next((said for start, said in _CHANGING_INITIALISATIONS.items() if name.startswith(start)), None)
+    remedy = next((text for prefix, text in _CHANGING_INITIALISATIONS.items() if name.startswith(prefix)), None)
     if remedy is None:
         remedy = f"{', '.join(PLAIN_INITIALISATIONS)} are accepted, since they do not change the base"
     raise AdapterInvalid(f"init_lora_weights = {shown(value)} is not supported: {remedy}")

@@ -48,7 +48,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, what: str, mapped: bool = True, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
-        """`mapped`: else the file is read at once, and a disk that fails raises OSError; under a map it kills."""
+        """`mapped`: else the file is read at once, so a failing disk raises OSError and does not end the process."""
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
             header_bytes = _header_length(file.read(8), num_bytes, what, max_header_bytes)

@@ -1,4 +1,4 @@
-"""What a process beside a router may take: called in that process."""
+"""Priority and resource limits of a process beside a router, most of them set in that process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 def yield_to_others(niceness: int) -> None:
-    """Lets all other work of the machine go first."""
+    """Lowers this process's CPU priority."""
     os.nice(niceness)
 
 
 def yield_wholly(process_id: int) -> None:
-    """Has another process run only where a processor would idle: a process that wakes then has it at once."""
+    """Has another process run only while a processor would be idle; any process that wakes preempts it at once."""
     if sys.platform == "linux":
         os.sched_setscheduler(process_id, os.SCHED_IDLE, os.sched_param(0))
     else:
@@ -42,6 +42,6 @@ def bound_cpu(seconds: float) -> None:
 
 
 def resident_bytes() -> int:
-    """What the process takes now. What it once took at most would have the router's own in it, which started it."""
+    """Resident memory now. Not its peak, which on Linux includes that of the router that started this process."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0

@@ -62,19 +62,19 @@ class TrialMember:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An answer as it counts."""
+    """What one answer adds to the counts of a trial."""
 
     tenant_id: str
-    of: str  # tenant/name
+    adapter_id: str  # tenant/name
     response_id: str
     canary_id: str
     arm: Arm
     counted: tuple[str, ...]  # names of counts, as `ArmCounts` reads them
-    sticky: str = ""  # hash of the sticky key; empty: its answers have no bound, and bring no news
+    sticky: str = ""  # hash of the sticky key; empty: its answers have no bound, and need no judgement
 
 
 @dataclass(frozen=True)
-class News:
+class UpdatedTrial:
     """A trial with counts that were not judged yet."""
 
     canary_id: str
@@ -85,7 +85,7 @@ class News:
 class Trial:
     """What was counted in a trial."""
 
-    of: str  # tenant/name; empty: nothing was counted
+    adapter_id: str  # tenant/name; empty: nothing was counted
     arms: Mapping[Arm, ArmCounts]
 
 
@@ -115,7 +115,7 @@ class CanaryCounts:
                     trial=one.canary_id,
                     arm=one.arm,
                     sticky_key=one.sticky,
-                    field=one.of,
+                    field=one.adapter_id,
                     now=now,
                     max_answers=MAX_ANSWERS,
                     answers_kept_s=ANSWERS_KEPT_S,
@@ -138,8 +138,8 @@ class CanaryCounts:
             if known is None or known.endswith(" rated"):
                 return False
             trial, arm, *sticky = known.split(" ")
-            of: str | None = await self._client.hget(CANARY_COUNTS + trial, "of")
-            if of is not None and not sight.sees(of.partition("/")[2]):
+            adapter_id: str | None = await self._client.hget(CANARY_COUNTS + trial, "of")
+            if adapter_id is not None and not sight.sees(adapter_id.partition("/")[2]):
                 return False
             thumb = "up" if is_good else "down"
             counted = await self._rate_answer(
@@ -179,16 +179,16 @@ class CanaryCounts:
             found: list[str] = await self._client.lrange(CANARY_COMMENTS + canary_id, 0, -1)
         return found
 
-    async def news(self, limit: int) -> list[News]:
+    async def updated_trials(self, limit: int) -> list[UpdatedTrial]:
         """At most `limit` trials that have new counts, chosen at random."""
         async with answered_within():
             found = await self._client.hrandfield(UPDATED_TRIALS, limit, withvalues=True)
-        return [News(canary_id, int(num)) for canary_id, num in zip(found[::2], found[1::2], strict=True)]
+        return [UpdatedTrial(canary_id, int(num)) for canary_id, num in zip(found[::2], found[1::2], strict=True)]
 
-    async def forget_news(self, news: Sequence[News]) -> None:
+    async def mark_judged(self, trials: Sequence[UpdatedTrial]) -> None:
         """Marks trials as judged, except those with counts since they were read."""
-        if news:
-            numbers = [part for one in news for part in (one.canary_id, one.num)]
+        if trials:
+            numbers = [part for one in trials for part in (one.canary_id, one.num)]
             async with answered_within():
                 await self._forget_updates(trials_and_numbers=numbers)
 

@@ -16,10 +16,10 @@ _PRELOADS: Final = PREFIX + "preloads:"  # + tenant/name@version digest: hash: i
 
 
 class Preload(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A version on its way to one gang, or that has been brought there."""
+    """The preload of a version into one gang."""
 
     is_over: bool = False
-    failure: str = ""  # why it is not there; empty: nothing is wrong
+    failure: str = ""  # why the gang does not have it; empty: it has, or loads it still
 
 
 _decode: Final = msgspec.json.Decoder(Preload).decode
@@ -31,11 +31,11 @@ class Preloads:
     def __init__(self, client: Redis) -> None:
         self._client: Any = client
 
-    async def note(self, place: str, news: Mapping[str, Preload]) -> None:
+    async def note(self, place: str, preloads: Mapping[str, Preload]) -> None:
         """Writes the state of a version's preloads by the ids of gangs. `place`: see `place_of`."""
         key = _PRELOADS + place
         async with answered_within(), self._client.pipeline(transaction=True) as pipeline:
-            pipeline.hset(key, mapping={gang: msgspec.json.encode(preload) for gang, preload in news.items()})
+            pipeline.hset(key, mapping={gang: msgspec.json.encode(preload) for gang, preload in preloads.items()})
             pipeline.expire(key, KEPT_S)
             await pipeline.execute()
 

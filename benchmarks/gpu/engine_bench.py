@@ -71,6 +71,7 @@ class Size:
 @dataclass(frozen=True)
 class Served:
     steps_s: tuple[float, ...]  # of the steps in which every sequence decodes
+    prompts_s: tuple[float, ...]  # of those before, which compute prompts
     token_ids: list[list[int]]  # by sequence
     logprobs: torch.Tensor  # of all tokens, if requested
 
@@ -219,10 +220,16 @@ class Bench:
         self.serve(num_adapters)
         self._size = size
 
-    def serve(self, num_adapters: int, on_decode: Callable[[int], None] = lambda num_decodes: None) -> Served:
+    def serve(
+        self,
+        num_adapters: int,
+        on_decode: Callable[[int], None] = lambda num_decodes: None,
+        on_prompts: Callable[[int], None] = lambda num_steps: None,
+    ) -> Served:
         """All sequences at once, each on one of `num_adapters` in turn, or on the base. Always the same prompts.
 
-        `on_decode` is called after each step in which every sequence has decoded, with the number of such steps.
+        `on_decode` is called after each step in which every sequence has decoded, with the number of such steps;
+        `on_prompts` likewise after each step before all sequences have a token.
         """
         size, modules = self._size, dict.fromkeys(self._layout.shape.modules, RANK)
         generator = torch.Generator().manual_seed(num_adapters)
@@ -248,7 +255,7 @@ class Bench:
                     )
                 )
             )
-        times = []
+        times, prompts = [], []
         while self.engine.has_work():
             started = time.perf_counter()
             updates = self.engine.step()
@@ -260,6 +267,9 @@ class Bench:
             if len(updates) == size.num_sequences and all(len(own) > 1 for own in received.values()):
                 times.append(took)
                 on_decode(len(times))
+            elif not all(received.values()):
+                prompts.append(took)
+                on_prompts(len(prompts))
             if self.engine.waits:
                 time.sleep(0.001)
         self.engine.check_integrity()
@@ -267,7 +277,7 @@ class Bench:
         if {len(tokens) for tokens in token_ids} != {size.num_steps + 1}:
             raise RuntimeError(f"a sequence ended with other than {size.num_steps + 1} tokens")
         logprobs = [one.chosen for own in received.values() for update in own for one in update.logprobs or ()]
-        return Served(tuple(times), token_ids, torch.tensor(logprobs))
+        return Served(tuple(times), tuple(prompts), token_ids, torch.tensor(logprobs))
 
 
 def model_of(size: Size) -> ModelConfig:

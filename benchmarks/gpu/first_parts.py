@@ -39,6 +39,7 @@ def parts(is_dry: bool) -> tuple[Part, ...]:
         ("decode-64", 180.0, partial(_decodes, num_sequences=64)),
         ("decode-256", 150.0, partial(_decodes, num_sequences=256)),
         ("decode-64-float8", 120.0, _float8_decodes),
+        ("prompts", 150.0, _prompts),
         ("layers", 90.0, _layers),
         ("sweep", 120.0, _sweep),
         ("long", 120.0, _long),
@@ -113,6 +114,13 @@ def _float8_decodes(is_dry: bool) -> Iterator[Record]:
 
     with ExitStack() as stack:
         yield from time_float8_decodes(_machine(is_dry, stack), _twins(is_dry), 64)
+
+
+def _prompts(is_dry: bool) -> Iterator[Record]:
+    from motet.benchmarks.gpu.prompt_rows import time_prompts
+
+    with ExitStack() as stack:
+        yield from time_prompts(_machine(is_dry, stack), _twins(is_dry))
 
 
 def _layers(is_dry: bool) -> Iterator[Record]:

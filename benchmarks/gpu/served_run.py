@@ -2,7 +2,9 @@
 
 Writes the base (16 GB) and the adapters into a folder that is deleted again, starts `motet serve`, and prints what is
 measured as it comes: seconds until ready, uploads and the first token after them, tokens per second, times to the first
-token and between tokens. The last line is JSON. Needs all that motet needs. `--dry`: a tiny base on a CPU.
+token and between tokens, and how long the gang's steps took. Then one long prompt arrives beside the streams. The last
+line is JSON. Streams are read by several processes, as one could not follow a GPU. Needs all that motet needs.
+`--dry`: a tiny base on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +32,47 @@ from safetensors.torch import save_file
 
 from motet.benchmarks.gpu.engine_bench import LLAMA_3_8B, TINY
 from motet.cluster.launch.local_serve import free_ports
+from motet.cluster.launch_secrets import OPERATOR_KEY_FILE
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo" / "base"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
-HEADERS = {"Authorization": "Bearer key-of-the-benchmark"}
+KEY = "key-of-the-benchmark"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 RANK = 16
 PATIENCE_S = 600.0
+NUM_CLIENTS = 4  # processes
+STEP_METRICS = ("motet_engine_steps_total", "motet_engine_busy_seconds_total")
 
 
 @dataclass
 class Stream:
-    """Seconds from the request to the first token, between tokens, and how many came."""
+    """When it was sent, and when each event with a token came, in seconds of the clock that all processes share."""
 
-    first_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)
+    sent_at: float
+    came_at: list[float] = field(default_factory=list)
     num_tokens: int = 0
+
+    @property
+    def first_s(self) -> float:
+        return self.came_at[0] - self.sent_at
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [after - before for before, after in pairwise(self.came_at)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--dry", action="store_true", help="a tiny base on a CPU, to try the program itself")
     parser.add_argument("--adapters", type=int, default=16)
-    parser.add_argument("--at-once", type=int, nargs="+", default=[64, 128], help="streams")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 64, 128], help="streams")
     parser.add_argument("--prompt", type=int, default=512, help="tokens")
     parser.add_argument("--tokens", type=int, default=200, help="of an answer")
+    parser.add_argument("--long", type=int, default=4000, help="tokens of the prompt that arrives beside the streams")
     parser.add_argument("serve", nargs="*", help="options of motet serve, after --")
     arguments = parser.parse_args()
+    if arguments.dry:
+        arguments.prompt, arguments.tokens, arguments.long = 40, 20, 60
     with tempfile.TemporaryDirectory(prefix="motet-served-") as name:
         folder = Path(name)
         config = (TINY | {"vocab_size": 1200}) if arguments.dry else LLAMA_3_8B
@@ -60,14 +80,15 @@ def main() -> None:
         adapters = [folder / f"adapter-{index}" for index in range(arguments.adapters)]
         for adapter in adapters:
             write_adapter(adapter, config)
+        print("written", flush=True)
         print(json.dumps(_served(arguments, folder, adapters)))
 
 
 def _served(arguments: argparse.Namespace, folder: Path, adapters: list[Path]) -> dict[str, Any]:
     (port,) = free_ports(1)
-    motet_path, base = str(Path(sys.executable).with_name("motet")), str(folder / "base")
+    motet_path, base, data = str(Path(sys.executable).with_name("motet")), str(folder / "base"), folder / "data"
     command = [motet_path, "serve", base, "--name", "base", "--port", str(port)]
-    command += ["--data-dir", str(folder / "data"), "--key", f"acme={HEADERS['Authorization'].split()[1]}"]
+    command += ["--data-dir", str(data), "--key", f"acme={KEY}"]
     command += ["--device", "cpu", "--pool-bytes", "200MiB"] if arguments.dry else ["--device", "cuda"]
     log, begun = folder / "log", time.monotonic()
     with log.open("w") as output:
@@ -79,44 +100,101 @@ def _served(arguments: argparse.Namespace, folder: Path, adapters: list[Path]) -
             time.sleep(0.2)
         found: dict[str, Any] = {"ready_s": round(time.monotonic() - begun, 1)}
         print(found, flush=True)
-        found |= asyncio.run(_measured(arguments, f"http://127.0.0.1:{port}", adapters))
+        with ProcessPoolExecutor(NUM_CLIENTS, mp_context=get_context("spawn")) as clients:
+            list(clients.map(time.sleep, [1.0] * NUM_CLIENTS))  # all are there before the first streams
+            load = Load(f"http://127.0.0.1:{port}", (data / OPERATOR_KEY_FILE).read_text().strip(), clients)
+            found |= _measured(arguments, load, adapters)
         return found
     finally:
         motet.terminate()
         motet.wait(60)
 
 
-async def _measured(arguments: argparse.Namespace, url: str, adapters: list[Path]) -> dict[str, Any]:
+def _measured(arguments: argparse.Namespace, load: Load, adapters: list[Path]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=PATIENCE_S, limits=limits) as client:
-        uploads, firsts = [], []
+    uploads, firsts = [], []
+    with httpx.Client(base_url=load.url, headers=HEADERS, timeout=PATIENCE_S) as client:
         for adapter in adapters:
             begun = time.monotonic()
             files = {path.name: path.read_bytes() for path in adapter.iterdir()}
-            response = await client.post("/v1/adapters", data={"name": adapter.name}, files=files)
-            response.raise_for_status()
+            client.post("/v1/adapters", data={"name": adapter.name}, files=files).raise_for_status()
             uploads.append(time.monotonic() - begun)
-            firsts.append((await stream(client, adapter.name, 100, 4)).first_s)
-        found["upload_s"], found["first_token_after_s"] = (
-            round(statistics.median(uploads), 3),
-            statistics.median(firsts),
-        )
-        print(found, flush=True)
-        names = [adapter.name for adapter in adapters]
-        for number in (1, *arguments.at_once):
-            for what, models in (("base", ["base"]), (f"{len(names)} adapters", names)):
-                begun = time.monotonic()
-                requested = (models[at % len(models)] for at in range(number))
-                coming = (stream(client, model, arguments.prompt, arguments.tokens) for model in requested)
-                streams = await asyncio.gather(*coming)
-                found[f"{number} at once, {what}"] = said = summary(streams, time.monotonic() - begun)
-                print(f"{number} at once, {what}: {said}", flush=True)
+            firsts.append(load.streams([adapter.name], 100, 4)[0].first_s)
+    found["upload_s"] = round(statistics.median(uploads), 3)
+    found["first_token_after_s"] = round(statistics.median(firsts), 3)
+    print(found, flush=True)
+    names = [adapter.name for adapter in adapters]
+    for number in arguments.at_once:
+        for what, models in (("base", ["base"]), (f"{len(names)} adapters", names)):
+            requested = [models[at % len(models)] for at in range(number)]
+            before = load.steps()
+            streams = load.streams(requested, arguments.prompt, arguments.tokens)
+            wall_s = max(each.came_at[-1] for each in streams) - min(each.sent_at for each in streams)
+            said = summary(streams, wall_s) | steps_between(before, load.steps())
+            found[f"{number} at once, {what}"] = said
+            print(f"{number} at once, {what}: {said}", flush=True)
+    number, models = arguments.at_once[-1], names or ["base"]
+    running = load.begin([models[at % len(models)] for at in range(number)], arguments.prompt, arguments.tokens)
+    time.sleep(wall_s / 2)
+    (long,) = load.streams(["base"], arguments.long, 1)
+    streams = [stream for each in running for stream in each.result()]
+    beside = [
+        after - before
+        for stream in streams
+        for before, after in pairwise(stream.came_at)
+        if after > long.sent_at and before < long.came_at[0]
+    ]
+    longest = round(1e3 * max(beside), 1) if beside else None
+    found["long prompt"] = {"first_token_s": round(long.first_s, 3), "longest_gap_ms": longest}
+    print(found["long prompt"], flush=True)
     return found
 
 
-async def stream(client: httpx.AsyncClient, model: str, prompt: int, tokens: int) -> Stream:
-    """A completion of a random prompt. Raises httpx.HTTPStatusError and RuntimeError if it fails."""
+@dataclass(frozen=True)
+class Load:
+    """What is sent to a motet at `url` by the processes of `clients`."""
+
+    url: str
+    operator_key: str
+    clients: ProcessPoolExecutor
+
+    def begin(self, models: list[str], prompt: int, tokens: int) -> list[Future[list[Stream]]]:
+        """A stream for each of `models`, all at once, `prompt` random tokens and an answer of `tokens` each."""
+        parts = [models[at::NUM_CLIENTS] for at in range(NUM_CLIENTS)]
+        return [self.clients.submit(_streams, self.url, part, prompt, tokens) for part in parts if part]
+
+    def streams(self, models: list[str], prompt: int, tokens: int) -> list[Stream]:
+        return [stream for each in self.begin(models, prompt, tokens) for stream in each.result()]
+
+    def steps(self) -> dict[str, float]:
+        """Steps so far, and the seconds that they took."""
+        headers = {"Authorization": f"Bearer {self.operator_key}"}
+        response = httpx.get(f"{self.url}/metrics", headers=headers, timeout=PATIENCE_S).raise_for_status()
+        values = dict.fromkeys(STEP_METRICS, 0.0)
+        for line in response.text.splitlines():
+            name = line.split("{")[0].split(" ")[0]
+            if name in values:
+                values[name] += float(line.rsplit(" ", 1)[1])
+        return values
+
+
+def steps_between(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    num_steps, busy_s = (after[name] - before[name] for name in STEP_METRICS)
+    return {"steps": num_steps, "busy_s": round(busy_s, 2)}
+
+
+def _streams(url: str, models: list[str], prompt: int, tokens: int) -> list[Stream]:
+    """In a process of its own: completions of random prompts. Raises RuntimeError if one fails."""
+
+    async def all_of() -> list[Stream]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=PATIENCE_S, limits=limits) as client:
+            return await asyncio.gather(*(_stream(client, model, prompt, tokens) for model in models))
+
+    return asyncio.run(all_of())
+
+
+async def _stream(client: httpx.AsyncClient, model: str, prompt: int, tokens: int) -> Stream:
     body = {
         "model": model,
         "prompt": [random.randrange(4, 1000) for _ in range(prompt)],
@@ -126,23 +204,19 @@ async def stream(client: httpx.AsyncClient, model: str, prompt: int, tokens: int
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    found, last = Stream(), time.monotonic()
+    found, last = Stream(time.monotonic()), ""
     async with client.stream("POST", "/v1/completions", json=body) as response:
-        response.raise_for_status()
+        if response.is_error:
+            raise RuntimeError(f"status {response.status_code}: {(await response.aread()).decode()}")
         async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise RuntimeError(f"a stream failed: {event}")
-            if event.get("usage"):
-                found.num_tokens = event["usage"]["completion_tokens"]
-            if event["choices"]:
-                last, waited = time.monotonic(), time.monotonic() - last
-                if found.first_s:
-                    found.gaps_s.append(waited)
-                else:
-                    found.first_s = waited
+            if line.startswith("data: {"):
+                found.came_at.append(time.monotonic())
+                last = line
+    found.came_at.pop()  # that of the usage
+    usage = json.loads(last.removeprefix("data: ")).get("usage")
+    if usage is None or not found.came_at:
+        raise RuntimeError(f"a stream failed: {last}")
+    found.num_tokens = usage["completion_tokens"]
     return found
 
 
@@ -164,6 +238,11 @@ def write_base(folder: Path, config: dict[str, Any], device: str) -> None:
     (folder / "config.json").write_text(json.dumps(config | ids | {"model_type": "llama", "hidden_act": "silu"}))
     for name in TOKENIZER_FILES:
         shutil.copy(DEMO / name, folder / name)
+    # Every token has a text, so that each is sent when it is there.
+    tokenizer = json.loads((DEMO / TOKENIZER_FILES[0]).read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab |= {f"t{token}": token for token in set(range(config["vocab_size"])) - set(vocab.values())}
+    (folder / TOKENIZER_FILES[0]).write_text(json.dumps(tokenizer))
     hidden, norm = config["hidden_size"], torch.ones(config["hidden_size"], dtype=torch.bfloat16)
     outer = {f"{name}.weight": (config["vocab_size"], hidden) for name in ("model.embed_tokens", "lm_head")}
     files = [{name: drawn(shape, device) for name, shape in outer.items()} | {"model.norm.weight": norm}]

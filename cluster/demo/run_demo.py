@@ -74,6 +74,7 @@ def main(once: bool, port: int | None, data_dir: Path) -> None:
             pool_bytes=64 << 20,
             host_bytes=64 << 20,
             kv_host_bytes=64 << 20,
+            response_days=1,
         )
     except ValueError as error:
         raise click.ClickException(str(error)) from error
@@ -116,11 +117,10 @@ def _upload_all(console: Console, clients: dict[str, MotetClient]) -> None:
     for tenant, client in clients.items():
         held = [f"{adapter.name} (version {adapter.version})" for adapter in client.adapters()]
         console.print(f"{tenant} has {', '.join(held) or 'no adapters yet'}", highlight=False)
-    for voice in VOICES[1:]:
-        adapter, created = clients[voice.tenant].upload_adapter(voice.model, EXAMPLES / "adapters" / voice.style)
+    for tenant, name in [*((voice.tenant, voice.model) for voice in VOICES[1:]), (AGENT_TENANT, AGENT)]:
+        adapter, created = clients[tenant].upload_adapter(name, EXAMPLES / "adapters" / name)
         done = f"uploaded {adapter.name}" if created else f"has {adapter.name} already"
-        console.print(f"{voice.tenant} {done}, rank {adapter.rank}", highlight=False)
-    clients[AGENT_TENANT].upload_adapter(AGENT, EXAMPLES / "adapters" / AGENT)
+        console.print(f"{tenant} {done}, rank {adapter.rank}", highlight=False)
 
 
 def _upload_and_question(console: Console, client: MotetClient) -> Reply:

@@ -46,7 +46,7 @@ class FolderFacts:
 
 
 def gather_folder(path: Path) -> FolderFacts:
-    """Tries it with a file that is removed again. A folder that is not there is looked for above, as it can be made."""
+    """Tries the folder, or its nearest parent that exists, with a file that is removed again."""
     folder = _nearest(path)
     trial = folder / f".motet-doctor-{secrets.token_hex(4)}"
     try:
@@ -81,7 +81,10 @@ def _locks_hold(file: Path) -> bool | None:
 
 
 def hold_lock(path: Path, trial: str) -> bool:
-    """On one node: locks a file of the trial, says so, and keeps it until the other has tried. False: it could not."""
+    """On one node: locks a file, signals that, and holds the lock until the other node has tried it.
+
+    False: it could not lock it, or the other node has not tried.
+    """
     file, held, tried = _trial_files(path, trial)
     with file.open("a+") as mine:
         try:
@@ -114,7 +117,7 @@ def remove_trial(path: Path, trial: str) -> None:
 
 
 def _trial_files(path: Path, trial: str) -> tuple[Path, Path, Path]:
-    """The file to lock, and what says that it is held and that the other node has tried."""
+    """The file to lock, and the two that signal that it is held and that the other node has tried."""
     folder = _nearest(path)
     lock, held, tried = (folder / f".motet-doctor-{trial}.{kind}" for kind in ("lock", "held", "tried"))
     return lock, held, tried
@@ -150,11 +153,11 @@ def check_folder(facts: FolderFacts) -> list[Finding]:
         ]
     findings = [_room(facts)]
     if facts.locks_hold is not True:
-        said = "refuses locks" if facts.locks_hold is None else "does not keep a second process out of a locked file"
+        problem = "refuses locks" if facts.locks_hold is None else "does not keep a second process out of a locked file"
         findings.append(
             error(
                 CHECK,
-                f"{facts.path} {said}",
+                f"{facts.path} {problem}",
                 why="two processes may change the same file, and a second Redis may start on the same data",
                 do="a file system with flock: of NFS version 4, or mount it with local_lock=none",
             )
@@ -176,7 +179,7 @@ def check_folder(facts: FolderFacts) -> list[Finding]:
 def _room(facts: FolderFacts) -> Finding:
     free = f"{facts.path} has {format_byte_size(facts.free_bytes)} free of {format_byte_size(facts.total_bytes)}"
     why = "uploads are refused when it is full"
-    do = "more room for it, or remove adapters (motet adapters rm): the next sweep frees adapters without a name"
+    do = "more room for it, or remove adapters (motet adapters delete): the next sweep frees adapters without a name"
     if facts.free_bytes < LEAST_BYTES:
         return error(CHECK, free, why=why, do=do)
     if facts.free_bytes < LEAST_SHARE * facts.total_bytes:

@@ -1,4 +1,4 @@
-"""What the edge of this node has refused, as HAProxy says: for the metrics of a router, and now and then its log."""
+"""What the edge of this node has refused, by HAProxy's statistics: for a router's metrics and its log."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EdgeWatch:
             self._lock, self.refused = None, {}
 
     async def read(self) -> None:
-        """Renews `refused`, and writes a line if there is news and it is time for one."""
+        """Updates `refused`, and logs a line if it has grown, at most one every LOG_S."""
         try:
             if not self._watches():
                 return
@@ -62,7 +62,7 @@ class EdgeWatch:
         except (OSError, ValueError) as error:
             self.refused = {}
             if not self._has_failed:
-                _log.warning("HAProxy does not say what it refuses, so motet_edge_refused_total is left out: %s", error)
+                _log.warning("HAProxy's statistics cannot be read, so motet_edge_refused_total is left out: %s", error)
             self._has_failed = True
             return
         self.refused, self._has_failed = refused, False

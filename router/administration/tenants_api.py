@@ -85,7 +85,7 @@ class TenantsApi:
         await self._tenants.change(name, fields, operators(request))
         return await self._changed(name)
 
-    @_route("DELETE", _TENANT, summary="Delete a tenant with all that is its.")
+    @_route("DELETE", _TENANT, summary="Delete a tenant and everything that belongs to it.")
     async def delete(self, request: Request) -> Deleted:
         """200 when nothing of the tenant is left. One that was cut off is repeated."""
         name = await named_tenant(request, self._view)

@@ -105,7 +105,7 @@ class BatchWorker:
                 return
 
     def _end_a_turn(self) -> None:
-        """Has the batch that has run longest leave, if it has had its turn: another tenant may wait."""
+        """Makes room for another tenant: the batch that has run longest is put back if its turn is over."""
         oldest = min((one.runner for one in self._running.values()), key=lambda runner: runner.began_at)
         if self._batches.clock() - oldest.began_at >= self._pace.turn_s:
             oldest.leave()

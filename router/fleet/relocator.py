@@ -58,7 +58,7 @@ class Relocator:
     def _queue(
         self, key: str, connection: LeaderConnection, candidates: list[OpenSequence], num_examined: int
     ) -> GangQueue:
-        """What waits there without what is recalled already. `candidates` gets the sequences of its `newest`."""
+        """Its queue, without sequences that are being recalled. `candidates` gets the sequences of its `newest`."""
         view = connection.known.view(key, None)
         num_recalled = num_tokens = 0
         recalled: Counter[str] = Counter()  # tokens, by tenant

@@ -1,4 +1,4 @@
-"""Grammars that were tried lately, within bytes."""
+"""An LRU cache of grammars that were checked, bounded by bytes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FIXED_BYTES: Final = 512  # of each, about
 class KnownGrammars:
     """Kept by tenant: the time of an answer shows no tenant what another has requested.
 
-    Beyond its bound a tenant loses what it has not used for longest, and beyond that of all the tenant that has not
-    asked for longest loses everything.
+    Beyond the bound of a tenant its least recently used grammars are dropped; beyond the bound of all, those of the
+    tenant that has requested none for longest.
     """
 
     def __init__(self) -> None:

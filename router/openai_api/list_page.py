@@ -19,8 +19,8 @@ MAX_LIMIT: Final = 10_000  # entries, some 5 MB
 Entry = TypeVar("Entry")
 _encode: Final = msgspec.json.Encoder().encode
 PAGE_QUERY: Final[dict[str, Any]] = {
-    "limit": Annotated[int, Meta(ge=1, le=MAX_LIMIT, description="The most entries that come.")],
-    "after": Annotated[str, Meta(description="The last entry's id or name of the page before.")],
+    "limit": Annotated[int, Meta(ge=1, le=MAX_LIMIT, description="At most so many entries.")],
+    "after": Annotated[str, Meta(description="The id or name of the previous page's last entry.")],
 }
 
 

@@ -1,4 +1,4 @@
-"""Every error that motet answers, by its code: its status, what it means, and which of them a route gives anyway."""
+"""Every error that motet answers, by its code: its status, what it means, and which of them every route may give."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
             "(`--upload-bytes-per-s`, `--upload-deadline`)",
         ),
         "timeout": (408, "the request's `timeout` has passed before a token was sent"),
-        "taken_over": (409, "the stream was taken up on another connection"),
+        "taken_over": (409, "the stream was resumed on another connection"),
         "version_refused": (409, "the adapter's versions are not so that this could be done; the message says why"),
         "tenant_exists": (409, "the name is taken"),
         "tenant_ending": (409, "the tenant's deletion was cut off and has to be repeated"),

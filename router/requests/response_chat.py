@@ -42,6 +42,7 @@ NAMES: Final = {  # of a chat's fields: see `renamed`
     "reasoning_effort": "reasoning.effort",
     r"tools\[(\d+)\]\.function": r"tools[\1]",
 }
+_THOUGHTS: Final = "reasoning_content"  # of a message
 _LOGPROBS: Final = "message.output_text.logprobs"
 _OWN: Final = frozenset({*OneAnswerFields.__annotations__, "max_tokens", "stream_options"})
 _REFUSED: Final = {
@@ -131,6 +132,9 @@ class _Conversation:
         self._turn: dict[str, Any] | None = None  # the assistant's message under way, which is the last of the messages
         for position, item in enumerate(items, -num_earlier):
             self._add(item, f"input[{position}]" if position >= 0 else "previous_response_id")
+        for message in self.messages:
+            if thoughts := message.get(_THOUGHTS):
+                message[_THOUGHTS] = "".join(thoughts)
 
     def _add(self, item: InputItem, param: str) -> None:
         match item.type:
@@ -166,8 +170,7 @@ class _Conversation:
         if not thought and item.encrypted_content:
             raise unsupported(f"{param}.encrypted_content", "only its server can decrypt it: send the content.")
         if thought:
-            turn = self._turn_without("content", "tool_calls")
-            turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
+            self._turn_without("content", "tool_calls").setdefault(_THOUGHTS, []).append(thought)  # joined in the end
 
     def _turn_without(self, *fields: str) -> dict[str, Any]:
         """The assistant's message under way, or a new one if that has any of the fields already."""

@@ -40,12 +40,13 @@ def conversation_items(
     """All items of the conversation that the request goes on with, and how many of them come before its input.
 
     `kept`: stored responses, by id; None: there are none, and no item is looked up. Raises NoSuchResponse, with the ids
-    of all responses that the request refers to, if one of them is not there.
+    of all responses that the request refers to, if one of them is not there. Raises a 400 for an item that is referred
+    to twice: many short references could otherwise stand for a long item each.
     """
     given = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
     if kept is None:
         return given, 0
-    params, places = dict[str, str](), dict[int, ItemPlace]()
+    params, places, seen = dict[str, str](), dict[int, ItemPlace](), set[ItemPlace]()
     if request.previous_response_id is not None:
         params[request.previous_response_id] = "previous_response_id"
     for position, item in enumerate(given):
@@ -54,6 +55,9 @@ def conversation_items(
             place = item_place(needed(item.id, param))
             if place is None:
                 raise NoSuchResponse(param)
+            if place in seen:
+                raise invalid_value(param, "an item before it refers to the same: leave one out.")
+            seen.add(place)
             places[position] = place
             params.setdefault(place.response_id, param)
     for response_id, param in params.items():

@@ -1,4 +1,4 @@
-"""Takes back canaries that do worse: one router of all looks at what all have counted, again and again."""
+"""Rolls canaries back that do worse: one of the routers judges the counts of all, four times a second."""
 
 from __future__ import annotations
 
@@ -43,38 +43,39 @@ class CanaryJudge:
             await self._counts.hold_judging(self._id, 0)
 
     async def judge(self) -> None:
-        """Looks at trials that something was counted in since the last time, unless another router does.
+        """Judges trials with new counts, unless another router does.
 
-        At most MAX_AT_ONCE of them, whosever they are; the others' turn is the next time. Raises RegistryUnavailable.
+        At most MAX_AT_ONCE of them, of any tenants; the others are judged next time. Raises RegistryUnavailable.
         """
         if not await self._counts.hold_judging(self._id, LEASE_S):
             return
-        news = await self._counts.news(MAX_AT_ONCE)
-        trials = await self._counts.read_many([one.canary_id for one in news]) if news else []
+        updated = await self._counts.updated_trials(MAX_AT_ONCE)
+        trials = await self._counts.read_many([one.canary_id for one in updated]) if updated else []
         share, bad = LoopShare(), []
-        for one, trial in zip(news, trials, strict=True):
+        for one, trial in zip(updated, trials, strict=True):
             reason = why_worse(trial.arms["stable"], trial.arms["canary"])
-            if reason is not None and trial.of:
-                bad.append((one, trial.of, reason))
+            if reason is not None and trial.adapter_id:
+                bad.append((one, trial.adapter_id, reason))
             await share.pause()
         ended = await asyncio.gather(
-            *(self._take_back(of, one.canary_id, reason) for one, of, reason in bad), return_exceptions=True
+            *(self._roll_back(adapter_id, one.canary_id, reason) for one, adapter_id, reason in bad),
+            return_exceptions=True,
         )
         unreported = set()
-        for (one, of, _), end in zip(bad, ended, strict=True):
+        for (one, adapter_id, _), end in zip(bad, ended, strict=True):
             if isinstance(end, RegistryUnavailable):
                 unreported.add(one)
             elif isinstance(end, Exception):
-                _log.error("the canary of %s cannot be judged", of, exc_info=end)
+                _log.error("the canary of %s cannot be judged", adapter_id, exc_info=end)
             elif end is not None:
                 raise end
-        await self._counts.forget_news([one for one in news if one not in unreported])
+        await self._counts.mark_judged([one for one in updated if one not in unreported])
 
-    async def _take_back(self, of: str, canary_id: str, reason: str) -> None:
-        tenant, name = of.split("/", 1)
+    async def _roll_back(self, adapter_id: str, canary_id: str, reason: str) -> None:
+        tenant, name = adapter_id.split("/", 1)
         is_running = False
 
-        def take_back(state: NameState, now: float) -> NameState:
+        def roll_back(state: NameState, now: float) -> NameState:
             nonlocal is_running
             running = state.rollout.canary
             is_running = running is not None and running.id == canary_id
@@ -85,7 +86,7 @@ class CanaryJudge:
         actor = Actor(kind="judge", tenant=tenant)
         entry = AuditEntry(action="canary.rolled_back", tenant=tenant, target=name, actor=actor)
         with suppress(NoSuchName):  # deleted since
-            await self._uploads.change(tenant, name, take_back, entry, sight=FULL_SIGHT)
+            await self._uploads.change(tenant, name, roll_back, entry, sight=FULL_SIGHT)
             if is_running:
                 _log.warning("the canary of an adapter was rolled back", extra={"tenant": tenant, "model": name})
 
@@ -94,7 +95,7 @@ class CanaryJudge:
             try:
                 await self.judge()
             except RegistryUnavailable:
-                pass  # the view says so in the log
+                pass  # the view logs it
             except Exception:
                 _log.exception("canaries cannot be judged")
             await asyncio.sleep(JUDGE_S)

@@ -76,23 +76,23 @@ async def test_what_is_kept_of_sticky_keys_is_bounded(
 
 
 async def test_news_is_of_trials_in_which_something_counted_since_it_was_looked_at(counts: CanaryCounts) -> None:
-    assert await counts.news(10) == []
+    assert await counts.updated_trials(10) == []
     await counts.add([outcome(1, "a"), outcome(2, "b")])
-    (news,) = await counts.news(10)
-    assert (news.canary_id, news.num) == ("c", 2)
+    (updated,) = await counts.updated_trials(10)
+    assert (updated.canary_id, updated.num) == ("c", 2)
     await counts.add([outcome(3, "a")])  # while the judge reads
-    await counts.forget_news([news])
-    (later,) = await counts.news(10)
-    await counts.forget_news([later])
-    assert await counts.news(10) == []
+    await counts.mark_judged([updated])
+    (later,) = await counts.updated_trials(10)
+    await counts.mark_judged([later])
+    assert await counts.updated_trials(10) == []
     assert await counts.rate("acme", "cmpl-1", is_good=True)
-    assert [one.canary_id for one in await counts.news(10)] == ["c"]
-    await counts.forget_news(await counts.news(10))
+    assert [one.canary_id for one in await counts.updated_trials(10)] == ["c"]
+    await counts.mark_judged(await counts.updated_trials(10))
     shadow = Outcome("acme", "acme/x", "shadow-1", "s", "shadow", ("answers",))
     await counts.add([shadow])
-    assert await counts.news(10) == []
+    assert await counts.updated_trials(10) == []
     (trial,) = await counts.read_many(["c"])
-    assert trial.of == "acme/x"
+    assert trial.adapter_id == "acme/x"
 
 
 async def test_answers_of_a_deleted_tenant_are_not_the_next_one_s(counts: CanaryCounts) -> None:

@@ -23,6 +23,9 @@ from demo import (
 )
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from openai import OpenAI
+
+client = OpenAI(base_url=V1, api_key=KEY, max_retries=0)
 
 
 def chat(model: str, **options: Any) -> ChatOpenAI:
@@ -55,9 +58,20 @@ def responses() -> None:
     same(chat(BASE, use_responses_api=True).invoke(QUESTION).text, ANSWER)
 
 
+def stored() -> None:
+    asked = chat(AGENT, use_responses_api=True, use_previous_response_id=True).bind_tools([TOOL])
+    question = HumanMessage(TOOL_QUESTION)
+    called: Any = asked.invoke([question])
+    (call,) = called.tool_calls
+    last: Any = asked.invoke([question, called, ToolMessage(RESULT, tool_call_id=call["id"])])
+    same(last.text, TOOL_ANSWER)
+    continued = client.responses.retrieve(last.response_metadata["id"]).previous_response_id
+    same(continued, called.response_metadata["id"])
+
+
 def embeddings() -> None:
     found = OpenAIEmbeddings(model=BASE, base_url=V1, api_key=KEY, check_embedding_ctx_length=False)
     same(len(found.embed_documents([QUESTION, "hello"])), 2)
 
 
-CHECKS = (text, stream, tools, schema, responses, embeddings)
+CHECKS = (text, stream, tools, schema, responses, stored, embeddings)

@@ -16,8 +16,10 @@ from demo import (
     KEY,
     MESSAGES,
     QUESTION,
+    RESULT,
     SCHEMA,
     TOOL,
+    TOOL_ANSWER,
     TOOL_QUESTION,
     V1,
     same,
@@ -53,6 +55,16 @@ def responses() -> None:
     same(found.output[-1].content[0].text, ANSWER)
 
 
+def stored() -> None:
+    options: Any = {"model": f"openai/{AGENT}", "api_base": V1, "api_key": KEY, "temperature": 0}
+    tools: Any = [{"type": "function", "strict": False, **TOOL["function"]}]
+    first: Any = litellm.responses(input=TOOL_QUESTION, tools=tools, **options)
+    (call,) = (item for item in first.output if item.type == "function_call")
+    result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": RESULT}]
+    last: Any = litellm.responses(input=result, tools=tools, previous_response_id=first.id, **options)
+    same(last.output[-1].content[0].text, TOOL_ANSWER)
+
+
 def embeddings() -> None:
     found: Any = litellm.embedding(
         f"openai/{BASE}", input=[QUESTION, "hello"], api_base=V1, api_key=KEY, encoding_format="float"
@@ -60,4 +72,4 @@ def embeddings() -> None:
     same(len(found.data), 2)
 
 
-CHECKS = (text, stream, tools, schema, responses, embeddings)
+CHECKS = (text, stream, tools, schema, responses, stored, embeddings)

@@ -67,8 +67,21 @@ def tools() -> None:
 
 
 def responses_tools() -> None:
-    agent = Agent(name="a", model=OpenAIResponsesModel(AGENT, client()), model_settings=GREEDY, tools=[weather])
+    unstored = ModelSettings(temperature=0, store=False)
+    agent = Agent(name="a", model=OpenAIResponsesModel(AGENT, client()), model_settings=unstored, tools=[weather])
     same(Runner.run_sync(agent, TOOL_QUESTION).final_output, TOOL_ANSWER)
 
 
-CHECKS = (text, stream, tools, schema, responses, responses_streamed, responses_tools, responses_schema)
+def stored() -> None:
+    agent = Agent(name="a", model=OpenAIResponsesModel(AGENT, client()), model_settings=GREEDY, tools=[weather])
+    ended = Runner.run_sync(agent, TOOL_QUESTION, auto_previous_response_id=True)
+    same(ended.final_output, TOOL_ANSWER)
+    called, last = (response.response_id or "" for response in ended.raw_responses)
+
+    async def continued() -> str | None:
+        return (await client().responses.retrieve(last)).previous_response_id
+
+    same(asyncio.run(continued()), called)
+
+
+CHECKS = (text, stream, tools, schema, responses, responses_streamed, responses_tools, responses_schema, stored)

@@ -24,7 +24,7 @@ from demo import (
     Fact,
     same,
 )
-from openai import OpenAI
+from openai import NotFoundError, OpenAI
 
 client = OpenAI(base_url=V1, api_key=KEY, max_retries=0)
 
@@ -72,7 +72,7 @@ def tool_required() -> None:
     ).choices[0]
     for call in found.message.tool_calls or ():
         if found.finish_reason == "tool_calls":
-            same(set(json.loads(call.function.arguments)), {"country"})
+            assert "country" in json.loads(call.function.arguments)
 
 
 def schema() -> None:
@@ -97,15 +97,18 @@ def responses_streamed() -> None:
         same(events.get_final_response().output_text, ANSWER)
 
 
+RESPONSE_TOOL: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "The weather in a country now.",
+    "parameters": WEATHER,
+    "strict": False,
+}
+
+
 def responses_tools() -> None:
-    tool: Any = {
-        "type": "function",
-        "name": "weather",
-        "description": "The weather in a country now.",
-        "parameters": WEATHER,
-        "strict": False,
-    }
-    found = client.responses.create(model=AGENT, input=TOOL_QUESTION, tools=[tool], temperature=0)
+    tools = [RESPONSE_TOOL]
+    found = client.responses.create(model=AGENT, input=TOOL_QUESTION, tools=tools, temperature=0, store=False)
     (call,) = (item for item in found.output if item.type == "function_call")
     same((call.name, json.loads(call.arguments)), ("weather", ARGUMENTS))
     items: Any = [
@@ -113,12 +116,32 @@ def responses_tools() -> None:
         *found.output,
         {"type": "function_call_output", "call_id": call.call_id, "output": RESULT},
     ]
-    same(client.responses.create(model=AGENT, input=items, tools=[tool], temperature=0).output_text, TOOL_ANSWER)
+    last = client.responses.create(model=AGENT, input=items, tools=tools, temperature=0, store=False)
+    same(last.output_text, TOOL_ANSWER)
 
 
 def responses_schema() -> None:
     found = client.responses.parse(model=JSON, input=QUESTION, text_format=Fact, temperature=0)
     same(found.output_parsed, Fact(**FACT))
+
+
+def stored() -> None:
+    first = client.responses.create(model=AGENT, input=TOOL_QUESTION, tools=[RESPONSE_TOOL], temperature=0)
+    (call,) = (item for item in client.responses.retrieve(first.id).output if item.type == "function_call")
+    result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": RESULT}]
+    last = client.responses.create(
+        model=AGENT, input=result, tools=[RESPONSE_TOOL], temperature=0, previous_response_id=first.id
+    )
+    same(last.output_text, TOOL_ANSWER)
+    kinds = ["message", "function_call", "function_call_output"]
+    same([item.type for item in client.responses.input_items.list(last.id, order="asc", limit=2)], kinds)
+    for response in (first, last):
+        client.responses.delete(response.id)
+    try:
+        client.responses.retrieve(last.id)
+    except NotFoundError:
+        return
+    raise ValueError("a deleted response was found")
 
 
 def embeddings() -> None:
@@ -159,6 +182,7 @@ CHECKS = (
     responses_streamed,
     responses_tools,
     responses_schema,
+    stored,
     embeddings,
     batches,
 )

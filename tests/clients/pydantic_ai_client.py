@@ -7,8 +7,9 @@ from typing import Any
 
 from demo import AGENT, ANSWER, BASE, FACT, JSON, KEY, QUESTION, RESULT, TOOL_ANSWER, TOOL_QUESTION, V1, Fact, same
 from pydantic_ai import Agent, NativeOutput
+from pydantic_ai.messages import ModelResponse
 from pydantic_ai.models import Model
-from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel, OpenAIResponsesModelSettings
 from pydantic_ai.providers.openai import OpenAIProvider
 
 provider = OpenAIProvider(base_url=V1, api_key=KEY)
@@ -57,11 +58,24 @@ def responses_streamed() -> None:
 
 
 def responses_tools() -> None:
-    same(agent(OpenAIResponsesModel, AGENT, tools=[weather]).run_sync(TOOL_QUESTION).output, TOOL_ANSWER)
+    asked = agent(OpenAIResponsesModel, AGENT, tools=[weather])
+    same(
+        asked.run_sync(TOOL_QUESTION, model_settings=OpenAIResponsesModelSettings(openai_store=False)).output,
+        TOOL_ANSWER,
+    )
 
 
 def responses_schema() -> None:
     same(agent(OpenAIResponsesModel, JSON, output_type=NativeOutput(Fact)).run_sync(QUESTION).output, Fact(**FACT))
 
 
-CHECKS = (text, stream, tools, schema, responses, responses_streamed, responses_tools, responses_schema)
+def stored() -> None:
+    settings = OpenAIResponsesModelSettings(openai_previous_response_id="auto")
+    ended = agent(OpenAIResponsesModel, AGENT, tools=[weather]).run_sync(TOOL_QUESTION, model_settings=settings)
+    same(ended.output, TOOL_ANSWER)
+    called, last = (one.provider_response_id for one in ended.all_messages() if isinstance(one, ModelResponse))
+    response = asyncio.run(provider.client.responses.retrieve(last or ""))
+    same(response.previous_response_id, called)
+
+
+CHECKS = (text, stream, tools, schema, responses, responses_streamed, responses_tools, responses_schema, stored)

@@ -12,6 +12,7 @@ COLUMNS = {
     "tools": ("tools", "tools_streamed", "tool_required"),
     "schemas": ("schema", "schema_streamed"),
     "responses": ("responses", "responses_streamed", "responses_tools", "responses_schema"),
+    "stored responses": ("stored",),
     "embeddings": ("embeddings",),
     "others": ("scores", "benchmark", "batches"),
 }

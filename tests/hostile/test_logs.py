@@ -41,7 +41,7 @@ def test_a_request_is_found_by_its_id_in_router_and_gang(motet: RunningMotet, se
     eventually(lambda: found("router") and len(found("gang")) == 2)
     (access,) = found("router")
     assert access.items() >= {"tenant": "acme", "status": 200, "completion_tokens": 2, "process": "router"}.items()
-    assert [line["message"] for line in found("gang")] == ["a sequence came", "a sequence ended"]
+    assert [line["message"] for line in found("gang")] == ["a sequence arrived", "a sequence ended"]
     (gang,) = motet.status()["gangs"]
     assert all((line["tenant"], line["gang"]) == ("acme", gang["gang_id"]) for line in found("gang"))
     assert all(line["replica"] and line["node"] for kind in ("router", "gang") for line in found(kind))

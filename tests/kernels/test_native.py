@@ -284,10 +284,10 @@ def test_without_a_compiler_the_twins_serve_and_one_line_says_what_is_lost(
 
 def test_slow_kernels_can_be_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FastKernelsUnavailable, match=r"none is faster for torch\.float16 on cpu"):
-        choose_kernels(CPU, torch.float16, 1, slow_ones=False)
+        choose_kernels(CPU, torch.float16, 1, allow_plain=False)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(FastKernelsUnavailable, match=r"no C\+\+ compiler was found"):
-        choose_kernels(CPU, torch.bfloat16, 1, slow_ones=False)
+        choose_kernels(CPU, torch.bfloat16, 1, allow_plain=False)
 
 
 def test_other_numbers_are_the_twins_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:

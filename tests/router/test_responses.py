@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any, Final, cast
@@ -14,7 +15,7 @@ from pydantic import TypeAdapter
 
 from motet.adapters.registry.ledger.ledger_keys import entry_of, field_of
 from motet.router.bodies.request_decoder import MAX_OBJECTS
-from motet.router.openai_api.response_request import ResponseChat, ResponsesRequest
+from motet.router.openai_api.response_request import InputItem, ResponseChat, ResponsesRequest
 from motet.router.openai_api.structured_output import ResponseFormat
 from motet.router.requests.response_chat import response_chat
 from motet.router.text.text import TextService
@@ -477,6 +478,28 @@ async def test_a_failure_ends_a_stream_that_has_begun(rig: RouterRig) -> None:
     assert (error.type, error.code, error.message) == ("error", "gang_lost", "its gang is gone")
     assert failed.type == "response.failed"
     assert (failed.response.status, failed.response.error.code) == ("failed", "server_error")
+
+
+def test_many_thoughts_of_one_turn_cost_no_more_than_many_messages() -> None:
+    """Joined one by one they would cost thirty times as much."""
+
+    def cost_s(item: InputItem) -> float:
+        request, costs = ResponsesRequest(model="a", input=[InputItem(role="user", content="a"), *[item] * 4000]), []
+        for _ in range(3):
+            began_at = time.process_time()
+            response_chat(request)
+            costs.append(time.process_time() - began_at)
+        return min(costs)
+
+    long = "thought " * 250
+    (_, message) = response_chat(
+        ResponsesRequest(
+            model="a",
+            input=[InputItem(role="user", content="a"), *[InputItem("reasoning", content=long)] * 3],
+        )
+    ).messages
+    assert message.reasoning_content == 3 * long
+    assert cost_s(InputItem("reasoning", content=long)) < 8 * cost_s(InputItem(role="user", content=long))
 
 
 async def test_the_client_of_openai(rig: RouterRig) -> None:

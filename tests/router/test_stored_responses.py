@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -487,6 +488,35 @@ async def test_a_request_refers_to_a_bounded_number(front: RealFront, owner: Bat
     thoughts = [{"type": "reasoning"}] * MAX_STORED_ITEMS
     assert await refused(owner, input=[{"role": "user", "content": "x"}, *thoughts]) == (400, "invalid_value")
     await respond(owner, input=[{"role": "user", "content": "x"}, *thoughts], store=False)
+
+
+async def test_no_item_is_referred_to_twice(front: RealFront, owner: BatchClient) -> None:
+    """Else a few bytes would stand for a long item again and again."""
+    made = await respond(owner)
+    item = {"type": "item_reference", "id": made["output"][0]["id"]}
+    alike = {**item, "id": item["id"].replace("msg_", "fc_")}  # the same place
+    for other in (item, alike):
+        answer = await owner.ask("POST", PATH, json={"model": BASE, "input": [item, other]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_value", "input[1].id")
+
+
+async def test_a_conversation_takes_what_its_responses_hold_and_its_newest_is_enough(
+    front: RealFront, owner: BatchClient
+) -> None:
+    before, sizes, newest = await stored_bytes(front), list[int](), None
+    for _ in range(4):
+        newest = (await respond(owner, previous_response_id=newest))["id"]
+        sizes.append(next(path.stat().st_size for path in on_disk(front) if path.name == newest))
+        assert await stored_bytes(front) == before + sum(sizes)
+    grown = [more - size for size, more in pairwise(sizes[1:])]
+    assert grown[0] == grown[1] > 0, "each takes a turn more than the one before"
+    for path in on_disk(front):
+        if path.name != newest:
+            await owner.done("DELETE", f"{PATH}/{path.name}")
+    assert await stored_bytes(front) == before + sizes[-1]
+    items = await owner.done("GET", f"{PATH}/{newest}/input_items")
+    assert len(items["data"]) == 7
 
 
 async def test_the_client_of_openai(front: RealFront) -> None:

@@ -167,7 +167,7 @@ async def test_a_canary_that_cannot_be_taken_back_keeps_no_other_from_it(
     monkeypatch.setattr(rig.uploads, "change", change_some)
     await rig.judge.judge()
     assert (await rig.http.get("/v1/adapters/x/canary")).json()["state"] == "rolled_back"
-    assert [one.canary_id for one in await counts.news(10)] == ["away"]  # it is read again
+    assert [one.canary_id for one in await counts.updated_trials(10)] == ["away"]  # it is read again
 
 
 async def test_one_turn_of_reporting_is_bounded_and_what_could_not_be_reported_is_kept(

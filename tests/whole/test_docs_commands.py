@@ -169,6 +169,16 @@ def test_options_that_a_page_names_can_be_set(page: Path) -> None:
     assert [words for words in commands if unknown_options(words)] == []
 
 
+def test_commands_in_messages_and_comments_exist() -> None:
+    groups = {name: command for name, command in main.commands.items() if isinstance(command, click.Group)}
+    named = re.compile(rf"\bmotet ({'|'.join(groups)}) ([a-z]+)")
+    sources = [
+        path for folder in ("adapters", "workers", "router", "cluster") for path in (ROOT / folder).rglob("*.py")
+    ]
+    found = {one for path in sources for one in named.findall(path.read_text())}
+    assert found and {(group, name) for group, name in found if name not in groups[group].commands} == set()
+
+
 def test_what_is_wrong_would_be_seen() -> None:
     page = (
         "Do this:\n\n```sh\nmotet status --ever\n```\n\n```text\nanswer 42 …\n```\n\nor\n\n"

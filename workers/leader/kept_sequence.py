@@ -16,7 +16,7 @@ class KeptSequence:
     engine_id: int
     request: SequenceRequest
     owner: int | None  # number of the router stream that receives its updates; None: an orphan
-    token_ids: list[int]  # all that were generated, those that it came with included
+    token_ids: list[int]  # all generated ones, including those that came with the request
     num_without_logprobs: int  # of the first tokens: those it came with, or all whose log-probabilities were dropped
     logprobs: KeptLogprobs = field(default_factory=KeptLogprobs)  # of the other tokens, if requested
     finish_reason: FinishReason | None = None
@@ -24,7 +24,7 @@ class KeptSequence:
     num_cached_tokens: int | None = None
     usage: SequenceUsage | None = None  # as last reported
     expires_at: float | None = None  # None: it has an owner and goes on
-    left_by: str = ""  # the router's connection whose stream it was an orphan of last
+    left_by: str = ""  # the router's connection that left it as an orphan last
 
     @property
     def name(self) -> tuple[str, str]:

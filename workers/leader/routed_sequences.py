@@ -28,16 +28,16 @@ from .served_engine import ServedEngine
 from .unsent_updates import tenants_to_give_back
 
 _MAX_ID = (1 << 63) - 1
-_HANDED_OVER = SequenceError("handed_over", "the gang leaves")
-_GIVEN_BACK = SequenceError("given_back", "it brings more than its router reads")
+_HANDED_OVER = SequenceError("handed_over", "the gang is shutting down")
+_GIVEN_BACK = SequenceError("given_back", "its router reads more slowly than it computes")
 _TIMEOUT = SequenceError("timeout", "its timeout passed before it was complete")
 _WITHDRAWN = SequenceError("withdrawn", "its router sends it to another gang")
-_GAVE_WAY = SequenceError(
+_DROPPED = SequenceError(
     "overloaded",
-    "the gang's queue is full, its tenant has most there, and others with less have come; try again later",
+    "the gang's queue is full, and this tenant has more of it than one whose request arrived later; try again later",
     reason="tenant_full",
 )
-_TAKEN_OVER = SequenceError("taken_over", "the stream was taken up on another connection")
+_TAKEN_OVER = SequenceError("taken_over", "the stream was resumed on another connection")
 
 
 class _Listener(NamedTuple):
@@ -75,7 +75,7 @@ class RoutedSequences:
         return len(self._listeners)
 
     def change(self, config: LeaderConfig) -> None:
-        """Goes by another config from now on."""
+        """Applies another config from now on."""
         self._journal.change(config)
         self._queue_limit.change(config)
         for request in self._running_limit.change(config.max_tenant_running):
@@ -112,9 +112,9 @@ class RoutedSequences:
         stream.refresh()  # if the stream breaks next, the router must know what had arrived
         if request.key and self._attach(stream, request):
             return
-        is_proved = request.was_admitted or request.generated_token_ids
-        if not is_proved and (request.key or not request.has_begun):
-            times = 2 if request.has_begun else 1
+        is_admitted = request.was_admitted or request.generated_token_ids
+        if not is_admitted and (request.key or not request.has_begun):
+            times = 2 if request.has_begun else 1  # one that has begun elsewhere may exceed the bounds of the queue
             refusal = self._queue_limit.refusal(request.tenant, len(request.prompt_token_ids), _now(), times)
             if refusal is not None and not self._make_room(request):
                 stream.send(SequenceUpdate(sequence_id, error=refusal))
@@ -134,7 +134,7 @@ class RoutedSequences:
             self._engine.receive(Submit(numbered))
 
     def cancel(self, stream: RouterStream, sequence_id: int) -> None:
-        """Ends the sequence. Its last update is what it cost. Unknown ids are ignored."""
+        """Ends the sequence. Its last update has its usage. Unknown ids are ignored."""
         was_unsent, unsent_usage = sequence_id in stream.unsent, stream.unsent.drop(sequence_id)
         engine_id = stream.live.pop(sequence_id, None)
         if engine_id is None:
@@ -156,7 +156,7 @@ class RoutedSequences:
             self._give_up(engine_id, _WITHDRAWN)
 
     def deliver(self, updates: Sequence[SequenceUpdate]) -> None:
-        """Sorts one step's updates by router."""
+        """Forwards one step's updates to the streams of their routers."""
         now = _now()
         for update in updates:
             self._timers.follow(update)
@@ -195,9 +195,9 @@ class RoutedSequences:
         self._announce_orphans()
 
     def give_back(self, stream: RouterStream) -> None:
-        """Ends sequences of a stream whose router does not read, of the tenants with most unread there.
+        """Ends sequences of a stream whose router does not keep up, of the tenants with the most unread updates.
 
-        The router asks for them again once it has read what they have brought.
+        The router requests them again once it has read these.
         """
         num_values: Counter[str] = Counter()
         for sequence_id, count in stream.unsent.num_values.items():
@@ -217,7 +217,7 @@ class RoutedSequences:
                 stream.unsent.end(sequence_id)
 
     def hand_over(self) -> int:
-        """Gives all sequences back to their routers, which go on with them elsewhere; how many. Orphans are lost."""
+        """Gives all sequences back to their routers, to go on elsewhere. Returns how many; orphans are lost."""
         num_sequences = len(self)
         for engine_id, (stream, sequence_id, request_id, tenant) in self._listeners.items():
             self._cancel_in_engine(engine_id)
@@ -295,12 +295,12 @@ class RoutedSequences:
         """Gives up waiting sequences of tenants that have more of the full queue. False: there is no room."""
         given_up = self._queue_limit.make_room(request.tenant, len(request.prompt_token_ids), request.weight)
         for engine_id in given_up:
-            self._give_up(engine_id, _GAVE_WAY)
+            self._give_up(engine_id, _DROPPED)
         return bool(given_up)
 
     def _give_up_waiting(self, engine_id: int) -> None:
         """A sequence has waited as long as it may: the engine gives it up, unless it is computing its prompt."""
-        message = "it waited longer than was expected when it came, and longer than it may; try again later"
+        message = "it waited longer than was expected on its arrival, and longer than its limit; try again later"
         error = SequenceError("overloaded", message, self._queue_limit.waited_s(engine_id, _now()), "waited")
         self._give_up(engine_id, error)
 
@@ -323,7 +323,7 @@ class RoutedSequences:
             self._engine.receive(Submit(following))
 
     def _time_out(self, engine_id: int) -> None:
-        """A sequence's time is over, whether it waits or runs, and whether or not it is an orphan."""
+        """A sequence's timeout has passed, whether it waits or runs, and whether or not it is an orphan."""
         if self._running_limit.is_held(engine_id):
             self._give_up(engine_id, _TIMEOUT)
         else:

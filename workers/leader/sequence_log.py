@@ -1,5 +1,6 @@
-"""What a gang's log says of single sequences: that one failed, and, where the log is of level debug, that it came and
-ended. The request's id leads from there to the router's lines.
+"""A gang's log lines on single sequences: failures, and at level debug arrivals and ends.
+
+The request's id links them to the router's lines.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def log_arrival(request: SequenceRequest) -> None:
     if _log.isEnabledFor(logging.DEBUG):
         adapter = "" if request.adapter is None else request.adapter.digest
         counts = {"prompt_tokens": len(request.prompt_token_ids), "had_tokens": len(request.generated_token_ids)}
-        _log.debug("a sequence came", extra=_fields(request.request_id, request.tenant, adapter=adapter, **counts))
+        _log.debug("a sequence arrived", extra=_fields(request.request_id, request.tenant, adapter=adapter, **counts))
 
 
 def log_end(request_id: str, tenant: str, update: SequenceUpdate) -> None:

@@ -73,7 +73,7 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, framework: Literal["numpy", "pt"]) -> Mapping[str, safe_open]:
-    """The opened file of each tensor, by its name; headers are read, and no more. `framework`: whose tensors they give.
+    """The opened file of each tensor, by its name; only headers are read. `framework`: whose tensors it returns.
 
     Raises ValueError for a damaged file, and if there is no tensor.
     """
@@ -88,5 +88,5 @@ def _open(path: Path, framework: str) -> safe_open:
     try:
         return safe_open(path, framework=framework, device="cpu")
     except SafetensorError as error:
-        stored_tensors(path)  # says of which tensor something lacks
+        stored_tensors(path)  # raises an error that names the tensor, if one is cut off
         raise ValueError(f"{path} is damaged: {error}") from error

@@ -46,7 +46,7 @@ class BeamCandidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class BeamRound(msgspec.Struct, frozen=True, array_like=True):
-    """What was to be chosen from in a round, the best first."""
+    """The candidates of one round, the best first."""
 
     candidates: list[BeamCandidate]
 
@@ -77,7 +77,7 @@ def score(total: float, num_tokens: int, rules: BeamRules) -> float:
 
 def best_candidates(totals: Sequence[float], rows: Sequence[TokenLogprobs], rules: BeamRules) -> BeamRound:
     """The candidates that `choose` looks at. `rows`: for each live beam its likeliest next tokens, the likeliest
-    first; `chosen` is not looked at.
+    first; `chosen` is ignored.
 
     Ties stay as they are. A token without a finite log-probability is no candidate.
     """

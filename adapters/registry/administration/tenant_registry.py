@@ -1,4 +1,4 @@
-"""Tenants in the registry: created, changed, suspended, deleted with all that is theirs."""
+"""Tenants in the registry: created, changed, suspended, deleted with everything that belongs to them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TenantRegistry:
         return await self.change(name, {"is_suspended": False}, actor, "tenant.resume")
 
     async def delete(self, name: str, actor: Actor) -> int:
-        """Deletes a tenant with all that is its, and returns how many adapters this call has deleted.
+        """Deletes a tenant and everything that belongs to it, and returns how many adapters this call has deleted.
 
         The tenant is refused at once; its things are deleted page by page. If that is interrupted, the same call
         continues it, and until it has ended the tenant's name cannot be used again. The caller has made sure that there

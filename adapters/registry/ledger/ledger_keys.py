@@ -43,7 +43,7 @@ def field_of(id_text: str) -> str:
 
 
 def entry_of(tenant_id: str, day: date, field: str, record: str, group: str) -> Entry:
-    """The entry that a record says.
+    """The entry that a record encodes.
 
     A record is `<stage> <group> <second of the day> <numbers>`, as decimal numbers. The numbers are those that
     `NUMBERS` names, without zeros at the end. A group below 0 is summed with `OTHERS`, one with a + with all other

@@ -53,12 +53,26 @@ const openai = {
   },
   async responses_tools() {
     const tools = [{ type: "function", name: "weather", description: weather.function.description, parameters, strict: false }];
-    const asked = { model: AGENT, tools, temperature: 0 };
+    const asked = { model: AGENT, tools, temperature: 0, store: false };
     const first = await client.responses.create({ ...asked, input: TOOL_QUESTION });
     const call = first.output.find((item) => item.type === "function_call");
     const output = { type: "function_call_output", call_id: call.call_id, output: JSON.stringify(RESULT) };
     const input = [{ role: "user", content: TOOL_QUESTION }, ...first.output, output];
     assert.equal((await client.responses.create({ ...asked, input })).output_text, TOOL_ANSWER);
+  },
+  async stored() {
+    const tools = [{ type: "function", name: "weather", description: weather.function.description, parameters, strict: false }];
+    const asked = { model: AGENT, tools, temperature: 0 };
+    const first = await client.responses.create({ ...asked, input: TOOL_QUESTION });
+    const call = (await client.responses.retrieve(first.id)).output.find((item) => item.type === "function_call");
+    const input = [{ type: "function_call_output", call_id: call.call_id, output: JSON.stringify(RESULT) }];
+    const last = await client.responses.create({ ...asked, input, previous_response_id: first.id });
+    assert.equal(last.output_text, TOOL_ANSWER);
+    const kinds = [];
+    for await (const item of client.responses.inputItems.list(last.id, { order: "asc", limit: 2 })) kinds.push(item.type);
+    assert.deepEqual(kinds, ["message", "function_call", "function_call_output"]);
+    await client.responses.delete(last.id);
+    await assert.rejects(client.responses.retrieve(last.id), OpenAI.NotFoundError);
   },
   async responses_schema() {
     const text = { format: zodTextFormat(fact, "fact") };
@@ -117,6 +131,15 @@ const ai = {
       tools: { weather: weatherTool }, stopWhen: stepCountIs(2), providerOptions: { openai: { store: false } },
     });
     assert.equal(found.text, TOOL_ANSWER);
+  },
+  async stored() {
+    const asked = { model: responses(BASE), temperature: 0, maxRetries: 0 };
+    const first = await generateText({ ...asked, prompt: QUESTION });
+    const conversation = [...messages, ...first.response.messages, ...messages];
+    const second = await generateText({ ...asked, messages: conversation });
+    assert.match(JSON.stringify(second.request.body), /item_reference/);
+    const unstored = { openai: { store: false } };
+    assert.equal(second.text, (await generateText({ ...asked, messages: conversation, providerOptions: unstored })).text);
   },
   async responses_schema() {
     const asked = { model: responses(JSON_ADAPTER), schema: fact, prompt: QUESTION, temperature: 0, maxRetries: 0 };
