@@ -64,11 +64,11 @@ class CoreShare {
     // The thread has work from now on.
     void begin() { began_at = std::chrono::steady_clock::now(), ran_before = ran(); }
 
-    // It has none for now. Whether others take more than two fifths of its core, known after each fifth of a second.
+    // It has none for now. Whether others want its core as much, known after each fifth of a second.
     bool ends_as_others_want_it() {
         wanted += std::chrono::steady_clock::now() - began_at, got += ran() - ran_before;
         if (wanted < kMeasured) return false;
-        const bool is_short = 5 * got < 3 * wanted;
+        const bool is_short = 20 * got < 11 * wanted;  // one program that always computes leaves it half
         wanted = got = {};
         return is_short;
     }
