@@ -11,11 +11,14 @@ what adapters can take: a step reads each of their bytes once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +92,8 @@ class Bench:
         """How fast threads read memory in order, each its own part."""
         parts = self._first.chunk(num_threads)
         took_s = []
-        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(num_threads, initializer=_use_one_core, initargs=(cores,)) as threads:
             for _ in range(5):
                 started = time.perf_counter()
                 list(threads.map(torch.sum, parts))
@@ -112,6 +116,12 @@ class Bench:
         taken = tuple(self._free.pop() for _ in range(num_pages))
         self._pool[list(taken)] = (torch.randn(num_pages, *self._pool.shape[1:]) * scale).bfloat16()
         return taken
+
+
+def _use_one_core(cores: Iterator[int]) -> None:
+    """Some systems wake all threads on the core of the one that wakes them."""
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {next(cores)})
 
 
 def main() -> None:
