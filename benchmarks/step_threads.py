@@ -11,11 +11,14 @@ what adapters can take: a step reads each of their bytes once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +39,7 @@ from motet.workers.parallel import Alone
 from motet.workers.plan import Residence, SamplePlan, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import SamplingParams
 
-BLOCK_SIZE, CONTEXT, POOL_BYTES = 16, 200, 3 << 30
+BLOCK_SIZE, CONTEXT, POOL_BYTES, READ_BYTES = 16, 200, 3 << 30, 1 << 30
 CPU = torch.device("cpu")
 SAMPLE = SamplePlan(SamplingParams(temperature=0.0), 0, 0)
 
@@ -55,6 +58,8 @@ class Bench:
         geometry = plan_pool(sharding, BLOCK_SIZE, torch.bfloat16, POOL_BYTES)
         layout = sharding.layout(BLOCK_SIZE, "bfloat16", "dtype")
         self._pool = make_pool(geometry, CPU)
+        self._first = self._pool.view(-1).view(torch.int64)[: READ_BYTES // 8]
+        self._first.zero_()  # all memory that was never written is one page of zeros
         self._free = list(range(geometry.num_pages))
         random.Random(0).shuffle(self._free)
         rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, CPU)
@@ -85,14 +90,15 @@ class Bench:
 
     def read_bytes_per_s(self, num_threads: int) -> float:
         """How fast threads read memory in order, each its own part."""
-        parts = self._pool.view(-1).view(torch.int64)[: (1 << 30) // 8].chunk(num_threads)
+        parts = self._first.chunk(num_threads)
         took_s = []
-        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(num_threads, initializer=_use_one_core, initargs=(cores,)) as threads:
             for _ in range(5):
                 started = time.perf_counter()
                 list(threads.map(torch.sum, parts))
                 took_s.append(time.perf_counter() - started)
-        return (1 << 30) / min(took_s)
+        return READ_BYTES / min(took_s)
 
     def time(self, plan: StepPlan, num_threads: int, seconds: float) -> Timed:
         runner, wall_s = self._runners[num_threads], list[float]()
@@ -110,6 +116,12 @@ class Bench:
         taken = tuple(self._free.pop() for _ in range(num_pages))
         self._pool[list(taken)] = (torch.randn(num_pages, *self._pool.shape[1:]) * scale).bfloat16()
         return taken
+
+
+def _use_one_core(cores: Iterator[int]) -> None:
+    """Some systems wake all threads on the core of the one that wakes them."""
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {next(cores)})
 
 
 def main() -> None:
