@@ -28,7 +28,7 @@ def prompt_seconds(interval_s: float, decode_s: float, stretch: int = 1, later_d
     same reason.
 
     `stretch`: the step may take so many times as long (`PromptBursts`). `later_decode_s`: expected time of decodes once
-    the prompts that wait decode as well. On a slow device all steps then take longer than the target; stretched ones
+    the bursts decode as well. On a slow device all steps then take longer than the target; stretched ones
     are measured by these, so that first tokens are in time of each other on any device.
     """
     longest_decode_s = max(decode_s, later_decode_s) if stretch > 1 else decode_s
