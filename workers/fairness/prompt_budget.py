@@ -29,8 +29,8 @@ def prompt_seconds(interval_s: float, decode_s: float, stretch: int = 1, later_d
     same reason.
 
     `stretch`: the step may take so many times as long (`PromptBursts`). `later_decode_s`: expected time of decodes once
-    the prompts that wait decode as well. On a slow device all steps then take longer than the target; stretched ones
-    are measured by these, so that first tokens are as close to each other as on a faster one.
+    the bursts decode as well. On a slow device all steps then take longer than the target; stretched ones are measured
+    by these, so that first tokens are as close to each other as on a faster one.
     """
     if stretch == 1:
         return max(interval_s - decode_s, _LEAST_PART * decode_s)
