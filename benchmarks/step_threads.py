@@ -4,8 +4,8 @@ Random weights of SmolLM2-135M's shape, bfloat16, contexts of some 200 tokens in
 threads take turns. The best step is what free cores give; the median is with whatever else the machine does, which is
 measured too: while another program has the core of one thread, the other one waits for the block that this one began.
 
-With `--prompt-tokens 64` each sequence computes so many tokens of a prompt in place of decoding. Sequences of an
-adapter are neighbours, as in any plan.
+With `--prompt-tokens 64` each sequence computes so many tokens of a prompt in place of decoding. Rows of an adapter are
+neighbours, as in any step.
 
 With `--adapters 64` the base's steps are timed as well, and how fast as many threads read memory in order, which bounds
 what adapters can take: a step reads each of their bytes once.
