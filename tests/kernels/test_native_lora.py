@@ -244,10 +244,7 @@ def test_lora_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:
 
 @pytest.mark.parametrize("width", [80, 3200])
 def test_a_rows_lora_does_not_depend_on_who_else_is_there(native: tuple[Kernels, torch.dtype], width: int) -> None:
-    """Equal to the last bit: alone, among other rows of its adapter, and beside segments of other adapters.
-
-    Tiles (AMX) of eight rows and more add up in another order: of a million elements about ten differ then, none here.
-    """
+    """Equal to the last bit: alone, among other rows of its adapter, and beside segments of other adapters."""
     kernels, dtype = native
     generator = torch.Generator().manual_seed(0)
     rank = 37
