@@ -437,14 +437,13 @@ class Scheduler:
         most = self._limits.max_tokens_per_step - num_decodes
         if not num_decodes or not self.token_interval_s:
             return PromptBudget(most)  # no sequence waits for its next token
-        stretch = self._bursts.stretch
-        num_later = num_decodes + (self._bursts.num_coming() if stretch > 1 else 0)
-        seconds = prompt_seconds(
-            self.token_interval_s,
-            self._step_costs.decode_s(num_decodes),
-            stretch,
-            self._step_costs.decode_s(min(num_later, self._limits.max_num_sequences)),
-        )
+        stretch, decode_s = self._bursts.stretch, self._step_costs.decode_s(num_decodes)
+        num_coming = self._bursts.num_coming() if stretch > 1 else 0
+        if num_coming:
+            later_s = self._step_costs.decode_s(min(num_decodes + num_coming, self._limits.max_num_sequences))
+            seconds = prompt_seconds(self.token_interval_s, decode_s, stretch, later_s)
+        else:  # beside background work alone, whoever asks next waits for this step
+            seconds = prompt_seconds(stretch * self.token_interval_s, decode_s)
         return PromptBudget(most, seconds, self._step_costs.prompt_token_s, self._limits.block_size)
 
     def _preempt(self, victim: GrowingSequence) -> None:
