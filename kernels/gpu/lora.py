@@ -229,7 +229,7 @@ class TritonLora:
             )
 
     def _launches_of(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> _Launches:
-        """Found once for all layers of a batch."""
+        """Made once for all layers of a batch, which this object has made."""
         found = batch.launches.get(modules)
         if found is None:
             found = batch.launches[modules] = self._make_launches(batch, modules)
