@@ -176,9 +176,10 @@ def _prepare(folder: Path, has_experts: bool) -> Path:
     for file in TOKENIZER_FILES:
         shutil.copy(DEMO / file, model_path)
     tokenizer = json.loads((DEMO / TOKENIZER_FILES[0]).read_text())
-    vocab = tokenizer["model"]["vocab"]
-    # Every token has a text, so that each is sent when it is there.
-    vocab |= {f"t{token}": token for token in set(range(random_model.VOCAB_SIZE)) - set(vocab.values())}
+    # Every token has a whole text, so that each is sent when it is there; bytes alone would wait for the next ones.
+    added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    others = set(range(random_model.VOCAB_SIZE)) - set(added.values())
+    tokenizer["model"] |= {"vocab": added | {f"t{token}": token for token in others}, "merges": []}
     (model_path / TOKENIZER_FILES[0]).write_text(json.dumps(tokenizer))
     return model_path
 
@@ -239,7 +240,8 @@ def _longest_gap_s(url: str, jobs: list[Job]) -> float:
     is_over = Event()
 
     def stream(job: Job, times: list[float]) -> None:
-        with http.stream("POST", f"{url}/v1/completions", json=_body(replace(job, num_output_tokens=1000))) as answer:
+        body = _body(replace(job, num_output_tokens=1000)) | {"skip_special_tokens": False}  # each token has a text
+        with http.stream("POST", f"{url}/v1/completions", json=body) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if line.startswith("data: {"):

@@ -17,10 +17,13 @@ constexpr int64_t kMostDims = 512;   // elements of a head
 constexpr int64_t kTilesAhead = 3;   // tiles of 16 keys that are prefetched, at least
 constexpr int kTiles = 4;            // tiles of 16 keys that get their weights together
 constexpr int64_t kManyQueries = 8;  // for this many query rows and more, pairs of rows of V are made once for all
-#ifdef __AVX512F__
-constexpr int kScoreTiles = 4, kSumRows = 4;  // tiles of scores and rows of output whose sums fit in registers
+// Vectors of scores, rows of them, and rows of output, whose sums fit in registers.
+#if defined(__AVX512F__)
+constexpr int kScores = 16, kScoreRows = 4, kSumRows = 4;
+#elif defined(__AVX__)
+constexpr int kScores = 6, kScoreRows = 6, kSumRows = 3;
 #else
-constexpr int kScoreTiles = 1, kSumRows = 1;
+constexpr int kScores = 1, kScoreRows = 4, kSumRows = 1;
 #endif
 constexpr int64_t kAttentionBlocks = 8;  // blocks of tasks for each thread
 constexpr int64_t kNearKV = 1 << 19;  // bytes of a sequence in a layer that the second cache level holds for all heads
@@ -222,9 +225,20 @@ inline void score(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t 
                                                                     s.q + query, call.dim, scores + t);
         t += count;
     };
-    while (t + kScoreTiles <= num_tiles) some(std::integral_constant<int, kScoreTiles>());
+    constexpr int kCount = std::min(kTiles, std::max(1, kScores / kRows));
+    while (t + kCount <= num_tiles) some(std::integral_constant<int, kCount>());
     while (t < num_tiles) some(std::integral_constant<int, 1>());
     for (int m = 0; m < kRows; m++) weigh(call, s, query + m, scores + m * kTiles, num_tiles, first_key, padded);
+}
+
+// Calls `compute(first, count)` for runs of `kMost` and, at the end, fewer, where `count` is a constant.
+template <int kMost, class F>
+inline void in_runs(int64_t total, F compute) {
+    int64_t first = 0;
+    for (; first + kMost <= total; first += kMost) compute(first, std::integral_constant<int, kMost>());
+    if constexpr (kMost > 1)
+        if (first < total)
+            in_runs<kMost - 1>(total - first, [&](int64_t at, auto count) { compute(first + at, count); });
 }
 
 // Adds the weighted rows of V to the totals of all queries.
@@ -232,31 +246,31 @@ template <class T>
 inline void add_values(AttentionScratch<T>& s, int64_t num_queries, const T* const* v, int num_tiles, int64_t dim,
                        int64_t padded) {
     const int64_t num_pairs = num_tiles * kLanes / 2;
-    if (num_queries < kManyQueries) {
-        for (int t = 0; t < num_tiles; t++)
-            add_weighted_rows<T, kLanes / 2>(s.totals, padded, num_queries, s.weights[0] + t * kLanes / 2,
-                                             AttentionScratch<T>::kPairs, v + t * kLanes, dim);
-        return;
-    }
     for (int64_t column = 0; column < dim; column += kSpan) {
-        for (int64_t i = 0; i < num_pairs; i++)
-            s.values[i] = RowPair<T>(v[2 * i] + column, v[2 * i + 1] + column, dim - column);
-        int64_t query = 0;
-        auto rows = [&](auto count) {
-            constexpr int kRows = decltype(count)::value;
-            Sums sums[kRows];
-            float* totals = s.totals + query * padded + column;
-            for (int m = 0; m < kRows; m++) sums[m] = {load(totals + m * padded), load(totals + m * padded + kLanes)};
-            for (int64_t i = 0; i < num_pairs; i++)
-                for (int m = 0; m < kRows; m++) s.values[i].add_to(sums[m], s.weights[query + m][i]);
-            for (int m = 0; m < kRows; m++) {
-                store(totals + m * padded, sums[m].first);
-                store(totals + m * padded + kLanes, sums[m].second);
-            }
-            query += kRows;
+        const auto pair = [&](int64_t i) { return RowPair<T>(v[2 * i] + column, v[2 * i + 1] + column, dim - column); };
+        const auto add = [&](auto values_of) {
+            in_runs<kSumRows>(num_queries, [&](int64_t query, auto count) {
+                constexpr int kRows = decltype(count)::value;
+                Sums sums[kRows];
+                float* totals = s.totals + query * padded + column;
+                for (int m = 0; m < kRows; m++)
+                    sums[m] = {load(totals + m * padded), load(totals + m * padded + kLanes)};
+                for (int64_t i = 0; i < num_pairs; i++) {
+                    const RowPair<T>& values = values_of(i);
+                    for (int m = 0; m < kRows; m++) values.add_to(sums[m], s.weights[query + m][i]);
+                }
+                for (int m = 0; m < kRows; m++) {
+                    store(totals + m * padded, sums[m].first);
+                    store(totals + m * padded + kLanes, sums[m].second);
+                }
+            });
         };
-        while (query + kSumRows <= num_queries) rows(std::integral_constant<int, kSumRows>());
-        while (query < num_queries) rows(std::integral_constant<int, 1>());
+        if (num_queries < kManyQueries) {
+            add(pair);
+        } else {
+            for (int64_t i = 0; i < num_pairs; i++) s.values[i] = pair(i);
+            add([&](int64_t i) -> const RowPair<T>& { return s.values[i]; });
+        }
     }
 }
 
@@ -445,12 +459,9 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, const Attentio
             AttentionTiles<T>::add_values(s, num_queries, v, num_tiles, dim, padded, turn);
             continue;
         }
-        int64_t query = 0;
-        for (; query + 4 <= num_queries; query += 4) score<T, 4>(call, s, query, num_tiles, key, padded);
-        const int left = int(num_queries - query);
-        if (left == 3) score<T, 3>(call, s, query, num_tiles, key, padded);
-        if (left == 2) score<T, 2>(call, s, query, num_tiles, key, padded);
-        if (left == 1) score<T, 1>(call, s, query, num_tiles, key, padded);
+        in_runs<kScoreRows>(num_queries, [&](int64_t query, auto count) {
+            score<T, decltype(count)::value>(call, s, query, num_tiles, key, padded);
+        });
         add_values(s, num_queries, v, num_tiles, dim, padded);
     }
     if (in_tiles) AttentionTiles<T>::end();

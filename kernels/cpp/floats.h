@@ -180,6 +180,43 @@ inline void store(T* to, const Floats& value, int64_t count) {
     std::memcpy(to, padded, size_t(count) * sizeof(T));
 }
 
+// The same as floats in whichever order the CPU makes them soonest: products with all of them, or of two such, need no
+// other. `in_order` restores the right one.
+
+template <class T>
+inline Floats widen(const T* from) {
+    return load(from);
+}
+
+template <class T>
+inline Floats in_order(const Floats& widened) {
+    return widened;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Elements become floats by interleaving them with zeros, since shifts would take the turns of products. So their order
+// is 0-3, 8-11, 4-7, 12-15.
+template <>
+inline Floats widen(const Bfloat16* from) {
+    const __m256i narrow = _mm256_loadu_si256((const __m256i*)from), zeros = _mm256_setzero_si256();
+    return {(FloatPart)_mm256_unpacklo_epi16(zeros, narrow), (FloatPart)_mm256_unpackhi_epi16(zeros, narrow)};
+}
+
+template <>
+inline Floats in_order<Bfloat16>(const Floats& widened) {
+    const __m256 low = (__m256)widened.low, high = (__m256)widened.high;
+    return {(FloatPart)_mm256_permute2f128_ps(low, high, 0x20), (FloatPart)_mm256_permute2f128_ps(low, high, 0x31)};
+}
+#endif
+
+template <class T>
+inline Floats widen(const T* from, int64_t count) {
+    if (count >= kLanes) return widen(from);
+    T padded[kLanes] = {};
+    std::memcpy(padded, from, size_t(count) * sizeof(T));
+    return widen((const T*)padded);
+}
+
 // The values as T can hold them: rounded to the nearest, ties to even; NaN stays NaN.
 
 template <class T>

@@ -1,9 +1,13 @@
 // Linear layers, on weights in a layout of their own (packed by ../native/linear.py).
 //
 // Packed weights are panels. A panel holds a few vectors of outputs: for the first `kDepth` inputs the weights of all
-// its outputs, then for the next `kDepth` inputs, and so on. So weights are read in order, once for a few rows of x,
-// and each element of x is multiplied with whole vectors of outputs. The sums of a row run over its inputs in order, so
-// that its result is the same to the last bit for any number of rows and threads.
+// its outputs, then for the next `kDepth` inputs, and so on. So weights are read in order, once for a tile of a few rows
+// of x, and each element of x is multiplied with whole vectors of outputs. The sums of a row run over its inputs in
+// order, so that its result is the same to the last bit for any number of rows and threads.
+//
+// Tiles of rows take turns with a panel, and each of them fetches a part of the next panel, so that memory is read while
+// all of them compute. Where a CPU multiplies floats only, the first tile keeps the weights that it converts for the
+// others, of some inputs at a time: so many that they stay in the first cache level.
 #pragma once
 
 #include <type_traits>
@@ -20,8 +24,9 @@ struct Outputs {
     static constexpr int64_t kDepth = 1;  // inputs
     typedef float Input;                  // to what the elements of x are converted
     Floats value;
-    explicit Outputs(const T* from) : value(load(from)) {}
+    explicit Outputs(const T* from) : value(widen(from)) {}
     void add_to(Floats& sum, const Input* x) const { sum += value * *x; }
+    void keep(float* to) const { store(to, value); }
 };
 
 #ifdef MOTET_BF16_PRODUCTS
@@ -69,53 +74,112 @@ struct LinearCall {
     int64_t x_stride, y_stride, num_in, num_out;  // elements
 };
 
-// Computes `kRows` rows and the vectors of outputs of a panel that begins with vector `first`. The sums
-// stay in registers.
-template <int kRows, class T, class Y>
-void linear_tile(const LinearCall<T, Y>& call, int64_t row, int64_t first) {
+constexpr int64_t kKeptBytes = 20480;     // of weights as floats
+constexpr int64_t kWeightsAhead = 16384;  // bytes that are fetched ahead of the reader, where tiles do not share that
+constexpr int64_t kRunBytes = 2048;       // of weights, after which a tile fetches again
+
+// Some inputs of a panel.
+struct PanelPart {
+    int64_t panel, start, stop;  // inputs
+    float* kept;                 // the weights as floats; null: they are not kept
+    bool is_kept;                // an earlier tile has kept them
+    float* sums;                 // `[rows, outputs of a panel]`, which wait for the next part
+    const char* ahead;           // weights that are read later: `lines` cache lines with each `run` of inputs
+    int64_t lines, run;
+};
+
+template <class T>
+constexpr bool converts() {
+    return !std::is_same<T, typename Outputs<T>::Input>::value;
+}
+
+// Adds the products with weights of `kVectors` vectors to the sums of `kRows` rows. `kept`: where to keep the weights;
+// null: nowhere.
+template <class T, int kRows, int kVectors>
+__attribute__((always_inline)) inline void add_products(const T* weight, float* kept, const PanelPart& part,
+                                                        const typename Outputs<T>::Input* x, int64_t x_stride,
+                                                        Floats (&sums)[kRows][kVectors]) {
     typedef Outputs<T> Weights;
     constexpr int64_t kDepth = Weights::kDepth, kWidth = kLanes * kDepth;
-    constexpr int kVectors = panel_of<T>();
-    const int64_t steps = (call.num_in + kDepth - 1) / kDepth, whole = call.num_in / kDepth;
-    const T* weight = call.weight + first * steps * kWidth;
-    const auto* x = call.x + row * call.x_stride;
-    Floats sums[kRows][kVectors];
-    for (int m = 0; m < kRows; m++)
-        for (int v = 0; v < kVectors; v++) sums[m][v] = Floats{};  // one by one: GCC clears a whole array in memory
-    for (int64_t step = 0; step < whole; step++, weight += kVectors * kWidth)
-        for (int v = 0; v < kVectors; v++) {
-            const Weights outputs(weight + v * kWidth);
-            for (int m = 0; m < kRows; m++) outputs.add_to(sums[m][v], x + m * call.x_stride + step * kDepth);
-        }
-    if (whole < steps)  // fewer than `kDepth` inputs are left
-        for (int m = 0; m < kRows; m++) {
-            typename Weights::Input last[kDepth] = {};
-            std::copy_n(x + m * call.x_stride + whole * kDepth, call.num_in % kDepth, last);
-            for (int v = 0; v < kVectors; v++) Weights(weight + v * kWidth).add_to(sums[m][v], last);
-        }
-    for (int v = 0; v < kVectors; v++) {
-        const int64_t column = (first + v) * kLanes, count = call.num_out - column;
-        if (count <= 0) return;
-        const Floats bias = call.bias ? load(call.bias + column, count) : Floats{};
-        for (int m = 0; m < kRows; m++)
-            store(call.y + (row + m) * call.y_stride + column, rounded<T>(sums[m][v] + bias), count);
+    const int64_t steps = (part.stop - part.start) / kDepth, run = part.run / kDepth;
+    const char* ahead = part.ahead;
+    for (int64_t first = 0; first < steps; first += run) {
+        for (int64_t line = 0; line < part.lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        const int64_t end = std::min(steps, first + run);
+        for (int64_t step = first; step < end; step++)
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; v++) {
+                const Weights outputs(weight + (step * kVectors + v) * kWidth);
+                if constexpr (converts<T>())
+                    if (kept) outputs.keep(kept + (step * kVectors + v) * kLanes);
+#pragma GCC unroll 6
+                for (int m = 0; m < kRows; m++) outputs.add_to(sums[m][v], x + m * x_stride + step * kDepth);
+            }
     }
 }
 
-// Computes the last `num_rows` rows, which are at most `kRows`.
+// Computes a tile of `kRows` rows for a part of a panel. The sums stay in registers.
 template <int kRows, class T, class Y>
-void linear_rest(const LinearCall<T, Y>& call, int64_t num_rows, int64_t row, int64_t first) {
+void linear_tile(const LinearCall<T, Y>& call, const PanelPart& part, int64_t row) {
+    typedef Outputs<T> Weights;
+    constexpr int64_t kDepth = Weights::kDepth, kWidth = kLanes * kDepth;
+    constexpr int kVectors = panel_of<T>();
+    const int64_t steps = (call.num_in + kDepth - 1) / kDepth;
+    const T* weight = call.weight + (part.panel * steps + part.start / kDepth) * kVectors * kWidth;
+    const auto* x = call.x + row * call.x_stride + part.start;
+    float* waiting = part.sums + row * kVectors * kLanes;
+    Floats sums[kRows][kVectors];
+#pragma GCC unroll 6  // one by one: GCC clears a whole array in memory
+    for (int m = 0; m < kRows; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++)
+            sums[m][v] = part.start == 0 ? Floats{} : load(waiting + (m * kVectors + v) * kLanes);
+    if constexpr (converts<T>()) {
+        if (part.is_kept)
+            add_products((const float*)part.kept, nullptr, part, x, call.x_stride, sums);
+        else
+            add_products(weight, part.kept, part, x, call.x_stride, sums);
+    } else {
+        add_products(weight, nullptr, part, x, call.x_stride, sums);
+    }
+    if (part.stop < call.num_in) {
+#pragma GCC unroll 6
+        for (int m = 0; m < kRows; m++)
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; v++) store(waiting + (m * kVectors + v) * kLanes, sums[m][v]);
+        return;
+    }
+    if (const int64_t left = call.num_in % kDepth; left > 0)  // fewer than `kDepth` inputs
+        for (int m = 0; m < kRows; m++) {
+            const int64_t whole = part.stop - part.start - left;
+            typename Weights::Input last[kDepth] = {};
+            std::copy_n(x + m * call.x_stride + whole, left, last);
+            for (int v = 0; v < kVectors; v++)
+                Weights(weight + (whole / kDepth * kVectors + v) * kWidth).add_to(sums[m][v], last);
+        }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) {
+        const int64_t column = (part.panel * kVectors + v) * kLanes, count = call.num_out - column;
+        if (count <= 0) return;
+        const Floats bias = call.bias ? load(call.bias + column, count) : Floats{};
+#pragma GCC unroll 6
+        for (int m = 0; m < kRows; m++)
+            store(call.y + (row + m) * call.y_stride + column, rounded<T>(in_order<T>(sums[m][v]) + bias), count);
+    }
+}
+
+// Computes a tile of `num_rows` rows, which are at most `kRows`.
+template <int kRows, class T, class Y>
+void linear_tile_of(const LinearCall<T, Y>& call, const PanelPart& part, int64_t row, int64_t num_rows) {
     if constexpr (kRows > 0) {
         if (num_rows == kRows)
-            linear_tile<kRows>(call, row, first);
+            linear_tile<kRows>(call, part, row);
         else
-            linear_rest<kRows - 1>(call, num_rows, row, first);
+            linear_tile_of<kRows - 1>(call, part, row, num_rows);
     }
 }
 
 #ifdef MOTET_TILES
-constexpr int64_t kWeightsAhead = 16384;  // bytes of weights that are prefetched ahead of the reader
-
 // The sums of `kCount` tiles of rows, which begin at `x`, and of a panel of two vectors of outputs, over all inputs:
 // `[kCount, 16 rows, 32 outputs]`. A tile has `num_rows` rows. The first of the passes over a panel fetches its weights.
 template <int kCount>
@@ -190,11 +254,42 @@ void linear_panels(const LinearCall<T, Y>& call, int64_t num_rows, int64_t start
     if constexpr (std::is_same<T, Bfloat16>::value)
         if (tiles_are_allowed()) return linear_panels_in_tiles(call, num_rows, start, stop);
 #endif
-    for (int64_t first = start * panel_of<T>(); first < stop * panel_of<T>(); first += panel_of<T>()) {
-        int64_t row = 0;
-        for (; row + kTileRows <= num_rows; row += kTileRows) linear_tile<kTileRows>(call, row, first);
-        linear_rest<kTileRows - 1>(call, num_rows - row, row, first);
+    if (num_rows == 0) return;
+    constexpr int64_t kDepth = Outputs<T>::kDepth, kOutputs = panel_of<T>() * kLanes;
+    constexpr int64_t kInputBytes = kOutputs * int64_t(sizeof(T)), kRunInputs = kRunBytes / kInputBytes;
+    static thread_local std::vector<float> kept, sums;
+    const int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
+    int64_t parts = 1;
+    if (converts<T>() && tiles > 1) {
+        constexpr int64_t kInputs = kKeptBytes / (kOutputs * int64_t(sizeof(float)));  // of a part, at most
+        kept.resize(size_t(kInputs * kOutputs));
+        sums.resize(std::max(sums.size(), size_t(num_rows * kOutputs)));
+        parts = std::max<int64_t>(1, (call.num_in + kInputs - 1) / kInputs);
     }
+    // In float32 a single tile is faster if it fetches nothing.
+    const int64_t lines = tiles == 1 && !std::is_same<T, Bfloat16>::value ? 0 : (kRunBytes / 64 + tiles - 1) / tiles;
+    const int64_t panel_inputs = (call.num_in + kDepth - 1) / kDepth * kDepth;
+    for (int64_t panel = start; panel < stop; panel++)
+        for (int64_t i = 0; i < parts; i++) {
+            const int64_t first = call.num_in * i / parts, end = call.num_in * (i + 1) / parts;
+            const int64_t bytes = (end - first) * kInputBytes;
+            const char* ahead = (const char*)call.weight + (panel * panel_inputs + first) * kInputBytes;
+            ahead += tiles > 1 ? bytes : std::min(bytes, kWeightsAhead);
+            for (int64_t tile = 0; tile < tiles; tile++) {
+                // Tiles are about equally high: a low one takes more time for a row.
+                const int64_t row = num_rows * tile / tiles, next = num_rows * (tile + 1) / tiles;
+                const PanelPart part{panel,
+                                     first,
+                                     end,
+                                     tiles > 1 ? kept.data() : nullptr,
+                                     tile > 0,
+                                     sums.data(),
+                                     ahead + bytes * tile / tiles,
+                                     lines,
+                                     kRunInputs};
+                linear_tile_of<kTileRows>(call, part, row, next - row);
+            }
+        }
 }
 
 // Rows of x with the elements that `Outputs` takes: x itself, or a converted copy in `spare`. Sets `stride` to that of

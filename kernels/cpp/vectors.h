@@ -12,8 +12,8 @@ struct Operand {
     static constexpr int kWidth = kLanes;
     Floats value;
     Operand() = default;
-    explicit Operand(const T* from) : value(load(from)) {}
-    Operand(const T* from, int64_t count) : value(load(from, count)) {}
+    explicit Operand(const T* from) : value(widen(from)) {}
+    Operand(const T* from, int64_t count) : value(widen(from, count)) {}
 };
 
 template <class T>
@@ -58,18 +58,21 @@ struct RowPair {
     RowPair(const T* first, const T* second, int64_t count) {
         const T* from[2] = {first, second};
         for (int row = 0; row < 2; row++) {
-            rows[row][0] = load(from[row], count);
-            rows[row][1] = count > kLanes ? load(from[row] + kLanes, count - kLanes) : Floats{};
+            rows[row][0] = widen(from[row], count);
+            rows[row][1] = count > kLanes ? widen(from[row] + kLanes, count - kLanes) : Floats{};
         }
     }
     // Writes a vector of factors as the factors of half as many pairs, rounded to T.
     static void store_factors(Factors* to, const Floats& factors) { store((float*)to, rounded<T>(factors)); }
     static Factors factors(const T* both) { return {to_float(both[0]), to_float(both[1])}; }
     void add_to(Sums& sums, Factors by) const {
-        sums.first += rows[0][0] * by.first + rows[1][0] * by.second;
-        sums.second += rows[0][1] * by.first + rows[1][1] * by.second;
+        for (int row = 0; row < 2; row++) {  // one product after the other: their sum would be a third operation
+            const float factor = row == 0 ? by.first : by.second;
+            sums.first += rows[row][0] * factor;
+            sums.second += rows[row][1] * factor;
+        }
     }
-    static Sums in_order(Sums sums) { return sums; }
+    static Sums in_order(Sums sums) { return {motet::in_order<T>(sums.first), motet::in_order<T>(sums.second)}; }
 };
 
 #ifdef MOTET_BF16_PRODUCTS
@@ -166,12 +169,11 @@ inline void transpose(const Bfloat16* const* rows, int64_t offset, int64_t count
     transpose(at, 0, kLanes, to);
 }
 #else
-// Transposes as many rows, of as many floats, as a register has lanes, into `to`, whose rows are 16 wide.
-template <class T>
-inline void transpose_part(const T* const* rows, int64_t offset, float* to) {
 #ifdef __AVX__
-    __m256 x[8], y[8];
-    for (int i = 0; i < 8; i++) x[i] = (__m256)Memory<FloatPart>::load(rows[i] + offset);
+// Calls `put(word, values)` with each of the 8 words of all 8 rows.
+template <class F>
+inline void transpose_words(__m256 (&x)[8], F put) {
+    __m256 y[8];
     for (int i = 0; i < 8; i += 2) {
         y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
         y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
@@ -183,14 +185,43 @@ inline void transpose_part(const T* const* rows, int64_t offset, float* to) {
         }
     // x[4 * r + w] holds, of rows 4r to 4r + 3, the words w and 4 + w.
     for (int w = 0; w < 4; w++) {
-        _mm256_storeu_ps(to + w * kLanes, _mm256_permute2f128_ps(x[w], x[4 + w], 0x20));
-        _mm256_storeu_ps(to + (4 + w) * kLanes, _mm256_permute2f128_ps(x[w], x[4 + w], 0x31));
+        put(w, _mm256_permute2f128_ps(x[w], x[4 + w], 0x20));
+        put(4 + w, _mm256_permute2f128_ps(x[w], x[4 + w], 0x31));
     }
-#else
-    for (int word = 0; word < kRegister; word++)
-        for (int row = 0; row < kRegister; row++) to[word * kLanes + row] = to_float(rows[row][offset + word]);
-#endif
 }
+#endif
+
+// Transposes as many rows as a register has lanes, of `kPart` elements, into `to`, whose rows are 16 wide.
+template <class T>
+struct TransposedPart {
+    static constexpr int64_t kPart = kRegister;
+    static void take(const T* const* rows, int64_t offset, float* to) {
+#ifdef __AVX__
+        __m256 x[8];
+        for (int i = 0; i < 8; i++) x[i] = (__m256)Memory<FloatPart>::load(rows[i] + offset);
+        transpose_words(x, [&](int word, __m256 values) { _mm256_storeu_ps(to + word * kLanes, values); });
+#else
+        for (int word = 0; word < kRegister; word++)
+            for (int row = 0; row < kRegister; row++) to[word * kLanes + row] = to_float(rows[row][offset + word]);
+#endif
+    }
+};
+
+#ifdef __AVX2__
+template <>
+struct TransposedPart<Bfloat16> {  // two elements are a word, and become floats afterwards
+    static constexpr int64_t kPart = 2 * kRegister;
+    static void take(const Bfloat16* const* rows, int64_t offset, float* to) {
+        __m256 x[8];
+        for (int i = 0; i < 8; i++) x[i] = _mm256_loadu_ps((const float*)(rows[i] + offset));
+        transpose_words(x, [&](int word, __m256 values) {
+            const __m256i second = _mm256_set1_epi32(int(0xffff0000));
+            _mm256_storeu_si256((__m256i*)(to + 2 * word * kLanes), _mm256_slli_epi32((__m256i)values, 16));
+            _mm256_storeu_si256((__m256i*)(to + (2 * word + 1) * kLanes), _mm256_and_si256((__m256i)values, second));
+        });
+    }
+};
+#endif
 
 template <class T>
 inline void transpose(const T* const* rows, int64_t offset, int64_t count, float* to) {
@@ -201,8 +232,8 @@ inline void transpose(const T* const* rows, int64_t offset, int64_t count, float
         return;
     }
     for (int row = 0; row < kLanes; row += kRegister)
-        for (int word = 0; word < kLanes; word += kRegister)
-            transpose_part(rows + row, offset + word, to + word * kLanes + row);
+        for (int64_t word = 0; word < kLanes; word += TransposedPart<T>::kPart)
+            TransposedPart<T>::take(rows + row, offset + word, to + word * kLanes + row);
 }
 #endif
 

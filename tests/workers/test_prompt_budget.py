@@ -70,11 +70,32 @@ def token_s(costs: tuple[float, float]) -> Callable[[int], float]:
     return lambda position: costs[0] * (1 + costs[1] * position)
 
 
-@given(*[st.floats(0, 10)] * 2)
-def test_prompts_have_the_time_that_decodes_leave_and_never_none(interval_s: float, decode_s: float) -> None:
-    seconds = prompt_seconds(interval_s, decode_s)
-    assert seconds == max(interval_s - decode_s, decode_s / 4)
+_SECONDS = st.one_of(st.just(0.0), st.floats(1e-6, 10))
+
+
+@given(_SECONDS, _SECONDS, _SECONDS)
+def test_prompts_have_the_time_that_decodes_leave_and_never_none(
+    interval_s: float, decode_s: float, later_s: float
+) -> None:
+    seconds = prompt_seconds(interval_s, decode_s, 1, later_s)
+    assert seconds == pytest.approx(max(interval_s - decode_s, decode_s / 4))
     assert prompt_seconds(interval_s + 1, decode_s) >= seconds
+
+
+@given(_SECONDS, _SECONDS, _SECONDS, st.integers(2, 5), st.floats(1, 100))
+def test_a_stretched_step_takes_so_many_times_what_steps_take_once_all_decode(
+    interval_s: float, decode_s: float, later_s: float, stretch: int, slower: float
+) -> None:
+    def step_s(interval_s: float, decode_s: float, stretch: int, later_s: float) -> float:
+        return decode_s + prompt_seconds(interval_s, decode_s, stretch, later_s)
+
+    found = step_s(interval_s, decode_s, stretch, later_s)
+    longest_s = step_s(interval_s, max(decode_s, later_s), 1, 0.0)
+    assert found == pytest.approx(stretch * longest_s)
+    if 1.25 * max(decode_s, later_s) <= interval_s:  # the device is fast enough for the target
+        assert found == pytest.approx(stretch * interval_s)
+    else:  # and if it is not, another device is that many times slower
+        assert step_s(interval_s, slower * decode_s, stretch, slower * later_s) == pytest.approx(slower * found)
 
 
 @given(
@@ -226,12 +247,12 @@ def test_who_decodes_has_tokens_in_time_while_prompts_burst_in(token_s: float) -
     assert seconds_without / seconds >= 0.8  # each step has a cost of its own here, whatever it computes
 
 
-def first_tokens_s(num_tenants: int, stretches: bool, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def first_tokens_s(num_tenants: int, stretches: bool, slower: float, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When each of 32 prompts that come at once has its first token, in order. A decode takes as long as 8 tokens."""
     if not stretches:
         monkeypatch.setattr(prompt_bursts, "_MAX_STRETCH", 1)
     s = gang(token_interval_s=0.1)
-    device = Device(s, random.Random(2), 0.00066, decode_s=0.0055)
+    device = Device(s, random.Random(2), slower * 0.00066, decode_s=slower * 0.0055)
     for begin, number, max_tokens in ((1000, 8, 20), (0, 32, 80)):  # the first ones show what steps cost
         started_s = device.now
         for i in range(begin, begin + number):
@@ -241,9 +262,10 @@ def first_tokens_s(num_tenants: int, stretches: bool, monkeypatch: pytest.Monkey
     return sorted(device.first_token_at[i] - started_s for i in range(32))
 
 
-def test_first_tokens_of_a_burst_do_not_wait_for_its_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of 135 million parameters on two cores, on which all these prompts take 1.4 s."""
-    stretched, before = (first_tokens_s(1, stretches, monkeypatch) for stretches in (True, False))
+@pytest.mark.parametrize("slower", [1, 3, 10, 100])
+def test_first_tokens_of_a_burst_do_not_wait_for_its_next_ones(slower: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 135 million parameters on two cores, on which all these prompts take 1.4 s, and on slower ones."""
+    stretched, before = (first_tokens_s(1, stretches, slower, monkeypatch) for stretches in (True, False))
     assert stretched[-1] <= 2.0 * stretched[16]
     assert stretched[-1] <= before[-1] / 2
 

@@ -20,14 +20,19 @@ def token_interval_of(interval_s: float | Literal["auto"], device: str) -> float
     return _CPU_INTERVAL_S if device == "cpu" else _GPU_INTERVAL_S
 
 
-def prompt_seconds(interval_s: float, decode_s: float) -> float:
+def prompt_seconds(interval_s: float, decode_s: float, stretch: int = 1, later_decode_s: float = 0.0) -> float:
     """Time of a step that prompts may take, so that decoding sequences get their next tokens in time.
 
     `interval_s`: target time of the step. `decode_s`: expected time of its decodes. Where decodes leave hardly any
     time, prompts get a part of the decodes' time in addition. Sarathi-Serve (arXiv 2403.02310) bounds chunks for the
     same reason.
+
+    `stretch`: the step may take so many times as long (`PromptBursts`). `later_decode_s`: expected time of decodes once
+    the prompts that wait decode as well. On a slow device all steps then take longer than the target; stretched ones
+    are measured by these, so that first tokens are in time of each other on any device.
     """
-    return max(interval_s - decode_s, _LEAST_PART * decode_s)
+    longest_decode_s = max(decode_s, later_decode_s) if stretch > 1 else decode_s
+    return stretch * max(interval_s, (1 + _LEAST_PART) * longest_decode_s) - decode_s
 
 
 @dataclass

@@ -437,8 +437,15 @@ class Scheduler:
         most = self._limits.max_tokens_per_step - num_decodes
         if not num_decodes or not self.token_interval_s:
             return PromptBudget(most)  # no sequence waits for its next token
-        interval_s = self._bursts.stretch * self.token_interval_s
-        seconds = prompt_seconds(interval_s, self._step_costs.decode_s(num_decodes))
+        num_later = min(
+            num_decodes + len(self._running.prompts) + self._waiting.num_ready, self._limits.max_num_sequences
+        )
+        seconds = prompt_seconds(
+            self.token_interval_s,
+            self._step_costs.decode_s(num_decodes),
+            self._bursts.stretch,
+            self._step_costs.decode_s(num_later),
+        )
         return PromptBudget(most, seconds, self._step_costs.prompt_token_s, self._limits.block_size)
 
     def _preempt(self, victim: GrowingSequence) -> None:
