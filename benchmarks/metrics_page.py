@@ -11,13 +11,13 @@ import sys
 import time
 from itertools import chain
 
+from motet.cluster.replicas.short_pauses import SWITCH_INTERVAL_S
 from motet.router.exposition.families import text_of
 from motet.router.exposition.gang_families import gang_families
 from motet.router.exposition.router_families import RouterFacts, router_families
 from motet.router.metrics import Metrics
 from motet.workers.wire.engine_load import EngineLoad
 
-SWITCH_INTERVAL_S = 0.0005  # a router's
 TICK_S = 0.001
 LABELS = {"router": "r1", "base": "base"}
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from motet.benchmarks.rigs import leader_steps, size_of_inputs, size_of_penalties
 from motet.benchmarks.rigs.resumed_frames import resumed_frame_bytes
 from motet.benchmarks.rigs.size_of_memory import make_room_ms
-from motet.cluster.replicas.garbage_collection import make_garbage_collection_rare
+from motet.cluster.replicas.short_pauses import keep_pauses_short
 
 DOCUMENT = 32 * 1024  # tokens
 NUM_READERS = 127
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without the penalties, which need a model (3 minutes)")
     arguments = parser.parse_args()
     table = Table(arguments.runs)
-    make_garbage_collection_rare()  # as a gang does
+    keep_pauses_short()  # as a gang does
     ratios = measure_leader(table) | measure_memory(table) | measure_inputs(table)
     ratios["largest_frame_mib"] = table.measure("largest_frame_mib", _largest_frame_mib, 1, "MiB")
     if not arguments.quick:

@@ -107,9 +107,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2, help="starts of each kind (default 2)")
     parser.add_argument("--rounds", type=int, default=2, help="bursts of a start, after one that warms up (default 2)")
     parser.add_argument("--adapters", type=int, default=0, help="that are measured beside the base (default 0)")
-    parser.add_argument("--experts", action="store_true", help="a base with experts")
+    parser.add_argument("--experts", action="store_true", help="a base with experts, without --adapters")
     parser.add_argument("--avx2", action="store_true", help="kernels and torch as for a CPU that has no more")
     arguments = parser.parse_args()
+    if arguments.experts and arguments.adapters:
+        parser.error("--adapters are for the base without experts: leave out --experts or --adapters")
     codes = {"now": HERE} | ({"before": arguments.before.resolve()} if arguments.before else {})
     kinds = [(code, threads) for threads in arguments.threads for code in codes]
     rounds: dict[tuple[str, int], list[Round]] = {kind: [] for kind in kinds}
@@ -229,7 +231,9 @@ def _round(url: str, pid: int, jobs: list[Job]) -> Round:
         answers = list(pool.map(ask, jobs))
         wall_s, after = time.perf_counter() - started, _cpu_seconds(pid)
         clients_s, all_s = time.process_time() - clients_before, busy_seconds() - all_before
-    spent = {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
+    spent: dict[str, float] = {}
+    for process, (name, seconds) in after.items():
+        spent[name] = spent.get(name, 0.0) + seconds - before.get(process, (name, 0.0))[1]
     num_tokens, first_token_s = sum(tokens for tokens, _ in answers), [first for _, first in answers]
     return Round(num_tokens, wall_s, spent, first_token_s, clients_s, all_s)
 
@@ -288,12 +292,14 @@ def _sampled_round(url: str, root: int, jobs: list[Job], path: Path) -> dict[str
     gang = next(pid for pid, (_, name, _) in _processes().items() if GANG in name and _is_under(pid, root))
     command = ["perf", "record", "-e", "cpu-clock", "-F", str(SAMPLES_PER_S), "-p", str(gang), "-o", str(path)]
     recorder = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    time.sleep(0.5)  # until it samples
-    before = _thread_seconds(gang)
-    wall_s = _round(url, root, jobs).wall_s
-    after = _thread_seconds(gang)
-    recorder.send_signal(signal.SIGINT)
-    recorder.wait(timeout=60)
+    try:
+        time.sleep(0.5)  # until it samples
+        before = _thread_seconds(gang)
+        wall_s = _round(url, root, jobs).wall_s
+        after = _thread_seconds(gang)
+    finally:
+        recorder.send_signal(signal.SIGINT)
+        recorder.wait(timeout=60)
     listed = subprocess.run(
         ["perf", "script", "-i", str(path), "-F", "tid,ip,dso"], capture_output=True, text=True, check=True
     )
@@ -343,17 +349,13 @@ def _processes() -> dict[int, tuple[int, str, float]]:
     return stats
 
 
-def _cpu_seconds(root: int) -> dict[str, float]:
-    """CPU seconds of a process and all under it, by name."""
+def _cpu_seconds(root: int) -> dict[int, tuple[str, float]]:
+    """Name, which may change, and CPU seconds of a process and of all under it."""
     stats = _processes()
-    found: dict[str, float] = {}
     known = {root}
     while more := {pid for pid, (parent, _, _) in stats.items() if parent in known} - known:
         known |= more
-    for pid in known & stats.keys():
-        name, seconds = stats[pid][1:]
-        found[name] = found.get(name, 0.0) + seconds
-    return found
+    return {pid: stats[pid][1:] for pid in known & stats.keys()}
 
 
 if __name__ == "__main__":

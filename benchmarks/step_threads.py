@@ -1,8 +1,11 @@
-"""What threads give a decode step in one process, without clients, routers and the engine around it.
+"""What threads give a step in one process, without clients, routers and the engine around it.
 
 Random weights of SmolLM2-135M's shape, bfloat16, contexts of some 200 tokens in pages in random order. Numbers of
 threads take turns. The best step is what free cores give; the median is with whatever else the machine does, which is
 measured too: while another program has the core of one thread, the other one waits for the block that this one began.
+
+With `--prompt-tokens 64` each sequence computes so many tokens of a prompt in place of decoding. Rows of an adapter are
+neighbours, as in any step.
 
 With `--adapters 64` the base's steps are timed as well, and how fast as many threads read memory in order, which bounds
 what adapters can take: a step reads each of their bytes once.
@@ -11,11 +14,14 @@ what adapters can take: a step reads each of their bytes once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +42,7 @@ from motet.workers.parallel import Alone
 from motet.workers.plan import Residence, SamplePlan, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import SamplingParams
 
-BLOCK_SIZE, CONTEXT, POOL_BYTES = 16, 200, 3 << 30
+BLOCK_SIZE, CONTEXT, POOL_BYTES, READ_BYTES = 16, 200, 3 << 30, 1 << 30
 CPU = torch.device("cpu")
 SAMPLE = SamplePlan(SamplingParams(temperature=0.0), 0, 0)
 
@@ -55,6 +61,8 @@ class Bench:
         geometry = plan_pool(sharding, BLOCK_SIZE, torch.bfloat16, POOL_BYTES)
         layout = sharding.layout(BLOCK_SIZE, "bfloat16", "dtype")
         self._pool = make_pool(geometry, CPU)
+        self._first = self._pool.view(-1).view(torch.int64)[: READ_BYTES // 8]
+        self._first.zero_()  # all memory that was never written is one page of zeros
         self._free = list(range(geometry.num_pages))
         random.Random(0).shuffle(self._free)
         rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, CPU)
@@ -72,12 +80,15 @@ class Bench:
         layers = layout.page_bytes // layout.slab  # bytes of an element, in all layers
         self._adapter_bytes = [layout.num_elements(of) * layers for of in ranks]
 
-    def plan(self, num_sequences: int, num_adapters: int) -> StepPlan:
+    def plan(self, num_sequences: int, num_adapters: int, num_prompt_tokens: int | None) -> StepPlan:
+        """`num_prompt_tokens`: that each sequence computes; None: they decode."""
         sequences, adapters = [], self._adapters[: min(num_adapters, num_sequences)]
         for index in range(num_sequences):
-            pages = packed(self._take(CONTEXT // BLOCK_SIZE + 2, 0.5))
-            adapter = adapters[index % len(adapters)].digest if adapters else None
-            sequences.append(SequencePlan(index, (index,), CONTEXT + index % 9, pages, adapter, SAMPLE))
+            start = CONTEXT + index % 9 if num_prompt_tokens is None else 0
+            token_ids = tuple(range(index, index + (num_prompt_tokens or 1)))
+            pages = packed(self._take((start + len(token_ids)) // BLOCK_SIZE + 1, 0.5))
+            adapter = adapters[index * len(adapters) // num_sequences].digest if adapters else None
+            sequences.append(SequencePlan(index, token_ids, start, pages, adapter, SAMPLE))
         return StepPlan(0, tuple(sequences), adapters, ())
 
     def adapter_bytes(self, num_sequences: int) -> int:
@@ -85,14 +96,15 @@ class Bench:
 
     def read_bytes_per_s(self, num_threads: int) -> float:
         """How fast threads read memory in order, each its own part."""
-        parts = self._pool.view(-1).view(torch.int64)[: (1 << 30) // 8].chunk(num_threads)
+        parts = self._first.chunk(num_threads)
         took_s = []
-        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(num_threads, initializer=_use_one_core, initargs=(cores,)) as threads:
             for _ in range(5):
                 started = time.perf_counter()
                 list(threads.map(torch.sum, parts))
                 took_s.append(time.perf_counter() - started)
-        return (1 << 30) / min(took_s)
+        return READ_BYTES / min(took_s)
 
     def time(self, plan: StepPlan, num_threads: int, seconds: float) -> Timed:
         runner, wall_s = self._runners[num_threads], list[float]()
@@ -112,11 +124,18 @@ class Bench:
         return taken
 
 
+def _use_one_core(cores: Iterator[int]) -> None:
+    """Some systems wake all threads on the core of the one that wakes them."""
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {next(cores)})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sequences", type=int, nargs="+", default=[32, 64], help="of a step (default 32 64)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers to try (default 1 2)")
-    parser.add_argument("--adapters", type=int, default=0, help="that sequences use in turn (default 0)")
+    parser.add_argument("--adapters", type=int, default=0, help="that sequences share evenly (default 0)")
+    parser.add_argument("--prompt-tokens", type=int, help="of each sequence (default: they decode)")
     parser.add_argument("--seconds", type=float, default=1.5, help="of steps in a turn (default 1.5)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -127,7 +146,8 @@ def main() -> None:
         for num_sequences in arguments.sequences:
             best_s: dict[tuple[int, int], float] = {}  # by adapters and threads
             for num_adapters in sorted({0, arguments.adapters}):
-                plan, cpu_s = bench.plan(num_sequences, num_adapters), dict[int, float]()
+                plan = bench.plan(num_sequences, num_adapters, arguments.prompt_tokens)
+                cpu_s = dict[int, float]()
                 for count in arguments.threads * 2:
                     timed = bench.time(plan, count, arguments.seconds)
                     best, median = min(timed.wall_s), statistics.median(timed.wall_s)

@@ -23,7 +23,7 @@ from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
 from motet.cluster.config import part_config
-from motet.cluster.replicas.garbage_collection import make_garbage_collection_rare
+from motet.cluster.replicas.short_pauses import keep_pauses_short
 from motet.cluster.settings.settings import Settings
 from motet.router.config import CurrentConfig, RouterConfig
 from motet.router.fleet.admission import TimeLimit
@@ -148,7 +148,7 @@ async def main() -> None:
             "on": _app(view, text, Path(folder), quotas=quotas, accountants=[usage.metering]),
             "off": _app(OneTenantView(), text, Path(folder)),
         }
-        make_garbage_collection_rare()  # as a router does
+        keep_pauses_short()  # as a router does
         servers = {
             name: uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
             for name, app in fronts.items()

@@ -23,7 +23,7 @@ from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.benchmarks.rigs.front_router import BASE, MODEL_PATH, InstantDispatcher
 from motet.cluster.config import part_config
-from motet.cluster.replicas.garbage_collection import make_garbage_collection_rare
+from motet.cluster.replicas.short_pauses import keep_pauses_short
 from motet.cluster.settings.settings import Settings
 from motet.router.config import CurrentConfig, RouterConfig
 from motet.router.rest_server import create_app
@@ -68,8 +68,7 @@ async def main() -> None:
         text=text,
         operator_key=secrets.token_hex(),
     )
-    sys.setswitchinterval(0.0005)  # as a router does
-    make_garbage_collection_rare()
+    keep_pauses_short()  # as a router does
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from motet.cluster.replicas.garbage_collection import make_garbage_collection_rare
+from motet.cluster.replicas.short_pauses import keep_pauses_short
 from motet.workers.plan import HostAdapterStats, MoveEnd, SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
@@ -276,7 +276,7 @@ def worst_step_over_interval(max_tokens: int, seed: int = 1, num_steps: int = 15
 
 def second_generation_ms() -> float:
     """The median time of the collector's searches of its second generation while prompts of 8k fill a large pool."""
-    make_garbage_collection_rare()
+    keep_pauses_short()
     seconds: list[float] = []
     began_s = 0.0
 

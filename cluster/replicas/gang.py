@@ -38,13 +38,13 @@ from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
 from ..settings.config_error import ConfigError
 from .gang_stats import gang_stats
 from .gang_workers import RayWorkers
-from .garbage_collection import make_garbage_collection_rare
 from .launch_keeper import id_of_this_cluster
 from .replica_directory import ADDRESS
 from .replica_logging import configure_replica_logging
 from .replica_start import ReplicaStart
 from .running_parts import RunningParts
 from .serve_port import serve_only_at
+from .short_pauses import keep_pauses_short
 
 if TYPE_CHECKING:  # it imports torch, which launchers do without; they import this file
     from ...workers.loop import EngineLoop
@@ -78,7 +78,7 @@ class GangReplica:
         self._start = ReplicaStart("gang", replica, id_of_this_cluster(), on_event)
         async with self._start:
             await self._serve(gang_id, exposition, secrets_path, hub_id, on_event)
-        make_garbage_collection_rare()
+        keep_pauses_short()
 
     async def _serve(
         self,

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import logging
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -71,7 +70,6 @@ from ..progress_log import ProgressWriter, ignore_event, step
 from ..settings.config_error import ConfigError
 from .bounded_receive import BoundedReceive
 from .gang_demand import GangDemand
-from .garbage_collection import make_garbage_collection_rare
 from .launch_keeper import LaunchKeeper, id_of_this_cluster
 from .placement_keeper import PlacementKeeper
 from .replica_directory import ADDRESS, Metadata, ReplicaDirectory
@@ -81,6 +79,7 @@ from .rollout_keeper import RolloutKeeper
 from .running_parts import RunningParts
 from .serve_port import serve_only_at
 from .serve_watch import ServeWatch
+from .short_pauses import keep_pauses_short
 
 if TYPE_CHECKING:
     from ...router.oidc.token_verifier import TokenVerifier
@@ -89,7 +88,6 @@ SWEEP_INTERVAL_S = 3600.0
 SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due
 REDIS_MEMORY_S = 30.0  # how often each router reads how much memory Redis uses
 STARTS_S = 5.0  # how often each router reads which replicas cannot start
-SWITCH_INTERVAL_S = 0.0005  # after which a thread that renders or tokenizes gives way to the event loop
 
 _log = logging.getLogger(__name__)
 
@@ -194,7 +192,7 @@ class RouterReplica:
         )
         self._app.add_middleware(BoundedReceive)
         await parts.start(batches)
-        _keep_pauses_short()
+        keep_pauses_short()
         edge = await parts.start(EdgeWatch(RAY_SERVE_HAPROXY_SOCKET_PATH))
         self._metrics.edge_refused = lambda: edge.refused
         parts.run(self._sweep_forever(config.store_path))
@@ -383,9 +381,3 @@ async def _start_token_verifier(parts: RunningParts, config: MotetConfig) -> Tok
     from ...router.oidc.token_verifier import TokenVerifier  # what verifies signatures takes memory and time to load
 
     return await parts.start(TokenVerifier(config.oidc))
-
-
-def _keep_pauses_short() -> None:
-    """What the interpreter does by itself must not hold up every stream of this router."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    make_garbage_collection_rare()

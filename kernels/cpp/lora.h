@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "lora_single.h"
-#include "lora_tiles.h"
 #include "team.h"
 
 namespace motet {
@@ -47,20 +46,12 @@ struct LoraScratch : SingleScratch<T> {
     std::vector<std::pair<int64_t, int64_t>> cuts;  // start and end row of each part of `several`
     std::vector<const T*> rows;
     std::vector<RowPair<T>> pairs;
-#ifdef MOTET_TILES
-    LoraTiles tiles;
-#endif
 };
 
 // x Aᵀ of rows `start` to `end` of the part, written to the part's `[rows, a_rows]` at `shrunk + part.shrunk`.
 template <class T, class Ahead>
 void shrink_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start, int64_t end, const T* x,
                  int64_t x_stride, T* shrunk, LoraScratch<T>& scratch, Ahead& ahead) {
-#ifdef MOTET_TILES
-    if constexpr (std::is_same<T, Bfloat16>::value)
-        if (tiles_are_best(end - start))
-            return shrink_in_tiles(pages, part, start, end, x, x_stride, shrunk, scratch.tiles, ahead);
-#endif
     const int64_t width = part.num_in;
     const int64_t most = end - start == 1 ? kOneDots : kDots;
     T* spare = room(scratch.spare, kOneDots * width);
@@ -163,11 +154,6 @@ void expand_many(const LoraPages<T>& pages, const LoraPart& part, int64_t num_ro
 template <class T, class Ahead>
 void expand_part(const LoraPages<T>& pages, const LoraPart& part, int64_t start, int64_t end, const T* shrunk,
                  int64_t shrunk_stride, T* y, int64_t y_stride, LoraScratch<T>& scratch, Ahead& ahead) {
-#ifdef MOTET_TILES
-    if constexpr (std::is_same<T, Bfloat16>::value)
-        if (tiles_are_best(end - start))
-            return expand_in_tiles(pages, part, start, end, shrunk, shrunk_stride, y, y_stride, scratch.tiles, ahead);
-#endif
     const int64_t num_pairs = (part.rank + 2 * kPairs - 1) / (2 * kPairs) * kPairs, num_rows = end - start;
     T* values = room(scratch.values, 2 * num_pairs);
     auto* factors = room(scratch.factors, num_rows * num_pairs);

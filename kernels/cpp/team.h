@@ -10,16 +10,20 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <ctime>
 #include <mutex>
 #include <system_error>
 #include <thread>
 #include <type_traits>
+#include <vector>
 
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 #if defined(__linux__)
+#include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 #endif
 
 namespace motet {
@@ -42,6 +46,44 @@ inline int current_core() {
     return -1;
 #endif
 }
+
+// Leaves threads all cores of their process but one. Does nothing if it has no other, or the system refuses.
+inline void keep_off(int core, const std::vector<std::thread::native_handle_type>& threads) {
+#if defined(__linux__)
+    cpu_set_t others;
+    if (core < 0 || sched_getaffinity(getpid(), sizeof others, &others) != 0) return;
+    CPU_CLR(core, &others);
+    if (CPU_COUNT(&others) == 0) return;
+    for (const auto& thread : threads) pthread_setaffinity_np(thread, sizeof others, &others);
+#endif
+}
+
+// How much of a core a thread gets while it has work.
+class CoreShare {
+  public:
+    // The thread has work from now on.
+    void begin() { began_at = std::chrono::steady_clock::now(), ran_before = ran(); }
+
+    // It has none for now. Whether others want its core as much, known after each fifth of a second.
+    bool ends_as_others_want_it() {
+        wanted += std::chrono::steady_clock::now() - began_at, got += ran() - ran_before;
+        if (wanted < kMeasured) return false;
+        const bool is_short = 20 * got < 11 * wanted;  // one program that always computes leaves it half
+        wanted = got = {};
+        return is_short;
+    }
+
+  private:
+    static constexpr std::chrono::milliseconds kMeasured{200};
+    std::chrono::steady_clock::time_point began_at{};
+    std::chrono::nanoseconds ran_before{}, wanted{}, got{};
+
+    static std::chrono::nanoseconds ran() {
+        timespec time{};
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+        return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+    }
+};
 
 // The process's helpers, which live as long as it does. One caller at a time is helped; another one works alone.
 class Team {
@@ -91,6 +133,8 @@ class Team {
     // Longer than between two operations of a step and shorter than between steps.
     static constexpr std::chrono::microseconds kSpin{50};
     static constexpr std::chrono::microseconds kBetweenWakes{300};
+    // Of a helper whose core others use: its work would come late, and the caller waits for it.
+    static constexpr std::chrono::milliseconds kRest{1000};
 
     // Of the current work: its number (24 bits), helpers that may take part (8), blocks that no thread has begun (32).
     alignas(64) std::atomic<uint64_t> ticket{0};
@@ -100,10 +144,11 @@ class Team {
     void* argument = nullptr;
     int64_t total = 0;
     uint64_t epoch = 0;
-    int num_helpers = 0;                               // read and written by the caller that is being helped
-    int wanted = 0;                                    // helpers of its work; written by it, under the mutex
-    std::chrono::steady_clock::time_point woken_at{};  // read and written by it
-    std::atomic<int> core{-1};                         // the caller's
+    std::vector<std::thread::native_handle_type> helpers;  // read and written by the caller that is being helped
+    int avoided = -1;                                      // the core that they are kept off; likewise
+    int wanted = 0;                                        // helpers of its work; written by it, under the mutex
+    std::chrono::steady_clock::time_point woken_at{};      // read and written by it
+    std::atomic<int> core{-1};                             // the caller's
     std::atomic_flag is_taken = ATOMIC_FLAG_INIT;
     std::mutex mutex;
     std::condition_variable awake;
@@ -115,6 +160,9 @@ class Team {
         const auto now = std::chrono::steady_clock::now();
         if (now - woken_at < kBetweenWakes) return;
         woken_at = now;
+        // Systems that pack work onto few cores wake a helper where its caller runs, though another core is idle.
+        const int own = core.load(std::memory_order_relaxed);
+        if (own != avoided) keep_off(avoided = own, helpers);
         std::lock_guard<std::mutex> lock(mutex);
         awake.notify_all();
     }
@@ -129,8 +177,12 @@ class Team {
             more_wanted.notify_all();
         }
         try {
-            for (; num_helpers < count; num_helpers++)
-                std::thread([this, index = num_helpers] { help(index); }).detach();
+            while (int(helpers.size()) < count) {
+                std::thread helper([this, index = int(helpers.size())] { help(index); });
+                helpers.push_back(helper.native_handle());
+                helper.detach();
+                avoided = -1;
+            }
         } catch (const std::system_error&) {
             // The system has no more threads for this process (a container's limit, say): those that there are help.
         }
@@ -145,6 +197,8 @@ class Team {
     }
 
     void help(int index) {
+        CoreShare share;
+        share.begin();
         for (;;) {
             uint64_t seen = ticket.load(std::memory_order_acquire);
             while (is_for(seen, index) && !is_in_the_way())
@@ -154,11 +208,13 @@ class Team {
                     seen = ticket.load(std::memory_order_acquire);
                 }
             if (spins(index)) continue;
+            if (share.ends_as_others_want_it()) std::this_thread::sleep_for(kRest);
             std::unique_lock<std::mutex> lock(mutex);
             more_wanted.wait(lock, [&] { return index < wanted; });
             num_asleep.fetch_add(1);
             awake.wait(lock, [&] { return index >= wanted || (is_for(ticket.load(), index) && !is_in_the_way()); });
             num_asleep.fetch_sub(1);
+            share.begin();
         }
     }
 

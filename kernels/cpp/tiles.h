@@ -28,42 +28,42 @@ constexpr int64_t kTileInputs = 32, kTilePairs = 16;  // inputs of a tile, and p
 // Instructions on tiles read memory that GCC 12 does not know they read: what was stored must be there before them.
 inline void finish_stores() { asm volatile("" ::: "memory"); }
 
-// Sets the registers: tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 weights. `num_rows`: of tiles 0 to 5;
-// `num_pairs`: of inputs.
-inline void configure_tiles(int num_rows, int num_pairs = int(kTilePairs)) {
+// Sets the registers: tiles 0 to 3 are sums, 4 and 5 rows of x, 6 and 7 weights. `num_rows`: of tiles 0 to 5.
+inline void configure_tiles(int num_rows) {
     struct alignas(64) {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
         uint16_t bytes[16] = {};
         uint8_t rows[16] = {};
     } config;
     for (int tile = 0; tile < 8; tile++) config.bytes[tile] = 64, config.rows[tile] = uint8_t(num_rows);
-    config.rows[6] = config.rows[7] = uint8_t(num_pairs);
-    config.bytes[4] = config.bytes[5] = uint16_t(4 * num_pairs);
+    config.rows[6] = config.rows[7] = uint8_t(kTilePairs);
     finish_stores();
     _tile_loadconfig(&config);
 }
 
-template <int kCount, int kColumns = 2>
+template <int kCount>
 inline void zero_sums() {
     _tile_zero(0);
-    if constexpr (kColumns == 2) _tile_zero(1);
-    if constexpr (kCount == 2) _tile_zero(2);
-    if constexpr (kCount == 2 && kColumns == 2) _tile_zero(3);
+    _tile_zero(1);
+    if constexpr (kCount == 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
 }
 
-// Adds the products of `kCount` tiles of rows with `kColumns` tiles of weights to the sums. Strides are in bytes.
-template <int kCount, int kColumns = 2>
+// Adds the products of `kCount` tiles of rows with two tiles of weights to the sums. Strides are in bytes.
+template <int kCount>
 inline void add_products(const void* first, const void* last, int64_t stride, const void* left, const void* right,
                          int64_t weight_stride) {
     _tile_loadd(6, left, weight_stride);
-    if constexpr (kColumns == 2) _tile_loadd(7, right, weight_stride);
+    _tile_loadd(7, right, weight_stride);
     _tile_loadd(4, first, stride);
     _tile_dpbf16ps(0, 4, 6);
-    if constexpr (kColumns == 2) _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(1, 4, 7);
     if constexpr (kCount == 2) {
         _tile_loadd(5, last, stride);
         _tile_dpbf16ps(2, 5, 6);
-        if constexpr (kColumns == 2) _tile_dpbf16ps(3, 5, 7);
+        _tile_dpbf16ps(3, 5, 7);
     }
 }
 
@@ -78,12 +78,14 @@ inline void load_sums(const float* first, const float* last, int64_t stride) {
     }
 }
 
-template <int kCount, int kColumns = 2>
+template <int kCount>
 inline void store_sums(float* first, float* last, int64_t stride) {
     _tile_stored(0, first, stride);
-    if constexpr (kColumns == 2) _tile_stored(1, first + kLanes, stride);
-    if constexpr (kCount == 2) _tile_stored(2, last, stride);
-    if constexpr (kCount == 2 && kColumns == 2) _tile_stored(3, last + kLanes, stride);
+    _tile_stored(1, first + kLanes, stride);
+    if constexpr (kCount == 2) {
+        _tile_stored(2, last, stride);
+        _tile_stored(3, last + kLanes, stride);
+    }
 }
 #endif
 

@@ -138,7 +138,7 @@ def events(monkeypatch: pytest.MonkeyPatch, redis_client: Redis, redis_url: str)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(ingress, "read_secrets", lambda path: LaunchSecrets(redis_url=redis_url, operator_key="key"))
     monkeypatch.setattr(ingress, "id_of_this_cluster", lambda: "cluster-1")
-    monkeypatch.setattr(ingress, "make_garbage_collection_rare", lambda: None)
+    monkeypatch.setattr(ingress, "keep_pauses_short", lambda: None)
     monkeypatch.setattr(ingress, "ReplicaDirectory", lambda *given: Directory(noted, *given))
     return noted
 

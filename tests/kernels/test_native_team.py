@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,6 +19,7 @@ PROGRAM = r"""
 #include <dirent.h>
 #include <dlfcn.h>
 #include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -79,12 +81,51 @@ static int fewest_woken(int num_threads, int num_rounds) {
     return fewest;
 }
 
+// Whether the only helper may soon no longer use the core that its caller runs on.
+static bool is_kept_off(int core) {
+    cpu_set_t own, of_helper;
+    CPU_ZERO(&own);
+    CPU_SET(core, &own);
+    sched_setaffinity(0, sizeof own, &own);
+    const std::string caller = std::to_string(gettid()), process = std::to_string(getpid());
+    for (int i = 0; i < 2000; i++) {
+        if (!computes(2)) return false;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        for (const auto& each : sleeps()) {
+            if (each.first == caller || each.first == process) continue;
+            sched_getaffinity(stoi(each.first), sizeof of_helper, &of_helper);
+            if (!CPU_ISSET(core, &of_helper) && CPU_COUNT(&of_helper) > 0) return true;
+        }
+    }
+    return false;
+}
+
+// Whether others are found to want the core of a thread that has work for 200 ms.
+template <class Work>
+static bool is_wanted(Work work) {
+    motet::CoreShare share;
+    share.begin();
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(200);
+    while (std::chrono::steady_clock::now() < end) work();
+    return share.ends_as_others_want_it();
+}
+
 int main(int argc, char** argv) {
     if (!strcmp(argv[1], "refused")) {
         num_allowed = 1;
         bool right = true;
         for (int i = 0; i < 100; i++) right = right && computes(4);
         printf("%d %d", right, num_refused.load());
+    } else if (!strcmp(argv[1], "cores")) {
+        bool first, second;
+        std::thread caller([&] { first = is_kept_off(atoi(argv[2])), second = is_kept_off(atoi(argv[3])); });
+        caller.join();
+        printf("%d %d", first, second);
+    } else if (!strcmp(argv[1], "share")) {
+        const bool without = is_wanted([] { std::this_thread::sleep_for(std::chrono::milliseconds(200)); });
+        bool with_core = true;
+        for (int i = 0; i < 100 && with_core; i++) with_core = is_wanted([] {});
+        printf("%d %d", without, with_core);
     } else {
         bool right = true;
         for (int i = 0; i < 100; i++) right = right && computes(8);
@@ -110,8 +151,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "team"
 
 
-def run(program: Path, what: str) -> tuple[int, int]:
-    done = subprocess.run([str(program), what], capture_output=True, text=True, timeout=PATIENCE_S)
+def run(program: Path, *what: str) -> tuple[int, int]:
+    done = subprocess.run([str(program), *what], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.split()
     return int(first), int(second)
@@ -128,3 +169,17 @@ def test_helpers_of_work_with_more_threads_sleep_through_work_with_fewer(program
     """Of eight threads two are used: at least in one round no more than these wake."""
     is_right, num_woken = run(program, "fewer")
     assert is_right == 1 and num_woken <= 2
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="there is one core, or not known"
+)
+def test_helpers_are_kept_off_the_core_of_their_caller(program: Path) -> None:
+    """Also after it has moved to another one."""
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    assert run(program, "cores", str(first), str(second)) == (1, 1)
+
+
+def test_a_helper_learns_that_others_want_its_core(program: Path) -> None:
+    """One that sleeps instead, and one that computes, at least once of many times, as other programs run beside it."""
+    assert run(program, "share") == (1, 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
+from motet.kernels.lora import PagedAdapter
 from motet.workers.execution.inputs import make_inputs
 from motet.workers.plan import SequencePlan, StepPlan, packed
 
@@ -42,3 +44,17 @@ def test_one_long_context_pads_no_other() -> None:
 
     none, one = decodes([500] * 64), decodes([131_000] + [500] * 63)
     assert num_elements(one) - num_elements(none) == 131_000 // BLOCK - 500 // BLOCK
+
+
+def test_rows_of_an_adapter_are_one_segment_in_whichever_order_a_plan_has_them() -> None:
+    plan, adapters = decodes([3, 5, 9, 11, 2]), {name: PagedAdapter((number,), ()) for number, name in enumerate("ab")}
+    parts = [
+        msgspec.structs.replace(part, adapter=adapter)
+        for part, adapter in zip(plan.sequences, ("b", None, "a", "b", "a"), strict=True)
+    ]
+    inputs = make_inputs(msgspec.structs.replace(plan, sequences=tuple(parts)), adapters, BLOCK, CPU)
+    assert inputs.attention.context_lens == (6, 10, 3, 4, 12), "base, a, a, b, b"
+    assert [(one.start, one.end, one.adapter) for one in inputs.segments] == [
+        (1, 3, adapters["a"]),
+        (3, 5, adapters["b"]),
+    ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 _LEAST_PART = 0.25  # prompts get at least this part of the time of a step's decodes
+_LEAST_PART_OF_BURST = 0.5  # the same while they burst in
 _NEAR_ENOUGH = 1.05  # times the seconds that prompts may take
 
 _CPU_INTERVAL_S, _GPU_INTERVAL_S = 0.1, 0.05  # faster than most people read
@@ -28,11 +29,12 @@ def prompt_seconds(interval_s: float, decode_s: float, stretch: int = 1, later_d
     same reason.
 
     `stretch`: the step may take so many times as long (`PromptBursts`). `later_decode_s`: expected time of decodes once
-    the prompts that wait decode as well. On a slow device all steps then take longer than the target; stretched ones
-    are measured by these, so that first tokens are in time of each other on any device.
+    the bursts decode as well. On a slow device all steps then take longer than the target; stretched ones are measured
+    by these, so that first tokens are as close to each other as on a faster one.
     """
-    longest_decode_s = max(decode_s, later_decode_s) if stretch > 1 else decode_s
-    return stretch * max(interval_s, (1 + _LEAST_PART) * longest_decode_s) - decode_s
+    if stretch == 1:
+        return max(interval_s - decode_s, _LEAST_PART * decode_s)
+    return stretch * max(interval_s, (1 + _LEAST_PART_OF_BURST) * max(decode_s, later_decode_s)) - decode_s
 
 
 @dataclass

@@ -11,7 +11,7 @@ _MOST_COUNTED = 5  # prompts of a tenant
 
 
 class PromptBursts:
-    """Counts of each tenant's prompts and decodes. A change takes constant time, and a step nothing."""
+    """Counts of each tenant's prompts and decodes. A change takes constant time."""
 
     def __init__(self) -> None:
         self._counts: dict[TenantCounter, list[int]] = {}  # sequences that decode, and prompts that wait or run
@@ -44,6 +44,15 @@ class PromptBursts:
             if num_tenants:
                 return min(_MAX_STRETCH, max(1, number))
         return _MAX_STRETCH
+
+    def num_coming(self) -> int:
+        """How many more sequences decode once these bursts are computed. Takes time for each tenant.
+
+        Each tenant counts with as many prompts as the one with the fewest: a longer burst of another makes no step
+        longer for that one.
+        """
+        bursts = [num_prompts for num_decodes, num_prompts in self._counts.values() if num_decodes]
+        return len(bursts) * min(bursts, default=0)
 
     def check_integrity(self, counts: Mapping[TenantCounter, tuple[int, int]]) -> None:
         """Raises AssertionError if a tenant is miscounted. `counts`: decodes and prompts of each."""

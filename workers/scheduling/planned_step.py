@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import chain
-from operator import attrgetter
-from typing import TypeVar
+from collections.abc import Mapping
 
 import msgspec
 
 from ..plan import SampledToken, SamplePlan, SequencePlan
 from .growing_sequence import GrowingSequence
-
-T = TypeVar("T")
 
 
 class PlannedChunk(msgspec.Struct, gc=False):
@@ -33,9 +28,7 @@ class PlannedStep:
         self, decodes: list[GrowingSequence], chunks: list[PlannedChunk], beams: list[GrowingSequence] | None = None
     ) -> None:
         """`beams`: beams of searches, whose newest tokens are known."""
-        self.decodes = grouped(decodes, attrgetter("adapter_digest"))
-        self.chunks = grouped(chunks, attrgetter("part.adapter"))
-        self.beams = grouped(beams or [], attrgetter("adapter_digest"))
+        self.decodes, self.chunks, self.beams = decodes, chunks, beams or []
         self.late: set[GrowingSequence] = set()  # sequences that were dropped from the step: their masks were late
         self.gone: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
 
@@ -86,17 +79,6 @@ class PlannedStep:
         if gone:
             self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in gone]
         return (*parts, *[chunk.part for chunk in self.chunks])
-
-
-def grouped(members: list[T], adapter: Callable[[T], str | None]) -> list[T]:
-    """Those of each adapter as neighbours, in their order: kernels read an adapter once for rows that are neighbours.
-
-    Adapters come in the order of their first member.
-    """
-    groups = dict[str | None, list[T]]()
-    for member in members:
-        groups.setdefault(adapter(member), []).append(member)
-    return members if len(groups) in (1, len(members)) else list(chain.from_iterable(groups.values()))
 
 
 def _beam_part(sequence: GrowingSequence) -> SequencePlan:

@@ -437,14 +437,13 @@ class Scheduler:
         most = self._limits.max_tokens_per_step - num_decodes
         if not num_decodes or not self.token_interval_s:
             return PromptBudget(most)  # no sequence waits for its next token
-        num_later = min(
-            num_decodes + len(self._running.prompts) + self._waiting.num_ready, self._limits.max_num_sequences
-        )
+        stretch = self._bursts.stretch
+        num_later = num_decodes + (self._bursts.num_coming() if stretch > 1 else 0)
         seconds = prompt_seconds(
             self.token_interval_s,
             self._step_costs.decode_s(num_decodes),
-            self._bursts.stretch,
-            self._step_costs.decode_s(num_later),
+            stretch,
+            self._step_costs.decode_s(min(num_later, self._limits.max_num_sequences)),
         )
         return PromptBudget(most, seconds, self._step_costs.prompt_token_s, self._limits.block_size)
 
