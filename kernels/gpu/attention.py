@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 
 from ..attention import AttentionBatch, DerivedFromBatches
 from ..float8_kv import SCALE_BYTES, Float8KV
+from ..staging import staged
 from .attention_device import chunk_kernel
-from .decode import Decodes, DecodeTuning, keys_of_tile
+from .decode import Decodes, DecodeTuning
 from .kv_device import write_kv_kernel
+from .tile_sizes import keys_of_tile, next_power_of_2
 
 _LOG2_E = math.log2(math.e)
 
@@ -51,7 +53,7 @@ class _Launch:
         widest = 128 if head_dim <= 128 else 64
         if q.dtype == torch.float32:  # no matrix instructions: larger tiles spill, and take a minute to compile
             widest = 32
-        block_rows = max(min(widest, triton.next_power_of_2(max(counts) * group)), 32, triton.next_power_of_2(group))
+        block_rows = max(min(widest, next_power_of_2(max(counts) * group)), 32, next_power_of_2(group))
         tokens = block_rows // group
         # The blocks with the most keys come first, so that the last ones to run are short.
         blocks = sorted(
@@ -69,13 +71,12 @@ class _Launch:
             reverse=True,
         )
         rows = [starts[sequence] for sequence in decodes]
-        flat = [*rows, *decodes, *(number for block in blocks for number in block[1:])]
-        staged = torch.tensor(flat, dtype=torch.int32, pin_memory=q.device.type == "cuda")
-        staged = staged.to(q.device, non_blocking=True)
+        numbers = array("i", [*rows, *decodes, *(number for block in blocks for number in block[1:])])
+        (flat,) = staged(q.device, torch.frombuffer(numbers, dtype=torch.int32))
         num = len(decodes)
-        blocks_on_device = staged[2 * num :].view(-1, 3)
-        on_device = Decodes(batch, num, staged[:num], staged[num : 2 * num], tuning)
-        return _Launch(on_device, blocks_on_device, block_rows)
+        return _Launch(
+            Decodes(batch, num, flat[:num], flat[num : 2 * num], tuning), flat[2 * num :].view(-1, 3), block_rows
+        )
 
 
 class TritonAttention:
@@ -105,8 +106,8 @@ class TritonAttention:
         kv, scales = _parts(kv)
         _check(kv, scales, q, k, v)
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        block = min(16, triton.next_power_of_2(num_heads))
-        parts = triton.cdiv(num_heads, block) + triton.cdiv(num_kv_heads, block)
+        block = min(16, next_power_of_2(num_heads))
+        parts = -(-num_heads // block) - (-num_kv_heads // block)
         if num_rows:
             write_kv_kernel[(num_rows, parts)](
                 q,
@@ -119,12 +120,14 @@ class TritonAttention:
                 batch.row_pages,
                 batch.row_slots,
                 turned,
-                *(stride for x in (q, k, v) for stride in x.stride()[:2]),
+                *q.stride()[:2],
+                *k.stride()[:2],
+                *v.stride()[:2],
                 *kv.stride()[:3],
                 HEADS=num_heads,
                 KV_HEADS=num_kv_heads,
                 HEAD_DIM=head_dim,
-                HALF=triton.next_power_of_2(head_dim // 2),
+                HALF=next_power_of_2(head_dim // 2),
                 BLOCK_HEADS=block,
                 num_warps=4,
             )
@@ -153,15 +156,15 @@ class TritonAttention:
             "SOFTCAP": softcap is not None,
             "GROUP": q.shape[1] // kv.shape[3],
             "HEAD_DIM": head_dim,
-            "DIM": max(16, triton.next_power_of_2(head_dim)),
+            "DIM": max(16, next_power_of_2(head_dim)),
             "PAGE": kv.shape[2],
             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         }
         numbers = (scale_in, scale_out, window or 0, *q.stride()[:2], out.stride(0), *kv.stride()[:3])
         if launch.decodes.num:
             launch.decodes.attend(q, kv, scales, out, window, numbers, shared)
-        if launch.blocks is not None and len(launch.blocks):
-            chunk_kernel[(len(launch.blocks), kv.shape[3])](
+        if launch.blocks is not None:
+            chunk_kernel[(launch.blocks.shape[0], kv.shape[3])](
                 q,
                 kv,
                 scales,
@@ -199,9 +202,10 @@ def _parts(kv: torch.Tensor | Float8KV) -> tuple[torch.Tensor, torch.Tensor | No
 
 def _check(kv: torch.Tensor, scales: torch.Tensor | None, *heads: torch.Tensor) -> None:
     dtype = heads[0].dtype if scales is not None else kv.dtype
-    assert all(x.stride(-1) == 1 for x in (kv, *heads)), "heads are contiguous"
-    assert all(x.dtype == dtype for x in heads), "heads are of one dtype"
-    assert kv.stride(3) == kv.shape[4], "the heads of a token lie side by side in its page"
+    for x in heads:
+        assert x.dtype == dtype, "heads are of one dtype"
+        assert x.stride(-1) == 1, "heads are contiguous"
+    assert kv.stride()[3:] == (kv.shape[4], 1), "the heads of a token lie side by side in its page"
     if scales is not None:
         assert (kv.dtype, scales.dtype) == (torch.uint8, torch.float32), "values are bytes, scales float32"
         assert kv.stride(0) == scales.stride(0) * SCALE_BYTES, "scales lie in the pages of their values"

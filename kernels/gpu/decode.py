@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 
 from ..attention import AttentionBatch
 from .decode_device import SPLITS_OF_ITEM, combine_kernel, decode_kernel, split_kernel
+from .tile_sizes import keys_of_tile, next_power_of_2
 
 _ROOM = 4096  # splits of a launch that are listed, at most: their partial sums take 67 MB for 32 heads of 128
 _DECODES_AT_ONCE = 256  # decodes whose splits are counted together
@@ -73,13 +73,14 @@ class Decodes:
         splits = self._splits_of(
             window, kv.shape[2], block, self.tuning.long_split_keys if is_many else self.tuning.split_keys
         )
-        room = len(splits.items)
-        partial = stats = torch.empty(1, dtype=torch.float32, device=q.device)  # not used, but of the type compiled for
-        if not splits.is_whole:
+        room = splits.items.shape[0]
+        if splits.is_whole:
+            partial = stats = torch.empty(1, dtype=torch.float32, device=q.device)  # not used, but of its type
+        else:
             assert room * q.shape[1] * head_dim < 2**31, "offsets of partial sums are 32 bits wide"
             partial = torch.empty((room, num_kv_heads, group, head_dim), dtype=torch.float32, device=q.device)
             stats = torch.empty((room, num_kv_heads, group, 2), dtype=torch.float32, device=q.device)
-        programs = min(room, triton.cdiv(self.tuning.programs, num_kv_heads))
+        programs = min(room, -(-self.tuning.programs // num_kv_heads))
         decode_kernel[(programs, num_kv_heads)](
             q,
             kv,
@@ -97,7 +98,7 @@ class Decodes:
             self.num,
             *numbers,
             **shared,
-            GROUP_ROWS=max(16, triton.next_power_of_2(group)),
+            GROUP_ROWS=max(16, next_power_of_2(group)),
             BLOCK=block,
             num_warps=self.tuning.warps,
             num_stages=self.tuning.stages,
@@ -122,7 +123,7 @@ class Decodes:
         if found is not None:
             return found
         most_seen = min(self.batch.most_pages * page, window or self.batch.most_pages * page)
-        most = min(triton.cdiv(most_seen, split_keys), SPLITS_OF_ITEM.value)
+        most = min(-(-most_seen // split_keys), SPLITS_OF_ITEM.value)
         room = max(self.num, min(self.num * most, _ROOM))
         items = torch.empty(room, dtype=torch.int32, device=self.batch.positions.device)
         starts = torch.empty(self.num + 2, dtype=torch.int32, device=items.device)
@@ -142,9 +143,3 @@ class Decodes:
         )
         self._splits[(window, block)] = made = _Splits(items, starts, most <= 1)
         return made
-
-
-def keys_of_tile(narrow: int, head_bytes: int) -> int:
-    """`narrow` for heads of up to 256 bytes, half of it for up to 512, and so on: tiles of about the same bytes."""
-    times = triton.next_power_of_2(triton.cdiv(head_bytes, 256))
-    return max(narrow // int(times), 16)

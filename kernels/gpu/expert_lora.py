@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
 from ..experts import ExpertGroups
 from ..lora import LoraBatch, LoraGeometry, LoraSegment, PagedAdapter
@@ -88,7 +87,7 @@ class TritonExpertLora:
             return self._twin.of_pairs(batch, groups, first)
         assert isinstance(groups, TritonGroups), "groups are those of `TritonExperts`"
         num_pairs, num_own = len(groups.rows), len(groups.offsets) - 1
-        num_programs = triton.cdiv(num_pairs, batch.tile_rows)
+        num_programs = -(-num_pairs // batch.tile_rows)
         # Each part may begin a tile, and each program may begin another one within a part.
         most_tiles = min(num_pairs, num_programs + len(batch.parts) // batch.num_experts * num_own)
         # The counter, and a number that keeps the tiles on a multiple of 16 bytes.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from ..experts import ExpertGroups
 from .experts_device import combine_pairs_kernel, group_kernel, grouped_linear_kernel
+from .tile_sizes import next_power_of_2
 
 _TILES_TOGETHER = 32  # whose rows of x a cache holds while a weight's columns go by: 17 MB of 4,096 numbers each
 
@@ -31,7 +31,7 @@ class TritonExperts:
         factors = torch.empty(num_pairs, dtype=torch.float32, device=device)
         offsets = torch.empty(num_experts + 1, dtype=torch.int64, device=device)
         block = 32
-        group_kernel[(triton.cdiv(num_pairs + num_experts + 1, block),)](
+        group_kernel[(-(-(num_pairs + num_experts + 1) // block),)](
             experts.contiguous(),
             weights.contiguous(),
             rows,
@@ -59,8 +59,8 @@ class TritonExperts:
         rows, columns, depth, warps, stages = _tile_of(num_pairs / num_experts)
         # The host does not know the groups' sizes. Each expert's last tile may be short, so this many tiles are enough
         # for any groups; programs of tiles that are not needed end at once.
-        num_tiles = triton.cdiv(num_pairs, rows) + min(num_experts, num_pairs)
-        grouped_linear_kernel[(triton.cdiv(num_out, columns) * num_tiles,)](
+        num_tiles = -(-num_pairs // rows) + min(num_experts, num_pairs)
+        grouped_linear_kernel[(-(-num_out // columns) * num_tiles,)](
             x,
             weight,
             groups.offsets,
@@ -72,7 +72,7 @@ class TritonExperts:
             x.stride(0),
             weight.stride(0),
             weight.stride(1),
-            EXPERTS=triton.next_power_of_2(num_experts),
+            EXPERTS=next_power_of_2(num_experts),
             ROWS=rows,
             COLUMNS=columns,
             DEPTH=depth,
@@ -91,8 +91,8 @@ class TritonExperts:
         if num_rows == 0:
             return out
         assert x.stride(1) == 1, "rows are contiguous"
-        columns = min(int(triton.next_power_of_2(width)), 1024)
-        combine_pairs_kernel[(num_rows, triton.cdiv(width, columns))](
+        columns = min(next_power_of_2(width), 1024)
+        combine_pairs_kernel[(num_rows, -(-width // columns))](
             x,
             groups.weights,
             groups.places,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attention import AttentionBatch, DerivedFromBatches, PagedAttention, page_table
+from ..staging import staged
 
 PACKAGES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 _PAGE_MULTIPLE = 16  # tokens: FlashAttention 2 takes pages of a multiple of this
@@ -123,7 +124,7 @@ def _lengths(batch: AttentionBatch) -> _Lengths:
         query_starts = torch.arange(num_sequences + 1, dtype=torch.int32, device=device)
         context_lens = (batch.positions + 1).to(torch.int32)
     else:
-        staged = torch.tensor([*starts, *batch.context_lens], dtype=torch.int32, pin_memory=device.type == "cuda")
-        query_starts, context_lens = torch.split(staged.to(device, non_blocking=True), [len(starts), num_sequences])
+        numbers = (torch.tensor(each, dtype=torch.int32) for each in (starts, batch.context_lens))
+        query_starts, context_lens = staged(device, *numbers)
     table = page_table(batch, torch.arange(num_sequences, device=device), batch.most_pages)
     return _Lengths(query_starts, context_lens, table, most_queries)

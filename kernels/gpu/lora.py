@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
 
 import torch
-import triton
 
 from ..lora import LoraGeometry, LoraSegment
 from ..plain.lora import PlainLora, PlainLoraBatch
+from ..staging import staged
 from .lora_device import expand_kernel, shrink_kernel
+from .tile_sizes import next_power_of_2
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,17 @@ class LoraTuning:
 
 
 @dataclass(frozen=True)
+class _Launches:
+    """What the launches for some modules of a batch have in common in all layers."""
+
+    splits: int
+    shrink_grid: tuple[int, int]
+    shrink: dict[str, int]  # constants and options
+    expand_grid: tuple[int]
+    expand: dict[str, int]
+
+
+@dataclass(frozen=True)
 class TritonLoraBatch:
     """A batch's tables on the device, as `lora_device.py` describes them."""
 
@@ -47,6 +60,7 @@ class TritonLoraBatch:
     pages: torch.Tensor  # int64
     tile_rows: int
     ranks: int  # elements reserved for the rank-sized vector of a row and module, a multiple of 16
+    launches: dict[tuple[int, ...], _Launches] = field(default_factory=dict, init=False)  # by modules
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -84,9 +98,7 @@ class TritonLora:
             list(first_pages)[: len(segments)],
             [page for segment in segments for page in segment.adapter.pages],
         )
-        flat = torch.tensor(
-            [number for table in tables for number in table], dtype=torch.int64, pin_memory=device.type == "cuda"
-        ).to(device, non_blocking=True)
+        (flat,) = staged(device, torch.frombuffer(array("q", chain(*tables)), dtype=torch.int64))
         num_tiles, on_tiles, on_parts, on_first_pages, on_pages = torch.split(flat, [len(table) for table in tables])
         ranks = ranks_of(max((at.a_rows for at in slices), default=0))
         return TritonLoraBatch(
@@ -168,36 +180,23 @@ class TritonLora:
         if isinstance(batch, PlainLoraBatch):
             return self._twin.shrink(x, pool, layer, batch, modules)
         x = x if x.stride(1) == 1 else x.contiguous()
-        num_in, width = batch.geometry.sides[modules[0]][0], self._shrink_width(batch)
-        splits = self._num_splits(batch, modules)
-        shape = (len(modules), splits, len(x), batch.ranks)
-        shrunk = torch.empty(shape, dtype=torch.float32, device=x.device)
-        if len(batch.tiles):
-            # Tiles lie on the grid's first axis, which is nearly unlimited. Modules vary fastest: they share a tile's
-            # rows of x, and the next tile mostly reads A of the same adapter. Splits share nothing.
-            shrink_kernel[(len(batch.tiles) * len(modules), splits)](
+        launches, num_rows = self._launches_of(batch, modules), x.shape[0]
+        length = len(modules) * launches.splits * num_rows * batch.ranks
+        shrunk = torch.empty(length, dtype=torch.float32, device=x.device)
+        if launches.shrink_grid[0]:
+            shrink_kernel[launches.shrink_grid](
                 x,
-                pool[:, layer],
+                pool.select(1, layer),
                 *batch.tensors[1:],
                 shrunk,
                 x.stride(0),
                 pool.stride(0),
-                len(x),
+                num_rows,
                 batch.ranks,
-                **_modules(modules),
-                SLOTS=len(modules),
-                NUM_MODULES=len(batch.geometry.sides),
-                NUM_IN=num_in,
-                SLAB=batch.geometry.slab,
-                ROWS=batch.tile_rows,
-                WIDTH=width,
-                RUN=self._run(batch),
-                SPLITS=splits,
+                **launches.shrink,
                 PRECISION=_precision(x),
-                num_warps=4,
-                num_stages=self._tuning.shrink_stages,
             )
-        return shrunk.flatten()
+        return shrunk
 
     def expand(
         self,
@@ -212,47 +211,70 @@ class TritonLora:
             self._twin.expand(y, shrunk, pool, layer, batch, modules)
             return
         assert y.stride(1) == 1 and shrunk.stride(1) == 1, "rows are contiguous"
-        sides = [batch.geometry.sides[module] for module in modules]
-        width = min(tile_width(batch.geometry), self._tuning.expand_width)
-        if len(batch.tiles) == 0:
-            return
-        outputs, room = [num_out for _, num_out in sides], len(batch.tiles)
-        programs = max(self._tuning.expand_programs, room * len(modules))
-        expand_kernel[(min(programs, room * sum(num_out // width for num_out in outputs)),)](
-            y,
-            shrunk,
-            pool[:, layer],
-            *batch.tensors,
-            y.stride(0),
-            pool.stride(0),
-            len(y),
-            batch.ranks,
-            len(shrunk),
-            shrunk.stride(0),
-            **_modules(modules),
-            SLOTS=len(modules),
-            NUM_MODULES=len(batch.geometry.sides),
-            **{f"OUT_{slot}": outputs[slot] if slot < len(outputs) else 0 for slot in range(3)},
-            SLAB=batch.geometry.slab,
-            ROWS=batch.tile_rows,
-            WIDTH=width,
-            SPLITS=self._num_splits(batch, modules),
-            PRECISION=_precision(y),
-            num_warps=8 if batch.tile_rows == 64 else 4,
-            num_stages=self._tuning.expand_stages,
+        launches = self._launches_of(batch, modules)
+        if launches.expand_grid[0]:
+            expand_kernel[launches.expand_grid](
+                y,
+                shrunk,
+                pool.select(1, layer),
+                *batch.tensors,
+                y.stride(0),
+                pool.stride(0),
+                y.shape[0],
+                batch.ranks,
+                shrunk.shape[0],
+                shrunk.stride(0),
+                **launches.expand,
+                PRECISION=_precision(y),
+            )
+
+    def _launches_of(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> _Launches:
+        """Made once for all layers of a batch, which this object has made."""
+        found = batch.launches.get(modules)
+        if found is None:
+            found = batch.launches[modules] = self._make_launches(batch, modules)
+        return found
+
+    def _make_launches(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> _Launches:
+        assert len(modules) <= 3, "at most three modules share an input"
+        tuning, widest, num_modules = self._tuning, tile_width(batch.geometry), len(modules)
+        num_in = batch.geometry.sides[modules[0]][0]
+        outputs = [batch.geometry.sides[module][1] for module in modules]
+        run, width = min(widest, tuning.row_width), min(widest, tuning.expand_width)
+        pairs = len(batch.tiles) * num_modules
+        splits = self._num_splits(pairs, batch.tile_rows, num_in // run)
+        shared = {
+            **{f"MODULE_{slot}": modules[min(slot, num_modules - 1)] for slot in range(3)},
+            "SLOTS": num_modules,
+            "NUM_MODULES": len(batch.geometry.sides),
+            "SLAB": batch.geometry.slab,
+            "ROWS": batch.tile_rows,
+            "SPLITS": splits,
+        }
+        shrink = {"NUM_IN": num_in, "WIDTH": min(widest, tuning.shrink_width), "RUN": run, "num_warps": 4}
+        expand = {
+            **{f"OUT_{slot}": outputs[slot] if slot < num_modules else 0 for slot in range(3)},
+            "WIDTH": width,
+            "num_warps": 8 if batch.tile_rows == 64 else 4,
+        }
+        blocks = len(batch.tiles) * sum(num_out // width for num_out in outputs)
+        return _Launches(
+            splits,
+            # Tiles lie on the grid's first axis, which is nearly unlimited. Modules vary fastest: they share a tile's
+            # rows of x, and the next tile mostly reads A of the same adapter. Splits share nothing.
+            (pairs, splits),
+            {**shared, **shrink, "num_stages": tuning.shrink_stages},
+            (min(max(tuning.expand_programs, pairs), blocks),),
+            {**shared, **expand, "num_stages": tuning.expand_stages},
         )
 
-    def _shrink_width(self, batch: TritonLoraBatch) -> int:
-        return min(tile_width(batch.geometry), self._tuning.shrink_width)
+    def _num_splits(self, pairs: int, tile_rows: int, num_runs: int) -> int:
+        """Splits of a shrink, a power of two: enough programs to fill the GPU, at least a run of columns for each.
 
-    def _run(self, batch: TritonLoraBatch) -> int:
-        return min(tile_width(batch.geometry), self._tuning.row_width)
-
-    def _num_splits(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> int:
-        """Splits of a shrink, a power of two: enough programs to fill the GPU, at least a run of columns for each."""
-        num_runs = batch.geometry.sides[modules[0]][0] // self._run(batch)
-        wanted = triton.next_power_of_2(triton.cdiv(self._tuning.programs, max(len(batch.tiles) * len(modules), 1)))
-        splits = min(int(wanted), self._tuning.most_splits if batch.tile_rows == 16 else self._tuning.most_splits // 2)
+        `pairs`: of tiles and modules; `num_runs`: of columns.
+        """
+        wanted = next_power_of_2(-(-self._tuning.programs // max(pairs, 1)))
+        splits = min(wanted, self._tuning.most_splits if tile_rows == 16 else self._tuning.most_splits // 2)
         while splits > num_runs:
             splits //= 2
         return splits
@@ -271,11 +293,6 @@ def _most_tiles(num_rows: int, num_segments: int) -> int:
 def tile_width(geometry: LoraGeometry) -> int:
     """The largest power of two that divides every run of a row."""
     return geometry.tile & -geometry.tile
-
-
-def _modules(modules: tuple[int, ...]) -> dict[str, int]:
-    assert len(modules) <= 3, "at most three modules share an input"
-    return {f"MODULE_{slot}": modules[min(slot, len(modules) - 1)] for slot in range(3)}
 
 
 def _precision(x: torch.Tensor) -> str:

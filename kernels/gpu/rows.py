@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from ..float8 import FLOAT8
 from .rows_device import gated_kernel, norm_kernel, quantise_kernel
+from .tile_sizes import next_power_of_2
 
 _PIECE = 1024  # the most columns that one program of a gated activation computes
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `norms.rms_norm`. x is `[num_rows, width]` or `[num_rows, num_heads, width]`."""
-    heads = x if x.dim() == 3 else x.unsqueeze(1)
-    return _norm(heads, None, weight, eps)[0].view(x.shape)
+    return _norm(x, None, weight, eps)[0]
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `norms.add_rms_norm`."""
-    normed, total = _norm(x.unsqueeze(1), residual, weight, eps)
-    return normed.view(x.shape), x if total is None else total
+    normed, total = _norm(x, residual, weight, eps)
+    return normed, x if total is None else total
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -42,7 +41,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.empty((num_rows, width), dtype=FLOAT8, device=x.device)
     scales = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
     if num_rows:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         quantise_kernel[(num_rows,)](
             x,
             values.view(torch.uint8),
@@ -56,25 +55,27 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _norm(
-    heads: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    heads = heads if heads.stride(2) == 1 else heads.contiguous()
-    num_rows, num_heads, width = heads.shape
-    normed = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
+    """x `[num_rows, width]` or `[num_rows, num_heads, width]`; a residual is added to whole rows."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    num_rows, width = x.shape[0], x.shape[-1]
+    num_heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, width)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None
     if residual is not None:
         assert num_heads == 1 and residual.stride(1) == 1, "a residual is added to whole rows"
-        total = torch.empty((num_rows, width), dtype=heads.dtype, device=heads.device)
+        total = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if num_rows:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         norm_kernel[(num_rows, num_heads)](
-            heads,
+            x,
             residual,
             weight,
             normed,
             total,
-            heads.stride(0),
-            heads.stride(1),
+            x.stride(0),
+            head_stride,
             0 if residual is None else residual.stride(0),
             eps,
             WIDTH=width,
@@ -86,11 +87,11 @@ def _norm(
 
 def _gated(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
-    num_rows, width = len(gate_up), gate_up.shape[1] // 2
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
-        block = min(_PIECE, triton.next_power_of_2(width))
-        gated_kernel[(num_rows, triton.cdiv(width, block))](
+        block = min(_PIECE, next_power_of_2(width))
+        gated_kernel[(num_rows, -(-width // block))](
             gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, GELU=gelu, num_warps=4
         )
     return out

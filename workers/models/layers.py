@@ -57,8 +57,8 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels, batch = context.kernels, context.attention
-        heads = self.qkv(x, layer, context).view(len(x), -1, self.head_dim)
-        q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        heads = self.qkv(x, layer, context).view(x.shape[0], -1, self.head_dim)
+        q, k, v = heads.split_with_sizes([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.head_norm is not None:
             q = kernels.rms_norm(q, self.head_norm.q, self.head_norm.eps)
             k = kernels.rms_norm(k, self.head_norm.k, self.head_norm.eps)
