@@ -47,6 +47,7 @@ from motet.router.openai_api.answer_schema import Usage
 from motet.router.openai_api.errors import ApiError
 from motet.router.openai_api.response_id import fingerprint_of, new_response_id
 from motet.router.openai_api.stream_position import EventIds
+from motet.router.quotas.grant_sender import RedisAway
 from motet.router.quotas.limits import PERIOD_US, limits_of
 from motet.router.quotas.quotas import Quotas, redis_key
 from motet.router.tenants.identity import Identity
@@ -169,6 +170,8 @@ class Router:
             if task is not None:
                 task.cancel()
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
+        for grant in self.quotas._grants.values():
+            grant.fail(RedisAway())  # clients whose requests wait for one see their connection end
         await self.dispatcher.close()
 
     async def stop(self) -> None:

@@ -133,7 +133,7 @@ async def test_a_router_that_reads_nothing_is_given_its_sequences_back(
     await slow.send(*[wordy(number, None) for number in range(8)])
     await quick.send(submit(1, 5, None))
     await eventually(lambda: len(leader.engine.cancelled) == 8)  # it does not even call read
-    assert leader.server.num_sequences == 1
+    await eventually(lambda: leader.server.num_sequences == 1)  # that of the other router, which may come later
     num_before = leader.engine.num_turns
     async for update in quick.updates():
         assert update.error is None
