@@ -68,6 +68,8 @@ class GrowingSequence:
     num_adapter_pages: int = 0
     num_places: int = 1  # that it takes among the sequences that may run at once
     prepaid: range = range(0)  # positions that it computes again at the cost of the tenant that it was preempted for
+    num_load_tokens: int = 0  # price of the load of its adapter that its tenant has paid, in tokens' worth
+    is_load_prepaid: bool = False  # the next load of its adapter costs the tenant that it was preempted for
     num_counted: int = 0  # its first tokens, which its usage has counted: they are recomputed if they come again
     num_computed_prompt_tokens: int = 0  # for its usage, like the next two; all gangs included
     num_cached_prompt_tokens: int = 0
@@ -127,15 +129,21 @@ class GrowingSequence:
 
     @property
     def num_to_lose(self) -> int:
-        """Tokens that this run has computed, and that would have to be computed again if it ended now.
+        """What would be lost if this run ended now, in tokens' worth: tokens that it has computed, and its adapter's load.
 
         A beam's run ends with those of all others of its search.
         """
-        return self._num_lost if self.beams is None else sum([place._num_lost for place in self.beams.places])
+        if self.beams is None:
+            return self._num_lost + (0 if self.is_load_prepaid else self.num_load_tokens)
+        root = self.beams.root
+        num_load_tokens = 0 if root.is_load_prepaid else root.num_load_tokens
+        return sum([place._num_lost for place in self.beams.places]) + num_load_tokens
 
     def prepay(self) -> int:
-        """Another tenant pays for what the sequence loses now, and its search; returns the number of tokens."""
-        num_tokens = 0
+        """Another tenant pays for what the sequence loses now, and its search; returns that in tokens' worth."""
+        root = self if self.beams is None else self.beams.root
+        num_tokens = 0 if root.is_load_prepaid else root.num_load_tokens
+        root.is_load_prepaid = root.num_load_tokens > 0
         for each in (self,) if self.beams is None else self.beams.places:
             if each._num_lost or each is self:
                 each.prepaid = range(each.num_at_start, max(each.next_position, each.prepaid.stop))
