@@ -129,7 +129,7 @@ class GrowingSequence:
 
     @property
     def num_to_lose(self) -> int:
-        """What would be lost if this run ended now, in tokens' worth: tokens that it has computed, and its adapter's load.
+        """What would be lost if this run ended now, in tokens' worth: what it has computed, and its adapter's load.
 
         A beam's run ends with those of all others of its search.
         """
