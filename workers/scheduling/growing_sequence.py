@@ -63,6 +63,8 @@ class GrowingSequence:
         0,
     )  # order among waiting sequences, as last computed; the least goes first. Compared with running ones' ranks
     num_at_start: int = 0  # tokens that were cached when its run began
+    first_decoded: int = 0  # the run has computed the tokens from this one on one by one
+    num_counted_at_start: int = 0  # `num_counted` when its run began
     counter_at_start: float = 0.0  # its tenant's counter when its run began
     full_layers: FullLayers | None = None  # of the base
     num_adapter_pages: int = 0
@@ -74,6 +76,7 @@ class GrowingSequence:
     num_computed_prompt_tokens: int = 0  # for its usage, like the next two; all gangs included
     num_cached_prompt_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_recomputed_before: int = 0  # of these, those that the gang's counter has, or that another gang has computed
     num_generated_before: int = 0  # tokens, as counted by the gangs where it was before
     tokens_sent: bool = False  # the workers have the tokens of this run, if it has penalties
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as computed
@@ -109,7 +112,7 @@ class GrowingSequence:
         self.held = HeldPages(before)
         self.num_computed_prompt_tokens = before.num_computed_prompt_tokens
         self.num_cached_prompt_tokens = before.num_cached_prompt_tokens
-        self.num_recomputed_tokens = before.num_recomputed_tokens
+        self.num_recomputed_tokens = self.num_recomputed_before = before.num_recomputed_tokens
         self.num_generated_before = max(before.num_generated_tokens, len(self.request.generated_token_ids))
         self.num_counted = min(self.num_computed_prompt_tokens + self.num_cached_prompt_tokens, self.num_prompt_tokens)
         if self.num_counted == self.num_prompt_tokens:  # all but the newest generated token have been computed too
@@ -160,7 +163,7 @@ class GrowingSequence:
 
         So is what the plan after that step has for it.
         """
-        self.count_computed(num_tokens - 1)
+        self.count_in_vain(num_tokens)
         self.num_computed += num_tokens - 1
         self.num_planned = self.num_coming = 0
         self.tokens_sent = False  # workers count the last token each time that it is computed
@@ -260,25 +263,46 @@ class GrowingSequence:
         pages, self.num_gone = self.pages[self.num_gone : num_gone], num_gone
         return pages
 
-    def count_cached(self) -> None:
+    def begin_run(self) -> None:
         """Its run begins with `num_computed` tokens that need not be computed."""
+        self.num_at_start = self.first_decoded = self.num_computed
         self.num_cached_prompt_tokens += max(0, min(self.num_computed, self.num_prompt_tokens) - self.num_counted)
-        self.num_counted = max(self.num_counted, self.num_computed)
+        self.num_counted = self.num_counted_at_start = max(self.num_counted, self.num_computed)
 
     def count_computed(self, num_tokens: int) -> None:
         """So many tokens after the first `num_computed` were computed."""
         start, end = self.num_computed, self.num_computed + num_tokens
-        self.num_recomputed_tokens += max(0, min(end, self.num_counted) - start)
+        self.num_recomputed_tokens += self._num_decoded_again + max(0, min(end, self.num_counted) - start)
+        self.first_decoded = end
         if end > self.num_counted:
             new_start = max(start, self.num_counted)
             self.num_computed_prompt_tokens += max(0, min(end, self.num_prompt_tokens) - new_start)
             self.num_counted = end
 
+    def count_in_vain(self, num_tokens: int) -> None:
+        """So many tokens after the first `num_computed` were computed, and what followed from the last was dropped."""
+        self.count_computed(num_tokens - 1)
+        self.num_recomputed_tokens += 1
+
+    def end_run(self) -> int:
+        """Returns how many tokens were computed again since this was called last."""
+        self.num_recomputed_tokens += self._num_decoded_again
+        self.first_decoded = self.num_computed
+        self.num_counted = max(self.num_counted, self.num_computed)
+        num_more = self.num_recomputed_tokens - self.num_recomputed_before
+        self.num_recomputed_before = self.num_recomputed_tokens
+        return num_more
+
+    @property
+    def _num_decoded_again(self) -> int:
+        """Tokens from `first_decoded` on that had been computed before."""
+        if self.beams is not None:
+            return 0  # they are decoded once
+        return max(0, min(self.num_computed, self.num_counted_at_start) - self.first_decoded)
+
     def usage(self, pages: SequenceUsage) -> SequenceUsage:
         """Its cost so far. `pages`: the part that is of pages."""
         num_generated = len(self.token_ids) - self.num_prompt_tokens
-        num_had = self.num_given_tokens - self.num_prompt_tokens
-        num_again = min(num_generated, self.num_generated_before) - num_had  # generated after they were counted
         return SequenceUsage(
             pages.kv_page_s,
             pages.adapter_page_s,
@@ -287,7 +311,7 @@ class GrowingSequence:
             self.num_computed_prompt_tokens,
             self.num_cached_prompt_tokens,
             max(num_generated, self.num_generated_before),
-            self.num_recomputed_tokens + num_again,
+            self.num_recomputed_tokens + self._num_decoded_again,
         )
 
     def pool_plan(self, start: int, end: int) -> PoolPlan | None:

@@ -395,9 +395,8 @@ class PromptPlanner:
             sequence.began_at = self._clock()
         self._num_held = num_held
         self._prefixes.enter(sequence, found, self._memory.allocator.allocate(num_pages) or ())
-        sequence.count_cached()
+        sequence.begin_run()
         self._running.add(sequence)
-        sequence.num_at_start = sequence.num_computed
         self._counters.charge(sequence.counter, prompt_price(0, sequence.num_computed))
         digest, num_adapter_pages = sequence.adapter_digest, 0
         if digest is not None:
