@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +102,7 @@ class Generation:
         self._metrics = metrics
         self.started_at = started_at
         self._num_seen = request.num_seen or [0] * len(self.choices)
+        self._attempt = secrets.randbits(63) if request.num_seen else 0
         self._deadline = None if request.timeout_s is None else started_at + request.timeout_s
         self._updated_at = [started_at] * len(self.choices)
         self.first_token_at: float | None = None  # by `time.perf_counter()`; None: no token has come
@@ -237,7 +240,16 @@ class Generation:
             num_recomputed_tokens=total.num_recomputed_tokens,
             kv_page_ms=round(1000 * total.kv_page_s),
             adapter_page_ms=round(1000 * total.adapter_page_s),
+            computed_tokens=self._computed_tokens(usages),
         )
+
+    def _computed_tokens(self, usages: Sequence[SequenceUsage]) -> tuple[tuple[int, int], ...]:
+        if not self._attempt:
+            return ((0, sum([usage.num_computed_tokens for usage in usages])),)
+        by_attempt: defaultdict[int, int] = defaultdict(int)
+        for usage in usages:
+            by_attempt[usage.attempt] += usage.num_computed_tokens
+        return (*sorted(by_attempt.items()),)
 
     def _sequence_usage(self, index: int) -> SequenceUsage:
         """As its gang has reported, and as if it had held the same pages from then up to its last token."""
@@ -297,6 +309,7 @@ class Generation:
                 owner=request.owner,
                 cache_salt=request.cache_salt,
                 request_id=request.request_id,
+                attempt=self._attempt,
                 weight=request.weight,
                 priority=request.priority,
                 is_background=request.is_background,

@@ -312,6 +312,7 @@ class GrowingSequence:
             self.num_cached_prompt_tokens,
             max(num_generated, self.num_generated_before),
             self.num_recomputed_tokens + self._num_decoded_again,
+            self.request.attempt,
         )
 
     def pool_plan(self, start: int, end: int) -> PoolPlan | None:
