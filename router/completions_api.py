@@ -40,6 +40,7 @@ from .batches.stored_responses import StoredResponses
 from .bodies.body_limits import max_body_bytes
 from .bodies.body_reader import BodyReader
 from .config import CurrentConfig
+from .fairness.loop_turns import LoopTurns
 from .fleet.dispatch import Dispatcher
 from .generation.end_rules import EndRules
 from .generation.generation import Generation, GenerationRequest, Prompt
@@ -128,6 +129,7 @@ class CompletionsApi:
         self._metrics = metrics
         self._accounts = accounts
         self._shadows, self._responses = shadows, responses
+        self._turns = LoopTurns()
 
     @route(
         "POST",
@@ -277,7 +279,7 @@ class CompletionsApi:
         if isinstance(request, ResponseChat) and request.terms.store and self._responses is not None:
             await self._responses.check(identity, len(request.items))
         share = LoopShare()
-        running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at)
+        running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at, self._turns)
         await share.pause()
         account = await self._accounts.open(
             AnswerRequest(

@@ -141,6 +141,7 @@ class GenerationResponse:
                 bodies.append(bytes(body))
                 body.clear()
             await share.pause()
+            await generation.take_turn()
         bodies.append(bytes(body))
         self.status_code = 200
         self._has_started = True
@@ -179,6 +180,7 @@ class GenerationResponse:
                 await self._send_body(send, events)
                 events = b""
             await share.pause()
+            await self._generation.take_turn()
         return events
 
     async def _start(self, send: Send) -> None:
@@ -224,6 +226,7 @@ class GenerationResponse:
         for number, body in enumerate(bodies, 1):
             await self._send_body(send, body, more=number < len(bodies))
             await share.pause()
+            await self._generation.take_turn()
 
     def _settle(self, error: str = "", *, reason: str = "", is_cancelled: bool = False) -> None:
         """Settles the account, once: now if the answer is complete or its cost is known, else when it is known.

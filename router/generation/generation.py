@@ -17,6 +17,7 @@ from ...workers.wire.beams import BeamRules
 from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 from ...workers.wire.sequence_usage import SequenceUsage, total_usage
 from ..accounts.account import Progress
+from ..fairness.loop_turns import LoopTurns
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..loop_share import LoopShare
@@ -92,10 +93,19 @@ class Generation:
     """
 
     def __init__(
-        self, request: GenerationRequest, dispatcher: Dispatcher, text: TextService, metrics: Metrics, started_at: float
+        self,
+        request: GenerationRequest,
+        dispatcher: Dispatcher,
+        text: TextService,
+        metrics: Metrics,
+        started_at: float,
+        turns: LoopTurns | None = None,
     ) -> None:
-        """`started_at`: when the request came, by `time.perf_counter()`."""
+        """`started_at`: when the request came, by `time.perf_counter()`. `turns`: with which it shares the event loop;
+        None: with no other.
+        """
         self.request = request
+        self._turns = (turns or LoopTurns()).of(request.tenant, request.weight)
         self.choices = [_choice(request, prompt, text) for prompt in request.prompts for _ in range(request.n)]
         self._dispatcher = dispatcher
         self._text = text
@@ -126,6 +136,8 @@ class Generation:
             for number, part in enumerate(portions(whole)):
                 if number:
                     await asyncio.sleep(0)
+                if not self._turns.begin():
+                    await self._turns.wait()
                 if choice.finish_reason is not None:
                     break  # after a stop string
                 if part.prompt_scores is not None:
@@ -144,6 +156,11 @@ class Generation:
                     await self._submit()
                     self._pump_new()
         raise SequenceFailedError(_LOST)
+
+    async def take_turn(self) -> None:
+        """Waits until a piece of work for the answer may hold the event loop: see `TenantTurns`."""
+        if not self._turns.begin():
+            await self._turns.wait()
 
     def _take(self, index: int, update: SequenceUpdate) -> Delta:
         """What the update lets the client see."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import Final
 
 from tokenizers import Tokenizer
 
+NUM_KEPT_TOKENS: Final = 1 << 16  # whose bytes and text are kept, some 200 bytes each: log-probabilities name many
 _BYTE_TOKEN: Final = re.compile(r"^<0x([0-9A-F]{2})>$")
 
 
@@ -39,6 +41,7 @@ class TokenBytes:
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
+@lru_cache(NUM_KEPT_TOKENS)
 def readable(raw: bytes) -> str:
     r"""A token's bytes as text; incomplete characters are escaped: `\xe2\x80`."""
     return raw.decode("utf-8", "backslashreplace")
