@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.router.fairness.loop_turns import BURST_S, PIECE_S, LoopTurns
+from motet.router.fairness.loop_turns import BURST_S, PIECE_S, LoopTurns, TenantTurns
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
 from motet.workers.wire.messages import SequenceUpdate, TokenLogprobs
 
@@ -103,27 +104,22 @@ async def test_work_that_is_cancelled_while_it_waits_takes_no_turn() -> None:
     assert not loop.turns.of("heavy").waiting and not loop.turns._order
 
 
-async def test_a_tenants_log_probabilities_keep_no_other_tenant_waiting(tmp_path: Path) -> None:
-    """Its neighbour has a whole answer while a small part of them is rendered."""
-    rig, num_tokens, n = RouterRig(tmp_path, text_service()), 60, 64
+async def test_each_piece_of_an_answer_takes_a_turn_of_its_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So 96 tokens with 20 log-probabilities each, which came at once, hold the loop 8 times for a short while."""
+    turns, begin = Counter[str](), LoopTurns.begin
+
+    def begin_counted(self: LoopTurns, one: TenantTurns) -> bool:
+        turns[next(name for name, each in self._tenants.items() if each is one)] += 1
+        return begin(self, one)
+
+    monkeypatch.setattr(LoopTurns, "begin", begin_counted)
+    rig = RouterRig(tmp_path, text_service())
     values = TokenLogprobs(-0.5, [*range(40, 60)], [-1.25 - place / 7 for place in range(20)])
-    heavy = [SequenceUpdate(1, [50], [values], "length" if i == num_tokens - 1 else None) for i in range(num_tokens)]
-    light = [SequenceUpdate(1, [50], None, "length")]
-    rig.dispatcher.script = lambda request: heavy if request.tenant == "acme" else light
-    neighbour = {"Authorization": "Bearer key-of-zenith"}
-    body = {"model": BASE, "prompt": "hello", "max_tokens": num_tokens, "n": n, "logprobs": 20}
-
-    async def until_taken(num: int) -> None:
-        while rig.metrics.num_completion_tokens < num:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-
-    async with rig.client() as client, asyncio.TaskGroup() as group:
-        await client.post("/v1/completions", json={"model": BASE, "prompt": "x"}, headers=neighbour)
-        attacks = [group.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
-        for number in range(1, 4):
-            await until_taken(1000 * number)
-            before = rig.metrics.num_completion_tokens
-            answer = await client.post("/v1/completions", json={"model": BASE, "prompt": "x"}, headers=neighbour)
-            assert answer.status_code == 200
-            assert rig.metrics.num_completion_tokens - before < 0.1 * 2 * n * num_tokens
-    assert all(attack.result().status_code == 200 for attack in attacks)
+    rig.dispatcher.script = lambda request: [SequenceUpdate(1, [50] * 96, [values] * 96, "length")]
+    async with rig.client() as client:
+        body = {"model": BASE, "prompt": [5], "max_tokens": 96, "logprobs": 20, "stream": True}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert turns["acme"] >= 8
+    assert turns.keys() == {"acme"}
