@@ -29,6 +29,7 @@ from .answer_kinds import (
 )
 from .answers.answer_form import AnswerForm
 from .answers.answer_shape import AnswerHead
+from .answers.answer_size import max_answer_bytes
 from .answers.chunk_form import StreamStyle
 from .answers.generation_response import GenerationResponse
 from .answers.response_form import ResponseForm
@@ -36,6 +37,7 @@ from .anthropic_api import message_schema
 from .anthropic_api.message_request import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
 from .base_model import BaseModel
 from .batches.line_authenticator import is_line
+from .batches.line_room import room_of
 from .batches.stored_responses import StoredResponses
 from .bodies.body_limits import max_body_bytes
 from .bodies.body_reader import BodyReader
@@ -77,6 +79,7 @@ _EVENTS: Final = {"text/event-stream": "With `stream`: an event for each chunk, 
 _ERRORS: Final = (
     "unsupported_parameter",
     "context_length_exceeded",
+    "answer_too_large",
     "invalid_request",
     "model_not_found",
     "version_not_found",
@@ -278,6 +281,9 @@ class CompletionsApi:
             generation = replace(generation, key=head.id, num_seen=num_seen)
         if isinstance(request, ResponseChat) and request.terms.store and self._responses is not None:
             await self._responses.check(identity, len(request.items))
+        room = room_of(http.scope)
+        if room is not None:
+            await room.reserve(max_answer_bytes(generation, gang.max_model_len, gang.hidden_size))
         share = LoopShare()
         running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at, self._turns)
         await share.pause()
@@ -301,7 +307,12 @@ class CompletionsApi:
             self._shadows.send(choice, generation, head.id, identity)
         form = kind.form(FormParts(head, request, prompts, self._text, style, running))
         response = GenerationResponse(
-            running, form, self._metrics, account, self._keeper(identity, request, head, form)
+            running,
+            form,
+            self._metrics,
+            account,
+            self._keeper(identity, request, head, form),
+            None if room is None else room.max_answer_bytes,
         )
         if choice.version is not None:
             response.raw_headers.append(version_header(choice.version))
