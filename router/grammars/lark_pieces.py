@@ -21,6 +21,9 @@ _LARK_TOKEN: Final = re.compile(
     |(?P<token><[^<>\s\[\]]+>)""",
     re.VERBOSE,
 )
+_VALUES: Final = ("enum", "const")
+_NUMERIC: Final = (*_VALUES, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_NOTES: Final = ("default", "examples")
 _OPTIONS: Final = "x-guidance"  # llguidance's own keyword: separators, white space, which keywords it may ignore
 
 
@@ -48,12 +51,34 @@ def json_value(schema: dict[str, Any] | bool, spaces: str | None) -> str:
         raise ValueError("no value fits the schema false.")
     if schema is True:
         schema = {}
+    _refuse_inexact(schema)
     if _OPTIONS in schema:
         raise ValueError(f"the keyword {_OPTIONS!r} is not supported.")
     options: dict[str, Any] = {"whitespace_flexible": False}
     if spaces is not None:
         options = {"whitespace_pattern": spaces}
     return "%json " + msgspec.json.encode({**schema, _OPTIONS: options}).decode()
+
+
+def _refuse_inexact(schema: Any) -> None:
+    """llguidance reads numbers as doubles: a neighbour of this integer would be answered. Raises ValueError."""
+    rest: list[tuple[str, Any]] = [("", schema)]
+    while rest:
+        keyword, value = rest.pop()
+        if isinstance(value, dict):
+            is_schema = keyword not in _VALUES
+            rest += [
+                (name if is_schema else keyword, one)
+                for name, one in value.items()
+                if not (is_schema and name in _NOTES)
+            ]
+        elif isinstance(value, list):
+            rest += [(keyword, one) for one in value]
+        elif isinstance(value, int) and keyword in _NUMERIC and int(float(value)) != value:
+            raise ValueError(
+                f"{keyword!r} has {value}, which a double does not hold: whole numbers from {-(2**53)} to {2**53} and "
+                "strings are supported there."
+            )
 
 
 def clients_lark(grammar: str, special_ids: Mapping[str, int]) -> str:
