@@ -23,6 +23,7 @@ _LARK_TOKEN: Final = re.compile(
 )
 _VALUES: Final = ("enum", "const")
 _NUMERIC: Final = (*_VALUES, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 _NOTES: Final = ("default", "examples")
 _OPTIONS: Final = "x-guidance"  # llguidance's own keyword: separators, white space, which keywords it may ignore
 
@@ -62,18 +63,19 @@ def json_value(schema: dict[str, Any] | bool, spaces: str | None) -> str:
 
 def _refuse_inexact(schema: Any) -> None:
     """llguidance reads numbers as doubles: a neighbour of this integer would be answered. Raises ValueError."""
-    rest: list[tuple[str, Any]] = [("", schema)]
+    rest: list[tuple[Any, bool, str]] = [(schema, True, "")]  # the value, whether its keys are keywords, of which one
     while rest:
-        keyword, value = rest.pop()
-        if isinstance(value, dict):
-            is_schema = keyword not in _VALUES
+        value, has_keywords, keyword = rest.pop()
+        if isinstance(value, list):
+            rest += [(one, has_keywords, keyword) for one in value]
+        elif isinstance(value, dict) and has_keywords:
             rest += [
-                (name if is_schema else keyword, one)
+                (one, name not in _VALUES and name not in _SCHEMAS_BY_NAME, name)
                 for name, one in value.items()
-                if not (is_schema and name in _NOTES)
+                if name not in _NOTES
             ]
-        elif isinstance(value, list):
-            rest += [(keyword, one) for one in value]
+        elif isinstance(value, dict):
+            rest += [(one, keyword in _SCHEMAS_BY_NAME, keyword) for one in value.values()]
         elif isinstance(value, int) and keyword in _NUMERIC and int(float(value)) != value:
             raise ValueError(
                 f"{keyword!r} has {value}, which a double does not hold: whole numbers from {-(2**53)} to {2**53} and "
