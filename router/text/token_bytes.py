@@ -32,7 +32,9 @@ class TokenBytes:
         if token is None:  # the embedding may have more rows than the tokenizer has tokens
             return b""
         if self._byte_of_char is not None:
-            return bytes(self._byte_of_char[char] for char in token)
+            spelled = [self._byte_of_char.get(char) for char in token]
+            # One character outside the alphabet, as in some extended vocabularies, and the decoder takes all as text.
+            return token.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
         match = _BYTE_TOKEN.match(token) if self._has_byte_tokens else None
         if match is not None:
             return bytes([int(match[1], 16)])

@@ -71,6 +71,13 @@ def test_calls_stand_in_free_text_or_in_the_place_of_an_answer(name: str) -> Non
     assert accepts(one, f"So: {text}") and not accepts(one, f"{text}{text}")
 
 
+@pytest.mark.parametrize("name", CALL_TEXTS)
+def test_arguments_have_no_integers_that_a_double_does_not_hold(name: str) -> None:
+    tool = {"type": "object", "properties": {"n": {"type": "integer", "enum": [2**53 + 1]}}, "required": ["n"]}
+    with pytest.raises(ValueError, match="'enum' has 9007199254740993, which a double does not hold"):
+        grammar_of(name, [("f", tool)], must_call=True, is_one=True)
+
+
 def test_thoughts_may_come_first() -> None:
     grammar = after_thought('start: "a"', "<think>", "</think>", "", {})
     assert accepts(grammar, "a") and accepts(grammar, "<think>b</think>\n\na") and not accepts(grammar, "<think>a")
