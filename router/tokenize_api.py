@@ -62,6 +62,7 @@ class TokenizeApi:
         summary="The tokens of a text, or of a chat's prompt.",
         body=TokenizeRequest,
         reads_body=True,
+        needs_registry=False,
         answers={200: TokenizeAnswer},
         errors=("unsupported_parameter", "invalid_messages", *_ERRORS),
     )
@@ -96,6 +97,7 @@ class TokenizeApi:
         summary="The text of tokens.",
         body=DetokenizeRequest,
         reads_body=True,
+        needs_registry=False,
         answers={200: DetokenizeAnswer},
         errors=_ERRORS,
     )

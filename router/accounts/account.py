@@ -54,6 +54,7 @@ class AnswerRequest:
     num_new_tokens: int  # at most, of all sequences together
     num_sequences: int
     is_resumed: bool  # its client has received a part of it from this router or another
+    deadline: float | None = None  # of its last token, by `time.perf_counter()`
     is_stream: bool = False  # so its client may resume it
     progress: Callable[[], Progress]  # as of the moment of the call
 

@@ -113,7 +113,8 @@ class Generation:
         self.started_at = started_at
         self._num_seen = request.num_seen or [0] * len(self.choices)
         self._attempt = secrets.randbits(63) if request.num_seen else 0
-        self._deadline = None if request.timeout_s is None else started_at + request.timeout_s
+        # Of the last token, by `time.perf_counter()`; None: as long as it takes.
+        self.deadline = None if request.timeout_s is None else started_at + request.timeout_s
         self._updated_at = [started_at] * len(self.choices)
         self.first_token_at: float | None = None  # by `time.perf_counter()`; None: no token has come
         self._num_unfinished = len(self.choices)
@@ -362,11 +363,11 @@ class Generation:
 
         `has_begun`: its client has had tokens of it.
         """
-        if self._deadline is None:
+        if self.deadline is None:
             return TimeLimit(has_begun=True) if has_begun else None
         may_end_at_once = not sampling.ignore_eos or bool(sampling.stop_token_ids) or bool(self.request.stop.strings)
         num_new_tokens = 1 if may_end_at_once else sampling.max_tokens or 1
-        return TimeLimit(max(0.0, self._deadline - time.perf_counter()), num_new_tokens, has_begun)
+        return TimeLimit(max(0.0, self.deadline - time.perf_counter()), num_new_tokens, has_begun)
 
     async def _merged(self) -> AsyncIterator[tuple[int, SequenceUpdate]]:
         # As long as one for each, so that a client that does not read holds the streams back.
