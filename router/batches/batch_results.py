@@ -90,7 +90,7 @@ _decode: Final = msgspec.json.Decoder(_Known).decode
 _decode_body: Final = msgspec.json.Decoder(_Body).decode
 
 
-def _encode_line(result: Result) -> bytes:
+def _encode_line(result: Result) -> bytearray:
     line = bytearray()
     _encoder.encode_into(result, line)
     line += b"\n"
@@ -191,7 +191,7 @@ class _ResultFile:
                 self.num_lines, self.num_bytes = self.num_lines + 1, self.num_bytes + len(line)
         os.ftruncate(self._handle, self.num_bytes)
 
-    def append(self, lines: Sequence[bytes]) -> None:
+    def append(self, lines: Sequence[bytearray]) -> None:
         try:
             for line in lines:
                 left = memoryview(line)

@@ -16,7 +16,7 @@ from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line
 from motet.tests.rigs.real_front import RealFront, real_front
 from motet.tests.rigs.router_rig import text_service
-from motet.workers.wire.messages import SequenceUpdate, TokenLogprobs
+from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
 
 
 @settings(deadline=None, max_examples=30)
@@ -39,10 +39,7 @@ def test_no_more_is_reserved_than_there_is_and_each_line_has_its_turn(seed: int)
                 held.give_back()
                 held.give_back()
 
-        tasks = [
-            asyncio.create_task(answer(rng.choice("abc"), rng.randint(1, 200)))
-            for _ in range(rng.randint(1, 60))
-        ]
+        tasks = [asyncio.create_task(answer(rng.choice("abc"), rng.randint(1, 200))) for _ in range(rng.randint(1, 60))]
         for _ in range(rng.randint(0, 5)):
             await asyncio.sleep(0)
         for task in rng.sample(tasks, len(tasks) // 4):
@@ -87,14 +84,14 @@ async def test_a_line_over_the_bound_fails_by_itself(
     most = list[int]()
 
     def script(front: RealFront) -> None:
-        def updates(request: object) -> list[SequenceUpdate]:
+        def updates(request: SequenceRequest) -> list[SequenceUpdate]:
             most.append(front.batches.room.num_bytes)
             values = TokenLogprobs(-0.5, [*range(40, 60)], [-1.25] * 20)
-            num_tokens = request.sampling.max_tokens  # type: ignore[attr-defined]
-            likely = None if request.sampling.num_logprobs is None else [values] * num_tokens  # type: ignore[attr-defined]
+            num_tokens = request.sampling.max_tokens
+            likely = None if request.sampling.num_logprobs is None else [values] * num_tokens
             return [SequenceUpdate(1, [50] * num_tokens, likely, "length")]
 
-        front.dispatcher.script = updates  # type: ignore[attr-defined]
+        front.dispatcher.script = updates
 
     async with real_front(redis_url, tmp_path, text) as front:
         room = front.batches.room

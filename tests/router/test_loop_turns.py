@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +23,7 @@ class Loop:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.turns = LoopTurns(lambda: self.now_s)
-        self.had_s: Counter[str] = Counter()
+        self.had_s: defaultdict[str, float] = defaultdict(float)
         self.waits_s: list[float] = []  # of the tenant "light"
 
     async def work(self, tenant: str, num_pieces: int, piece_s: float, weight: float = 1.0) -> None:
