@@ -87,7 +87,7 @@ async def test_a_line_over_the_bound_fails_by_itself(
         def updates(request: SequenceRequest) -> list[SequenceUpdate]:
             most.append(front.batches.room.num_bytes)
             values = TokenLogprobs(-0.5, [*range(40, 60)], [-1.25] * 20)
-            num_tokens = request.sampling.max_tokens
+            num_tokens = request.sampling.max_tokens or 0
             likely = None if request.sampling.num_logprobs is None else [values] * num_tokens
             return [SequenceUpdate(1, [50] * num_tokens, likely, "length")]
 
