@@ -45,8 +45,8 @@ class LoopTurns:
             self._total_weight = sum([one.weight for one in self._tenants.values()])
         one = self._tenants.get(tenant)
         if one is None:
-            one = self._tenants[tenant] = TenantTurns(self)
-            self._total_weight += weight
+            one = TenantTurns(self, tenant, weight)
+            self._join(one)
         one.weight, one.seen_at = weight, now
         return one
 
@@ -54,6 +54,8 @@ class LoopTurns:
         """Begins a piece of the tenant's work, unless it must wait: then it returns False, and nothing has begun."""
         now = self.clock()
         self._charge(now)
+        if now - one.seen_at >= ACTIVE_S:
+            self._join(one)
         if self._round_at is None:
             self._round_at = now
             asyncio.get_running_loop().call_soon(self._begin_round)
@@ -73,6 +75,11 @@ class LoopTurns:
         now = self.clock()
         self._charge(now)
         self._current, self._since = one, now
+
+    def _join(self, one: TenantTurns) -> None:
+        """The tenant shares the loop from now on, unless it does so already."""
+        if self._tenants.setdefault(one.tenant, one) is one:
+            self._total_weight = sum([each.weight for each in self._tenants.values()])
 
     def _begin_round(self) -> None:
         """Lets those that wait go on, the tenant that has had least first, for as much as takes PIECE_S."""
@@ -119,11 +126,10 @@ class TenantTurns:
     ...     await turns.wait()
     """
 
-    __slots__ = ("_turns", "mean_s", "recent_s", "seen_at", "value", "waiting", "weight")
+    __slots__ = ("_turns", "mean_s", "recent_s", "seen_at", "tenant", "value", "waiting", "weight")
 
-    def __init__(self, turns: LoopTurns) -> None:
-        self._turns = turns
-        self.weight = 1.0
+    def __init__(self, turns: LoopTurns, tenant: str, weight: float) -> None:
+        self._turns, self.tenant, self.weight = turns, tenant, weight
         self.value = 0.0  # time of the loop, divided by the weight
         self.waiting: deque[asyncio.Future[None]] = deque()  # pieces
         self.mean_s = 0.0  # of a piece
