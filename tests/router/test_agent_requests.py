@@ -24,7 +24,7 @@ STRICT: Final = (
     "{% if m.role == 'user' and m.tool_calls is not defined %}{% set ns.user = false %}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
     "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <think> #}"
 )
 # Some leave it out without a word, others know no such role at all.
 SILENT: Final = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' or loop.first %}")
