@@ -58,7 +58,9 @@ _ATOM: Final = re.compile(
 )
 _NAMED: Final = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0", "a": "\a"}
 _SPACES: Final = " \t\n\r\f\v"
-_RANGE: Final = re.compile(r"(\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|[^\\])(?:-(\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|[^\\]))?", re.DOTALL)
+_RANGE: Final = re.compile(
+    r"(\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|[^\\])(?:-(\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|[^\\]))?", re.DOTALL
+)
 
 
 def quoted_lark(grammar: str) -> str:
@@ -118,7 +120,12 @@ def quoted_pattern(pattern: str, *, dot_is_all: bool = False) -> str:
         elif match["escape"] is not None:
             out.append(_quoted_escape(match["escape"]))
         elif match["char"] == ".":
-            out.append(_either("[^" + _avoided("" if dot_is_all else "\n"), [*_ESCAPES] if dot_is_all else [one for one in _ESCAPES if one != "\n"]))
+            out.append(
+                _either(
+                    "[^" + _avoided("" if dot_is_all else "\n"),
+                    [*_ESCAPES] if dot_is_all else [one for one in _ESCAPES if one != "\n"],
+                )
+            )
         else:
             out.append(_quoted_char(match["char"]))
     return "".join(out)
@@ -155,7 +162,9 @@ def _quoted_class(inner: str) -> str:
         low, high = (one[1:] if one.startswith("\\") else one for one in (first, last or first))
         if first[0] == "\\" and low in "DWS":
             raise ValueError(f"{first} is not supported within a class of characters.")
-        begin, end = (_char(one) if source.startswith("\\") else one for one, source in ((low, first), (high, last or first)))
+        begin, end = (
+            _char(one) if source.startswith("\\") else one for one, source in ((low, first), (high, last or first))
+        )
         specials |= {one for one in _ESCAPES if begin <= one <= end}
         plain.append(_in_class(begin) if begin == end else f"{_in_class(begin)}-{_in_class(end)}")
     if is_negative:

@@ -188,9 +188,7 @@ class ResponseTerms(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float
     parallel_tool_calls: bool
     tools: list[FunctionTool | CustomTool] | msgspec.Raw
-    tool_choice: (
-        Literal["none", "auto", "required"] | NamedFunctionTool | NamedCustomTool | AllowedFunctionTools
-    )
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | NamedCustomTool | AllowedFunctionTools
     text: ShownText | msgspec.Raw
     reasoning: ShownReasoning
     top_logprobs: int

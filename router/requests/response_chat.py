@@ -18,7 +18,6 @@ from ..openai_api.response_request import (
     ReasoningConfig,
     ResponseChat,
     ResponsesRequest,
-    ResponseTool,
     ResponseToolChoice,
     TextConfig,
 )
@@ -106,7 +105,9 @@ def response_chat(request: ResponsesRequest, kept: Mapping[str, KeptConversation
         "messages": messages,
         "max_completion_tokens": request.max_output_tokens,
         "tools": [{"type": "function", "function": _given(tool)} for tool in tools] or None,
-        "custom_tools": {tool.name: tool.format or InputFormat("text") for tool in tools if isinstance(tool, CustomTool)},
+        "custom_tools": {
+            tool.name: tool.format or InputFormat("text") for tool in tools if isinstance(tool, CustomTool)
+        },
         "left_out": [*_left_out(request), *conversation.left_out],
         "places": conversation.places,
         "tool_choice": None if request.tool_choice is None else _chat_choice(choice),
@@ -238,7 +239,6 @@ class _Conversation:
         self._turn = None
         self.messages.append(message)
 
-
     def _content(
         self, content: str | list[InputPart] | None, param: str, *, is_past: bool
     ) -> str | list[dict[str, Any]]:
@@ -311,7 +311,9 @@ def _choice(requested: Any) -> Any:
             if requested.mode is None:
                 raise missing("tool_choice.mode")
             if not named:
-                raise unsupported("tool_choice.tools", "all of them are left out: functions and custom tools are served.")
+                raise unsupported(
+                    "tool_choice.tools", "all of them are left out: functions and custom tools are served."
+                )
             return AllowedFunctionTools(requested.mode, named)
     raise unsupported(
         "tool_choice.type", f"tools {requested.type[:40]!r} are left out here: functions and custom tools are served."

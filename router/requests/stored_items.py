@@ -118,9 +118,7 @@ def _shown(item: InputItem, item_id: str) -> schema.InputItemShown:
     """An item that was taken has all that its type needs."""
     match item.type:
         case "function_call":
-            return schema.FunctionCallItem(
-                item_id, "completed", item.call_id or "", item.name or "", _arguments(item)
-            )
+            return schema.FunctionCallItem(item_id, "completed", item.call_id or "", item.name or "", _arguments(item))
         case "custom_tool_call":
             return schema.CustomCallItem(item_id, "completed", item.call_id or "", item.name or "", item.input or "")
         case "function_call_output" | "custom_tool_call_output":

@@ -26,6 +26,7 @@ _MAX_KEPT_CHARS: Final = 512
 _PIECE_CHARS: Final = 512  # so that no pattern scans a long text again and again
 _MAX_EMPTY_MARKS: Final = 4  # in a row at one place
 _CALLS: Final = "tool_calls"
+_HALF_NAME: Final = re.compile(r'\s*\{\s*"(?:name|type)"\s*:\s*"?([\w.-]*)')
 _OPENING_OF_JSON: Final = re.compile(r'[\[{]\s*(?:"\w*"?\s*:?)?')  # which may be content
 
 
@@ -321,13 +322,13 @@ class ResponseReader:
         self.num_calls += len(found)
         return ""
 
-
     def _is_half_call(self, region: _Region) -> bool:
         """Whether a region that was cut off is one of a call. Without a mark it may be content in JSON."""
-        body = "".join(region.body)
-        return bool(region.mark.strip()) or any(
-            f'"{name}"' in body or f"{name}(" in body for name in self.reading.tools.properties
-        )
+        body, names = "".join(region.body), self.reading.tools.properties
+        if region.mark.strip() or any(f'"{name}"' in body or f"{name}(" in body for name in names):
+            return True
+        begun = _HALF_NAME.fullmatch(body)
+        return begun is not None and any(name.startswith(begun[1]) for name in names)
 
 
 def _part_of(one: Any) -> Part:

@@ -126,11 +126,22 @@ def _parts(text: str) -> list[dict[str, Any]]:
 _PICTURE: Final = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 _USE: Final = {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"path": "note.txt"}}
 _USED: Final = _said("assistant", [_USE])
-_CALL: Final = {"type": "function_call", "status": "completed", "id": "fc_1", "call_id": "call_1"}
-_CALL |= {"name": "exec_command", "arguments": _ARGUMENTS}
+_CALL: Final = {
+    "type": "function_call",
+    "status": "completed",
+    "id": "fc_1",
+    "call_id": "call_1",
+    "name": "exec_command",
+    "arguments": _ARGUMENTS,
+}
 _OUTPUT: Final = {"type": "function_call_output", "id": "fco_1", "call_id": "call_1", "output": FOUND}
-_SPOKEN: Final = {"type": "message", "status": "completed", "id": "msg_1", "role": "assistant"}
-_SPOKEN |= {"content": [{"type": "output_text", "text": FOUND, "annotations": []}]}
+_SPOKEN: Final[dict[str, Any]] = {
+    "type": "message",
+    "status": "completed",
+    "id": "msg_1",
+    "role": "assistant",
+    "content": [{"type": "output_text", "text": FOUND, "annotations": []}],
+}
 _ASKED: Final = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": MORE}]}
 _CALLED: Final[dict[str, Any]] = {
     "role": "assistant",
@@ -197,7 +208,9 @@ REQUESTS: Final[list[AgentRequest]] = [
         | {"name": "apply_patch", "input": "*** Begin Patch\n*** Update File: note.txt\n-a\n+b\n*** End Patch"},
         {"type": "custom_tool_call_output", "id": "ctco_1", "call_id": "call_1", "output": "done"},
     ),
-    _with_item("search", {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}}),
+    _with_item(
+        "search", {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search"}}
+    ),
     _with_item("encrypted thoughts", {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "AA=="}),
     _with_item("compaction", {"type": "compaction", "id": "cmp_1", "encrypted_content": "AA=="}),
     _with_item("picture", {"type": "image_generation_call", "id": "ig_1", "status": "completed", "result": "AA=="}),

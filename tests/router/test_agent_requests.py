@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import pytest
 
-from motet.router.grammars.check_process import GRAMMAR_LIMITS, GrammarTrial
+from motet.router.grammars.call_texts import CALL_TEXTS, WantedCalls
+from motet.router.grammars.check_process import GrammarTrial
+from motet.router.grammars.lark_text import lark_text
+from motet.router.grammars.wanted_grammar import WantedGrammar
 from motet.tests.clients.agent_requests import ASK, FOUND, PLACE, REQUESTS, RULES, AgentRequest, num_answered
 from motet.tests.rigs.router_rig import BASE, HEADERS, RouterRig, events_of, posted, text_service
 from motet.tests.router.test_tool_calls import TEMPLATE
@@ -27,7 +30,9 @@ STRICT: Final = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{# <think> #}"
 )
 # Some leave it out without a word, others know no such role at all.
-SILENT: Final = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' or loop.first %}")
+SILENT: Final = TEMPLATE.replace(
+    "{% for m in messages %}", "{% for m in messages if m.role != 'system' or loop.first %}"
+)
 WITHOUT: Final = TEMPLATE.replace(
     "{% for m in messages %}",
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
@@ -100,7 +105,11 @@ LEFT_OUT: Final[list[tuple[str, dict[str, Any], str]]] = [
         "messages[0].content[0]",
     ),
     ("messages", {"messages": HELLO, "output_config": {"effort": "low"}}, "output_config.effort"),
-    ("messages", {"messages": HELLO, "thinking": {"type": "enabled", "budget_tokens": 9}}, ""),  # its marks are known
+    (
+        "messages",
+        {"messages": HELLO, "thinking": {"type": "enabled", "budget_tokens": 9}},
+        "thinking.budget_tokens",  # its marks may be written in several ways
+    ),
     ("messages", {"messages": HELLO, "mcp_servers": [{"name": "a"}]}, "mcp_servers"),
     ("messages", {"messages": HELLO, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
     ("messages", {"messages": HELLO, "container": "a", "stream_options": {}}, "container"),
@@ -109,9 +118,9 @@ LEFT_OUT: Final[list[tuple[str, dict[str, Any], str]]] = [
 
 @pytest.mark.parametrize(("path", "fields", "name"), LEFT_OUT)
 async def test_what_is_left_out_is_named(plain: RouterRig, path: str, fields: dict[str, Any], name: str) -> None:
-    more: dict[str, Any] = {"messages": {"max_tokens": 9}, "responses": {"input": "hello"}}.get(path, {})
-    found = await warning(plain, f"/v1/{path}", **{**more, **fields})
-    assert name in found.split(", ") or found == name or path == "messages" and not name, found
+    others: dict[str, dict[str, Any]] = {"messages": {"max_tokens": 9}, "responses": {"input": "hello"}}
+    found = await warning(plain, f"/v1/{path}", **{**others.get(path, {}), **fields})
+    assert name in found.split(", "), found
 
 
 async def test_operators_may_refuse_what_would_be_left_out(tmp_path: Path) -> None:
@@ -126,7 +135,8 @@ async def test_operators_may_refuse_what_would_be_left_out(tmp_path: Path) -> No
 async def test_a_line_stands_where_a_later_item_refers_to_one_that_is_left_out(plain: RouterRig) -> None:
     call = {"type": "local_shell_call", "call_id": "1"}
     output = {"type": "local_shell_call_output", "call_id": "1", "output": "x"}
-    for items, is_shown in (([call, output], True), ([call], False)):
+    cases: list[tuple[list[Any], bool]] = [([call, output], True), ([call], False)]
+    for items, is_shown in cases:
         await posted(plain, "/v1/responses", input=[*HELLO, *items, *HELLO])
         assert ("[local_shell_call left out]" in prompt_text(plain)) is is_shown
 
@@ -152,10 +162,11 @@ def caller(tmp_path: Path) -> RouterRig:
     return rig
 
 
+GRAMMAR: Final = 'start: "a" LF /[^\\n]+/\n%import common.LF'
 PATCH_TOOL: Final = {
     "type": "custom",
     "name": "p",
-    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "a" LF /[^\\n]+/\n%import common.LF'},
+    "format": {"type": "grammar", "syntax": "lark", "definition": GRAMMAR},
 }
 
 
@@ -180,12 +191,31 @@ async def test_a_custom_tool_is_called_with_a_text(caller: RouterRig) -> None:
 
 @pytest.mark.parametrize("family", ["hermes", "qwen-xml", "glm", "gemma", "lfm", "mistral", "deepseek-3.1"])
 def test_a_custom_tools_input_has_its_grammar(family: str) -> None:
-    from motet.router.grammars.call_texts import CALL_TEXTS, WantedCalls
-    from motet.router.grammars.lark_text import lark_text
-    from motet.router.grammars.wanted_grammar import WantedGrammar
-
-    for syntax, definition in (("lark", PATCH_TOOL["format"]["definition"]), ("regex", "a\\n[^\\n]+")):  # type: ignore[index]
-        calls = WantedCalls(CALL_TEXTS[family], [("p", {})], must_call=True, is_one=True, inputs={"p": (syntax, definition)})
+    inputs: list[tuple[Literal["lark", "regex"], str]] = [("lark", GRAMMAR), ("regex", "a\\n[^\\n]+")]
+    for form in inputs:
+        calls = WantedCalls(CALL_TEXTS[family], [("p", {})], must_call=True, is_one=True, inputs={"p": form})
         lark = lark_text(WantedGrammar("tools", "any", None, calls=calls), {})
         assert GrammarTrial().problem(lark, 300) == ""
-    assert GRAMMAR_LIMITS is not None
+
+
+BARE: Final = {"type": "function", "function": {"name": "look"}}
+LENIENT: Final[list[dict[str, Any]]] = [
+    {"tools": [BARE]},
+    {"tools": [BARE], "tool_choice": "required"},
+    {"top_logprobs": 0, "logprobs": False},
+    {"top_logprobs": 0},
+    {"verbosity": "high"},
+]
+
+
+@pytest.mark.parametrize("fields", LENIENT)
+async def test_what_clients_send_without_need_is_taken(rig: RouterRig, fields: dict[str, Any]) -> None:
+    answer = await posted(rig, "/v1/chat/completions", messages=HELLO, max_tokens=9, **fields)
+    assert answer.status_code == 200, answer.text
+
+
+async def test_top_p_of_zero_is_the_likeliest_token_alone(plain: RouterRig) -> None:
+    for path, prompt in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "hello"})):
+        assert (await posted(plain, f"/v1/{path}", **prompt, top_p=0)).status_code == 200
+        sampling = plain.dispatcher.submitted[-1].sampling
+        assert (sampling.top_k, sampling.top_p) == (1, 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -23,7 +22,8 @@ TEMPLATES: Final = {"objects": OBJECTS, "strict": STRICT}
 ASK: Final = [{"role": "user", "content": "hello"}]
 PARAMETERS: Final = {"type": "object", "properties": {"n": {"type": "integer"}, "city": {"type": "string"}}}
 WHOLE: Final = (
-    '<think>the fox</think>\nSo, 猫:\n<tool_call>\n{"name": "f", "arguments": {"n": "3", "city": "a\\n\\"b\\""}}\n</tool_call>'
+    "<think>the fox</think>\nSo, 猫:\n<tool_call>\n"
+    '{"name": "f", "arguments": {"n": "3", "city": "a\\n\\"b\\""}}\n</tool_call>'
     '\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
 )
 BROKEN: Final = '<tool_call>\n{"name": "f", "arguments": {"n": 3,, "city": tru}}\n</tool_call>'
@@ -71,7 +71,10 @@ async def messages(rig: RouterRig, num_tokens: int, **more: Any) -> str:
     results: list[Any] = [
         {"type": "tool_result", "tool_use_id": one["id"], "content": "5"} for one in blocks if one["type"] == "tool_use"
     ]
-    turns = [{"role": "assistant", "content": blocks}, {"role": "user", "content": [*results, {"type": "text", "text": "on"}]}]
+    turns = [
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": [*results, {"type": "text", "text": "on"}]},
+    ]
     await answered(rig, "/v1/messages", messages=[*ASK, *turns], **fields)
     return "".join(one["text"] for one in blocks if one["type"] == "text")
 
@@ -99,8 +102,10 @@ async def test_answers_cut_by_a_stop_string_come_back(rig: RouterRig, door: Any)
 
 PIECES: Final = st.sampled_from(
     [
-        "<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "arguments": ', '{"name": "g", "arguments": ',
-        '{"input": "a', "{", "}", '"n": ', "3", "1e999", '"\\ud800"', "[", "]", ",", "null", '"', "\\", "a fox", "\n", "猫",
+        "<tool_call>", "</tool_call>", "<think>", "</think>", '{"name": "f", "arguments": ',
+        '{"name": "g", "arguments": ',
+        '{"input": "a', "{", "}", '"n": ', "3", "1e999", '"\\ud800"', "[", "]", ",", "null", '"', "\\",
+        "a fox", "\n", "猫",
     ]
 )  # fmt: skip
 
@@ -115,7 +120,11 @@ async def test_any_answer_comes_back(rig: RouterRig, pieces: list[str], num_toke
 @pytest.mark.parametrize("arguments", ["null", "[]", " ", "", '{"city": "Li', '{"city":"a\\qb"}', None])
 async def test_broken_arguments_go_on(rig: RouterRig, arguments: str | None) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    turns = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c1"} | {"content": "x"}]
+    turns = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1"} | {"content": "x"},
+    ]
     response = await posted(rig, "/v1/chat/completions", messages=turns)
     items = [*ASK, {"type": "function_call", "call_id": "c1", "name": "f", "arguments": arguments}]
     items.append({"type": "function_call_output", "call_id": "c1", "output": "x"})
