@@ -82,4 +82,4 @@ class ChatMessage(msgspec.Struct, frozen=True):
     reasoning_content: Annotated[str | None, Meta(description="What an assistant thought first.")] = None
     reasoning: Annotated[str | None, Meta(description="The same; it counts where both are given.")] = None
     refusal: str | None = None
-    audio: Annotated[Any, Meta(description="Refused but null.")] = None
+    audio: Annotated[Any, Meta(description="Left out of what was said; else refused but null.")] = None

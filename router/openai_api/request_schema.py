@@ -22,7 +22,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Effort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
-    Meta(description="Where the chat template knows it."),
+    Meta(description="Left out where the chat template does not know it."),
 ]
 MAX_LOGIT_BIASES = 1024  # each bias costs time at every token
 MAX_BAD_WORDS = 128
@@ -113,7 +113,11 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(max_length=1024, description="Makes no difference.")] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024, description="KV is shared only with equal salts.")] | None = None
     thinking_token_budget: (
-        Annotated[int, Meta(ge=-1, description="Most tokens of the model's thoughts; -1: no bound.")] | None
+        Annotated[
+            int,
+            Meta(ge=-1, description="Most tokens of the model's thoughts, where their marks are known; -1: no bound."),
+        ]
+        | None
     ) = None
     # The form of the answer: one of these, of which the last eight are what older servers call them.
     response_format: Annotated[ResponseFormat | None, Meta(description="The form of the answer.")] = None
