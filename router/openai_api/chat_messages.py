@@ -31,8 +31,10 @@ class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    type: Literal["function"]
-    function: FunctionDefinition
+    """A tool of type `function`. Tools of other types are left out."""
+
+    type: str
+    function: FunctionDefinition | None = None
 
 
 class NamedFunction(msgspec.Struct, frozen=True):

@@ -115,7 +115,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     thinking_token_budget: (
         Annotated[
             int,
-            Meta(ge=-1, description="Most tokens of the model's thoughts, where their marks are known; -1: no bound."),
+            Meta(ge=-1, description="Most tokens of thoughts, where their marks are known; -1: no bound."),
         ]
         | None
     ) = None

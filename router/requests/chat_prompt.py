@@ -67,7 +67,8 @@ def fields_not_shown(request: ChatRequest, forms: TemplateForms) -> list[str]:
         "web_search_options": request.web_search_options is not None,
         "messages[].tool_calls": not forms.shows_calls and any(one.tool_calls for one in request.messages),
     }
-    return [field for field, is_so in is_left_out.items() if is_so]
+    others = [f"tools[{at}]" for at, tool in enumerate(request.tools or ()) if tool.type != "function"]
+    return [*others, *(field for field, is_so in is_left_out.items() if is_so)]
 
 
 def _are_few(messages: Sequence[ChatMessage]) -> bool:

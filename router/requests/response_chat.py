@@ -172,14 +172,14 @@ class _Conversation:
         self.places: dict[str, str] = {}
         self._turn: dict[str, Any] | None = None  # the assistant's message under way, which is the last of the messages
         self._num_past = max((at for at, item in enumerate(items, 1) if _is_of_assistant(item)), default=0)
-        referred = {item.call_id or item.approval_request_id for item in items if item.type.endswith(_ANSWERS)}
+        referred = {item.call_id or item.approval_request_id for item in items if item.type.endswith(_ANSWERS)} - {None}
         for number, item in enumerate(items):
             param = f"input[{number - num_earlier}]" if number >= num_earlier else "previous_response_id"
             if item.type in _KNOWN:
                 shown = item
             else:
                 self.left_out.append(param)
-                if item.type.endswith(_ANSWERS) or not {item.id, item.call_id} & (referred - {None}):
+                if item.type.endswith(_ANSWERS) or referred.isdisjoint((item.id, item.call_id)):
                     continue
                 shown = InputItem(role="assistant", content=left_out_text(item.type))  # what refers to it makes sense
             self._add(shown, param, is_past=number < self._num_past)

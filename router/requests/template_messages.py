@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -16,7 +17,6 @@ from .chat_fields import left_out_text
 # The call of a function has no id. Mistral's templates want nine letters and digits.
 _OLD_CALL_ID: Final = "call00000"
 _OUT_OF_TURN: Final = (("user", "user"), ("tool", "user"), ("assistant", "assistant"))
-_IS_NOTE: Final = "motet_is_note"  # of a message on its way: it holds nothing but notes of the system
 
 
 def template_messages(messages: Sequence[ChatMessage], forms: TemplateForms) -> tuple[list[dict[str, Any]], list[str]]:
@@ -34,7 +34,8 @@ def template_messages(messages: Sequence[ChatMessage], forms: TemplateForms) -> 
 
 def template_tools(request: ChatRequest, forms: TemplateForms) -> list[dict[str, Any]] | None:
     """The tools as plain values; None: there are none."""
-    tools = request.tools or [Tool("function", function) for function in request.functions or ()]
+    tools = [tool for tool in request.tools or () if tool.type == "function"]
+    tools = tools or [Tool("function", function) for function in request.functions or ()]
     found = [msgspec.to_builtins(tool) for tool in tools]
     if not forms.takes_bare_tools:
         for tool in found:
@@ -61,42 +62,56 @@ def _placed(messages: list[dict[str, Any]], forms: TemplateForms) -> list[dict[s
 
     Where it does not show a note, that is a part of the user's message before or behind it.
     """
-    placed: list[dict[str, Any]] = []
+    groups: list[_Group] = []
     for message in messages:
-        last = placed[-1] if placed else None
+        last = groups[-1] if groups else None
         is_note = message["role"] == "system" and not (
             forms.system_places == "any" or (forms.system_places == "first" and last is None)
         )
-        if is_note and last is not None and forms.system_places == "first" and last["role"] == "system":
-            last["content"] = _joined(last["content"], message["content"])
+        if is_note and last is not None and last.role == "system":
+            last.contents.append(message["content"])
             continue
         if is_note:
             content = message["content"]
             texts = content if isinstance(content, str) else [part["text"] for part in content]
             message = {**message, "role": "user", "content": _as_template_reads(texts, "user", forms)}
-        turn = message["role"] if last is None else (last["role"], message["role"])
-        if turn == ("user", "user") and (is_note or placed[-1][_IS_NOTE]):
-            joins = True
+        if last is not None and last.takes(message["role"], is_note=is_note, forms=forms):
+            last.fields = {**message, **last.fields}
+            last.contents.append(message["content"])
+            last.is_note &= is_note
         else:
-            joins = not forms.takes_any_turn and turn in _OUT_OF_TURN and not placed[-1].get("tool_calls")
-        if joins:
-            placed[-1] |= {**message, **placed[-1], "content": _joined(placed[-1]["content"], message["content"])}
-            placed[-1][_IS_NOTE] &= is_note
-        else:
-            placed.append({**message, _IS_NOTE: is_note})
-    for message in placed:
-        del message[_IS_NOTE]
-    return placed
+            groups.append(_Group(message, [message["content"]], is_note))
+    return [{**group.fields, "content": _joined(group.contents)} for group in groups]
 
 
-def _joined(first: Any, second: Any) -> Any:
-    """Two contents as one. None: an assistant said nothing."""
-    if not first or not second:
-        return first or second
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
-    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else one for one in (first, second)]
-    return [*parts[0], *parts[1]]
+@dataclass
+class _Group:
+    """Messages that the template is to see as one. `is_note`: they are nothing but notes of the system."""
+
+    fields: dict[str, Any]
+    contents: list[Any]
+    is_note: bool
+
+    @property
+    def role(self) -> str:
+        return str(self.fields["role"])
+
+    def takes(self, role: str, *, is_note: bool, forms: TemplateForms) -> bool:
+        if self.role == role == "user" and (is_note or self.is_note):
+            return True
+        is_out_of_turn = (self.role, role) in _OUT_OF_TURN and not self.fields.get("tool_calls")
+        return is_out_of_turn and not forms.takes_any_turn
+
+
+def _joined(contents: list[Any]) -> Any:
+    """Contents as one, without those of an assistant that said nothing."""
+    shown = [content for content in contents if content] or contents[:1]
+    if len(shown) == 1:
+        return shown[0]
+    if all(isinstance(content, str) for content in shown):
+        return "\n\n".join(shown)
+    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else one for one in shown]
+    return [part for content in parts for part in content]
 
 
 class _Converted:

@@ -17,6 +17,7 @@ from ..text.answer_format import AnswerFormat
 from ..text.call_parsing import KnownTools
 from ..text.response_reader import Reading, ResponseReader
 from ..text.text import MAX_CHARS_ON_LOOP
+from .chat_fields import needed
 from .request_grammar import request_grammar
 
 _NO_CALLS: Final = CallText("")
@@ -25,6 +26,9 @@ Mode = Literal["none", "auto", "required"]
 
 def check_tools(request: ChatRequest) -> None:
     """Raises a 400 for a choice among tools that the request does not have."""
+    for position, tool in enumerate(request.tools or ()):
+        if tool.type == "function":
+            needed(tool.function, f"tools[{position}].function")
     mode, names = _choice(request)
     field = _field_of_choice(request)
     known = {function.name for function in _functions(request)}
@@ -157,7 +161,8 @@ def is_old(request: ChatRequest) -> bool:
 
 
 def _functions(request: ChatRequest) -> Sequence[FunctionDefinition]:
-    return [tool.function for tool in request.tools or ()] or request.functions or []
+    tools = [tool.function for tool in request.tools or () if tool.type == "function" and tool.function is not None]
+    return tools or request.functions or []
 
 
 def _allowed(request: ChatRequest) -> list[FunctionDefinition]:

@@ -26,6 +26,7 @@ _MAX_KEPT_CHARS: Final = 512
 _PIECE_CHARS: Final = 512  # so that no pattern scans a long text again and again
 _MAX_EMPTY_MARKS: Final = 4  # in a row at one place
 _CALLS: Final = "tool_calls"
+_BETWEEN_CALLS: Final = ";, \t\r\n"
 _HALF_NAME: Final = re.compile(r'\s*\{\s*"(?:name|type)"\s*:\s*"?([\w.-]*)')
 _OPENING_OF_JSON: Final = re.compile(r'[\[{]\s*(?:"\w*"?\s*:?)?')  # which may be content
 
@@ -310,7 +311,10 @@ class ResponseReader:
             self._show_calls(calls)
             self._num_begun += growing.num_begun
             self.num_calls += growing.num_whole
-            return "" if self._is_cut and not is_marked else text
+            if self._is_cut and not is_marked:  # without a mark, what follows may be content, or half a call
+                is_content = region.field.close_re is None and text.lstrip(_BETWEEN_CALLS)[:1] not in ("", "{")
+                return text if is_content else ""
+            return text
         try:
             if not is_marked and region.field.close_re is not None and region.field.content not in SELF_DELIMITING:
                 raise ValueError("it does not end")

@@ -94,6 +94,7 @@ LEFT_OUT: Final[list[tuple[str, dict[str, Any], str]]] = [
     ("chat/completions", {"messages": HELLO, "reasoning_effort": "low"}, "reasoning_effort"),
     ("chat/completions", {"messages": HELLO, "verbosity": "low"}, "verbosity"),
     ("chat/completions", {"messages": HELLO, "web_search_options": {}}, "web_search_options"),
+    ("chat/completions", {"messages": HELLO, "tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools[0]"),
     (
         "chat/completions",
         {"messages": [*HELLO, {"role": "assistant", "audio": {"id": "a"}}, *HELLO]},

@@ -178,7 +178,7 @@ async def test_max_completion_tokens_goes_before_max_tokens(rig: RouterRig) -> N
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict"),
-        ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
         ({"tools": [NAMED] * 257}, "tools"),
         ({"tools": [NAMED], "tool_choice": "required"}, "tools"),  # how the model calls them is not known

@@ -44,8 +44,8 @@ def spoken(prompt: str) -> str:
         if arguments.startswith('{\\"'):  # opencode quotes what it is asked
             arguments = arguments.replace('\\"', '"')
         return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-    found = _FOUND.findall(prompt[last_result:]) if last_result >= 0 else []
-    return f"The word is {found[0]}." if found else "Done."
+    found = _FOUND.findall(prompt[last_result:]) or _FOUND.findall(prompt)
+    return f"The word is {found[-1]}." if last_result >= 0 and found else "Done."
 
 
 class Agent(NamedTuple):
@@ -58,7 +58,7 @@ class Agent(NamedTuple):
     second: Sequence[str]
     environment: dict[str, str]
     files: dict[str, str]
-    answer: str = f"The word is {WORD}."
+    makes: str = ""  # a file, by its tool
 
 
 def agents(modules: Path, url: str, note: Path) -> list[Agent]:
@@ -121,7 +121,7 @@ def agents(modules: Path, url: str, note: Path) -> list[Agent]:
             [*codex, *codex_options, "resume", "--last"],
             {"MOTET_KEY": KEY},
             codex_file(KNOWN_TO_CODEX),
-            "patched.txt",  # which its result names
+            "patched.txt",
         ),
         Agent(
             "opencode",
@@ -164,7 +164,8 @@ def run_agent(agent: Agent, folder: Path, home: Path) -> dict[str, str]:
                 timeout=TIMEOUT_S,
                 check=False,
             )
-            is_right = done.returncode == 0 and agent.answer in done.stdout + done.stderr
+            is_right = done.returncode == 0 and f"The word is {WORD}." in done.stdout
+            is_right = is_right and (folder / agent.makes).exists()
             found[check] = "" if is_right else f"{done.returncode}: {done.stdout[-300:]} {done.stderr[-300:]}"
         except subprocess.TimeoutExpired:
             found[check] = f"it took more than {TIMEOUT_S} s"
