@@ -14,6 +14,7 @@ from motet.router.grammars.lark_text import lark_text
 from motet.router.grammars.wanted_grammar import WantedGrammar
 from motet.tests.clients.agent_requests import ASK, FOUND, PLACE, REQUESTS, RULES, AgentRequest, num_answered
 from motet.tests.rigs.router_rig import BASE, HEADERS, RouterRig, events_of, posted, text_service
+from motet.tests.router.test_responses import EVENT
 from motet.tests.router.test_tool_calls import TEMPLATE
 
 # As of models that read one message of the system, at the begin, and users and assistants in turn.
@@ -182,7 +183,7 @@ async def test_a_custom_tool_is_called_with_a_text(caller: RouterRig) -> None:
     assert answer.json()["tools"] == [{**PATCH_TOOL, "description": None}]
     assert caller.dispatcher.submitted[-1].sampling.grammar
     streamed = events_of((await posted(caller, "/v1/responses", stream=True, **fields)).content)
-    events = [json.loads(event.data) for event in streamed]
+    events = [EVENT.validate_json(event.data, strict=True).model_dump() for event in streamed]
     inputs = [event for event in events if event["type"].startswith("response.custom_tool_call_input")]
     assert [event.get("delta", event.get("input")) for event in inputs] == ['a\n"b"'] * 2
     output = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"}
