@@ -16,6 +16,7 @@ from .chat_fields import left_out_text
 
 # The call of a function has no id. Mistral's templates want nine letters and digits.
 _OLD_CALL_ID: Final = "call00000"
+_MAX_DEPTH: Final = 128  # of arguments
 _OUT_OF_TURN: Final = (("user", "user"), ("tool", "user"), ("assistant", "assistant"))
 
 
@@ -199,12 +200,25 @@ class _Converted:
             arguments = msgspec.json.decode(text)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             arguments = None
-        if isinstance(arguments, dict):
+        if isinstance(arguments, dict) and not _is_deep(text, arguments):
             return arguments
         if self._forms.takes_text_arguments:
             return text
         self.left_out.append(f"{param}.function.arguments")
         return {}
+
+
+def _is_deep(text: str, value: Any) -> bool:
+    """Whether JSON is nested more deeply than templates can write it. `value`: what the text stands for."""
+    if text.count("[") + text.count("{") <= _MAX_DEPTH:
+        return False
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [[*one.values()] if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for values in inner for one in values]
+        if not level:
+            return False
+    return True
 
 
 def _as_template_reads(content: str | list[str], role: str, forms: TemplateForms) -> Any:

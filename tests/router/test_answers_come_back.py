@@ -86,9 +86,17 @@ DOORS: Final = (chats, responses, messages)
 @pytest.mark.parametrize("text", [WHOLE, BROKEN], ids=["whole", "broken"])
 async def test_answers_cut_anywhere_come_back(rig: RouterRig, door: Any, text: str) -> None:
     rig.dispatcher.answer = rig.ids(text)
-    for num_tokens in range(1, len(rig.dispatcher.answer) + 1):
+    step = 1 if rig.text.forms.takes_any_turn else 5  # at every token; of the strict template at some
+    for num_tokens in range(1, len(rig.dispatcher.answer) + 1, step):
         content = await door(rig, num_tokens)
         assert not any(mark in content for mark in _MARKS), (num_tokens, content)
+
+
+@pytest.mark.parametrize("number", ["1e999", "9" * 400, "[" * 125 + "]" * 125, "[" * 500 + "]" * 500])
+@pytest.mark.parametrize("door", DOORS)
+async def test_answers_with_extreme_values_come_back(rig: RouterRig, door: Any, number: str) -> None:
+    rig.dispatcher.answer = rig.ids(f'<tool_call>{{"name": "f", "arguments": {{"n": {number}}}}}</tool_call>')
+    await door(rig, 2000)
 
 
 @pytest.mark.parametrize("door", DOORS)
