@@ -93,11 +93,11 @@ class _Conversation:
             block.tool_use_id for turn in turns if not isinstance(turn.content, str) for block in turn.content
         }
         if request.system is not None:
-            self._add_text("system", request.system, "system")
+            self._add_note(request.system, "system", is_past=False)
         for position, turn in enumerate(turns):
             param = f"messages[{position}].content"
             if turn.role == "system":
-                self._add_text("system", turn.content, param)
+                self._add_note(turn.content, param, is_past=True)
                 continue
             blocks = [Block("text", text=turn.content)] if isinstance(turn.content, str) else turn.content
             if turn.role == "user":
@@ -105,8 +105,8 @@ class _Conversation:
             else:
                 self._add_assistant(blocks, param)
 
-    def _add_text(self, role: str, content: str | list[Block], param: str) -> None:
-        self.messages.append({"role": role, "content": self._text(content, param, is_past=False)})
+    def _add_note(self, content: str | list[Block], param: str, *, is_past: bool) -> None:
+        self.messages.append({"role": "system", "content": self._text(content, param, is_past=is_past)})
 
     def _add_user(self, blocks: Sequence[Block], param: str, *, is_past: bool) -> None:
         """A message for each result of a tool, and for the texts between them."""

@@ -175,6 +175,7 @@ REQUESTS: Final[list[AgentRequest]] = [
     _claude("result", _USED, _result("1\tThe word is mango.\n")),
     _claude("second", _USED, _result(FOUND), _said("assistant", _parts(FOUND)), _said("user", _parts(MORE))),
     _claude("note behind a result", _USED, _result(FOUND), _said("system", "The file has changed.")),
+    _claude("other tools", _USED, _result(FOUND), _said("system", [{"type": "tool_addition", "tools": []}])),
     _claude("picture in a result", _USED, _result([*_parts(FOUND), _PICTURE])),
     _claude("tool found", _USED, _result([{"type": "tool_reference", "tool_name": "Later"}])),
     _claude("budget of thoughts", thinking={"type": "enabled", "budget_tokens": 1024}),
