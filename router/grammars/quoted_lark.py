@@ -24,7 +24,8 @@ _TOKEN: Final = re.compile(
     |(?P<shown>->\s*\w+)
     |[?!]?(?P<rule>\b[a-z_][a-z0-9_]*\b)
     |[A-Z]\w*
-    |"(?P<text>(?:\\.|[^"\\])*)"(?P<case>i?)(?P<range>\s*\.\.(?!\.))?
+    |"(?P<low>\\[xu][0-9a-fA-F]+|\\.|[^"\\])"\s*\.\.\s*"(?P<high>\\[xu][0-9a-fA-F]+|\\.|[^"\\])"
+    |"(?P<text>(?:\\.|[^"\\])*)"(?P<case>i?)
     |/(?P<pattern>(?:\\.|[^/\\])+)/(?P<flags>[a-z]*)""",
     re.VERBOSE,
 )
@@ -57,7 +58,8 @@ _ATOM: Final = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _NAMED: Final = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "0": "\0", "a": "\a"}
-_SPACES: Final = " \t\n\r\f\v"
+_SPACES: Final = " \t-\r\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # as a class of characters
+_ESCAPED: Final = re.compile(r"\\.", re.DOTALL)
 _RANGE: Final = re.compile(
     r"(\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|[^\\])(?:-(\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|[^\\]))?", re.DOTALL
 )
@@ -86,6 +88,9 @@ def quoted_lark(grammar: str) -> str:
             if flags not in ("", "s"):
                 raise ValueError(f"the flags {flags!r} of a regular expression are not supported.")
             return f"/{quoted_pattern(match['pattern'], dot_is_all=flags == 's')}/"
+        if match["low"]:
+            low, high = (_unescaped(match[name]) for name in ("low", "high"))
+            return f"/{_quoted_range(low, high)}/"
         if match["text"] is not None:
             return _quoted_text(match)
         return match[0]
@@ -96,23 +101,26 @@ def quoted_lark(grammar: str) -> str:
 def _quoted_text(match: re.Match[str]) -> str:
     text = _unescaped(match["text"])
     inner = json.dumps(text, ensure_ascii=False)[1:-1]
-    if inner != text and (match["case"] or match["range"]):
+    if inner != text and match["case"]:
         raise ValueError(f"{match[0][:40]!r} is not supported in the grammar of a custom tool.")
-    return json.dumps(inner, ensure_ascii=False) + match["case"] + (match["range"] or "")
+    return json.dumps(inner, ensure_ascii=False) + match["case"]
 
 
 def quoted_pattern(pattern: str, *, dot_is_all: bool = False) -> str:
     """A regular expression for what the pattern matches, as it stands in a JSON string."""
     out: list[str] = []
+    outer: list[bool] = []  # whether a dot is all outside of the groups that are open
     for match in _ATOM.finditer(pattern):
+        if match["group"] or match["syntax"] == "(":
+            outer.append(dot_is_all)
+        elif match["syntax"] == ")" and outer:
+            dot_is_all = outer.pop()
         if match["syntax"] or match["count"]:
             out.append(match[0])
         elif group := match["group"]:
             flags = group[2:-1] if group.endswith(":") else ""
             if flags.strip("s"):
                 raise ValueError(f"the flags {flags[:20]!r} of a regular expression are not supported.")
-            if flags and not pattern.startswith(group):
-                raise ValueError("flags in the midst of a regular expression are not supported.")
             dot_is_all |= bool(flags)
             out.append("(?:" if group.endswith((":", ">")) else group)
         elif match["class"] is not None:
@@ -150,14 +158,11 @@ def _quoted_class(inner: str) -> str:
     is_negative = inner.startswith("^")
     plain: list[str] = []
     specials = set[str]()
+    inner = _ESCAPED.sub(lambda match: _SPACES if match[0] == "\\s" else match[0], inner)
     for match in _RANGE.finditer(inner[1:] if is_negative else inner):
         first, last = match[1], match[2]
         if last is None and first in ("\\d", "\\w"):
             plain.append(first)
-            continue
-        if last is None and first == "\\s":
-            specials |= {*_SPACES} - {" "}
-            plain.append(" ")
             continue
         low, high = (one[1:] if one.startswith("\\") else one for one in (first, last or first))
         if first[0] == "\\" and low in "DWS":
@@ -172,6 +177,11 @@ def _quoted_class(inner: str) -> str:
     # A range may hold some that JSON escapes.
     shown = [f"[{''.join(plain)}--[{_avoided('')[:-1]}]]"] if plain else []
     return "(?:" + "|".join([*shown, *(_literal(_ESCAPES[one]) for one in sorted(specials))]) + ")"
+
+
+def _quoted_range(low: str, high: str) -> str:
+    bounds = (char if ord(char) > 0xFFFF else f"\\u{ord(char):04x}" for char in (low, high))
+    return _quoted_class("-".join(bounds))
 
 
 def _avoided(more: str) -> str:

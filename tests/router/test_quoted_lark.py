@@ -14,9 +14,9 @@ from motet.tests.rigs.grammar_matcher import accepts
 
 PATTERNS = (
     "[a-z]+", r"[^\n]*", r"[\x00-\x7f]+", r'a\.b\\c"', r"[\w\s]+", r"\S+\s\d{2,3}", "(?s:.*)x", r'[^"\\]+', r"\D+",
-    r"(?:ab|c)*\/\n?", "[ -~]+", "[]a]+", r"[\]a-]+", ".é.", "a?[.]b|-",
+    r"(?:ab|c)*\/\n?", "[ -~]+", "[]a]+", r"[\]a-]+", ".é.", "a?[.]b|-", "(?s:.)x.", r"[^\s]\s", "(.)(?s:(.).).",
 )  # fmt: skip
-TEXTS = st.text(alphabet='ab c"\\\n\t\x01.x12é/]-', max_size=6)
+TEXTS = st.text(alphabet='\xa0ab c"\\\n\t\x01.x12é/]-', max_size=6)
 
 
 def quoted(text: str) -> str:
@@ -37,6 +37,12 @@ def test_a_grammar_takes_the_same_texts(name: str, lines: list[tuple[str, str]],
     body = "".join(f"{mark}{line}\n" for mark, line in lines)
     text = f"*** Begin Patch\n*** Update File: {name}\n{body}*** End Patch{end}"
     assert accepts(quoted_lark(PATCH), quoted(text)) == accepts(PATCH, text)
+
+
+@given(text=TEXTS)
+def test_a_range_takes_the_same_texts(text: str) -> None:
+    grammar = 'start: (" ".."~" | "\\n".."\\r" | "é".."😀")*'
+    assert accepts(quoted_lark(grammar), quoted(text)) == accepts(grammar, text)
 
 
 @pytest.mark.parametrize(
