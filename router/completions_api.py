@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from ..adapters.registry.registry_view import RegistryView
 from ..workers.wire.messages import GangInfo, SamplingParams
 from ..workers.wire.token_rules import TokenRules
-from .access.request_record import NUM_ANSWER_CHARS, record_of
+from .access.request_record import NUM_ANSWER_CHARS, RequestRecord, record_of
 from .accounts.account import Accounts, AnswerRequest
 from .answer_kinds import (
     AnswerKind,
@@ -52,15 +52,15 @@ from .metrics import Metrics
 from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion, Usage
 from .openai_api.embedding_list import EmbeddingList
 from .openai_api.embedding_request import EmbeddingsRequest
-from .openai_api.errors import ApiError, invalid_value
-from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from .openai_api.errors import ApiError, invalid_value, unsupported
+from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat
 from .openai_api.response_request import ResponseChat, ResponsesRequest
 from .openai_api.response_schema import Response, StreamEvent
 from .openai_api.stream_position import LAST_EVENT_ID, EventIds, StreamPosition, wrong_position
 from .openai_api.unsupported_fields import refuse_unsupported
 from .requests.beams import beam_rules, check_beams
 from .requests.best_of import with_best_of
-from .requests.chat_fields import renamed
+from .requests.chat_fields import client_name, renamed
 from .requests.model_limits import check_length
 from .requests.prompt_scoring import check_num_scores, check_prompt_scoring
 from .requests.sampling_params import sampling_params, stop_strings
@@ -239,6 +239,7 @@ class CompletionsApi:
                 self._check(request, _TOKEN_COUNT)
                 await self._base.wait_for_first_gang()
                 prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), self._base.gang(), "")
+                self._leave_out(record, request, prompts, _TOKEN_COUNT)
         except ApiError as error:
             raise renamed(error, _TOKEN_COUNT.names) from error.__cause__
         return message_schema.TokenCount(len(prompts.token_lists[0]))
@@ -268,7 +269,7 @@ class CompletionsApi:
             template = "" if choice.version is None else choice.version.response_template
             gang, text = self._base.gang(), self._text.of(identity.name)
             prompts = await kind.tokenize(request, text, gang, template)
-            record.ignored += prompts.not_shown
+            self._leave_out(record, request, prompts, kind)
             wanted = prompts.wanted
             has_form, thinking = wanted is not None, prompts.thinking
             rules = await token_rules(request, text, gang, has_form=has_form, thinking=thinking)
@@ -362,6 +363,19 @@ class CompletionsApi:
         if num_sequences > limit:
             message = f"prompts times {field} are {num_sequences} sequences: at most {limit} are accepted."
             raise invalid_value("best_of" if field == "best_of" else kind.count_param, message)
+
+    def _leave_out(self, record: RequestRecord, request: R, prompts: PromptTokens, kind: AnswerKind[R]) -> None:
+        """Has the answer name what it does without. Raises a 400 in its place where operators want that."""
+        names: list[str] = []
+        places: Mapping[str, str] = {}
+        if isinstance(request, TranslatedChat):
+            names, places = request.left_out, request.places
+        record.ignored += names
+        record.ignored += [client_name(name, kind.names, places) for name in prompts.left_out]
+        if record.ignored and self._config.now.strict_requests:
+            error = unsupported(record.ignored[0], "it would be left out, and strict-requests is set here.")
+            error.is_as_sent = True
+            raise error
 
     def _stream_style(
         self, request: GenerationFields, identity: Identity, head: AnswerHead, position: StreamPosition | None

@@ -24,7 +24,7 @@ NUM_DEFINITIONS = int(os.environ.get("MOTET_NUM_TOOL_DEFINITIONS", "3"))  # of e
 CALLS = [("f", {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})]
 
 
-def grammar_of(name: str, tools: list[tuple[str, Any]], answer: str | None = None, **options: bool) -> str:
+def grammar_of(name: str, tools: list[tuple[str, Any]], answer: str | None = None, **options: Any) -> str:
     return with_calls(WantedCalls(CALL_TEXTS[name], tools, **options), answer, {}, SPACES)
 
 
