@@ -11,6 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
+from motet.benchmarks.hostile_parts.agents import agents
 from motet.benchmarks.hostile_parts.batch_memory import batch_memory
 from motet.benchmarks.hostile_parts.grammars import grammars, refusals
 from motet.benchmarks.hostile_parts.keyless import health, keyless, unknown_keys
@@ -37,6 +38,7 @@ PARTS: Final[Mapping[str, Part]] = {
     "logprobs": logprobs,
     "late-redis": late_redis,
     "batches": batch_memory,
+    "agents": agents,
 }
 
 

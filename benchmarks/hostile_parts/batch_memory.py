@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -24,7 +24,7 @@ from motet.tests.rigs.router_rig import text_service
 from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
 
 _NUM_LINES: Final = 16
-_FIELDS: Final = {"n": 64, "logprobs": 20, "max_tokens": 200}  # some 7 MB an answer
+_FIELDS: Final[dict[str, Any]] = {"n": 64, "logprobs": 20, "max_tokens": 200}  # some 7 MB an answer
 _PART: Final = 20  # tokens that come at once
 
 
