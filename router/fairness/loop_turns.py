@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Final
+from weakref import WeakValueDictionary
 
 PIECE_S: Final = 0.001  # of the loop's time that tenants over their share take at once: then others have their turn
 WINDOW_S: Final = 0.25  # over which a tenant's share of the loop is measured
@@ -27,6 +28,7 @@ class LoopTurns:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._tenants: dict[str, TenantTurns] = {}  # that share the loop
+        self._known: WeakValueDictionary[str, TenantTurns] = WeakValueDictionary()  # these, and who has answers open
         self._total_weight = 0.0  # of these
         self._swept_at = 0.0
         self._order: list[tuple[float, int, TenantTurns]] = []  # a heap of tenants that wait
@@ -43,11 +45,11 @@ class LoopTurns:
             self._swept_at = now
             self._tenants = {name: one for name, one in self._tenants.items() if one.is_active(now)}
             self._total_weight = sum([one.weight for one in self._tenants.values()])
-        one = self._tenants.get(tenant)
+        one = self._known.get(tenant)
         if one is None:
-            one = TenantTurns(self, tenant, weight)
-            self._join(one)
-        one.weight, one.seen_at = weight, now
+            one = self._known[tenant] = TenantTurns(self, tenant, weight, now)
+        one.weight = weight
+        self._join(one)
         return one
 
     def begin(self, one: TenantTurns) -> bool:
@@ -78,8 +80,9 @@ class LoopTurns:
 
     def _join(self, one: TenantTurns) -> None:
         """The tenant shares the loop from now on, unless it does so already."""
-        if self._tenants.setdefault(one.tenant, one) is one:
-            self._total_weight = sum([each.weight for each in self._tenants.values()])
+        if one.tenant not in self._tenants:
+            self._tenants[one.tenant] = one
+            self._total_weight += one.weight  # summed up anew with each sweep
 
     def _begin_round(self) -> None:
         """Lets those that wait go on, the tenant that has had least first, for as much as takes PIECE_S."""
@@ -126,15 +129,15 @@ class TenantTurns:
     ...     await turns.wait()
     """
 
-    __slots__ = ("_turns", "mean_s", "recent_s", "seen_at", "tenant", "value", "waiting", "weight")
+    __slots__ = ("__weakref__", "_turns", "mean_s", "recent_s", "seen_at", "tenant", "value", "waiting", "weight")
 
-    def __init__(self, turns: LoopTurns, tenant: str, weight: float) -> None:
+    def __init__(self, turns: LoopTurns, tenant: str, weight: float, now: float) -> None:
         self._turns, self.tenant, self.weight = turns, tenant, weight
         self.value = 0.0  # time of the loop, divided by the weight
         self.waiting: deque[asyncio.Future[None]] = deque()  # pieces
         self.mean_s = 0.0  # of a piece
         self.recent_s = 0.0  # of the loop's time that it has had in the last WINDOW_S, about
-        self.seen_at = 0.0
+        self.seen_at = now  # when its last piece ended
 
     def begin(self) -> bool:
         """Begins a piece of work, which should take less than `PIECE_S` until it ends, waits or begins another one.

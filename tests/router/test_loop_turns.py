@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.router.fairness.loop_turns import BURST_S, PIECE_S, LoopTurns, TenantTurns
+from motet.router.fairness.loop_turns import ACTIVE_S, BURST_S, PIECE_S, LoopTurns, TenantTurns
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
 from motet.workers.wire.messages import SequenceUpdate, TokenLogprobs
 
@@ -67,6 +67,33 @@ async def test_who_uses_less_than_its_share_does_not_wait() -> None:
     for task in heavy:
         task.cancel()
     await asyncio.gather(*heavy, return_exceptions=True)
+
+
+async def test_short_requests_do_not_add_up_to_more_than_a_tenant_has_had() -> None:
+    """What it had a while ago is forgotten, however often it comes."""
+    loop = Loop()
+    light = [loop.turns.of(name) for name in ("light", *map(str, range(19)))][0]
+    for _ in range(200):
+        assert loop.turns.of("light") is light
+        await loop.work("light", 1, 0.001)
+        await asyncio.sleep(0)
+        loop.now_s += 0.1
+    assert light.recent_s < 0.01
+    assert not loop.turns._is_over_its_share(light)
+
+
+async def test_a_tenant_has_one_share_however_long_its_streams_were_silent() -> None:
+    loop = Loop()
+    streams = list[TenantTurns]()
+    for _ in range(4):
+        streams.append(loop.turns.of("heavy"))
+        loop.now_s += 2 * ACTIVE_S
+        loop.turns.of("other")
+        assert "heavy" not in loop.turns._tenants
+    assert len({*map(id, streams)}) == 1
+    assert streams[0].begin()
+    assert loop.turns._tenants["heavy"] is streams[0]
+    assert loop.turns._total_weight == 2
 
 
 @settings(deadline=None, max_examples=10)
