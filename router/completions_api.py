@@ -290,7 +290,8 @@ class CompletionsApi:
             await self._responses.check(identity, len(request.items))
         room = room_of(http.scope)
         if room is not None:
-            await room.reserve(max_answer_bytes(generation, gang.max_model_len, gang.hidden_size))
+            num_repeated = int(http.headers["content-length"])  # responses show fields of their requests
+            await room.reserve(num_repeated + max_answer_bytes(generation, gang.max_model_len, gang.hidden_size))
         share = LoopShare()
         running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at, self._turns)
         await share.pause()

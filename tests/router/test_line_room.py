@@ -6,16 +6,18 @@ import asyncio
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from motet.router import completions_api
 from motet.router.batches.line_room import LineRoom, ReservedRoom
 from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line
 from motet.tests.rigs.real_front import RealFront, real_front
-from motet.tests.rigs.router_rig import text_service
+from motet.tests.rigs.router_rig import RouterRig, posted, text_service
 from motet.workers.wire.messages import SequenceRequest, SequenceUpdate, TokenLogprobs
 
 
@@ -110,3 +112,40 @@ async def test_a_line_over_the_bound_fails_by_itself(
         finally:
             await front.batches.stop()
     assert max(most) <= 300_000 and room.num_bytes == 0
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+PROMPT = 'hello "\x01' * 20
+LINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "echoed": ("/v1/completions", {"prompt": [PROMPT] * 3, "max_tokens": 99, "echo": True, "n": 2, "logprobs": 5}),
+    "ids": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 99, "return_token_ids": True}),
+    "scored": ("/v1/completions", {"prompt": PROMPT, "max_tokens": 99, "prompt_logprobs": 5}),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": HELLO, "logprobs": True, "top_logprobs": 5, "n": 2, "max_tokens": 99},
+    ),
+    "instructions": ("/v1/responses", {"input": "hello", "max_output_tokens": 99, "instructions": PROMPT * 20}),
+    "metadata": (
+        "/v1/responses",
+        {"input": "hello", "max_output_tokens": 99, "metadata": {str(i): "\x01" * 500 for i in range(15)}},
+    ),
+    "embeddings": ("/v1/embeddings", {"input": [PROMPT] * 9}),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+async def test_no_answer_is_longer_than_what_is_reserved_for_it(
+    text: TextService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    room = LineRoom(1 << 30)
+    held = ReservedRoom(room, "acme")
+    monkeypatch.setattr(completions_api, "room_of", lambda scope: held)
+    rig = RouterRig(tmp_path, text)
+    rig.dispatcher.context = 1 << 16
+    path, fields = LINES[name]
+    for answer in ("the fox ", "\x01", "猫", '"'):
+        rig.dispatcher.answer = rig.ids(answer * 200)
+        answered = await posted(rig, path, **fields)
+        assert answered.status_code == 200, answered.text
+        assert len(answered.content) <= room.num_bytes
+        held.give_back()
