@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
@@ -38,6 +39,7 @@ class GrammarCheck:
         """`special_ids`: of the model's special tokens, by name."""
         self._special_ids = dict(special_ids)
         self._processes = ChildProcesses(_MODULE, NUM_PROCESSES, DEADLINE_S)
+        self._turns = TenantPlaces(sys.maxsize)  # a tenant's grammars are tried one by one
         self._places = TenantPlaces(NUM_PROCESSES)
         self._waiting_places = TenantPlaces(NUM_PROCESSES - 1)  # for tenants that may wait: others find a process
         self._shares = CpuShares(CPU_SHARE, CPU_BURST_S)
@@ -88,12 +90,13 @@ class GrammarCheck:
 
     async def _verdict(self, tenant: str, digest: bytes, data: bytes, vocab_size: int) -> Verdict:
         async with AsyncExitStack() as places:
+            turn = await places.enter_async_context(self._turns.of(tenant))
             may_wait = self._shares.used_s(tenant) > PROMPT_S
             if may_wait:
                 await places.enter_async_context(self._waiting_places.of(tenant))
-            place = await places.enter_async_context(self._places.of(tenant))
+            await places.enter_async_context(self._places.of(tenant))
             verdict, cpu_s = await self._run(Question(vocab_size, self._special_ids, may_wait), data)
-            place.rest_s = self._shares.rest_s(tenant, cpu_s)
+            turn.rest_s = self._shares.rest_s(tenant, cpu_s)
         self.known.put(tenant, digest, verdict)
         return verdict
 

@@ -40,6 +40,17 @@ async def test_a_tenants_first_costly_grammar_gets_a_share_of_the_processors_and
     assert [question.may_wait for question in trials.questions] == [False, True, False]
 
 
+async def test_of_grammars_that_come_at_once_those_behind_the_first_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = GrammarCheck({})
+    trials = Trials(check, monkeypatch)
+    costly = [asyncio.create_task(check.lark("a", grammar(number), 300)) for number in range(1, 4)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    trials.may_end.set()
+    await asyncio.gather(*costly)
+    assert [question.may_wait for question in trials.questions] == [False, True, True]
+
+
 async def test_grammars_that_may_wait_leave_a_process_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     check = GrammarCheck({})
     trials = Trials(check, monkeypatch)
