@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -81,7 +81,13 @@ def _placed(messages: list[dict[str, Any]], forms: TemplateForms) -> list[dict[s
             last.contents.append(message["content"])
             last.is_note &= is_note
         else:
-            groups.append(_Group(message, [message["content"]], is_note))
+            last = _Group(message, [message["content"]], is_note)
+            groups.append(last)
+        if thought := message.get(forms.reasoning):
+            last.thoughts.append(thought)
+    for group in groups:
+        if group.thoughts:
+            group.fields = {**group.fields, forms.reasoning: "\n\n".join(group.thoughts)}
     return [{**group.fields, "content": _joined(group.contents)} for group in groups]
 
 
@@ -92,6 +98,7 @@ class _Group:
     fields: dict[str, Any]
     contents: list[Any]
     is_note: bool
+    thoughts: list[str] = field(default_factory=list)
 
     @property
     def role(self) -> str:

@@ -221,3 +221,15 @@ async def test_top_p_of_zero_is_the_likeliest_token_alone(plain: RouterRig) -> N
         assert (await posted(plain, f"/v1/{path}", **prompt, top_p=0)).status_code == 200
         sampling = plain.dispatcher.submitted[-1].sampling
         assert (sampling.top_k, sampling.top_p) == (1, 1.0)
+
+
+async def test_messages_that_are_joined_keep_all_their_thoughts(tmp_path: Path) -> None:
+    template = STRICT.replace("{{ m.content }}", "{{ m.reasoning_content or '' }} {{ m.content }}")
+    rig = RouterRig(tmp_path, text_service(template))
+    rig.dispatcher.context = 4096
+    turn = [{"role": "user", "content": "hello"}]
+    said = [{"role": "assistant", "content": f"says {i}", "reasoning_content": f"thinks {i}"} for i in range(3)]
+    answer = await posted(rig, "/v1/chat/completions", messages=[*turn, *said, *turn], max_tokens=1)
+    assert answer.status_code == 200, answer.text
+    shown = prompt_text(rig)
+    assert all(f"{what} {i}" in shown for what in ("says", "thinks") for i in range(3))

@@ -72,7 +72,7 @@ async def test_who_uses_less_than_its_share_does_not_wait() -> None:
 async def test_short_requests_do_not_add_up_to_more_than_a_tenant_has_had() -> None:
     """What it had a while ago is forgotten, however often it comes."""
     loop = Loop()
-    light = [loop.turns.of(name) for name in ("light", *map(str, range(19)))][0]
+    light, *_ = [loop.turns.of(name) for name in ("light", *map(str, range(19)))]
     for _ in range(200):
         assert loop.turns.of("light") is light
         await loop.work("light", 1, 0.001)
