@@ -31,6 +31,7 @@ def example_router() -> Iterator[Metric]:
     metrics.requests["POST /v1/completions", 200] += 1
     metrics.errors[404, "not_found"] += 1
     metrics.store_free_bytes, metrics.sweep_tried_at, metrics.redis_memory = 1, 1.0, (1, 1)
+    metrics.starts = ()
     metrics.edge_refused = lambda: {"keyless": 1}
     metrics.serve = ServeFacts(status="RUNNING", num_wanted_gangs=1, max_gangs=1, rollout_s=0.0, is_head_connected=True)
     facts = RouterFacts(num_gangs=1, num_resumed=0, num_moved=0, num_gang_faults={}, is_registry_connected=True)

@@ -86,6 +86,8 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
 
 
 def _starts(metrics: Metrics, make: Families) -> Iterator[Metric]:
+    if metrics.starts is None:
+        return  # Redis, which has what is shown here, is away
     waiting = Counter((one.kind,) for one in metrics.starts if not one.has_failed)
     failed = Counter((one.kind,) for one in metrics.starts if one.has_failed)
     kinds = [(kind,) for kind in get_args(Kind)]
@@ -110,10 +112,15 @@ def _serve(metrics: Metrics, make: Families) -> Iterator[Metric]:
     facts = metrics.serve
     if facts is None:
         return
-    yield make.gauge("motet_wanted_gangs", "Gangs that Ray Serve is to run, as it said last.", facts.num_wanted_gangs)
-    help_text = "1 if Serve's controller, which runs on the head, answered this router's last call."
+    help_text = (
+        "1 if Serve's controller, which runs on the head, answered this router's last call. While it does not, what "
+        "the controller says (gangs that it is to run, its status, a rollout) is left out."
+    )
     yield make.gauge("motet_head_connected", help_text, float(facts.is_head_connected))
-    help_text = "1; the label is the status of motet's application in Serve, as its controller said last."
+    if not facts.is_head_connected:
+        return
+    yield make.gauge("motet_wanted_gangs", "Gangs that Ray Serve is to run.", facts.num_wanted_gangs)
+    help_text = "1; the label is the status of motet's application in Serve."
     yield make.gauges("motet_serve_status", help_text, ("status",), [((facts.status,), 1)])
     help_text = "For how long Serve has been deploying or replacing routers or gangs; 0: it does not."
     yield make.gauge("motet_rollout_seconds", help_text, facts.rollout_s)
@@ -195,7 +202,7 @@ def _uploads(metrics: Metrics, make: Families) -> Iterator[Metric]:
     yield make.histogram("motet_upload_seconds", help_text, metrics.upload_s)
     yield make.counter("motet_upload_bytes", "Bytes of adapters that were accepted.", metrics.num_upload_bytes)
     if metrics.store_free_bytes is not None:
-        help_text = "Free on the disk of the data folder, as of the last few minutes."
+        help_text = "Free on the disk of the data folder, as of the last half minute; left out while it cannot be read."
         yield make.gauge("motet_store_free_bytes", help_text, metrics.store_free_bytes)
     if metrics.sweep_tried_at is not None:
         help_text = (
