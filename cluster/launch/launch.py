@@ -135,7 +135,7 @@ class Deployment:
             time.sleep(POLL_S)
 
     def _watch_disk(self) -> None:
-        """Warns each time that the disk of the data folder gets full. In its own thread: a volume that is away hangs."""
+        """Warns each time that the disk of the data folder gets full. In its own thread: a volume may hang."""
         was_full = False
         while (config := self._config) is not None:
             with suppress(OSError):
