@@ -120,6 +120,9 @@ def _serve(metrics: Metrics, make: Families) -> Iterator[Metric]:
     if not facts.is_head_connected:
         return
     yield make.gauge("motet_wanted_gangs", "Gangs that Ray Serve is to run.", facts.num_wanted_gangs)
+    help_text = "Gangs that Serve runs at the least; motet_max_gangs where their number does not change by itself."
+    yield make.gauge("motet_min_gangs", help_text, facts.min_gangs)
+    yield make.gauge("motet_max_gangs", "Gangs that Serve may run at most, as configured.", facts.max_gangs)
     help_text = "1; the label is the status of motet's application in Serve."
     yield make.gauges("motet_serve_status", help_text, ("status",), [((facts.status,), 1)])
     help_text = "For how long Serve has been deploying or replacing routers or gangs; 0: it does not."

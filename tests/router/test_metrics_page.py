@@ -72,7 +72,9 @@ def test_what_cannot_be_read_now_is_no_gauge() -> None:
     """A last good value would keep an alert silent, or have it fire for ever."""
     metrics = Metrics()
     metrics.store_free_bytes, metrics.redis_memory, metrics.starts = 1, (1, 1), ()
-    metrics.serve = ServeFacts(status="RUNNING", num_wanted_gangs=1, max_gangs=1, rollout_s=0.0, is_head_connected=True)
+    metrics.serve = ServeFacts(
+        status="RUNNING", num_wanted_gangs=1, min_gangs=1, max_gangs=1, rollout_s=0.0, is_head_connected=True
+    )
     before = gauges(metrics)
     metrics.store_free_bytes = None
     assert before - gauges(metrics) == {"motet_store_free_bytes"}
@@ -80,7 +82,7 @@ def test_what_cannot_be_read_now_is_no_gauge() -> None:
     of_redis = {"motet_waiting_starts", "motet_failed_starts", "motet_rollout_taken_back"}
     of_redis |= {"motet_redis_used_bytes", "motet_redis_max_bytes"}
     of_serve = {name for name in before - gauges(metrics) if name != "motet_store_free_bytes"}
-    assert of_serve >= {"motet_wanted_gangs", "motet_serve_status", "motet_rollout_seconds"}
+    assert of_serve >= {"motet_wanted_gangs", "motet_max_gangs", "motet_serve_status", "motet_rollout_seconds"}
     assert "motet_head_connected" in gauges(metrics)
     metrics.redis_memory, metrics.starts = None, None
     assert before - gauges(metrics) == {"motet_store_free_bytes"} | of_serve | of_redis
