@@ -79,6 +79,7 @@ from .running_parts import RunningParts
 from .serve_port import serve_only_at
 from .serve_watch import ServeWatch
 from .short_pauses import keep_pauses_short
+from .start_page import StartPage
 
 if TYPE_CHECKING:
     from ...router.oidc.token_verifier import TokenVerifier
@@ -105,11 +106,12 @@ class RouterReplica:
         serve_only_at(ray.util.get_node_ip_address())
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
-        self._begun = begun = ReplicaStart("router", replica, id_of_this_cluster(), on_event)
+        page = StartPage(config.exposition, "router", replica, ray.util.get_node_ip_address())
+        self._begun = begun = ReplicaStart("router", replica, id_of_this_cluster(), on_event, page=page)
         with step(on_event, "starting a router"):
             async with begun:
                 secrets = await begun.until("its secrets", partial(asyncio.to_thread, read_secrets, secrets_path))
-                begun.redis_url = secrets.redis_url
+                begun.secrets = secrets
                 check = partial(asyncio.to_thread, check_model, config.model_path, config.hub_id, on_event)
                 await begun.until("the model", check)
                 async with RunningParts() as parts:

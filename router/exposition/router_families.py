@@ -17,6 +17,16 @@ from ..metrics import LineResult, Metrics, PauseReason
 from .families import Families
 
 BUILD_INFO: Final = ("motet_build_info", "1; the label is the version of motet.")
+WAITING_STARTS: Final = (
+    "motet_waiting_starts",
+    "Gangs and routers of this cluster that cannot start because the model, a volume or a secret is away; "
+    "`motet status` says what. They start by themselves when it is back.",
+)
+FAILED_STARTS: Final = (
+    "motet_failed_starts",
+    "Starts that have failed in the last ten minutes, if none of the kind has succeeded since; `motet status` says "
+    "why. Others begin without end, with pauses of up to a minute.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +101,8 @@ def _starts(metrics: Metrics, make: Families) -> Iterator[Metric]:
     waiting = Counter((one.kind,) for one in metrics.starts if not one.has_failed)
     failed = Counter((one.kind,) for one in metrics.starts if one.has_failed)
     kinds = [(kind,) for kind in get_args(Kind)]
-    help_text = (
-        "Gangs and routers of this cluster that cannot start because the model, a volume or a secret is away; "
-        "`motet status` says what. They start by themselves when it is back."
-    )
-    yield make.gauges("motet_waiting_starts", help_text, ("kind",), [(kind, waiting[kind]) for kind in kinds])
-    help_text = (
-        "Starts that have failed in the last ten minutes, if none of the kind has succeeded since; `motet status` says "
-        "why. Others begin without end, with pauses of up to a minute."
-    )
-    yield make.gauges("motet_failed_starts", help_text, ("kind",), [(kind, failed[kind]) for kind in kinds])
+    yield make.gauges(*WAITING_STARTS, ("kind",), [(kind, waiting[kind]) for kind in kinds])
+    yield make.gauges(*FAILED_STARTS, ("kind",), [(kind, failed[kind]) for kind in kinds])
     help_text = (
         "1 if the application has its configuration before again because gangs of the newest one could not start, "
         "until it gets a new configuration."
