@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..adapters.errors import AdapterError
+from ..adapters.errors import AdapterError, RegistryUnavailable
 from .access.access_log import AccessLog
 from .access.cors import Cors
 from .access.request_record import RequestRecord, begin_record
@@ -21,6 +21,7 @@ from .answers.generation_response import CLIENT_CLOSED_REQUEST
 from .bodies.small_body import small_body
 from .metrics import Metrics
 from .openai_api.errors import ApiError, from_adapter_error, internal_error
+from .registry_outages import RegistryOutages
 from .route import Answer, RouteSpec
 from .tenants.auth import Authenticates
 
@@ -35,7 +36,13 @@ class Endpoint:
     """
 
     def __init__(
-        self, route: RouteSpec, authenticator: Authenticates, metrics: Metrics, access_log: AccessLog, cors: Cors
+        self,
+        route: RouteSpec,
+        authenticator: Authenticates,
+        metrics: Metrics,
+        access_log: AccessLog,
+        cors: Cors,
+        outages: RegistryOutages,
     ) -> None:
         self._route = route
         self._name = f"{route.method} {route.path}"
@@ -45,6 +52,8 @@ class Endpoint:
         self._headers = {"Cache-Control": "no-store"} if route.no_store else None
         self._metrics = metrics
         self._access_log, self._cors = access_log, cors
+        self._needs_registry = route.needs_registry and "registry_unavailable" in route.errors
+        self._outages = outages
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status_code = 500  # of an error that passes through
@@ -87,13 +96,22 @@ class Endpoint:
     async def _handle(self, request: Request) -> Answer:
         """Authenticates before anything of the body is read."""
         arguments: list[Any] = [request]
+        tenant_id = ""  # of the operators
         if self._route.scope == "operator":
             self._authenticator.check_operator(request)
         elif self._route.scope != "public":
-            arguments.append(self._authenticator.identify(request, self._route.scope))
+            identity = self._authenticator.identify(request, self._route.scope)
+            arguments.append(identity)
+            tenant_id = identity.tenant.tenant_id
+        if self._needs_registry:
+            self._outages.check(tenant_id)
         if self._body is not None:
             arguments.append(await small_body(request, self._body))
-        result = await self._route.handler(*arguments)
+        try:
+            result = await self._route.handler(*arguments)
+        except RegistryUnavailable:
+            self._outages.add(tenant_id)
+            raise
         if isinstance(result, msgspec.Struct):
             return Response(msgspec.json.encode(result), self._status_code, self._headers, "application/json")
         return result

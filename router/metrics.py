@@ -21,6 +21,7 @@ LENGTH_BOUNDS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_
 LOOP_HELD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 LineResult = Literal["completed", "failed"]
+QuotaCall = Literal["prompt", "late", "unanswered", "unreachable"]
 PauseReason = Literal["disk", "registry", "gang"]  # why batches that run begin no lines
 
 
@@ -49,6 +50,7 @@ class Metrics:
         self.paused_batches: Counter[PauseReason] = Counter()
         self.store_free_bytes: int | None = None  # on the disk of the adapters, a while ago; None: it cannot be read
         self.redis_memory: tuple[int, int] | None = None  # used bytes, and their bound or 0; a while ago
+        self.quota_calls: Mapping[QuotaCall, int] = {}  # how Redis has answered messages about quotas
         self.starts: Sequence[StartReport] | None = None  # of replicas that cannot start; None: Redis is away
         self.taken_back: str | None = None  # why a newer configuration of the application was; None: none was
         self.serve: ServeFacts | None = None  # a while ago; None: its controller has not answered yet

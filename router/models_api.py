@@ -34,6 +34,7 @@ class ModelsApi:
         "/v1/models",
         scope="infer",
         summary="List the models that you may ask.",
+        needs_registry=False,
         query=PAGE_QUERY,
         answers={200: ListPage[Model]},
         errors=("registry_unavailable",),
@@ -58,6 +59,7 @@ class ModelsApi:
         "/v1/models/{model:path}",  # the name of a base may have slashes
         scope="infer",
         summary="Show a model.",
+        needs_registry=False,
         errors=("model_not_found", "registry_unavailable"),
     )
     async def show(self, request: Request, identity: Identity) -> Model:

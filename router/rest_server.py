@@ -45,6 +45,7 @@ from .operator_key import OperatorKey
 from .quotas.limits_api import LimitsApi
 from .quotas.quotas import Quotas
 from .readiness import Readiness
+from .registry_outages import RegistryOutages
 from .residency.pin_keeper import PinKeeper
 from .route import RouteSpec, routes_of
 from .tenants.auth import Authenticator, Tokens
@@ -140,16 +141,16 @@ def create_app(
         routes += batches.routes()
     openapi = OpenApi(routes)
     authenticator, access_log = Authenticator(view, OperatorKey.of(operator_key), tokens), AccessLog(config)
-    cors = Cors(config)
+    cors, outages = Cors(config), RegistryOutages(lambda: view.is_unreachable)
     app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.routes = openapi.all_routes
     for route in openapi.all_routes:
-        endpoint = Endpoint(route, authenticator, metrics, access_log, cors)
+        endpoint = Endpoint(route, authenticator, metrics, access_log, cors, outages)
         app.router.routes.append(_Route(route.path, endpoint, methods=[route.method]))
     if batches is not None:
         lines = [replace(one, method="BATCH") for one in routes if one.path in get_args(LineRoute) and one.reads_body]
         batches.answer_with(
-            {one.path: Endpoint(one, batches.authenticator, metrics, access_log, cors) for one in lines},
+            {one.path: Endpoint(one, batches.authenticator, metrics, access_log, cors, outages) for one in lines},
             lambda: config.now.scales_from_zero or dispatcher.gang() is not None,
         )
     app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log, cors))

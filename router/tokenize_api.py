@@ -62,6 +62,7 @@ class TokenizeApi:
         summary="The tokens of a text, or of a chat's prompt.",
         body=TokenizeRequest,
         reads_body=True,
+        needs_registry=False,
         answers={200: TokenizeAnswer},
         errors=("unsupported_parameter", "invalid_messages", *_ERRORS),
     )
@@ -74,7 +75,7 @@ class TokenizeApi:
             if request.prompt is None and not request.messages:
                 raise invalid_value("prompt", "a prompt or messages are needed.")
             if request.prompt is None:
-                token_ids, _ = await chat_prompt(request, text, gang)
+                token_ids = (await chat_prompt(request, text, gang)).token_ids
             elif request.messages:
                 raise invalid_value("prompt", "it cannot be combined with messages.")
             else:
@@ -96,6 +97,7 @@ class TokenizeApi:
         summary="The text of tokens.",
         body=DetokenizeRequest,
         reads_body=True,
+        needs_registry=False,
         answers={200: DetokenizeAnswer},
         errors=_ERRORS,
     )

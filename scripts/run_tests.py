@@ -40,6 +40,22 @@ EITHER_LANES = [  # of these, those that may run beside one another, the longest
         "tenants_day",
     )
 ]
+OLDEST_REDIS = ROOT / ".venv" / "redis" / "redis-server"  # scripts/redis puts it there
+ON_OLDEST_REDIS = [  # what differs between servers: full memory, numbers in scripts, replies
+    "tests/router/test_full_redis.py",
+    *(
+        f"tests/adapters/test_{name}.py"
+        for name in (
+            "ledger",
+            "registry",
+            "stored_counts",
+            "tenant_registry",
+            "versions",
+            "canary_counts",
+            "lua_script",
+        )
+    ),
+]
 FLAGS = ("--all", "--stale", "--quick", "--busy", "--durations")
 MAX_RUN_AGAIN = 3  # failed tests; more are not a coincidence
 
@@ -142,7 +158,8 @@ class Runs:
             return
         for shown, tests in self._failed_tests.items():
             print("== run again, alone:", *tests, flush=True)
-            if subprocess.call([*PYTEST, *tests], cwd=self._root) == 0:
+            server = ["--redis-server", str(OLDEST_REDIS)] if str(OLDEST_REDIS) in shown else []
+            if subprocess.call([*PYTEST, *server, *tests], cwd=self._root) == 0:
                 self.failed.remove(shown)
                 self.failed_beside_others += tests
 
@@ -154,6 +171,7 @@ def run_all(
     whole = ["--thorough"] if is_thorough else []
     ignored = [f"--ignore={file}" for file in left_out]
     interpreted = [file for file in stale if file.startswith(INTERPRETED)]
+    on_oldest = ["--redis-server", str(OLDEST_REDIS), *ON_OLDEST_REDIS]
     with_ray = [*PYTEST, "-m", "cluster", *whole, *options]
     runs.run_lanes(
         [[*with_ray, *(f"--ignore={file}" for file in EITHER_LANES), *WITH_RAY]],
@@ -162,6 +180,7 @@ def run_all(
             # Before the long run: its few files leave cores free, which tests of Ray use only while there are any.
             *([[*PYTEST, *SHARED_OUT, "--note-passed", *options, *interpreted]] if interpreted else []),
             [*PYTEST, "-m", "not cluster", *SHARED_OUT, "--note-passed", *whole, *options, *ignored],
+            *([[*PYTEST, *SHARED_OUT, *whole, *options, *on_oldest]] if OLDEST_REDIS.exists() else []),
         ],
         [[*with_ray, file] for file in EITHER_LANES],
     )

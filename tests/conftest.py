@@ -65,6 +65,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("motet")
     group.addoption("--thorough", action="store_true", help="Attacks and draws at full scale.")
     group.addoption("--first-seed", type=int, help="Where tests that draw begin; otherwise it follows from the commit.")
+    group.addoption(
+        "--redis-server", type=os.path.abspath, help="The Redis that tests share; otherwise the one that motet starts."
+    )
     group.addoption("--kill-rounds", type=int, default=1, help="Kills of each kind of process in test_kills.py.")
     group.addoption("--network-seeds", type=int, help="Runs of test_network_fuzz.py: 40, or 400 with --thorough.")
     group.addoption(
@@ -173,10 +176,11 @@ def one_openapi_document() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def redis_url() -> Iterator[str]:
+def redis_url(pytestconfig: pytest.Config) -> Iterator[str]:
     """A real server for the whole session. Nothing on it has to survive, so no test waits for a disk."""
+    binary: str | None = pytestconfig.option.redis_server
     with tempfile.TemporaryDirectory(prefix="motet-") as folder:  # short enough for a Unix socket
-        server = RedisServer(Path(folder) / "redis")
+        server = RedisServer(Path(folder) / "redis", None if binary is None else Path(binary))
         url = server.start()
         with redis.Redis.from_url(url) as settings:
             settings.config_set("appendfsync", "no")

@@ -24,6 +24,7 @@ class Launches:
     def __init__(self, client: Redis) -> None:
         self._client: Any = client
         self._heartbeat = bind_script(client, "count_heartbeat.lua", allow_oom=True)
+        self._set_once = bind_script(client, "set_once.lua", allow_oom=True)
 
     async def heartbeat(self, owner: str) -> dict[str, int]:
         """Counts one more heartbeat of the launch; returns how many there were of each launch."""
@@ -40,10 +41,7 @@ class Launches:
     async def shared_token(self, token: str) -> str:
         """The secret of routers and gangs of all launches: `token`, if there was none yet."""
         async with answered_within():
-            held: str | None = await self._client.get(
-                CLUSTER_TOKEN
-            )  # a full Redis refuses even a SET that sets nothing
-            held = held or await self._client.set(CLUSTER_TOKEN, token, nx=True, get=True)
+            held: str | None = await self._set_once(key=CLUSTER_TOKEN, value=token)
         return token if held is None else held
 
 

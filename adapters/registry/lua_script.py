@@ -37,8 +37,13 @@ class LuaScript:
     None stands for an empty string, True for 1 and False for 0. A name that is missing or unknown is a TypeError.
     """
 
-    def __init__(self, path: Path, *, allow_oom: bool = False) -> None:
-        """`allow_oom`: it may also write while Redis is at its bound of memory: it frees some, or takes little."""
+    def __init__(self, path: Path, *, allow_oom: bool = False, no_writes: bool = False) -> None:
+        """`allow_oom`: it may also write while Redis is at its bound of memory: it frees some, or takes little.
+
+        `no_writes`: Redis refuses its writes. Of several reads that belong together, some servers refuse a MULTI at
+        that bound, and none refuses such a script.
+        """
+        assert not (allow_oom and no_writes), "a script that does not write needs no memory"
         path = path.resolve()
         parts: dict[Path, _Part] = {}
         _collect(path, parts)
@@ -53,7 +58,8 @@ class LuaScript:
             raise ValueError(f"{path}: {lists[0]}: only the last argument of the script itself can be a list")
         self.args = tuple(name for name in scalars if name not in lists)
         self.rest = lists[0].removesuffix("[]") if lists else None
-        flags = ("#!lua flags=allow-oom",) if allow_oom else ()
+        flag = "allow-oom" if allow_oom else "no-writes" if no_writes else ""
+        flags = (f"#!lua flags={flag}",) if flag else ()
         self.source = "\n".join((*flags, *self._bindings(), *(part.checked_body for part in included), own.body))
         self.sha = sha1(self.source.encode()).hexdigest()  # the name that Redis gives it
         self._names = frozenset((*self.keys, *self.args, *([self.rest] if self.rest else [])))

@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec import structs
@@ -21,7 +21,7 @@ from ..errors import NameTaken, NoSuchName, RegistryUnavailable, TenantGone, Ver
 from ..names import check_name, check_tenant
 from .events import decode_adapter, encode_facts
 from .redis_deadline import answered_within
-from .registry_keys import ADAPTERS, VERSION_NOTES, VERSIONS, bind_script
+from .registry_keys import bind_script
 from .stored_counts import bound_args, use_of
 from .tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from .tenants.storage_bounds import StorageBound, check_pinned, check_storage
@@ -40,7 +40,7 @@ class NameRecords:
     def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
-        self._client = client
+        self._read_name = bind_script(client, "read_name.lua", no_writes=True)
         self._change_name = bind_script(client, "change_name.lua")
         self._change_name_when_full = bind_script(client, "change_name.lua", allow_oom=True)
 
@@ -178,9 +178,7 @@ class NameRecords:
     async def _read(self, field: str) -> tuple[NameState | None, int, str, str]:
         """The name, its last version, and record and notes as Redis holds them."""
         async with answered_within(self._timeout_s):
-            transaction: Any = self._client.pipeline(transaction=True)
-            transaction.hget(ADAPTERS, field).hget(VERSIONS, field).hget(VERSION_NOTES, field)
-            record, last_version, notes = await transaction.execute()
+            record, last_version, notes = await self._read_name(field=field)
         state = None
         if record:
             state = NameState(decode_adapter(field, record), _decode_notes(notes) if notes else NameNotes())

@@ -116,8 +116,10 @@ class Registry:
         self._claim_base = bind_script(client, "claim_base.lua", allow_oom=True)
         self._list_adapters = bind_script(client, "list_adapters.lua")
         self._owners_page = bind_script(client, "owners_page.lua")
+        self._read_position = bind_script(client, "position.lua", no_writes=True)
         self._scan_digests = bind_script(client, "scan_digests.lua")
         self._scan_hash = bind_script(client, "scan_hash.lua")
+        self._set_once = bind_script(client, "set_once.lua", allow_oom=True)
         self._tenants_with = bind_script(client, "tenants_with.lua")
 
     async def ping(self) -> None:
@@ -265,9 +267,9 @@ class Registry:
     async def tenants_besides(self, owner: str) -> set[str]:
         """Tenants that have a key from `KeyRegistry` or from another owner of launch keys than this one."""
         async with self._bounded():
-            transaction: Any = self._client.pipeline(transaction=True)
-            transaction.hgetall(API_KEYS).smembers(LAUNCH_KEYS)
-            keys, marks = await transaction.execute()
+            # A key's launches are read before its record: one that is made in between counts as another owner's.
+            pipeline: Any = self._client.pipeline(transaction=False)
+            marks, keys = await pipeline.smembers(LAUNCH_KEYS).hgetall(API_KEYS).execute()
         owners: dict[str, set[str]] = {}
         for mark in marks:
             giver, _, key_hash = mark.partition(" ")
@@ -286,10 +288,8 @@ class Registry:
     async def position(self) -> Position:
         """Where the event stream is now. What is read afterwards is at least as new as the event there."""
         async with self._bounded():
-            transaction: Any = self._client.pipeline(transaction=True)
-            transaction.xrevrange(EVENTS, count=1).get(EVENT_NUMBER).hlen(ADAPTERS)
-            newest, number, num_adapters = await transaction.execute()
-        return Position(newest[0][0] if newest else "0-0", int(number or 0), num_adapters)
+            event_id, number, num_adapters = await self._read_position()
+        return Position(event_id or "0-0", int(number or 0), num_adapters)
 
     async def has_event(self, event_id: str, number: int) -> bool:
         """Whether the stream holds this very event, and so all events after it."""
@@ -301,9 +301,7 @@ class Registry:
     async def share_stream_key(self, key: bytes) -> bytes:
         """The secret with which all routers seal event ids: `key`, if there was none yet."""
         async with self._bounded():
-            client: Any = self._client
-            held = await client.get(STREAM_KEY)  # a full Redis refuses even a SET that sets nothing
-            held = held or await client.set(STREAM_KEY, key.hex(), nx=True, get=True)
+            held = await self._set_once(key=STREAM_KEY, value=key.hex())
         return key if held is None else bytes.fromhex(held)
 
     async def read_events(self, after: str, wait_s: float) -> Sequence[NumberedEvent]:

@@ -100,15 +100,15 @@ SCRIPT_KEYS: Final[Mapping[str, str]] = {
 _FOLDER: Final = Path(__file__).parent
 
 
-def bind_script(client: Redis, name: str, *, allow_oom: bool = False) -> BoundScript:
+def bind_script(client: Redis, name: str, *, allow_oom: bool = False, no_writes: bool = False) -> BoundScript:
     """The script in the file `name` of this folder; callers pass only keys that SCRIPT_KEYS lacks.
 
     `allow_oom`: it works while Redis is at its bound of memory. Deletions, revocations, and what a launch and its
-    router write at their start are such scripts; uploads and counts are not.
+    router write at their start are such scripts; uploads and counts are not. `no_writes`: see `LuaScript`.
     """
-    return _load(name, allow_oom=allow_oom).bind(client, SCRIPT_KEYS)
+    return _load(name, allow_oom=allow_oom, no_writes=no_writes).bind(client, SCRIPT_KEYS)
 
 
 @cache
-def _load(name: str, *, allow_oom: bool) -> LuaScript:
-    return LuaScript(_FOLDER / name, allow_oom=allow_oom)
+def _load(name: str, *, allow_oom: bool, no_writes: bool) -> LuaScript:
+    return LuaScript(_FOLDER / name, allow_oom=allow_oom, no_writes=no_writes)

@@ -57,6 +57,7 @@ class RegistryView:
         self._connected = False
         self.on_outdated: Callable[[str], None] = lambda digest: None  # gets digests that a name no longer points to
         self._filler: asyncio.Task[None] | None = None
+        self.is_unreachable = False  # the registry has not answered when it was last asked for events
         self._may_resume = False  # whether to go on after the last event that was read
         self._task: asyncio.Task[None] | None = None
 
@@ -119,6 +120,8 @@ class RegistryView:
         raises RegistryUnavailable.
         """
         try:
+            if self.is_unreachable:
+                raise RegistryUnavailable("the registry cannot be reached: try again in a moment")
             return await self._registry.list_adapters(tenant, after, limit, sight)
         except RegistryUnavailable:
             if not self.is_whole:
@@ -266,9 +269,11 @@ class RegistryView:
                     await self._reconnect()
                     _LOG.info("following the registry again: %d adapters kept", self.num_kept)
                 await self._read()
+                self.is_unreachable = False
                 backoff_s = _FIRST_BACKOFF_S
                 continue
             except RegistryUnavailable as error:
+                self.is_unreachable = True
                 self._enter_outage("lost the registry, serving from memory: %s", error)
             except Exception as error:  # a view without events would serve old versions for ever
                 self._may_resume = False  # the next event may be the one that cannot be read

@@ -36,7 +36,8 @@ class StoredCounts:
     def __init__(self, client: Redis, timeout_s: float) -> None:
         self._client: Any = client
         self._timeout_s = timeout_s
-        self._recount_tenant = bind_script(client, "recount_tenant.lua")
+        self._recount_tenant = bind_script(client, "recount_tenant.lua", allow_oom=True)
+        self._set_once = bind_script(client, "set_once.lua", allow_oom=True)
         self._release_swept = bind_script(client, "release_swept.lua", allow_oom=True)
         self._scan_hash = bind_script(client, "scan_hash.lua")
 
@@ -89,7 +90,7 @@ class StoredCounts:
                 return False
         await self.recount()
         async with answered_within(self._timeout_s):
-            await self._client.set(STORED_IS_COUNTED, 1)
+            await self._set_once(key=STORED_IS_COUNTED, value=1)
         return True
 
     async def recount(self) -> int:

@@ -55,6 +55,7 @@ class OneTenantView:
     """Every key belongs to one tenant without quotas, and there are no adapters."""
 
     connected = is_whole = True
+    is_unreachable = False
     stream_keys = (bytes(32),)
     _key = KeyRecord(key_id="key", tenant="tenant")
     _tenant = TenantRecord(name="tenant")

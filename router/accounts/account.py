@@ -29,6 +29,8 @@ class Progress:
     num_cached_tokens: int  # found in the cache, of these
     num_completion_tokens: int  # that were generated
     num_recomputed_tokens: int = 0  # computed again after a preemption or a lost gang: the operator's cost
+    # All of the above and what was computed again, by attempt (`SequenceRequest.attempt`; 0: the first connection's).
+    computed_tokens: tuple[tuple[int, int], ...] = ()
     kv_page_ms: int = 0  # pages of KV in device memory times milliseconds
     adapter_page_ms: int = 0  # the same for its part of its adapter's pages
 
@@ -52,6 +54,7 @@ class AnswerRequest:
     num_new_tokens: int  # at most, of all sequences together
     num_sequences: int
     is_resumed: bool  # its client has received a part of it from this router or another
+    deadline: float | None = None  # of its last token, by `time.perf_counter()`
     is_stream: bool = False  # so its client may resume it
     progress: Callable[[], Progress]  # as of the moment of the call
 

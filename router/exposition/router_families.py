@@ -13,7 +13,7 @@ from ... import __version__
 from ...adapters.registry.starts import Kind
 from ...workers.wire.messages import FinishReason, RefusalReason
 from ..fleet.leader_connection import FaultKind
-from ..metrics import LineResult, Metrics, PauseReason
+from ..metrics import LineResult, Metrics, PauseReason, QuotaCall
 from .families import Families
 
 BUILD_INFO: Final = ("motet_build_info", "1; the label is the version of motet.")
@@ -68,6 +68,12 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
         yield make.gauge("motet_redis_used_bytes", "Memory that Redis uses, as of the last half minute.", used_bytes)
         help_text = "`maxmemory` of Redis; 0 if it has none. At this bound uploads are refused."
         yield make.gauge("motet_redis_max_bytes", help_text, max_bytes)
+    help_text = (
+        "Batches of messages about quotas that this router has sent to Redis. prompt: answered within 0.1 s; late: "
+        "within 2 s; unanswered: not within 2 s; unreachable: the connection was refused, or broke three times."
+    )
+    outcomes = [((one,), metrics.quota_calls.get(one, 0)) for one in get_args(QuotaCall)]
+    yield make.counters("motet_quota_calls", help_text, ("outcome",), outcomes)
     help_text = (
         "How late a timer of the router's event loop, set 50 times a second, fired: every stream waited as long. "
         "What held it for 0.1 s or longer is in the log."

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 from uuid import uuid4
@@ -21,6 +24,7 @@ from ...adapters.ended_tasks import end_tasks
 from ...adapters.registry.tenants.records import Quota
 from ..accounts.account import Account, AnswerRequest, Ending, Progress
 from ..loop_share import LoopShare
+from ..metrics import QuotaCall
 from ..openai_api.errors import ApiError, unavailable
 from ..tenants.identity import Identity
 from .grant_sender import Costs, GrantSender, RedisAway, clock_us
@@ -28,7 +32,8 @@ from .grants import Grant, Taken
 from .limits import PERIOD_US, Kind, Level, Limit, limits_of, quotas_of
 from .refusals import Headers, headers_of, refusal, zero_refusal
 
-WAIT_S: Final = 0.1  # that a request waits for Redis
+WAIT_S: Final = 2.0  # that a request waits for Redis
+MAX_WAITING: Final = 256  # requests of a tenant that wait for Redis at a router
 RENEW_S: Final = 5.0  # leases of running answers, and charges of those that exceed their reservation
 _TICK_S: Final = 0.05
 _RETURNED_S: Final = 0.5  # within which other routers return grants that they do not need
@@ -43,6 +48,7 @@ _log = logging.getLogger(__name__)
 class _Holder:
     """The limits of one key's requests, from the quotas of tenant, user and key. `grants`: for limits above 0."""
 
+    tenant_id: str
     quotas: tuple[Quota, ...]
     limits: tuple[Limit, ...]
     grants: tuple[Grant, ...]
@@ -87,6 +93,7 @@ class Quotas:
         self._holders: dict[tuple[str, str], _Holder] = {}  # by tenant's id and key
         # By key in Redis: one for each limit, as long as a holder, an account or a request refers to it.
         self._grants: WeakValueDictionary[str, Grant] = WeakValueDictionary()
+        self._num_waiting: Counter[str] = Counter()  # for Redis, by tenant's id
         self._accounts: dict[str, QuotaAccount] = {}  # of answers under way, by response
         self._keeper: asyncio.Task[None] | None = None
 
@@ -110,7 +117,7 @@ class Quotas:
             earlier = self._earlier_connection(request)
             costs = _costs(holder, request, has_place=earlier is not None)
             try:
-                await self._obtain(costs, holder, is_resumed=request.is_resumed)
+                await self._obtain(costs, holder, is_resumed=request.is_resumed, deadline=request.deadline)
             except RedisAway as error:
                 if not request.is_resumed:
                     raise _quotas_unread() from error
@@ -161,7 +168,7 @@ class Quotas:
         """The level of each limit, and whether it is current: False if Redis is unreachable. Takes nothing."""
         holder, is_fleet_wide = self._holder(identity), True
         try:
-            await self._sender.obtain([(grant, 0) for grant in holder.grants])
+            await self._exchange(holder, [(grant, 0) for grant in holder.grants])
         except RedisAway:
             is_fleet_wide = False
         return holder.levels(clock_us()), is_fleet_wide
@@ -172,7 +179,8 @@ class Quotas:
         quotas = tuple([quota for _, quota, _ in quotas_of(identity)])
         if holder is None or holder.quotas != quotas:
             limits = limits_of(identity)
-            holder = _Holder(quotas, limits, tuple(self._grant(tenant_id, limit) for limit in limits if limit.limit))
+            grants = tuple(self._grant(tenant_id, limit) for limit in limits if limit.limit)
+            holder = _Holder(tenant_id, quotas, limits, grants)
             if limits:
                 self._holders[tenant_id, key_id] = holder
         return holder
@@ -185,11 +193,31 @@ class Quotas:
         grant.update(limit)
         return grant
 
-    async def _obtain(self, costs: Costs, holder: _Holder, *, is_resumed: bool) -> None:
+    @property
+    def call_outcomes(self) -> Mapping[QuotaCall, int]:
+        """How Redis has answered the batches of this router's messages."""
+        return self._sender.call_outcomes
+
+    async def _exchange(
+        self, holder: _Holder, costs: Costs, *, is_resumed: bool = False, deadline: float | None = None
+    ) -> Costs:
+        """As `GrantSender.obtain`. Raises RedisAway also if too many requests of the tenant wait already."""
+        if self._num_waiting[holder.tenant_id] >= MAX_WAITING:
+            raise RedisAway
+        timeout_s = math.inf if deadline is None else max(0.0, deadline - time.perf_counter())
+        self._num_waiting[holder.tenant_id] += 1
+        try:
+            return await self._sender.obtain(costs, is_resumed=is_resumed, timeout_s=timeout_s)
+        finally:
+            self._num_waiting[holder.tenant_id] -= 1
+            if not self._num_waiting[holder.tenant_id]:
+                del self._num_waiting[holder.tenant_id]
+
+    async def _obtain(self, costs: Costs, holder: _Holder, *, is_resumed: bool, deadline: float | None = None) -> None:
         """Returns when all grants have their costs. Raises the 429 if Redis lacks one, and RedisAway."""
         may_wait, lacking = True, costs if is_resumed else _lacking(costs)
         while lacking:
-            short = await self._sender.obtain(lacking, is_resumed=is_resumed)
+            short = await self._exchange(holder, lacking, is_resumed=is_resumed, deadline=deadline)
             lacking, now_us = _lacking(short), clock_us()
             if not lacking:
                 lacking = _lacking(costs)

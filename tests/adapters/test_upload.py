@@ -283,7 +283,7 @@ async def test_an_upload_whose_answer_got_lost_can_be_repeated(parts: Parts, red
         while data := await reader.read(1 << 16):
             to_redis.write(data)
             answer = await to_redis_reader.read(1 << 16)
-            if b"EVAL" in data and b"NOSCRIPT" not in answer:
+            if b"EVAL" in data and b'{"' in data and b"NOSCRIPT" not in answer:  # the change, which has facts as JSON
                 break
             writer.write(answer)
         to_redis.close()

@@ -54,6 +54,17 @@ def test_a_fit_node_has_nothing_to_say(expected: NodeExpectations) -> None:
     assert problems_of_this_node(expected) == []
 
 
+def test_a_full_redis_keeps_no_launch_from_its_nodes(expected: NodeExpectations) -> None:
+    with Redis.from_url(expected.redis_url) as client:
+        client.config_set("maxmemory", 1)
+        try:
+            with replace(expected, redis_key="check of a full one").prepared(60):
+                expected.marker_path.write_text(expected.marker)
+                assert problems_of_this_node(replace(expected, redis_key="check of a full one")) == []
+        finally:
+            client.config_set("maxmemory", 0)
+
+
 def test_everything_that_is_wrong_is_reported(expected: NodeExpectations, tmp_path: Path) -> None:
     wrong = replace(
         expected,

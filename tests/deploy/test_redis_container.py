@@ -60,6 +60,13 @@ def answers(port: int) -> bool:
         return False
 
 
+def test_the_tests_run_on_the_server_that_it_ships(server: int) -> None:
+    (container,) = only(kustomized(OVERLAYS / "cpu-trial"), "StatefulSet")["spec"]["template"]["spec"]["containers"]
+    eventually(lambda: answers(server))
+    version = redis.Redis(port=server, password=PASSWORD, decode_responses=True).info("server")["valkey_version"]
+    assert container["image"] == f"docker.io/valkey/valkey:{version.rpartition('.')[0]}"
+
+
 def test_it_keeps_what_it_acknowledges_and_needs_the_password(server: int) -> None:
     eventually(lambda: answers(server))
     wanted = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}

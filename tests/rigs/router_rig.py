@@ -331,6 +331,7 @@ class FakeRegistry:
 class FakeView(FakeRegistry):
     stream_keys: tuple[bytes, ...] = (b"all routers of a test share it",)
     is_whole = True
+    is_unreachable = False
 
     async def resolve(self, tenant: str, name: str, sight: object = None) -> AdapterVersion | None:
         adapter = self.held(tenant, name)

@@ -20,6 +20,7 @@ from motet.router.config import CurrentConfig
 from motet.router.endpoint import Endpoint
 from motet.router.metrics import Metrics
 from motet.router.openai_api.errors import unavailable, unknown_key
+from motet.router.registry_outages import RegistryOutages
 from motet.router.route import Handler, NeededScope, RouteSpec, route, routes_of
 from motet.router.tenants.auth import Authenticator
 from motet.tests.rigs.part_configs import router_config
@@ -88,7 +89,14 @@ def endpoint(
     **row: Any,
 ) -> Endpoint:
     spec = RouteSpec(method="GET", path="/", handler=handler, scope=scope, **row)
-    return Endpoint(spec, cast(Authenticator, authenticator or StrictAuthenticator()), metrics, LOG, Cors(CONFIG))
+    return Endpoint(
+        spec,
+        cast(Authenticator, authenticator or StrictAuthenticator()),
+        metrics,
+        LOG,
+        Cors(CONFIG),
+        RegistryOutages(lambda: False),
+    )
 
 
 async def test_answers_errors_and_failures_are_counted_by_status() -> None:

@@ -1,4 +1,7 @@
-"""A Redis that has no memory left: what goes on, what is refused and how, and that nothing acknowledged is lost."""
+"""A Redis that has no memory left: what goes on, what is refused and how, and that nothing acknowledged is lost.
+
+Servers differ: up to Redis 7.2 and Valkey 7.2 they also refuse to read in a MULTI then.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,14 @@ from motet.adapters.errors import RegistryFull
 from motet.adapters.registry.launches import Launches
 from motet.adapters.registry.lease import Lease
 from motet.adapters.registry.registry import Registry, connect
-from motet.adapters.registry.registry_keys import UPDATED_TRIALS
+from motet.adapters.registry.registry_keys import CLUSTER_TOKEN, STORED_IS_COUNTED, STREAM_KEY, UPDATED_TRIALS
+from motet.cluster.application.registration import register_router
+from motet.cluster.config import MotetConfig
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.usage import metering, spool
 from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.ray_nodes import DEMO
 from motet.tests.rigs.real_front import (
     ASKER,
     ASKER_KEY,
@@ -180,8 +186,13 @@ async def test_what_adds_to_the_registry_is_refused_and_what_frees_it_works(fron
         stored = await front.stored()
         assert await refusal(front, "POST", "/v1/adapters", **upload(front, 4)) == FULL
         assert (await front.stored())[0] == stored[0]
-        # Changes that need hardly any memory work: the end of a canary, revocations and deletions.
+        # Changes that need hardly any memory work: ends of canaries, promotions, rollbacks, new keys, revocations and
+        # deletions.
         await done(front, "DELETE", f"{ONE}/canary")
+        await done(front, "POST", f"{ONE}/promote", json={"version": 2})
+        await done(front, "POST", f"{ONE}/rollback", json={})
+        assert (await front.registry.names.get(OWNER, OWNERS_ADAPTER)).current.version == 1
+        await done(front, "POST", "/v1/keys", json={})
         await done(front, "DELETE", f"/v1/keys/{made['id']}")
         await front.view.catch_up()
         assert await refusal(front, "GET", "/v1/models", made["key"]) == (401, "invalid_api_key")
@@ -209,6 +220,20 @@ async def test_launches_and_leases_hold(front: RealFront) -> None:
             await front.uploads.upload(
                 ASKER, "more", lora_files(seed=5).config_bytes, lora_files(seed=5).write(front.folder)
             )
+
+
+async def test_a_router_starts(front: RealFront, redis_url: str, tmp_path: Path) -> None:
+    registry = Registry(front.redis, PATIENCE_S)
+    objectives = ((OWNER, 1.0),)  # so that it looks for the tenant among all keys
+    config = MotetConfig.of(model_path=DEMO / "base", data_dir=tmp_path / "data", latency_objectives_s=objectives)
+    config.serving.data_dir.mkdir()
+    await front.redis.delete(STORED_IS_COUNTED, STREAM_KEY, CLUSTER_TOKEN)  # as if no router had started here
+    async with full(front.redis):
+        await register_router(registry, config, "launch", [(ASKER, "key-of-the-launch")])
+        assert await Launches(front.redis).shared_token("token") == "token"
+        async with real_front(redis_url, tmp_path, text_service(), is_first=False) as another:
+            assert another.view.connected
+            await complete(another)
 
 
 async def test_a_server_of_our_own_has_its_bound(tmp_path: Path) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from motet.adapters.ended_tasks import end_tasks
 from motet.adapters.registry.registry import connect
 from motet.adapters.registry.tenants.records import Quota
 from motet.cluster.registry_server.redis_server import RedisServer
@@ -19,7 +22,9 @@ from motet.router.accounts.account import Progress
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas.limits import PERIOD_US
 from motet.router.quotas.quotas import Quotas
+from motet.router.tenants.identity import Identity
 from motet.tests.rigs.late_redis import late_redis
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.quota_rig import (
     A_WHILE_S,
@@ -66,8 +71,8 @@ async def let_through(quotas: Quotas, quota: Quota, each: int) -> tuple[int, Api
     return each - len(refusals), refusals[-1] if refusals else None
 
 
-async def is_back(quotas: Quotas) -> bool:
-    return (await quotas.look(identity(Quota(requests_per_minute=1), name="zenith")))[1]
+async def is_back(quotas: Quotas, caller: Identity) -> bool:
+    return (await quotas.look(caller))[1]
 
 
 async def test_the_grant_is_what_there_is_without_redis(server: RedisServer) -> None:
@@ -84,7 +89,7 @@ async def test_the_grant_is_what_there_is_without_redis(server: RedisServer) -> 
         assert (refused.status_code, refused.detail.code) == (503, "registry_unavailable")
         assert refused.headers["Retry-After"] == "1"
         go_on(server, [quotas])
-        await until(partial(is_back, quotas))
+        await until(partial(is_back, quotas, identity(quota)))
         after, _ = await let_through(quotas, quota, 10)
         assert after == 10
 
@@ -120,7 +125,7 @@ async def test_an_outage_lets_nothing_through_twice(server: RedisServer, how: st
             await eventually(lambda: server.pid not in (None, pid))
         go_on(server, fleet)
         for quotas in fleet:
-            await until(partial(is_back, quotas))
+            await until(partial(is_back, quotas, identity(quota)))
             total += (await let_through(quotas, quota, 60))[0]
         assert 50 <= total <= 60 * (1 + (time.monotonic() - began) * 1e6 / PERIOD_US) + 1
 
@@ -140,7 +145,7 @@ async def test_a_stream_is_resumed_without_redis(server: RedisServer) -> None:
         again = await quotas.open(requested(caller, prompt=100, new=400, response_id="cmpl-1", is_resumed=True))
         assert isinstance(await try_open(quotas, requested(caller)), ApiError)
         go_on(server, [quotas])
-        await until(partial(is_back, quotas))
+        await until(partial(is_back, quotas, caller))
         await asyncio.sleep(0.5)
         assert (await left(quotas, caller))["streams"] == 0  # its own, and that of the other router, which lives
         again.settle(ending(prompt=100, completion=100))
@@ -189,6 +194,90 @@ async def test_what_is_said_counts_once_however_late_redis_answers(server: Redis
         assert 90 <= (await left(other, caller))["requests"] < 100
 
 
+async def test_late_answers_refuse_nothing(server: RedisServer) -> None:
+    quota = Quota(requests_per_minute=6000)
+    numbers = itertools.count()
+    async with late_redis(server.url) as late, routers(late.url, 1, wait_s=PATIENCE_S) as (quotas,):
+        late.delay_s = lambda: 0.15 if next(numbers) % 10 == 5 else 0.0
+        tenants = [identity(quota, name=f"t{number}") for number in range(10)]
+        opened = await asyncio.gather(*(try_open(quotas, requested(one)) for _ in range(5) for one in tenants))
+        for one in tenants:  # after a late answer, too
+            opened.append(await try_open(quotas, requested(one)))
+        assert not [one for one in opened if isinstance(one, ApiError)]
+        assert quotas.call_outcomes["late"] and not quotas.call_outcomes["unanswered"]
+
+
+async def test_a_late_answer_delays_no_other_tenant(server: RedisServer) -> None:
+    slow, quick = (identity(Quota(requests_per_minute=60), name=name) for name in ("slow", "quick"))
+    async with late_redis(server.url) as late, routers(late.url, 1) as (quotas,):
+        late.marks_late = b"tenant:slow"
+        opening = asyncio.create_task(try_open(quotas, requested(slow)))
+        await eventually(lambda: late.num_held > 0)
+        assert not isinstance(await try_open(quotas, requested(quick)), ApiError)
+        assert not opening.done()
+        wait_for_redis([quotas], 0.0)
+        await end_tasks(opening)
+
+
+async def test_each_tenant_waits_once_for_a_redis_that_hangs(server: RedisServer) -> None:
+    tenants = [identity(Quota(requests_per_minute=6000), name=f"t{number}") for number in range(3)]
+    async with routers(server.url, 1) as (quotas,):
+        await quotas.look(tenants[0])
+        pause(server, [quotas])
+        for caller in tenants:
+            waited: list[float] = []
+            for _ in range(20):
+                began = time.monotonic()
+                assert isinstance(await try_open(quotas, requested(caller)), ApiError)
+                waited.append(time.monotonic() - began)
+            assert waited[0] >= WAIT_S * 0.9 and sum(one >= WAIT_S * 0.9 for one in waited) == 1
+        assert quotas.call_outcomes["unanswered"] and not quotas.call_outcomes["unreachable"]
+        go_on(server, [quotas])
+        for caller in tenants:
+            await until(partial(is_back, quotas, caller))
+            assert not isinstance(await try_open(quotas, requested(caller)), ApiError)
+
+
+async def test_requests_wait_no_longer_than_their_own_deadline_and_a_bounded_number_of_them(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = identity(Quota(requests_per_minute=6000))
+    monkeypatch.setattr("motet.router.quotas.quotas.MAX_WAITING", 3)
+    async with late_redis(server.url) as late, routers(late.url, 1) as (quotas,):
+        await quotas.look(caller)
+        late.holds_replies = True
+        soon = replace(requested(caller), deadline=time.perf_counter() + 0.05)
+        assert isinstance(await try_open(quotas, soon), ApiError)
+        waiting = [asyncio.create_task(try_open(quotas, requested(caller))) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert isinstance(await try_open(quotas, requested(caller)), ApiError)
+        assert not any(one.done() for one in waiting)  # its own deadline is no outage of the tenant
+        wait_for_redis([quotas], 0.0)
+        await end_tasks(*waiting)
+
+
+async def test_a_connection_that_breaks_refuses_nothing(server: RedisServer) -> None:
+    caller = identity(Quota(requests_per_minute=60))
+    num_broken = 0
+
+    async def break_twice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_broken
+        if num_broken < 2:
+            num_broken += 1
+            await reader.read(1)
+            writer.close()
+        else:
+            await late.connect(reader, writer)
+
+    async with late_redis(server.url) as late:
+        proxy = await asyncio.start_server(break_twice, "127.0.0.1", 0)
+        host, port = proxy.sockets[0].getsockname()[:2]
+        async with routers(f"redis://{host}:{port}", 1) as (quotas,):
+            assert not isinstance(await try_open(quotas, requested(caller)), ApiError)
+            assert num_broken == 2
+        proxy.close()
+
+
 async def test_an_answer_that_cannot_be_charged_does_not_end_the_renewing(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -214,7 +303,7 @@ async def test_a_reply_that_cannot_be_read_is_a_redis_that_is_away(
         refused = await try_open(quotas, requested(identity(Quota(requests_per_minute=5))))
         assert isinstance(refused, ApiError) and refused.status_code == 503
         monkeypatch.undo()
-        await until(partial(is_back, quotas))
+        await until(partial(is_back, quotas, identity(Quota(requests_per_minute=5))))
         assert not isinstance(await try_open(quotas, requested(identity(Quota(requests_per_minute=5)))), ApiError)
     assert "could not be read" in caplog.text
 
@@ -226,6 +315,7 @@ async def test_a_server_that_cannot_be_reached_at_all(tmp_path: Path) -> None:
     admitted, refused = await let_through(quotas, Quota(requests_per_minute=40), 20)
     assert admitted == 0
     assert refused is not None and refused.status_code == 503
+    assert quotas.call_outcomes["unreachable"] and not quotas.call_outcomes["unanswered"]
     assert await try_open(quotas, requested(identity())), "a tenant without quotas"
     await quotas.stop()
     await client.aclose()

@@ -31,7 +31,9 @@ for field, total in pairs(added) do
   local day = string.match(field, '^%d+')
   num_fewer[day] = num_fewer[day] - redis.call('HSET', sums, field, table.concat(total, ' '))
 end
-for day, fewer in pairs(num_fewer) do redis.call('HINCRBY', sums, day .. '\t', -fewer) end
+for day, fewer in pairs(num_fewer) do
+  if fewer > 0 then redis.call('HINCRBY', sums, day .. '\t', -fewer) end -- Redis 7.0 does not take the -0 of Lua
+end
 if found[1] ~= '0' then return found[1] end
 redis.call('HSET', sums, FOLDED, 1)
 return nil
