@@ -13,7 +13,8 @@ from typing import Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.errors import NoSuchUser
+from ...adapters.errors import AdapterInvalid, NoSuchUser
+from ...adapters.names import check_user
 from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.audit_entry import Actor
@@ -109,12 +110,17 @@ class UsersApi:
         return await list_answer(shown, users[:limit], len(users) > limit)
 
     async def _delete(self, tenant: str, user: str, actor: Actor) -> Deleted:
-        """First the keys go, so that nothing further comes with them."""
-        keys = self._view.keys.keys_of_user(tenant, user) if user else ()
+        """First the keys go, so that nothing further comes with them, nor of what is under way."""
+        try:
+            check_user(user)
+        except AdapterInvalid as error:
+            raise NoSuchUser("there is no such user") from error
+        keys = self._view.keys.keys_of_user(tenant, user)
         private = partial(self._uploads.list_page, tenant, private_name(user, ""), sight=Sight(user))
-        is_known = bool(keys) or bool(await private(limit=1))
-        if not is_known and not (user and await self._deleted_work(tenant, user)):
-            raise NoSuchUser("there is no such user")
+        if not keys:  # nothing that is under way arrives after the look at what there is
+            await self._keys.delete_of_user(tenant, user, (), None)
+            if not await private(limit=1) and not await self._deleted_work(tenant, user):
+                raise NoSuchUser("there is no such user")
         num_keys = await self._keys.delete_of_user(tenant, user, [key_hash for key_hash, _ in keys], actor)
         num_adapters = 0
         while page := await private(limit=_PAGE_SIZE):

@@ -59,7 +59,8 @@ class BatchesApi:
             created_at=now,
             expires_at=now + WINDOW_S,
         )
-        await self._batches.add(batch, kept_until=now + WINDOW_S + self._config.now.file_days * 86_400)
+        kept_until = now + WINDOW_S + self._config.now.file_days * 86_400
+        await self._batches.add(batch, kept_until, identity.last_event)
         self._wake()
         return shown_batch(batch)
 

@@ -171,7 +171,7 @@ class RealFront:
         )
         self.batches.store.make_folder_of(tenant)
         self.batches.store.path(tenant, file.id).write_bytes(b"{}")
-        await self.batches.files.add(file, ())
+        await self.batches.files.add(file, (), self.view.last_event)
         batch = BatchRecord(
             id=batch_of(owner),
             tenant=tenant,
@@ -182,8 +182,9 @@ class RealFront:
             created_at=now,
             expires_at=until,
         )
-        await self.batches.batches.add(batch, kept_until=until)
-        identity = Identity(TenantRecord(name=tenant), KeyRecord(key_id="", tenant=tenant, user=user))
+        await self.batches.batches.add(batch, until, self.view.last_event)
+        key = KeyRecord(key_id="", tenant=tenant, user=user)
+        identity = Identity(TenantRecord(name=tenant), key, last_event=self.view.last_event)
         await self.batches.responses.add(identity, response_of(owner), b"[]", b"{}")
 
     async def expire_lease(self, batch_id: str) -> None:

@@ -94,16 +94,18 @@ class KeyRegistry:
 
         await self._changes.change(key.tenant, (key_hash,), make)
 
-    async def delete_of_user(self, tenant: str, user: str, hashes: Sequence[str], actor: Actor) -> int:
+    async def delete_of_user(self, tenant: str, user: str, hashes: Sequence[str], actor: Actor | None) -> int:
         """Deletes those of the given keys that belong to the user, page by page, and returns their number.
 
-        The audit log has an entry for each page, and one where there are no keys: the user's deletion begins.
+        From then on requests that were admitted before leave nothing of this user. The audit log has an entry for each
+        page, and one where there are no keys: the user's deletion begins. `actor`: None: it is not known whether there
+        is such a user, and the log has no entry.
         """
+        entry = None if actor is None else AuditEntry(action="user.delete", tenant=tenant, target=user, actor=actor)
 
         def make(found: Found) -> Wanted:
             mine = [key_hash for key_hash, key in found.keys.items() if key is not None and key.user == user]
-            entry = AuditEntry(action="user.delete", tenant=tenant, target=user, actor=actor)
-            return Wanted(entry=entry, keys=dict.fromkeys(mine))
+            return Wanted(entry=entry, keys=dict.fromkeys(mine), ended_user=user)
 
         num_deleted = 0
         for start in range(0, max(len(hashes), 1), _PAGE_SIZE):

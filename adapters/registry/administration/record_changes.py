@@ -34,9 +34,10 @@ class Found:
 class Wanted:
     """The records that replace them."""
 
-    entry: AuditEntry
+    entry: AuditEntry | None  # None: nothing that the audit log tells
     tenant: TenantRecord | None = None  # None: it is kept
     keys: Mapping[str, KeyRecord | None] = field(default_factory=dict)  # by hash; None: it is deleted
+    ended_user: str = ""  # that is deleted with these keys
 
 
 class RecordChanges:
@@ -75,12 +76,14 @@ class RecordChanges:
                     old_record=tenant_record,
                     new_record=_encoded(wanted.tenant),
                     max_keys=MAX_KEYS,
+                    ended_user=wanted.ended_user,
                     keys=keys,
                 )
             if done == _TOO_MANY_KEYS:
                 raise TooManyKeys(f"{tenant} has {MAX_KEYS} keys already")
             if done:
-                log_entry(wanted.entry)
+                if wanted.entry is not None:
+                    log_entry(wanted.entry)
                 return wanted
         raise RegistryUnavailable("these records keep changing: try again")
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 from redis.asyncio import Redis
 
-from ...errors import NoSuchFile, QuotaExceeded, TenantGone
+from ...errors import CallerGone, NoSuchFile, QuotaExceeded
 from ..lease import Lease
 from ..redis_deadline import answered_within
 from ..registry_keys import (
@@ -45,12 +45,14 @@ class BatchRegistry:
         self._change = bind_script(client, "batches/change_batch.lua", allow_oom=True)
         self._delete = bind_script(client, "batches/delete_batch.lua", allow_oom=True)
 
-    async def add(self, batch: BatchRecord, kept_until: float) -> None:
-        """Raises TenantGone, NoSuchFile, QuotaExceeded."""
+    async def add(self, batch: BatchRecord, kept_until: float, last_event: int) -> None:
+        """`last_event`: see `Admission`. Raises CallerGone, NoSuchFile, QuotaExceeded."""
         async with answered_within(self._timeout_s):
             reply = await self._add(
                 tenant=batch.tenant,
+                user=batch.user,
                 incarnation=batch.incarnation,
+                last_event=last_event,
                 tenant_id=batch.tenant_id,
                 id=batch.id,
                 record=_encode(batch),
@@ -65,7 +67,7 @@ class BatchRegistry:
                 batch_queue=BATCH_QUEUE + batch.tenant_id,
             )
         if reply == 0:
-            raise TenantGone(f"the tenant {batch.tenant} was deleted")
+            raise CallerGone(f"the tenant {batch.tenant}, or its user, was deleted")
         if reply == 2:
             raise QuotaExceeded(f"a tenant has at most {MAX_WAITING} batches that have not ended: wait for one")
         if reply == 3:

@@ -62,6 +62,13 @@ def parse_tenant_id(tenant_id: str) -> tuple[str, int]:
     return name, int(incarnation or 0)
 
 
+class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a request's writes are checked against: its tenant or its user may have been deleted since it was admitted."""
+
+    incarnation: int  # of the tenant
+    last_event: int  # number of the registry's last event that the router had then
+
+
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """An API key, without the key itself."""
 
