@@ -153,8 +153,8 @@ class RealFront:
         await self._upload(ASKER, BADGERS_ADAPTER, lora_files(seed=3))
 
     async def give_work(self) -> None:
-        """Gives the owner, and a user, a stored response, a file, and a batch of it that nothing runs."""
-        for tenant, user in ((OWNER, ""), (ASKER, BADGER)):
+        """Gives the owner, a user of its, and one of the asker's, a stored response, a file, and a batch of it that nothing runs."""
+        for tenant, user in ((OWNER, ""), (OWNER, LION), (ASKER, BADGER)):
             await self._give_work(tenant, user)
 
     async def _give_work(self, tenant: str, user: str) -> None:

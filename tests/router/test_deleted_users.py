@@ -175,3 +175,25 @@ async def test_few_deletions_are_kept_and_older_ones_count_for_all(front: RealFr
     assert await ask_late(front, key, "/v1/responses", meanwhile, **RESPONSE) == REFUSED
     assert await front.redis.zcard(kept) == 10_000 and await front.redis.zscore(kept, "") == first + 1
     assert (await BatchClient(front, key).ask("POST", "/v1/responses", **RESPONSE)).is_success
+
+
+async def test_one_users_batches_end_without_the_user(front: RealFront) -> None:
+    keys = [await key_of_carol(front), ASKER_KEY]
+    carol, admin = (BatchClient(front, key) for key in keys)
+    for client in (carol, carol, admin):
+        await client.create(await client.upload([line("a")]))
+    operators, path = BatchClient(front, OPERATOR_KEY), f"/v1/users/{CAROL}/batches/cancel"
+    assert (await carol.ask("POST", path)).status_code == 403
+    first, second = await admin.done("POST", path), await operators.done("POST", f"{USER}/batches/cancel")
+    assert first == second == {"user": CAROL, "object": "batches", "num_batches": 2}
+    shown = (await admin.done("GET", "/v1/batches"))["data"]
+    assert [one["status"] for one in shown] == ["validating", "cancelling", "cancelling"]
+    front.batches.start()
+    try:
+        for one in shown:
+            await admin.ended(one["id"])
+    finally:
+        await front.batches.stop()
+    assert [one["status"] for one in (await carol.done("GET", "/v1/batches"))["data"]] == ["cancelled"] * 2
+    again = await admin.ask("POST", path)
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "batch_not_found")

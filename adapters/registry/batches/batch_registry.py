@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec import structs
 from redis.asyncio import Redis
 
 from ...errors import CallerGone, NoSuchFile, QuotaExceeded
@@ -146,6 +147,16 @@ class BatchRegistry:
                 )
             if reply is not None:
                 return new, reply == 2
+
+    async def cancel(self, tenant_id: str, batch_id: str) -> BatchRecord | None:
+        """The batch, which runs no further line unless it has ended; None: it is gone."""
+
+        def cancelling(batch: BatchRecord) -> BatchRecord:
+            if batch.has_ended or batch.status == "cancelling":
+                return batch
+            return structs.replace(batch, status="cancelling", cancelling_at=int(self.clock()))
+
+        return (await self.change(tenant_id, batch_id, cancelling))[0]
 
     async def delete(self, tenant_id: str, batch_id: str) -> BatchRecord | None:
         """The batch as it was, whatever it was doing; None: it is not there."""
