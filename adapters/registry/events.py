@@ -51,7 +51,7 @@ class TenantSet:
 
 @dataclass(frozen=True)
 class UserDeleted:
-    """The keys of a tenant's user are gone. Requests admitted by routers without this event leave nothing of that user."""
+    """The keys of a tenant's user are gone. Requests that were admitted before leave nothing of that user."""
 
     tenant: str
     user: str

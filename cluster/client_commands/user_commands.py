@@ -15,7 +15,10 @@ from .tenant_commands import path_of
 
 @click.group()
 def users() -> None:
-    """List and delete users of tenants, cancel their batches; for operators. Keys and tokens make users: see `motet keys create --user`."""
+    """List and delete users of tenants, cancel their batches; for operators.
+
+    Keys and tokens make users: see `motet keys create --user`.
+    """
 
 
 @users.command(name="list")

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from ...adapters.errors import (
     AdapterError,
     AdapterInvalid,
+    CallerGone,
     FileInUse,
     NameTaken,
     NoSuchFile,
@@ -26,7 +27,6 @@ from ...adapters.errors import (
     RegistryUnavailable,
     TenantEnding,
     TenantExists,
-    CallerGone,
     TooManyKeys,
     UploadTooLarge,
     UploadUnchecked,

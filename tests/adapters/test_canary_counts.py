@@ -16,8 +16,8 @@ from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_keys import CANARIES, PREFIX, TENANTS
 from motet.adapters.registry.tenants.records import Admission
 from motet.adapters.registry.versions import name_state
-from motet.adapters.registry.versions.name_state import NameState
 from motet.adapters.registry.versions.canary_policy import counts_still
+from motet.adapters.registry.versions.name_state import NameState
 from motet.adapters.registry.versions.rollout import MAX_CANARIES
 
 

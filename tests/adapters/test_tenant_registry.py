@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.errors import AdapterInvalid, KeyTaken, NoSuchKey, TenantEnding, TenantExists, CallerGone
+from motet.adapters.errors import AdapterInvalid, CallerGone, KeyTaken, NoSuchKey, TenantEnding, TenantExists
 from motet.adapters.registry.administration.audit_log import AuditLog
 from motet.adapters.registry.administration.key_registry import KEY_PREFIX, KeyRegistry
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry

@@ -153,7 +153,7 @@ class RealFront:
         await self._upload(ASKER, BADGERS_ADAPTER, lora_files(seed=3))
 
     async def give_work(self) -> None:
-        """Gives the owner, a user of its, and one of the asker's, a stored response, a file, and a batch of it that nothing runs."""
+        """Gives the owner, and a user of each tenant, a stored response, a file, and a batch that nothing runs."""
         for tenant, user in ((OWNER, ""), (OWNER, LION), (ASKER, BADGER)):
             await self._give_work(tenant, user)
 

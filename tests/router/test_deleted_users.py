@@ -54,7 +54,7 @@ def adapter_form(folder: Path, name: str, **fields: str) -> dict[str, Any]:
 async def ask_late(
     front: RealFront, key: str, path: str, meanwhile: Callable[[], Awaitable[object]], **options: Any
 ) -> tuple[int, str]:
-    """Status, and code of the error, of a POST. `meanwhile` runs when the request is admitted and half its body sent."""
+    """Status, and code of the error, of a POST. `meanwhile` runs when it is admitted and half of its body is sent."""
     async with front.client() as client:
         whole = client.build_request("POST", path, headers={"Authorization": f"Bearer {key}"}, **options)
         body = await whole.aread()

@@ -64,9 +64,7 @@ class FileRegistry:
         """Raises what `add` would raise now, and adds nothing."""
         await self._ask_for(file, bounds, last_event, b"")
 
-    async def _ask_for(
-        self, file: FileRecord, bounds: Sequence[StorageBound], last_event: int, record: bytes
-    ) -> None:
+    async def _ask_for(self, file: FileRecord, bounds: Sequence[StorageBound], last_event: int, record: bytes) -> None:
         async with answered_within(self._timeout_s):
             reply = await self._add(
                 tenant=file.tenant,

@@ -63,7 +63,7 @@ def parse_tenant_id(tenant_id: str) -> tuple[str, int]:
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a request's writes are checked against: its tenant or its user may have been deleted since it was admitted."""
+    """When a request was admitted: its writes are refused if its tenant or its user was deleted since."""
 
     incarnation: int  # of the tenant
     last_event: int  # number of the registry's last event that the router had then
