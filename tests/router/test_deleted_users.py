@@ -197,3 +197,24 @@ async def test_one_users_batches_end_without_the_user(front: RealFront) -> None:
     assert [one["status"] for one in (await carol.done("GET", "/v1/batches"))["data"]] == ["cancelled"] * 2
     again = await admin.ask("POST", path)
     assert (again.status_code, again.json()["error"]["code"]) == (404, "batch_not_found")
+
+
+@pytest.mark.parametrize("work", ["/v1/keys", "/v1/keys/{key}/rotate"])
+@pytest.mark.parametrize("deleted", [USER, f"/v1/admin/tenants/{ASKER}"])
+async def test_an_administrator_that_is_deleted_leaves_no_key(front: RealFront, work: str, deleted: str) -> None:
+    """Nor does one of a tenant that was deleted, and of whose name there is another one."""
+    operators, keys = BatchClient(front, OPERATOR_KEY), f"/v1/admin/tenants/{ASKER}/keys"
+    await operators.done("PATCH", f"/v1/admin/tenants/{ASKER}", json={"label": "moles"})
+    key = await key_of_carol(front, scopes=["infer", "admin"])
+    kept = await operators.done("POST", keys, json={"scopes": ["infer"]})
+    before = {one["id"] for one in (await operators.done("GET", keys))["data"]}
+    body = {"overlap_s": 3600} if "rotate" in work else {"label": "a way back in", "expires_in_s": 3600}
+
+    async def meanwhile() -> None:
+        await operators.done("DELETE", deleted)
+        if deleted != USER:
+            await operators.done("POST", "/v1/admin/tenants", json={"name": ASKER})
+
+    path = work.replace("{key}", kept["id"])
+    assert (await ask_late(front, key, path, meanwhile, json=body))[0] in ((401,) if deleted == USER else (401, 404))
+    assert {one["id"] for one in (await operators.done("GET", keys))["data"]} <= before
