@@ -11,11 +11,21 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
+from motet.benchmarks.hostile_parts.agents import agents
+from motet.benchmarks.hostile_parts.batch_memory import batch_memory
 from motet.benchmarks.hostile_parts.grammars import grammars, refusals
 from motet.benchmarks.hostile_parts.keyless import health, keyless, unknown_keys
+from motet.benchmarks.hostile_parts.late_redis import refused_when_late
+from motet.benchmarks.hostile_parts.logprobs import logprobs
 from motet.benchmarks.hostile_parts.uploads import refused_uploads, slow_expressions
 
 Part = Callable[[float], Awaitable[dict[str, float]]]  # seconds of an attack → figures
+
+
+async def late_redis(seconds: float) -> dict[str, float]:
+    """`late_redis_refused`: of requests of tenants with quotas, while one answer of Redis in ten is 150 ms late."""
+    return {"late_redis_refused": round(await refused_when_late(seconds), 4)}
+
 
 PARTS: Final[Mapping[str, Part]] = {
     "uploads": refused_uploads,
@@ -25,6 +35,10 @@ PARTS: Final[Mapping[str, Part]] = {
     "unknown-keys": unknown_keys,
     "grammars": grammars,
     "refusals": refusals,
+    "logprobs": logprobs,
+    "late-redis": late_redis,
+    "batches": batch_memory,
+    "agents": agents,
 }
 
 

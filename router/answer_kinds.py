@@ -28,13 +28,13 @@ from .openai_api.request_schema import ChatRequest, CompletionRequest, Generatio
 from .openai_api.response_request import ResponseChat
 from .requests import embedding_prompts, message_chat, response_chat
 from .requests.best_of import check_best_of
-from .requests.chat_prompt import chat_prompt, fields_not_shown
+from .requests.chat_prompt import chat_prompt
 from .requests.completion_prompts import completion_prompts, count_prompts
 from .requests.embedding_prompts import chosen_pooling
 from .requests.prompt_scoring import num_echoed_logprobs
 from .requests.request_grammar import request_grammar
 from .requests.thinking_budget import thinking_budget
-from .requests.tool_choice import answer_grammar, answer_reader, check_tools, is_old
+from .requests.tool_choice import answer_grammar, answer_reader, check_tools, formats_not_held, is_old
 from .text.answer_format import NUM_ID_CHARS
 from .text.response_reader import ResponseReader
 from .text.text import TextService
@@ -49,7 +49,7 @@ class PromptTokens:
     """A request's prompts, tokenized."""
 
     token_lists: Sequence[list[int]]
-    not_shown: Sequence[str] = ()  # fields that the chat template leaves out
+    left_out: Sequence[str] = ()  # names of what has no part in the prompt or the answer
     echoes: Sequence[str] = ()  # the text of each prompt, where the answer repeats it; empty: it does not
     reader: ResponseReader | None = None  # of the answers' text; None: it is shown unchanged
     wanted: WantedGrammar | None = None  # the form of the answers; None: any
@@ -123,20 +123,25 @@ class OfChat(Generic[C]):
     def check(self, request: C) -> None:
         if request.echo:
             raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise invalid_value("top_logprobs", "it needs logprobs to be true.")
         check_tools(request)
 
     async def tokenize(self, request: C, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
-        token_ids, prompt = await chat_prompt(request, text, gang)
+        prompt = await chat_prompt(request, text, gang)
         answers = text.answers_of(template)
-        reader = await answer_reader(request, answers, prompt)
+        reader = await answer_reader(request, answers, prompt.continued)
+        thinking, is_bounded = thinking_budget(request, reader, text)
         return PromptTokens(
-            [token_ids],
-            not_shown=fields_not_shown(request, text.forms),
+            [prompt.token_ids],
+            left_out=[
+                *prompt.left_out,
+                *formats_not_held(request, reader),
+                *([] if is_bounded else ["thinking_token_budget"]),
+            ],
             reader=reader,
             wanted=answer_grammar(request, reader),
-            thinking=thinking_budget(request, reader, text),
+            thinking=thinking,
             num_id_chars=NUM_ID_CHARS if answers is None else answers.num_id_chars,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -15,7 +15,7 @@ from starlette.requests import Request
 from ..adapters.registry.registry_view import RegistryView
 from ..workers.wire.messages import GangInfo, SamplingParams
 from ..workers.wire.token_rules import TokenRules
-from .access.request_record import NUM_ANSWER_CHARS, record_of
+from .access.request_record import NUM_ANSWER_CHARS, RequestRecord, record_of
 from .accounts.account import Accounts, AnswerRequest
 from .answer_kinds import (
     AnswerKind,
@@ -29,6 +29,7 @@ from .answer_kinds import (
 )
 from .answers.answer_form import AnswerForm
 from .answers.answer_shape import AnswerHead
+from .answers.answer_size import max_answer_bytes
 from .answers.chunk_form import StreamStyle
 from .answers.generation_response import GenerationResponse
 from .answers.response_form import ResponseForm
@@ -36,10 +37,12 @@ from .anthropic_api import message_schema
 from .anthropic_api.message_request import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
 from .base_model import BaseModel
 from .batches.line_authenticator import is_line
+from .batches.line_room import room_of
 from .batches.stored_responses import StoredResponses
 from .bodies.body_limits import max_body_bytes
 from .bodies.body_reader import BodyReader
 from .config import CurrentConfig
+from .fairness.loop_turns import LoopTurns
 from .fleet.dispatch import Dispatcher
 from .generation.end_rules import EndRules
 from .generation.generation import Generation, GenerationRequest, Prompt
@@ -49,15 +52,15 @@ from .metrics import Metrics
 from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion, Usage
 from .openai_api.embedding_list import EmbeddingList
 from .openai_api.embedding_request import EmbeddingsRequest
-from .openai_api.errors import ApiError, invalid_value
-from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from .openai_api.errors import ApiError, invalid_value, unsupported
+from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat
 from .openai_api.response_request import ResponseChat, ResponsesRequest
 from .openai_api.response_schema import Response, StreamEvent
 from .openai_api.stream_position import LAST_EVENT_ID, EventIds, StreamPosition, wrong_position
 from .openai_api.unsupported_fields import refuse_unsupported
 from .requests.beams import beam_rules, check_beams
 from .requests.best_of import with_best_of
-from .requests.chat_fields import renamed
+from .requests.chat_fields import client_name, renamed
 from .requests.model_limits import check_length
 from .requests.prompt_scoring import check_num_scores, check_prompt_scoring
 from .requests.sampling_params import sampling_params, stop_strings
@@ -76,6 +79,7 @@ _EVENTS: Final = {"text/event-stream": "With `stream`: an event for each chunk, 
 _ERRORS: Final = (
     "unsupported_parameter",
     "context_length_exceeded",
+    "answer_too_large",
     "invalid_request",
     "model_not_found",
     "version_not_found",
@@ -128,6 +132,7 @@ class CompletionsApi:
         self._metrics = metrics
         self._accounts = accounts
         self._shadows, self._responses = shadows, responses
+        self._turns = LoopTurns()
 
     @route(
         "POST",
@@ -234,6 +239,7 @@ class CompletionsApi:
                 self._check(request, _TOKEN_COUNT)
                 await self._base.wait_for_first_gang()
                 prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), self._base.gang(), "")
+                self._leave_out(record, request, prompts, _TOKEN_COUNT)
         except ApiError as error:
             raise renamed(error, _TOKEN_COUNT.names) from error.__cause__
         return message_schema.TokenCount(len(prompts.token_lists[0]))
@@ -263,7 +269,7 @@ class CompletionsApi:
             template = "" if choice.version is None else choice.version.response_template
             gang, text = self._base.gang(), self._text.of(identity.name)
             prompts = await kind.tokenize(request, text, gang, template)
-            record.ignored += prompts.not_shown
+            self._leave_out(record, request, prompts, kind)
             wanted = prompts.wanted
             has_form, thinking = wanted is not None, prompts.thinking
             rules = await token_rules(request, text, gang, has_form=has_form, thinking=thinking)
@@ -282,8 +288,11 @@ class CompletionsApi:
             generation = replace(generation, key=head.id, num_seen=num_seen)
         if isinstance(request, ResponseChat) and request.terms.store and self._responses is not None:
             await self._responses.check(identity, len(request.items))
+        room = room_of(http.scope)
+        if room is not None:
+            await room.reserve(max_answer_bytes(generation, gang.max_model_len, gang.hidden_size))
         share = LoopShare()
-        running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at)
+        running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at, self._turns)
         await share.pause()
         account = await self._accounts.open(
             AnswerRequest(
@@ -306,7 +315,12 @@ class CompletionsApi:
             self._shadows.send(choice, generation, head.id, identity)
         form = kind.form(FormParts(head, request, prompts, self._text, style, running))
         response = GenerationResponse(
-            running, form, self._metrics, account, self._keeper(identity, request, head, form)
+            running,
+            form,
+            self._metrics,
+            account,
+            self._keeper(identity, request, head, form),
+            None if room is None else room.max_answer_bytes,
         )
         if choice.version is not None:
             response.raw_headers.append(version_header(choice.version))
@@ -349,6 +363,19 @@ class CompletionsApi:
         if num_sequences > limit:
             message = f"prompts times {field} are {num_sequences} sequences: at most {limit} are accepted."
             raise invalid_value("best_of" if field == "best_of" else kind.count_param, message)
+
+    def _leave_out(self, record: RequestRecord, request: R, prompts: PromptTokens, kind: AnswerKind[R]) -> None:
+        """Has the answer name what it does without. Raises a 400 in its place where operators want that."""
+        names: list[str] = []
+        places: Mapping[str, str] = {}
+        if isinstance(request, TranslatedChat):
+            names, places = request.left_out, request.places
+        record.ignored += names
+        record.ignored += [client_name(name, kind.names, places) for name in prompts.left_out]
+        if record.ignored and self._config.now.strict_requests:
+            error = unsupported(record.ignored[0], "it would be left out, and strict-requests is set here.")
+            error.is_as_sent = True
+            raise error
 
     def _stream_style(
         self, request: GenerationFields, identity: Identity, head: AnswerHead, position: StreamPosition | None

@@ -27,6 +27,7 @@ class RouterConfig:
     max_held_body_bytes: int  # of JSON requests, of all tenants together, until they are decoded
     control_tokens: TextsWithControlTokens  # which texts of requests may write control tokens
     response_template: str  # of answers: auto, none, the name of a format, or a file
+    strict_requests: bool  # what would be left out of a request, and named in a header, is refused
     max_file_bytes: int  # of a file for a batch
     file_days: int  # after which files, and batches that have ended, are removed
     response_days: int  # for which responses are stored; 0: none are

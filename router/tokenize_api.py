@@ -75,7 +75,7 @@ class TokenizeApi:
             if request.prompt is None and not request.messages:
                 raise invalid_value("prompt", "a prompt or messages are needed.")
             if request.prompt is None:
-                token_ids, _ = await chat_prompt(request, text, gang)
+                token_ids = (await chat_prompt(request, text, gang)).token_ids
             elif request.messages:
                 raise invalid_value("prompt", "it cannot be combined with messages.")
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import time
@@ -40,6 +41,9 @@ _SLACK_S = 10.0
 Spawn = Callable[[WorkerSettings], None]  # starts `run_worker` in a process of its own and returns at once
 
 
+_log = logging.getLogger(__name__)
+
+
 def build_engine_loop(
     config: EngineConfig, on_progress: Progress | None = None, spawn: Spawn | None = None, host: str = "127.0.0.1"
 ) -> EngineLoop:
@@ -63,6 +67,7 @@ def build_engine(
     worker does not come up.
     """
     model = ModelConfig.from_folder(config.model_path)
+    _log_context(config, model)
     sharding = ModelSharding(model, config.tensor_parallel, expert_sharding=config.expert_sharding)
     dtype = getattr(torch, config.dtype)
     if config.pool_bytes is not None:  # refuses too small a pool before workers start
@@ -229,6 +234,17 @@ def _await_ready(rank: int, connection: Connection, on_progress: Progress | None
             raise WorkerLostError(f"worker {rank} could not load the model: {message.problem}")
         if isinstance(message, ProgressMessage) and on_progress is not None:
             on_progress(message.what, message.done, message.total)
+
+
+def _log_context(config: EngineConfig, model: ModelConfig) -> None:
+    served, rotary = config.context_of(model.max_model_len), model.rotaries[0]
+    _log.info(
+        "context: %d tokens, of %d by max_position_embeddings in config.json; rotary embedding: %s %s",
+        served,
+        model.max_model_len,
+        rotary.kind,
+        dict(rotary.options),
+    )
 
 
 def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig, device: str) -> GangLimits:

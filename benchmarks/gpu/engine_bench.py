@@ -130,6 +130,9 @@ class RandomWeights:
         values = torch.randn(shape, dtype=self._machine.dtype, device=self._machine.device, generator=self._generator)
         return values.mul_(shape[1] ** -0.5)
 
+    def has_other_head(self) -> bool:
+        return False
+
     def drop(self, suffix: str) -> None: ...
 
     def finish(self) -> None: ...

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from motet.workers.costs.replay import VirtualExecutor
@@ -67,13 +68,15 @@ class VirtualGang:
         self,
         work: list[Work],
         limits: GangLimits,
-        adapter_pages: int = 1,
+        adapter_pages: int | Mapping[str, int] = 1,
         scheduling: Scheduling = "fair",
         overlaps: bool = True,
     ) -> None:
+        """`adapter_pages`: of each adapter, or by adapter."""
+        sizes = adapter_pages if isinstance(adapter_pages, Mapping) else defaultdict(lambda: adapter_pages)
         self.executor = VirtualExecutor(VirtualCosts())
         self.scheduler = Scheduler(
-            limits, frozenset(), lambda _: adapter_pages, clock=self.executor.clock, scheduling=scheduling
+            limits, frozenset(), lambda ref: sizes[ref.digest], clock=self.executor.clock, scheduling=scheduling
         )
         self._engine = Engine(self.scheduler, self.executor, INFO, overlaps=overlaps, clock=self.executor.clock)
         self._work: dict[int, Work] = {}  # by sequence

@@ -65,6 +65,11 @@ def check_sizes(config: MotetConfig) -> list[str]:
         warnings.append(
             f"--max-model-len {serving.max_model_len} is more than the model's {length}: {length} is served"
         )
+    if model.longest is not None and model.longest > model.max_model_len:
+        warnings.append(
+            f"the context is {model.max_model_len} tokens, as max_position_embeddings in config.json says: its rotary "
+            f"embedding is stretched to {model.longest}; max_position_embeddings = {model.longest} there serves them"
+        )
     limits = config.step_limits
     if limits.max_num_sequences > limits.max_tokens_per_step:
         warnings.append(

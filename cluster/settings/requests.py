@@ -52,6 +52,15 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "live",
         ),
     ] = "prompts"
+    strict_requests: Annotated[
+        bool,
+        Setting(
+            "Refuse requests with fields, tools or items of the history that would be left out. Else the header "
+            "x-motet-warning names them.",
+            "live",
+            live_in="router",
+        ),
+    ] = False
     response_template: Annotated[
         str,
         Unit("NAME", "a name or a path"),

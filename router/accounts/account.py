@@ -29,6 +29,8 @@ class Progress:
     num_cached_tokens: int  # found in the cache, of these
     num_completion_tokens: int  # that were generated
     num_recomputed_tokens: int = 0  # computed again after a preemption or a lost gang: the operator's cost
+    # All of the above and what was computed again, by attempt (`SequenceRequest.attempt`; 0: the first connection's).
+    computed_tokens: tuple[tuple[int, int], ...] = ()
     kv_page_ms: int = 0  # pages of KV in device memory times milliseconds
     adapter_page_ms: int = 0  # the same for its part of its adapter's pages
 

@@ -24,8 +24,9 @@ from ..generation.generation import Generation, SequenceFailedError
 from ..loop_share import LoopShare
 from ..metrics import Metrics
 from ..openai_api.answer_schema import Usage
-from ..openai_api.errors import ApiError, from_sequence_error, internal_error
+from ..openai_api.errors import ApiError, answer_too_large, from_sequence_error, internal_error
 from .answer_form import AnswerForm
+from .answer_size import delta_bytes
 
 CLIENT_CLOSED_REQUEST: Final = 499  # only for the metrics: the client is not there to receive it
 
@@ -53,9 +54,11 @@ class GenerationResponse:
         metrics: Metrics,
         account: Account,
         keep: Callable[[Usage], Awaitable[None]] | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         """`account`: is settled before the last of the answer goes out. `keep`: stores the answer before that; an
-        answer for which it raises ApiError fails.
+        answer for which it raises ApiError fails. `max_bytes`: a whole answer that grows beyond about so many fails;
+        None: it may have any length.
 
         The account of an answer that is cut off while gangs compute it is settled when they have reported its cost,
         at most REPORT_WAIT_S after its end.
@@ -63,7 +66,7 @@ class GenerationResponse:
         self.status_code = CLIENT_CLOSED_REQUEST
         self.raw_headers = [*account.headers]  # beside its own
         self._generation = generation
-        self._form, self._keep = form, keep
+        self._form, self._keep, self._max_bytes = form, keep, max_bytes
         self._metrics = metrics
         self._has_started = False  # the headers are out
         self._has_opened = False  # the events before the first token are out
@@ -128,8 +131,13 @@ class GenerationResponse:
     async def _send_whole(self, send: Send) -> None:
         generation, form = self._generation, self._form
         async with aclosing(generation.deltas()) as arriving:
+            num_bytes = 0
             async for index, delta in arriving:
                 form.take(index, delta)
+                if self._max_bytes is not None:
+                    num_bytes += delta_bytes(delta)
+                    if num_bytes > self._max_bytes:
+                        raise answer_too_large(self._max_bytes)
         usage = generation.usage()
         if self._keep is not None:
             await self._keep(usage)
@@ -141,6 +149,7 @@ class GenerationResponse:
                 bodies.append(bytes(body))
                 body.clear()
             await share.pause()
+            await generation.take_turn()
         bodies.append(bytes(body))
         self.status_code = 200
         self._has_started = True
@@ -179,6 +188,7 @@ class GenerationResponse:
                 await self._send_body(send, events)
                 events = b""
             await share.pause()
+            await self._generation.take_turn()
         return events
 
     async def _start(self, send: Send) -> None:
@@ -224,6 +234,7 @@ class GenerationResponse:
         for number, body in enumerate(bodies, 1):
             await self._send_body(send, body, more=number < len(bodies))
             await share.pause()
+            await self._generation.take_turn()
 
     def _settle(self, error: str = "", *, reason: str = "", is_cancelled: bool = False) -> None:
         """Settles the account, once: now if the answer is complete or its cost is known, else when it is known.

@@ -124,8 +124,12 @@ _STOP_REASONS: Final[dict[str, schema.StopReason]] = {
 
 
 def _input(text: str) -> dict[str, Any]:
-    """Of a call that was cut off what there is of it, as Anthropic's clients read it from a stream."""
+    """Of a call that was cut off what there is of it, as Anthropic's clients read it from a stream.
+
+    Numbers that floats do not hold are null: clients could not send them back.
+    """
     try:
+        msgspec.json.decode(text or "{}")
         return msgspec.json.decode(text or "{}", type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
         pass

@@ -24,7 +24,7 @@ from ..text.response_reader import TextPiece
 from .answer_shape import AnswerHead
 from .chat_answer import ChatAnswer
 from .named_event import named_event
-from .response_items import GrowingCall, GrowingItem, GrowingMessage, GrowingReasoning, Place
+from .response_items import GrowingCall, GrowingCustomCall, GrowingItem, GrowingMessage, GrowingReasoning, Place
 from .spoken import Spoken, spoken_in
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -97,10 +97,14 @@ class ResponseForm:
         for part in spoken.parts:
             if not isinstance(part, TextPiece):
                 if part.id is not UNSET and part.function.name is not UNSET:
-                    yield from self._begin(GrowingCall(self._place("fc"), part.id, part.function.name))
+                    name = part.function.name
+                    if name in self._request.custom_tools:
+                        yield from self._begin(GrowingCustomCall(self._place("ctc"), part.id, name))
+                    else:
+                        yield from self._begin(GrowingCall(self._place("fc"), part.id, name))
                 assert isinstance(self._growing, GrowingCall)
                 if part.function.arguments:
-                    yield self._growing.add(part.function.arguments)
+                    yield from self._growing.add(part.function.arguments)
             elif part.part == "reasoning":
                 if not isinstance(thought := self._growing, GrowingReasoning):
                     thought = GrowingReasoning(self._place("rs"))

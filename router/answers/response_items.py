@@ -11,6 +11,7 @@ import msgspec
 from ..openai_api import response_schema as schema
 from ..openai_api.answer_schema import ChatTokenLogprob
 from ..openai_api.response_schema import ItemStatus, OutputItem, StreamEvent
+from ..requests.custom_tools import input_of
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -101,16 +102,35 @@ class GrowingCall:
     name: str
     pieces: list[str] = field(default_factory=list)
 
-    def item(self, status: ItemStatus) -> schema.FunctionCallItem:
+    def item(self, status: ItemStatus) -> schema.FunctionCallItem | schema.CustomCallItem:
         arguments = "".join(self.pieces)
         return schema.FunctionCallItem(self.place.item_id, status, self.call_id, self.name, arguments)
 
     def opening(self) -> Iterator[StreamEvent]:
         return iter(())
 
-    def add(self, arguments: str) -> StreamEvent:
+    def add(self, arguments: str) -> Iterator[StreamEvent]:
         self.pieces.append(arguments)
-        return schema.ArgumentsDelta(**self.place.in_item(), delta=arguments)
+        yield schema.ArgumentsDelta(**self.place.in_item(), delta=arguments)
 
     def closing(self) -> Iterator[StreamEvent]:
         yield schema.ArgumentsDone(**self.place.in_item(), name=self.name, arguments="".join(self.pieces))
+
+
+@dataclass
+class GrowingCustomCall(GrowingCall):
+    """A call whose only argument is a text. It is shown once it is whole."""
+
+    def item(self, status: ItemStatus) -> schema.CustomCallItem:
+        return schema.CustomCallItem(self.place.item_id, status, self.call_id, self.name, self._input())
+
+    def add(self, arguments: str) -> Iterator[StreamEvent]:
+        self.pieces.append(arguments)
+        return iter(())
+
+    def closing(self) -> Iterator[StreamEvent]:
+        yield schema.InputDelta(**self.place.in_item(), delta=self._input())
+        yield schema.InputDone(**self.place.in_item(), input=self._input())
+
+    def _input(self) -> str:
+        return input_of("".join(self.pieces))

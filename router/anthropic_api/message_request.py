@@ -11,36 +11,39 @@ import msgspec
 from msgspec import Meta
 
 from ..openai_api.one_answer import OneAnswerFields
-from ..openai_api.request_schema import ChatRequest, Count, StopString
+from ..openai_api.request_schema import Count, StopString, TranslatedChat
 
-_REFUSED = Meta(description="Refused but null.")
+_LEFT_OUT = Meta(description="Left out.")
 
 
 class Block(msgspec.Struct, frozen=True):
     """A block of a content; which fields count depends on its type."""
 
     harmless_names: ClassVar = ("cache_control", "citations", "signature")
-    type: Annotated[str, Meta(description="`text`, `tool_use`, `tool_result` or `thinking`.")]
+    type: Annotated[
+        str, Meta(description="`text`, `tool_use`, `tool_result` or `thinking`; in the history others are left out.")
+    ]
     text: str | None = None
     id: str | None = None  # of a tool_use
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None  # of a tool_result
-    content: str | list[Block] | None = None
+    content: str | list[Block] | dict[str, Any] | None = None
+    tool_name: str | None = None  # of a tool_reference
     thinking: str | None = None
 
 
 class Turn(msgspec.Struct, frozen=True):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
 class MessageTool(msgspec.Struct, frozen=True):
     harmless_names: ClassVar = ("cache_control",)
-    name: str
+    name: str | None = None
     description: str | None = None
     input_schema: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
-    type: Annotated[str | None, Meta(description="`custom`, the default.")] = None
+    type: Annotated[str | None, Meta(description="`custom`, the default. Others are left out.")] = None
     strict: bool | None = None
 
 
@@ -81,20 +84,20 @@ class CountTokensRequest(OneAnswerFields, frozen=True, kw_only=True):
     metadata: MessageMetadata | None = None
     stop: Annotated[Any, Meta(description="Refused: it is called `stop_sequences`.")] = None
     user: Annotated[Any, Meta(description="Refused: it is called `metadata.user_id`.")] = None
-    stream_options: Annotated[Any, _REFUSED] = None
+    stream_options: Annotated[Any, _LEFT_OUT] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="For the chat template, as it is.")] = None
-    container: Annotated[Any, _REFUSED] = None
-    mcp_servers: Annotated[Any, _REFUSED] = None
-    context_management: Annotated[Any, _REFUSED] = None
+    container: Annotated[Any, _LEFT_OUT] = None
+    mcp_servers: Annotated[Any, _LEFT_OUT] = None
+    context_management: Annotated[Any, _LEFT_OUT] = None
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):
     max_tokens: Count
 
 
-class MessageChat(ChatRequest, frozen=True, kw_only=True):
+class MessageChat(TranslatedChat, frozen=True, kw_only=True):
     """The chat that a `MessagesRequest` asks for."""
 
 
-class CountedChat(ChatRequest, frozen=True, kw_only=True):
+class CountedChat(TranslatedChat, frozen=True, kw_only=True):
     """The chat that a `CountTokensRequest` asks about."""

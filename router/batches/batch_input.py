@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, BinaryIO, Final
@@ -62,6 +63,8 @@ class LineReader:
                 return lines or None
             self._number += 1
             num_bytes += len(line)
+            if self._number == 1:
+                line = line.removeprefix(BOM_UTF8)  # which Windows' editors write
             if stripped := line.strip():
                 lines.append((self._number, stripped))
         return lines

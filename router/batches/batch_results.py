@@ -85,9 +85,16 @@ class _Known(msgspec.Struct, frozen=True):
     error: LineError | None = None
 
 
-_encode: Final = msgspec.json.Encoder().encode
+_encoder: Final = msgspec.json.Encoder()
 _decode: Final = msgspec.json.Decoder(_Known).decode
 _decode_body: Final = msgspec.json.Decoder(_Body).decode
+
+
+def _encode_line(result: Result) -> bytearray:
+    line = bytearray()
+    _encoder.encode_into(result, line)
+    line += b"\n"
+    return line
 
 
 class Written(NamedTuple):
@@ -147,9 +154,9 @@ class BatchResults:
     def _append(self, file: _ResultFile, results: Sequence[Result]) -> None:
         if not results:
             return
-        lines = b"".join(_encode(result) + b"\n" for result in results)
-        self._store.check_room(len(lines))
-        file.append(lines, len(results))
+        lines = [_encode_line(result) for result in results]
+        self._store.check_room(sum(map(len, lines)))
+        file.append(lines)
         for result in results:
             self.answered.add(digest_of(result.custom_id))
             if result.response is not None:
@@ -184,16 +191,17 @@ class _ResultFile:
                 self.num_lines, self.num_bytes = self.num_lines + 1, self.num_bytes + len(line)
         os.ftruncate(self._handle, self.num_bytes)
 
-    def append(self, lines: bytes, num_lines: int) -> None:
-        left = memoryview(lines)
+    def append(self, lines: Sequence[bytearray]) -> None:
         try:
-            while left:
-                left = left[os.write(self._handle, left) :]
+            for line in lines:
+                left = memoryview(line)
+                while left:
+                    left = left[os.write(self._handle, left) :]
             os.fsync(self._handle)
         except OSError:
             os.ftruncate(self._handle, self.num_bytes)
             raise
-        self.num_bytes, self.num_lines = self.num_bytes + len(lines), self.num_lines + num_lines
+        self.num_bytes, self.num_lines = self.num_bytes + sum(map(len, lines)), self.num_lines + len(lines)
 
     def close(self) -> None:
         os.close(self._handle)

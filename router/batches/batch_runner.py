@@ -25,7 +25,7 @@ from ..uploads.adapters_api import DISK_FULL
 from .batch_input import InputCheck, Line, LineReader, digest_of
 from .batch_results import EXPIRED, BatchResults, LineError, Result
 from .file_store import FileStore
-from .line_call import LineCaller
+from .line_call import LineAnswer, LineCaller
 from .pace import BatchPace
 
 _FLUSH_BYTES: Final = 1 << 20
@@ -161,7 +161,7 @@ class BatchRunner:
         most are run again after this router's death.
         """
         lines, under_way = self._lines(results), _LinesUnderWay()
-        ready: list[Result] = []
+        ready: list[LineAnswer] = []
         num_ready_bytes, waits_since = 0, time.monotonic()
         has_more, is_whole = True, True
         await self._note(results)
@@ -193,7 +193,8 @@ class BatchRunner:
                     num_ready_bytes += _num_bytes(answers)
                 is_due = time.monotonic() - waits_since >= self._pace.flush_s or 2 * len(ready) >= self._most_lines()
                 if ready and (is_due or not under_way or num_ready_bytes >= _FLUSH_BYTES):
-                    await self._write(results, ready)
+                    await self._write(results, [answer.result for answer in ready])
+                    _give_back(ready)
                     ready, num_ready_bytes = [], 0
                 await self._look()
             if self._is_leaving and (has_more or not is_whole):
@@ -203,21 +204,23 @@ class BatchRunner:
                     await self._write(results, [Result(custom_id=line.custom_id, error=error) for line in piece])
             return True
         finally:
-            await under_way.close()
+            _give_back(ready)
+            _give_back(await under_way.close())
             await lines.aclose()
 
-    async def _answer(self, line: Line) -> Result | None:
+    async def _answer(self, line: Line) -> LineAnswer | None:
         """The line's final answer, or why it is not run any more; None: this router leaves before it has one."""
         wait_s, num_lost = self._pace.retry_s, 0
         while True:
             answer = await self._caller.call(self._batch, line)
             num_lost += answer.code == _GANG_LOST
             if answer.retry_after_s is None or num_lost >= _MOST_LOST:
-                return answer.result
+                return answer
+            answer.room.give_back()
             await self._rest(max(wait_s, min(answer.retry_after_s, self._pace.longest_retry_s)))
             if self._is_ended_early():
                 error = self._error_of_rest()
-                return None if error is None else Result(custom_id=line.custom_id, error=error)
+                return None if error is None else answer._replace(result=Result(custom_id=line.custom_id, error=error))
             wait_s = min(2 * wait_s, self._pace.longest_retry_s)
 
     async def _until_served(self) -> None:
@@ -428,24 +431,24 @@ class _LinesUnderWay:
     """Lines that are being answered. What has ended is found without a look at all that has not."""
 
     def __init__(self) -> None:
-        self._tasks = set[asyncio.Task[Result | None]]()
-        self._ended = list[asyncio.Task[Result | None]]()
+        self._tasks = set[asyncio.Task[LineAnswer | None]]()
+        self._ended = list[asyncio.Task[LineAnswer | None]]()
         self._news = asyncio.Event()
 
     def __len__(self) -> int:
         """With those that have ended and were not taken."""
         return len(self._tasks)
 
-    def begin(self, answer: Coroutine[Any, Any, Result | None]) -> None:
+    def begin(self, answer: Coroutine[Any, Any, LineAnswer | None]) -> None:
         task = asyncio.create_task(answer)
         self._tasks.add(task)
         task.add_done_callback(self._end)
 
-    def _end(self, task: asyncio.Task[Result | None]) -> None:
+    def _end(self, task: asyncio.Task[LineAnswer | None]) -> None:
         self._ended.append(task)
         self._news.set()
 
-    async def ended(self, wait_s: float) -> list[Result | None]:
+    async def ended(self, wait_s: float) -> list[LineAnswer | None]:
         """Takes those that have ended. Waits for one, but not for longer than this."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
@@ -455,8 +458,12 @@ class _LinesUnderWay:
         self._tasks.difference_update(ended)
         return [task.result() for task in ended]
 
-    async def close(self) -> None:
-        await end_tasks(*self._tasks)
+    async def close(self) -> list[LineAnswer]:
+        """Ends all. Returns the answers that came meanwhile, which are dropped."""
+        tasks = [*self._tasks]
+        await end_tasks(*tasks)
+        ended = [task.result() for task in tasks if not task.cancelled() and task.exception() is None]
+        return [answer for answer in ended if answer is not None]
 
 
 def _close(opening: asyncio.Task[BatchResults]) -> None:
@@ -464,5 +471,11 @@ def _close(opening: asyncio.Task[BatchResults]) -> None:
         opening.result().close()
 
 
-def _num_bytes(results: Sequence[Result]) -> int:
-    return sum(len(memoryview(result.response.body)) for result in results if result.response is not None)
+def _num_bytes(answers: Sequence[LineAnswer]) -> int:
+    return sum(len(memoryview(one.result.response.body)) for one in answers if one.result.response is not None)
+
+
+def _give_back(answers: Sequence[LineAnswer]) -> None:
+    """Their room: the answers are written, or dropped."""
+    for answer in answers:
+        answer.room.give_back()

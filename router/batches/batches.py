@@ -30,6 +30,7 @@ from .file_sweep import FileSweep
 from .files_api import FilesApi
 from .line_authenticator import LineAuthenticator
 from .line_call import LineCaller
+from .line_room import LineRoom
 from .pace import BatchPace
 from .responses_api import ResponsesApi
 from .stored_responses import StoredResponses
@@ -68,6 +69,7 @@ class Batches:
         self.sweep = FileSweep(self.files, self.batches, self.store, self.responses)
         self._view, self._config, self._metrics = view, config, metrics
         self._pace = pace or BatchPace()
+        self.room = LineRoom()
         self._caller: LineCaller | None = None
         self._is_served: Callable[[], bool] = lambda: True
         self._worker = BatchWorker(self.batches, self._runner, metrics, self._pace)
@@ -80,7 +82,7 @@ class Batches:
 
     def answer_with(self, routes: Mapping[str, ASGIApp], is_served: Callable[[], bool]) -> None:
         """`routes`: what answers lines, by path. `is_served`: whether one may be answered now."""
-        self._caller, self._is_served = LineCaller(routes), is_served
+        self._caller, self._is_served = LineCaller(routes, self.room), is_served
 
     def start(self) -> None:
         """The app has been made."""

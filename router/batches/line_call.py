@@ -16,6 +16,7 @@ from ..access.request_id import REQUEST_ID_HEADER
 from .batch_input import Line
 from .batch_results import LineError, Response, Result
 from .line_authenticator import scope_of
+from .line_room import LineRoom, ReservedRoom, with_room
 
 _TRANSIENT: Final = frozenset({429, 502, 503, 504})  # the same line may be answered later
 _log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class LineAnswer(NamedTuple):
     result: Result
     retry_after_s: float | None  # None: it is final
     code: str  # of its error
+    room: ReservedRoom  # the caller gives it back when the result is written, or dropped
 
 
 class _Detail(msgspec.Struct, frozen=True):
@@ -36,13 +38,13 @@ class _Error(msgspec.Struct, frozen=True):
 
 
 class LineCaller:
-    def __init__(self, routes: Mapping[str, ASGIApp]) -> None:
-        """`routes`: by path; each takes its caller's identity from a `LineAuthenticator`."""
-        self._routes = dict(routes)
+    def __init__(self, routes: Mapping[str, ASGIApp], room: LineRoom | None = None) -> None:
+        """`routes`: by path; each takes its caller's identity from a `LineAuthenticator`. `room`: for answers."""
+        self._routes, self._room = dict(routes), room or LineRoom()
 
     async def call(self, batch: BatchRecord, line: Line) -> LineAnswer:
         """Cancelled, it is a client that leaves."""
-        request_id = f"{batch.id}-{secrets.token_hex(6)}"
+        request_id, room = f"{batch.id}-{secrets.token_hex(6)}", ReservedRoom(self._room, batch.tenant_id)
         headers = {
             "content-type": "application/json",
             "content-length": str(len(bytes(line.body))),
@@ -61,22 +63,27 @@ class LineCaller:
             "client": None,
             "server": None,
             **scope_of(batch),
+            **with_room(room),
         }
         answer = _Answer(bytes(line.body))
         try:
             await self._routes[line.url](scope, answer.receive, answer.send)
-            return _line_answer(line, request_id, answer)
+            return _line_answer(line, request_id, answer, room)
+        except asyncio.CancelledError:
+            room.give_back()
+            raise
         except Exception:  # not the line's fault: the other lines are run
             _log.exception("a line of a batch failed", extra={"fields": {"request_id": request_id}})
             failed = LineError("internal_error", "The server had an error while processing the line.")
-            return LineAnswer(Result(custom_id=line.custom_id, error=failed), None, failed.code)
+            return LineAnswer(Result(custom_id=line.custom_id, error=failed), None, failed.code, room)
 
 
 class _Answer:
     """The other side of one ASGI call."""
 
     def __init__(self, body: bytes) -> None:
-        self.status_code, self.body = 0, bytearray()
+        self.status_code = 0
+        self._pieces: list[bytes] = []
         self.headers: dict[str, str] = {}
         self._request: bytes | None = body
 
@@ -93,18 +100,22 @@ class _Answer:
                 name.decode("latin-1").lower(): value.decode("latin-1") for name, value in message["headers"]
             }
         else:
-            self.body += message.get("body", b"")
+            self._pieces.append(message.get("body", b""))
+
+    def take_body(self) -> bytes:
+        pieces, self._pieces = self._pieces, []
+        return b"".join(pieces)
 
 
-def _line_answer(line: Line, request_id: str, answer: _Answer) -> LineAnswer:
+def _line_answer(line: Line, request_id: str, answer: _Answer, room: ReservedRoom) -> LineAnswer:
     """Raises msgspec.DecodeError if it is not valid JSON."""
-    body = bytes(answer.body)
+    body = answer.take_body()
     if b"\n" in body:  # which ends a line of the results
         body = msgspec.json.format(body, indent=-1)
     checked = msgspec.json.decode(body, type=msgspec.Raw)
     result = Result(custom_id=line.custom_id, response=Response(answer.status_code, request_id, checked))
     if answer.status_code == 200:
-        return LineAnswer(result, None, "")
+        return LineAnswer(result, None, "", room)
     code = msgspec.json.decode(body, type=_Error).error.code or ""
     is_final = answer.status_code not in _TRANSIENT or answer.headers.get("x-should-retry") == "false"
-    return LineAnswer(result, None if is_final else float(answer.headers.get("retry-after", 1)), code)
+    return LineAnswer(result, None if is_final else float(answer.headers.get("retry-after", 1)), code, room)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +17,7 @@ from ...workers.wire.beams import BeamRules
 from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 from ...workers.wire.sequence_usage import SequenceUsage, total_usage
 from ..accounts.account import Progress
+from ..fairness.loop_turns import LoopTurns
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..loop_share import LoopShare
@@ -90,16 +93,26 @@ class Generation:
     """
 
     def __init__(
-        self, request: GenerationRequest, dispatcher: Dispatcher, text: TextService, metrics: Metrics, started_at: float
+        self,
+        request: GenerationRequest,
+        dispatcher: Dispatcher,
+        text: TextService,
+        metrics: Metrics,
+        started_at: float,
+        turns: LoopTurns | None = None,
     ) -> None:
-        """`started_at`: when the request came, by `time.perf_counter()`."""
+        """`started_at`: when the request came, by `time.perf_counter()`. `turns`: with which it shares the event loop;
+        None: with no other.
+        """
         self.request = request
+        self._turns = (turns or LoopTurns()).of(request.tenant, request.weight)
         self.choices = [_choice(request, prompt, text) for prompt in request.prompts for _ in range(request.n)]
         self._dispatcher = dispatcher
         self._text = text
         self._metrics = metrics
         self.started_at = started_at
         self._num_seen = request.num_seen or [0] * len(self.choices)
+        self._attempt = secrets.randbits(63) if request.num_seen else 0
         # Of the last token, by `time.perf_counter()`; None: as long as it takes.
         self.deadline = None if request.timeout_s is None else started_at + request.timeout_s
         self._updated_at = [started_at] * len(self.choices)
@@ -124,6 +137,8 @@ class Generation:
             for number, part in enumerate(portions(whole)):
                 if number:
                     await asyncio.sleep(0)
+                if not self._turns.begin():
+                    await self._turns.wait()
                 if choice.finish_reason is not None:
                     break  # after a stop string
                 if part.prompt_scores is not None:
@@ -142,6 +157,11 @@ class Generation:
                     await self._submit()
                     self._pump_new()
         raise SequenceFailedError(_LOST)
+
+    async def take_turn(self) -> None:
+        """Waits until a piece of work for the answer may hold the event loop: see `TenantTurns`."""
+        if not self._turns.begin():
+            await self._turns.wait()
 
     def _take(self, index: int, update: SequenceUpdate) -> Delta:
         """What the update lets the client see."""
@@ -238,7 +258,16 @@ class Generation:
             num_recomputed_tokens=total.num_recomputed_tokens,
             kv_page_ms=round(1000 * total.kv_page_s),
             adapter_page_ms=round(1000 * total.adapter_page_s),
+            computed_tokens=self._computed_tokens(usages),
         )
+
+    def _computed_tokens(self, usages: Sequence[SequenceUsage]) -> tuple[tuple[int, int], ...]:
+        if not self._attempt:
+            return ((0, sum([usage.num_computed_tokens for usage in usages])),)
+        by_attempt: defaultdict[int, int] = defaultdict(int)
+        for usage in usages:
+            by_attempt[usage.attempt] += usage.num_computed_tokens
+        return (*sorted(by_attempt.items()),)
 
     def _sequence_usage(self, index: int) -> SequenceUsage:
         """As its gang has reported, and as if it had held the same pages from then up to its last token."""
@@ -298,6 +327,7 @@ class Generation:
                 owner=request.owner,
                 cache_salt=request.cache_salt,
                 request_id=request.request_id,
+                attempt=self._attempt,
                 weight=request.weight,
                 priority=request.priority,
                 is_background=request.is_background,

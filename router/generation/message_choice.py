@@ -32,7 +32,8 @@ class MessageChoice(Choice):
             token_ids += delta.token_ids
             logprobs += delta.logprobs
             if self.finish_reason is not None:
-                pieces += self._reader.finish()
+                is_cut = self.finish_reason == "length" or isinstance(self.stop_reason, str)
+                pieces += self._reader.finish(is_cut=is_cut)
                 break
         pieces = _joined(pieces)
         has_called = self.finish_reason is not None and self._reader.num_calls > 0

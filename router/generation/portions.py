@@ -9,28 +9,30 @@ from msgspec import structs
 
 from ...workers.wire.messages import SequenceUpdate
 
-MAX_TOKENS: Final = 32  # that are taken in at once: with 20 log-probabilities each a few ms
+MAX_TOKENS: Final = 32  # that are taken in at once
+MAX_VALUES: Final = 256  # log-probabilities that are taken in at once: about a millisecond
 
 
 def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
-    """Splits the update into updates of at most `MAX_TOKENS` tokens.
+    """Splits the update into updates of at most `MAX_TOKENS` tokens, and fewer with many log-probabilities.
 
-    Scores of a prompt come before its tokens, of at most `MAX_TOKENS` in an update, too.
+    Scores of a prompt come before its tokens, of as many at most in an update, too.
     """
     if update.prompt_scores is not None:
         scores, rest = update.prompt_scores, structs.replace(update, prompt_scores=None)
-        starts = range(0, scores.num_rows, MAX_TOKENS)
-        parts = [scores.part(start, start + MAX_TOKENS) for start in starts]
+        limit = _max_tokens(scores.num_top)
+        parts = [scores.part(start, start + limit) for start in range(0, scores.num_rows, limit)]
         return [*(SequenceUpdate(update.sequence_id, prompt_scores=part) for part in parts), *portions(rest)]
     token_ids, logprobs = update.token_ids, update.logprobs
-    if len(token_ids) <= MAX_TOKENS:
+    limit = _max_tokens(len(logprobs[0].top_ids) if logprobs else 0)
+    if len(token_ids) <= limit:
         return (update,)
-    starts = range(0, len(token_ids), MAX_TOKENS)
+    starts = range(0, len(token_ids), limit)
     return [
         SequenceUpdate(
             update.sequence_id,
-            token_ids[start : start + MAX_TOKENS],
-            None if logprobs is None else logprobs[start : start + MAX_TOKENS],
+            token_ids[start : start + limit],
+            None if logprobs is None else logprobs[start : start + limit],
             update.finish_reason if start == starts[-1] else None,
             update.error if start == starts[-1] else None,
             update.num_cached_tokens if start == 0 else None,
@@ -39,3 +41,7 @@ def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
         )
         for start in starts
     ]
+
+
+def _max_tokens(num_top: int) -> int:
+    return min(MAX_TOKENS, 1 + MAX_VALUES // (1 + num_top))

@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from .bare_json import BareJson, listed
 from .call_texts import CallText, Tags, WantedCalls
-from .lark_pieces import ANY_TEXT, json_value, quoted, text_with_tokens
+from .lark_pieces import ANY_TEXT, clients_lark, json_value, quoted, regular_expression, text_with_tokens
+from .quoted_lark import quoted_lark, quoted_pattern
 
 _SPACES: Final = r"(/[\x20\x0A]{1,4}/)?"
 # Python's parser takes JSON, but for these: half of a surrogate pair, and numbers that floats do not hold exactly.
@@ -16,6 +17,7 @@ _PYTHON_TEXT: Final = r'/"([^"\\\x00-\x1F\x7F]|\\["\\\/bfnrt])*"/'
 _PYTHON_BOUNDS: Final = {"minimum": -(2**53) + 1, "maximum": 2**53 - 1}
 _PYTHON_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:[-.][A-Za-z0-9_]+)*")
 _ANY_NAME: Final = "/[A-Za-z_][A-Za-z0-9_]{0,62}/"
+INPUT: Final = "input"  # the only argument of a custom tool
 _NO_TEXT: Final = ("pattern", "minLength", "maxLength", "format")  # of strings that are written without quotes
 
 
@@ -74,7 +76,10 @@ class _Rules:
         firsts = [f"first_{number}" for number in range(len(tools))]
         for number, (name, schema) in enumerate(tools):
             begin = text.begin.replace("{name}", name)
-            arguments = self._arguments(number, schema, text)
+            if name in self._wanted.inputs:
+                arguments = self._input(*self._wanted.inputs[name], text)
+            else:
+                arguments = self._arguments(number, schema, text)
             self._lines.append(f"arguments_{number}: {arguments}")
             opening = self._text((before + begin).removeprefix(without))
             self._lines.append(f"first_{number}: {opening} arguments_{number} {self._text(text.end)}")
@@ -90,6 +95,20 @@ class _Rules:
             more = f"({' | '.join(nexts)})*"
         self._lines.append(f"calls: ({' | '.join(firsts)}) {more} {self._text(text.last)}")
         return "calls"
+
+    def _input(self, syntax: str, definition: str, text: CallText) -> str:
+        """The arguments of a tool whose only one is a text of a grammar."""
+        if text.text_mark or text.tags is not None:
+            if text.tags is None:
+                before, behind = "{" + f"{INPUT}:{text.text_mark}", text.text_mark + "}"
+            else:
+                before, behind = text.tags.opening.replace("{key}", INPUT), text.tags.closing
+            value = regular_expression(definition) if syntax == "regex" else clients_lark(definition, {})
+        else:
+            before, behind = (f'{INPUT}="', '"') if text.are_keywords else ('{"' + INPUT + '": "', '"}')
+            value = f"/{quoted_pattern(definition)}/" if syntax == "regex" else quoted_lark(definition)
+        grammar = f"start: {value}" if syntax == "regex" else value
+        return f"{self._text(before)} %lark {{\n{grammar}\n}} {self._text(behind)}"
 
     def _arguments(self, number: int, schema: dict[str, Any], text: CallText) -> str:
         whole = schema if "type" in schema else {"type": "object", **schema}

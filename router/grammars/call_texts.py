@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -40,6 +40,8 @@ class WantedCalls(msgspec.Struct, frozen=True):
     tools: list[tuple[str, dict[str, Any]]]  # names, and schemas of the arguments
     must_call: bool
     is_one: bool  # no more than one call
+    # Of the tools whose only argument `input` is a text of a grammar, by name: its syntax, and the grammar.
+    inputs: dict[str, tuple[Literal["lark", "regex"], str]] = {}
 
 
 _HERMES: Final = '{"name": "{name}", "arguments": '

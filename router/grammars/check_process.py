@@ -25,7 +25,7 @@ from .lark_text import lark_text
 from .wanted_grammar import WantedGrammar
 
 NICENESS: Final = 5  # they yield to all other work
-QUICK_S: Final = 0.05  # what takes longer has only what would idle
+QUICK_S: Final = 0.05  # what takes longer has only what would idle, if its tenant has had its share
 MAX_GRAMMAR_BYTES: Final = 128 << 10
 CPU_S: Final = 1.0  # for one grammar: some milliseconds are usual, and of 128 KiB some take 0.2 s
 MOST_BYTES: Final = 256 << 20  # of memory
@@ -47,6 +47,7 @@ class Question(msgspec.Struct, frozen=True):
 
     vocab_size: int
     special_ids: dict[str, int]
+    may_wait: bool  # its tenant has had its share of the processors
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -182,7 +183,7 @@ def _answer(trial: GrammarTrial, question: Question, wanted: bytes) -> list[byte
     os.close(sink)
     with os.fdopen(source, "rb") as pipe:
         is_quick, _, _ = select.select([pipe], [], [], QUICK_S)
-        if not is_quick:
+        if question.may_wait and not is_quick:
             yield_wholly(child)
         verdict = pipe.read()
     _, status, used = os.wait4(child, 0)

@@ -14,6 +14,10 @@ class CpuShares:
         self._share, self._burst_s, self._clock = share, burst_s, clock
         self._paid_at: dict[str, float] = {}  # when what a tenant has taken is made up for
 
+    def used_s(self, tenant: str) -> float:
+        """Seconds that the tenant has taken lately beyond its share."""
+        return max(0.0, self._paid_at.get(tenant, 0.0) - self._clock()) * self._share
+
     def rest_s(self, tenant: str, cpu_s: float) -> float:
         """The tenant has taken this: how long it must take nothing now."""
         now = self._clock()

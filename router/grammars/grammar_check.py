@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from hashlib import blake2b
 from typing import Final
@@ -24,6 +25,7 @@ DEADLINE_S: Final = 30.0  # for one grammar, on a machine that is busy: its CPU 
 MAX_WAITING: Final = 64  # grammars of a tenant
 CPU_SHARE: Final = 0.2  # of one processor, for a tenant
 CPU_BURST_S: Final = 1.0  # beside it: some 70 schemas of 20 KB
+PROMPT_S: Final = 0.1  # of that burst: who has taken more lately waits where processors are busy
 
 _MODULE: Final = "motet.router.grammars.check_process"
 _log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class GrammarCheck:
         self._special_ids = dict(special_ids)
         self._processes = ChildProcesses(_MODULE, NUM_PROCESSES, DEADLINE_S)
         self._places = TenantPlaces(NUM_PROCESSES)
+        self._waiting_places = TenantPlaces(NUM_PROCESSES - 1)  # for tenants that may wait: others find a process
         self._shares = CpuShares(CPU_SHARE, CPU_BURST_S)
         self._trials: dict[tuple[str, bytes], asyncio.Task[Verdict]] = {}  # by tenant and digest
         self.known = KnownGrammars()
@@ -71,7 +74,7 @@ class GrammarCheck:
         key = tenant, digest
         task = self._trials.get(key)
         if task is None:
-            if self._places.num_here(tenant) >= MAX_WAITING:
+            if sum(name == tenant for name, _ in self._trials) >= MAX_WAITING:
                 message = f"{MAX_WAITING} grammars of yours wait to be compiled: try again in a moment."
                 raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
             task = self._trials[key] = asyncio.create_task(self._verdict(tenant, digest, data, vocab_size))
@@ -84,23 +87,26 @@ class GrammarCheck:
             task.exception()  # else asyncio logs it where no request waits for it any more
 
     async def _verdict(self, tenant: str, digest: bytes, data: bytes, vocab_size: int) -> Verdict:
-        async with self._places.of(tenant) as place:
-            verdict, cpu_s = await self._run(data, vocab_size)
+        async with AsyncExitStack() as places:
+            may_wait = self._shares.used_s(tenant) > PROMPT_S
+            if may_wait:
+                await places.enter_async_context(self._waiting_places.of(tenant))
+            place = await places.enter_async_context(self._places.of(tenant))
+            verdict, cpu_s = await self._run(Question(vocab_size, self._special_ids, may_wait), data)
             place.rest_s = self._shares.rest_s(tenant, cpu_s)
         self.known.put(tenant, digest, verdict)
         return verdict
 
-    async def _run(self, data: bytes, vocab_size: int) -> tuple[Verdict, float]:
+    async def _run(self, question: Question, data: bytes) -> tuple[Verdict, float]:
         """The verdict, and the seconds of CPU that it took."""
 
         def read(frames: list[bytes]) -> tuple[Verdict, float]:
             verdict, cpu_s = frames
             return msgspec.msgpack.decode(verdict, type=Verdict), float(cpu_s)
 
-        question = msgspec.msgpack.encode(Question(vocab_size, self._special_ids))
         try:
             async with self._processes.process() as process:
-                return await process.ask([question, data], read)
+                return await process.ask([msgspec.msgpack.encode(question), data], read)
         except (OSError, EOFError, TimeoutError) as error:
             _log.warning("a grammar of %d bytes could not be tried: %r", len(data), error)
             raise unavailable("The grammar cannot be compiled now.", "overloaded") from error

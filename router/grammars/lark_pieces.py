@@ -21,6 +21,10 @@ _LARK_TOKEN: Final = re.compile(
     |(?P<token><[^<>\s\[\]]+>)""",
     re.VERBOSE,
 )
+_VALUES: Final = ("enum", "const")
+_NUMERIC: Final = (*_VALUES, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_NOTES: Final = ("default", "examples")
 _OPTIONS: Final = "x-guidance"  # llguidance's own keyword: separators, white space, which keywords it may ignore
 
 
@@ -48,12 +52,35 @@ def json_value(schema: dict[str, Any] | bool, spaces: str | None) -> str:
         raise ValueError("no value fits the schema false.")
     if schema is True:
         schema = {}
+    _refuse_inexact(schema)
     if _OPTIONS in schema:
         raise ValueError(f"the keyword {_OPTIONS!r} is not supported.")
     options: dict[str, Any] = {"whitespace_flexible": False}
     if spaces is not None:
         options = {"whitespace_pattern": spaces}
     return "%json " + msgspec.json.encode({**schema, _OPTIONS: options}).decode()
+
+
+def _refuse_inexact(schema: Any) -> None:
+    """llguidance reads numbers as doubles: a neighbour of this integer would be answered. Raises ValueError."""
+    rest: list[tuple[Any, bool, str]] = [(schema, True, "")]  # the value, whether its keys are keywords, of which one
+    while rest:
+        value, has_keywords, keyword = rest.pop()
+        if isinstance(value, list):
+            rest += [(one, has_keywords, keyword) for one in value]
+        elif isinstance(value, dict) and has_keywords:
+            rest += [
+                (one, name not in _VALUES and name not in _SCHEMAS_BY_NAME, name)
+                for name, one in value.items()
+                if name not in _NOTES
+            ]
+        elif isinstance(value, dict):
+            rest += [(one, keyword in _SCHEMAS_BY_NAME, keyword) for one in value.values()]
+        elif isinstance(value, int) and keyword in _NUMERIC and int(float(value)) != value:
+            raise ValueError(
+                f"{keyword!r} has {value}, which a double does not hold: whole numbers from {-(2**53)} to {2**53} and "
+                "strings are supported there."
+            )
 
 
 def clients_lark(grammar: str, special_ids: Mapping[str, int]) -> str:

@@ -31,8 +31,10 @@ class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    type: Literal["function"]
-    function: FunctionDefinition
+    """A tool of type `function`. Tools of other types are left out."""
+
+    type: str
+    function: FunctionDefinition | None = None
 
 
 class NamedFunction(msgspec.Struct, frozen=True):
@@ -82,4 +84,4 @@ class ChatMessage(msgspec.Struct, frozen=True):
     reasoning_content: Annotated[str | None, Meta(description="What an assistant thought first.")] = None
     reasoning: Annotated[str | None, Meta(description="The same; it counts where both are given.")] = None
     refusal: str | None = None
-    audio: Annotated[Any, Meta(description="Refused but null.")] = None
+    audio: Annotated[Any, Meta(description="Left out of what was said; else refused but null.")] = None

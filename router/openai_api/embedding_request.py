@@ -38,7 +38,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
     service_tier: Annotated[str, Meta(max_length=64, description="`flex` yields to everybody.")] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024, description="KV is shared only with equal salts.")] | None = None
     messages: Annotated[Any, _REFUSED] = None  # vLLM's, as are the next three
-    embed_dtype: Annotated[Any, _REFUSED] = None
+    embed_dtype: Annotated[Literal["float32"] | None, Meta(description="What embeddings are in anyway.")] = None
     normalize: Annotated[Any, _REFUSED] = None
     use_activation: Annotated[Any, _REFUSED] = None
     input_type: Annotated[Any, _REFUSED] = None

@@ -99,6 +99,14 @@ def context_length_exceeded(message: str, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
+def answer_too_large(max_bytes: int) -> ApiError:
+    message = (
+        f"The answer has more than {max_bytes >> 20} MiB, the limit of a line of a batch: ask for fewer tokens "
+        "(max_tokens), choices (n) or log-probabilities (logprobs) in a line."
+    )
+    return ApiError(400, message, code="answer_too_large")
+
+
 def model_not_found(model: str) -> ApiError:
     """404: the same for a model that does not exist and for a model of another tenant."""
     message = f"The model `{model}` does not exist or you do not have access to it."

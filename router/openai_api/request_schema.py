@@ -22,7 +22,7 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Effort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
-    Meta(description="Where the chat template knows it."),
+    Meta(description="Left out where the chat template does not know it."),
 ]
 MAX_LOGIT_BIASES = 1024  # each bias costs time at every token
 MAX_BAD_WORDS = 128
@@ -39,7 +39,6 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
 
     audio: Any = None
     modalities: Any = None
-    web_search_options: Any = None
     chat_template: Any = None
     suffix: Any = None
     prompt_embeds: Any = None
@@ -55,7 +54,6 @@ class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
     repetition_detection: Any = None  # vLLM's, as are the next three
     detokenize: Any = None
     vllm_xargs: Any = None
-    verbosity: Any = None
 
 
 class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
@@ -68,7 +66,7 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, description="So many are drawn, and the best `n` answered.")] | None = None
     max_tokens: Annotated[int, Meta(ge=0, description="0: the prompt is computed, and nothing after it.")] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1, description="0: the likeliest token alone.")] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1, description="0 and -1: off.")] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
@@ -115,7 +113,11 @@ class GenerationFields(UnsupportedFields, frozen=True, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(max_length=1024, description="Makes no difference.")] | None = None
     cache_salt: Annotated[str, Meta(max_length=1024, description="KV is shared only with equal salts.")] | None = None
     thinking_token_budget: (
-        Annotated[int, Meta(ge=-1, description="Most tokens of the model's thoughts; -1: no bound.")] | None
+        Annotated[
+            int,
+            Meta(ge=-1, description="Most tokens of thoughts, where their marks are known; -1: no bound."),
+        ]
+        | None
     ) = None
     # The form of the answer: one of these, of which the last eight are what older servers call them.
     response_format: Annotated[ResponseFormat | None, Meta(description="The form of the answer.")] = None
@@ -142,6 +144,8 @@ class RefusedInCompletions(GenerationFields, frozen=True, kw_only=True):
     documents: Any = None
     reasoning_effort: Any = None
     thinking_token_budget: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
 
 
 class CompletionRequest(RefusedInCompletions, frozen=True, kw_only=True):
@@ -169,6 +173,8 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
         Annotated[list[dict[str, Any]], Meta(max_length=MAX_DOCUMENTS, description="The template shows them.")] | None
     ) = None
     reasoning_effort: Effort | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, Meta(description="`medium`, or left out.")] = None
+    web_search_options: Annotated[Any, Meta(description="Left out.")] = None
     max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
     logprobs: Annotated[bool | None, Meta(description="For each token, its own.")] = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20, description="Number of the likeliest beside it.")] | None = None
@@ -176,3 +182,19 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     add_generation_prompt: Annotated[bool | None, Meta(description="True by default; of the chat template.")] = None
     continue_final_message: Annotated[bool | None, Meta(description="The answer goes on where the last ends.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, Meta(description="For the chat template, as it is.")] = None
+
+
+class InputFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The form of a custom tool's input."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class TranslatedChat(ChatRequest, frozen=True, kw_only=True):
+    """A chat that was requested by another API."""
+
+    left_out: list[str] = []  # names, as the client knows them, of what the chat has not
+    places: dict[str, str] = {}  # the client's names of calls in the messages, by the chat's
+    custom_tools: dict[str, InputFormat] = {}  # those of the tools whose only argument is a text

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from .answer_schema import ChatTokenLogprob
+from .request_schema import InputFormat
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -20,6 +21,16 @@ class FunctionTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+class CustomTool(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
+    name: str
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class NamedCustomTool(msgspec.Struct, frozen=True, tag_field="type", tag="custom"):
+    name: str
 
 
 class NamedFunctionTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
@@ -46,7 +57,7 @@ class ShownText(msgspec.Struct, frozen=True):
 
 class ShownReasoning(msgspec.Struct, frozen=True):
     effort: str | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
@@ -74,6 +85,14 @@ class FunctionCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="funct
     arguments: str = ""
 
 
+class CustomCallItem(msgspec.Struct, frozen=True, tag_field="type", tag="custom_tool_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str = ""
+
+
 class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasoning"):
     id: str
     status: ItemStatus
@@ -82,7 +101,7 @@ class ReasoningItem(msgspec.Struct, frozen=True, tag_field="type", tag="reasonin
     encrypted_content: None = None
 
 
-OutputItem = OutputMessage | FunctionCallItem | ReasoningItem
+OutputItem = OutputMessage | FunctionCallItem | CustomCallItem | ReasoningItem
 
 
 class InputText(msgspec.Struct, frozen=True, tag_field="type", tag="input_text"):
@@ -107,7 +126,16 @@ class CallOutputItem(msgspec.Struct, frozen=True, tag_field="type", tag="functio
     status: ItemStatus = "completed"
 
 
-InputItemShown = MessageItem | FunctionCallItem | CallOutputItem | ReasoningItem  # of a stored conversation
+class CustomCallOutputItem(msgspec.Struct, frozen=True, tag_field="type", tag="custom_tool_call_output"):
+    id: str
+    call_id: str
+    output: str | Sequence[InputText]
+    status: ItemStatus = "completed"
+
+
+InputItemShown = (
+    MessageItem | FunctionCallItem | CustomCallItem | CallOutputItem | CustomCallOutputItem | ReasoningItem
+)  # of a stored conversation
 
 
 class InputItemList(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,8 +187,8 @@ class ResponseTerms(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     top_p: float
     parallel_tool_calls: bool
-    tools: list[FunctionTool] | msgspec.Raw
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | AllowedFunctionTools
+    tools: list[FunctionTool | CustomTool] | msgspec.Raw
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | NamedCustomTool | AllowedFunctionTools
     text: ShownText | msgspec.Raw
     reasoning: ShownReasoning
     top_logprobs: int
@@ -243,6 +271,14 @@ class ArgumentsDone(_InItem, frozen=True, kw_only=True, tag="response.function_c
     arguments: str
 
 
+class InputDelta(_InItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"):
+    delta: str
+
+
+class InputDone(_InItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"):
+    input: str
+
+
 class _InPart(_InItem, frozen=True, kw_only=True):
     content_index: Literal[0] = 0
 
@@ -290,6 +326,8 @@ StreamEvent = (
     | ReasoningDone
     | ArgumentsDelta
     | ArgumentsDone
+    | InputDelta
+    | InputDone
     | PartDone
     | ItemDone
     | Completed

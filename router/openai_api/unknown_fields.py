@@ -62,10 +62,12 @@ def _of_type(kind: inspect.Type, outer: tuple[type, ...]) -> _Known | None:
             return None if known is None else _Known(known.names, list[known.strict])  # type: ignore[name-defined]
         case inspect.UnionType():
             others = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
+            has_objects = any(isinstance(one, inspect.DictType) for one in others)
             found = [known for one in others if (known := _of_type(one, outer)) is not None]
-            if len(found) != 1 or len(others) > 2:
+            if len(found) != 1 or len(others) > (3 if has_objects else 2):
                 return None
-            return found[0] if len(others) == 1 else _Known(found[0].names, found[0].strict | str)
+            beside = str | dict[str, Raw] if has_objects else str
+            return found[0] if len(others) == 1 else _Known(found[0].names, found[0].strict | beside)
     return None
 
 

@@ -21,6 +21,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         ),
         "context_length_exceeded": (400, "it is too long for the model"),
         "invalid_request": (400, "it could not fit into the pool even alone"),
+        "answer_too_large": (400, "a line of a batch whose answer grew beyond 32 MiB; the other lines go on"),
         "invalid_adapter": (
             400,
             "it cannot be served; the message says what is wrong and what is accepted; nothing is stored",

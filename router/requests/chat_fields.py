@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -43,16 +44,31 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     the chat.
     """
     param = "" if error.is_as_sent else error.detail.param or ""
-    for pattern, name in names.items():
-        own, num_found = re.subn(rf"^{pattern}(?!\w)", name, param, count=1)
-        if not num_found:
-            continue
+    own = client_name(param, names)
+    if own != param:
         message = error.detail.message.replace(f"'{param}'", f"'{own}'")
         for other, own_name in names.items():
             if (word := other.removesuffix(".*")).isidentifier():
                 message = re.sub(rf"\b{word}\b(?!')", own_name, message)
         return ApiError(error.status_code, message, param=own, code=error.detail.code, headers=error.headers)
     return error
+
+
+def client_name(param: str, names: Mapping[str, str], places: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The client's name of a chat's field. `places`: exact ones, which come first."""
+    place, _, field = param.rpartition(".")
+    if place in places:
+        return f"{places[place]}.{field}"
+    for pattern, name in names.items():
+        own, num_found = re.subn(rf"^{pattern}(?!\w)", name, param, count=1)
+        if num_found:
+            return own
+    return param
+
+
+def left_out_text(kind: str) -> str:
+    """What the model reads in the place of something that is left out."""
+    return f"[{kind[:40]} left out]"
 
 
 def needed(value: T | None, param: str) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from ...workers.wire.messages import GangInfo
 from ..openai_api.chat_messages import ChatMessage
@@ -17,24 +18,27 @@ from .model_limits import check_text, num_kept
 from .template_messages import template_messages, template_tools, template_variables
 
 
-async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -> tuple[list[int], str]:
-    """The token ids of the messages, rendered by the model's chat template, and the text that the answer continues.
+class ChatPrompt(NamedTuple):
+    token_ids: list[int]
+    continued: str  # the text that the answer continues
+    left_out: list[str]  # names of what the prompt has not
 
-    Raises 400.
-    """
+
+async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -> ChatPrompt:
+    """The messages, rendered by the model's chat template. Raises 400."""
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise invalid_value("continue_final_message", "it cannot be combined with add_generation_prompt: true.")
     begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     convert = partial(template_messages, request.messages, text.forms)
-    messages = convert() if _are_few(request.messages) else await asyncio.to_thread(convert)
+    messages, left_out = convert() if _are_few(request.messages) else await asyncio.to_thread(convert)
     try:
         prompt = await text.render_chat(
             messages,
             add_generation_prompt=begins,
             continue_final_message=continues,
             arguments=template_variables(request, text.forms),
-            tools=template_tools(request),
+            tools=template_tools(request, text.forms),
             documents=request.documents,
         )
     except ChatTemplateError as error:
@@ -47,18 +51,24 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
     token_ids = await text.encode_chat(prompt, add_special_tokens=bool(request.add_special_tokens), most=most)
     if not token_ids:
         raise invalid_value("messages", "the chat template rendered an empty prompt.")
-    return token_ids, prompt.text if begins or continues else ""
+    left_out += fields_not_shown(request, text.forms)
+    return ChatPrompt(token_ids, prompt.text if begins or continues else "", left_out)
 
 
 def fields_not_shown(request: ChatRequest, forms: TemplateForms) -> list[str]:
-    """Fields that the template leaves out of the prompt, as it does in transformers."""
+    """Fields that the template leaves out of the prompt, as it does in transformers, or does not know."""
     is_left_out = {
         "tools": bool(request.tools) and not forms.shows_tools,
         "functions": bool(request.functions) and not forms.shows_tools,
         "documents": bool(request.documents) and not forms.shows_documents,
+        "reasoning_effort": request.reasoning_effort is not None
+        and not (forms.knows_effort or forms.thinking_switch is not None),
+        "verbosity": request.verbosity not in (None, "medium"),
+        "web_search_options": request.web_search_options is not None,
         "messages[].tool_calls": not forms.shows_calls and any(one.tool_calls for one in request.messages),
     }
-    return [field for field, is_so in is_left_out.items() if is_so]
+    others = [f"tools[{at}]" for at, tool in enumerate(request.tools or ()) if tool.type != "function"]
+    return [*others, *(field for field, is_so in is_left_out.items() if is_so)]
 
 
 def _are_few(messages: Sequence[ChatMessage]) -> bool:

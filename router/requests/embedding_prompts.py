@@ -29,7 +29,6 @@ _SHARED: Final = (
 )
 _REFUSED: Final = {
     "messages": "send the text as input, with the template's marks where the model wants them.",
-    "embed_dtype": "embeddings are in float32: leave it out.",
     "normalize": "the model's own pooling says so; with pooling the length is 1: leave it out.",
     "use_activation": "the model's own pooling says so; with pooling the length is 1: leave it out.",
     "input_type": "send the instruction that the model wants as a part of the input.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -19,7 +19,7 @@ from ..anthropic_api.message_request import (
 )
 from ..openai_api.errors import invalid_value, unsupported
 from ..openai_api.one_answer import OneAnswerFields
-from .chat_fields import chat_of, needed
+from .chat_fields import chat_of, left_out_text, needed
 
 NAMES: Final = {  # of a chat's fields: see `renamed`
     r"messages.*": "messages",
@@ -38,8 +38,8 @@ _REFUSED: Final = {
     "return_token_ids": "a message shows none: leave it out.",
     "stop": "it is called stop_sequences here.",
     "user": "it is called metadata.user_id here.",
-    **dict.fromkeys(("stream_options", "container", "mcp_servers", "context_management"), "leave it out."),
 }
+_LEFT_OUT: Final = ("stream_options", "container", "mcp_servers", "context_management")
 _OWN: Final = frozenset({*OneAnswerFields.__annotations__, "stop", "user", "stream_options"})
 
 
@@ -57,19 +57,15 @@ def _chat_fields(request: CountTokensRequest) -> dict[str, Any]:
     for field, why in _REFUSED.items():
         if getattr(request, field) not in (None, False, []):
             raise unsupported(field, why)
-    messages: list[dict[str, Any]] = []
-    if request.system is not None:
-        messages.append({"role": "system", "content": _text(request.system, "system")})
-    for position, turn in enumerate(request.messages):
-        param = f"messages[{position}].content"
-        blocks = [Block("text", text=turn.content)] if isinstance(turn.content, str) else turn.content
-        messages += _of_user(blocks, param) if turn.role == "user" else [_of_assistant(blocks, param)]
+    conversation = _Conversation(request)
+    tools = [(at, tool) for at, tool in enumerate(request.tools or ()) if tool.type in (None, "custom")]
     config, choice = request.output_config or OutputConfig(), request.tool_choice
     return {
-        "messages": messages,
+        "messages": conversation.messages,
+        "left_out": [*_left_out(request), *conversation.left_out],
         "stop": request.stop_sequences or None,
         "user": None if request.metadata is None else request.metadata.user_id,
-        "tools": [_tool(tool, f"tools[{position}]") for position, tool in enumerate(request.tools or ())] or None,
+        "tools": [_tool(tool, f"tools[{at}]") for at, tool in tools] or None,
         "tool_choice": None if choice is None else _choice(choice),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
         "response_format": None if config.format is None else _response_format(config.format.schema),
@@ -79,64 +75,107 @@ def _chat_fields(request: CountTokensRequest) -> dict[str, Any]:
     }
 
 
-def _of_user(blocks: Sequence[Block], param: str) -> list[dict[str, Any]]:
-    """A message for each result of a tool, and for the texts between them."""
-    messages: list[dict[str, Any]] = []
-    texts: list[str] = []
+def _left_out(request: CountTokensRequest) -> Iterator[str]:
+    """Fields and tools that only another server knows."""
+    yield from (field for field in _LEFT_OUT if getattr(request, field) not in (None, [], {}))
+    yield from (f"tools[{at}]" for at, tool in enumerate(request.tools or ()) if tool.type not in (None, "custom"))
 
-    def end_texts() -> None:
-        if texts:
-            messages.append({"role": "user", "content": _parts(texts)})
-            texts.clear()
 
-    for position, block in enumerate(blocks):
-        place = f"{param}[{position}]"
-        match block.type:
-            case "text":
-                texts.append(needed(block.text, f"{place}.text"))
-            case "tool_result":
+class _Conversation:
+    """Converts turns to messages of a chat."""
+
+    def __init__(self, request: CountTokensRequest) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.left_out: list[str] = []
+        turns = request.messages
+        self._num_past = max((at for at, turn in enumerate(turns, 1) if turn.role == "assistant"), default=0)
+        self._referred = {
+            block.tool_use_id for turn in turns if not isinstance(turn.content, str) for block in turn.content
+        }
+        if request.system is not None:
+            self._add_note(request.system, "system", is_past=False)
+        for position, turn in enumerate(turns):
+            param = f"messages[{position}].content"
+            if turn.role == "system":
+                self._add_note(turn.content, param, is_past=True)
+                continue
+            blocks = [Block("text", text=turn.content)] if isinstance(turn.content, str) else turn.content
+            if turn.role == "user":
+                self._add_user(blocks, param, is_past=position < self._num_past)
+            else:
+                self._add_assistant(blocks, param)
+
+    def _add_note(self, content: str | list[Block], param: str, *, is_past: bool) -> None:
+        self.messages.append({"role": "system", "content": self._text(content, param, is_past=is_past)})
+
+    def _add_user(self, blocks: Sequence[Block], param: str, *, is_past: bool) -> None:
+        """A message for each result of a tool, and for the texts between them."""
+        num_before = len(self.messages)
+        texts: list[str] = []
+
+        def end_texts() -> None:
+            if texts:
+                self.messages.append({"role": "user", "content": _parts(texts)})
+                texts.clear()
+
+        for position, block in enumerate(blocks):
+            place = f"{param}[{position}]"
+            if block.type == "tool_result":
                 end_texts()
-                result = "" if block.content is None else _text(block.content, f"{place}.content")
+                content = "" if block.content is None else block.content
+                if isinstance(content, dict):
+                    raise invalid_value(f"{place}.content", "a text or a list of blocks is needed.")
+                result = self._text(content, f"{place}.content", is_past=True)
                 tool_call_id = needed(block.tool_use_id, f"{place}.tool_use_id")
-                messages.append({"role": "tool", "tool_call_id": tool_call_id, "content": result})
-            case _:
-                raise unsupported(f"{place}.type", f"a user's content has no {block.type[:40]!r} here, only texts.")
-    end_texts()
-    if not messages:
-        raise invalid_value(param, "a block is needed.")
-    return messages
+                self.messages.append({"role": "tool", "tool_call_id": tool_call_id, "content": result})
+            else:
+                texts.append(self._shown(block, place, is_past=is_past))
+        end_texts()
+        if len(self.messages) == num_before:
+            raise invalid_value(param, "a block is needed.")
 
+    def _add_assistant(self, blocks: Sequence[Block], param: str) -> None:
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        for position, block in enumerate(blocks):
+            place = f"{param}[{position}]"
+            match block.type:
+                case "text":
+                    texts.append(needed(block.text, f"{place}.text"))
+                case "thinking":
+                    thoughts.append(needed(block.thinking, f"{place}.thinking"))
+                case "tool_use":
+                    function = {
+                        "name": needed(block.name, f"{place}.name"),
+                        "arguments": msgspec.json.encode(block.input or {}).decode(),
+                    }
+                    calls.append({"id": needed(block.id, f"{place}.id"), "type": "function", "function": function})
+                case _:
+                    self.left_out.append(place)
+                    if block.id in self._referred and block.id is not None:
+                        texts.append(left_out_text(block.type))  # what refers to it makes sense
+        message: dict[str, Any] = {"role": "assistant", "content": _parts(texts)}
+        if thoughts:
+            message["reasoning_content"] = "".join(thoughts)
+        self.messages.append(message | ({"tool_calls": calls} if calls else {}))
 
-def _of_assistant(blocks: Sequence[Block], param: str) -> dict[str, Any]:
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for position, block in enumerate(blocks):
-        place = f"{param}[{position}]"
+    def _text(self, content: str | list[Block], param: str, *, is_past: bool) -> str | list[dict[str, str]]:
+        if isinstance(content, str):
+            return content
+        return _parts([self._shown(block, f"{param}[{at}]", is_past=is_past) for at, block in enumerate(content)])
+
+    def _shown(self, block: Block, param: str, *, is_past: bool) -> str:
+        """A text, or a line in its place. `is_past`: an answer or a tool was behind it."""
         match block.type:
             case "text":
-                texts.append(needed(block.text, f"{place}.text"))
-            case "thinking":
-                thoughts.append(needed(block.thinking, f"{place}.thinking"))
-            case "tool_use":
-                arguments = msgspec.json.encode(needed(block.input, f"{place}.input")).decode()
-                function = {"name": needed(block.name, f"{place}.name"), "arguments": arguments}
-                calls.append({"id": needed(block.id, f"{place}.id"), "type": "function", "function": function})
-            case _:
-                raise unsupported(f"{place}.type", f"an assistant's content has no {block.type[:40]!r} here.")
-    message: dict[str, Any] = {"role": "assistant", "content": _parts(texts)}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
-    return message | ({"tool_calls": calls} if calls else {})
-
-
-def _text(content: str | list[Block], param: str) -> str | list[dict[str, str]]:
-    if isinstance(content, str):
-        return content
-    for position, block in enumerate(content):
-        if block.type != "text":
-            raise unsupported(f"{param}[{position}].type", f"there is no {block.type[:40]!r} here, only texts.")
-    return _parts([needed(block.text, f"{param}[{position}].text") for position, block in enumerate(content)])
+                return needed(block.text, f"{param}.text")
+            case "tool_reference":  # the model is shown all tools
+                return needed(block.tool_name, f"{param}.tool_name")
+        if not is_past:
+            raise unsupported(f"{param}.type", f"only texts are supported here, not {block.type[:40]!r}.")
+        self.left_out.append(param)
+        return left_out_text(block.type)
 
 
 def _parts(texts: list[str]) -> str | list[dict[str, str]]:
@@ -145,10 +184,8 @@ def _parts(texts: list[str]) -> str | list[dict[str, str]]:
 
 
 def _tool(tool: MessageTool, param: str) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise unsupported(f"{param}.type", f"there are no tools {tool.type[:40]!r} here, only your own.")
-    parameters = needed(tool.input_schema, f"{param}.input_schema")
-    fields = {"name": tool.name, "description": tool.description, "parameters": parameters, "strict": tool.strict}
+    name, parameters = needed(tool.name, f"{param}.name"), needed(tool.input_schema, f"{param}.input_schema")
+    fields = {"name": name, "description": tool.description, "parameters": parameters, "strict": tool.strict}
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 

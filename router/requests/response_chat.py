@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from ..grammars.call_grammar import INPUT
 from ..openai_api.errors import invalid_value, unsupported
 from ..openai_api.one_answer import OneAnswerFields
+from ..openai_api.request_schema import InputFormat
 from ..openai_api.response_request import (
     InputItem,
     InputPart,
@@ -16,20 +18,22 @@ from ..openai_api.response_request import (
     ReasoningConfig,
     ResponseChat,
     ResponsesRequest,
-    ResponseTool,
     ResponseToolChoice,
     TextConfig,
 )
 from ..openai_api.response_schema import (
     AllowedFunctionTools,
+    CustomTool,
     FunctionTool,
+    NamedCustomTool,
     NamedFunctionTool,
     ResponseTerms,
     ShownReasoning,
     ShownText,
     TextFormat,
 )
-from .chat_fields import chat_of, missing, needed
+from .chat_fields import chat_of, left_out_text, missing, needed
+from .custom_tools import custom_function
 from .stored_items import conversation_items
 
 NAMES: Final = {  # of a chat's fields: see `renamed`
@@ -52,13 +56,29 @@ _REFUSED: Final = {
     "background": "an answer goes to the request's client, and is not kept: leave it out.",
     "conversation": "conversations are not stored here: send their items as input.",
     "prompt": "prompts are not stored here: send its text as instructions.",
-    "context_management": "send the items that count as input.",
-    "moderation": "nothing is moderated here.",
 }
 _REFUSED_UNSTORED: Final = {
     "store": "answers are not stored here: send false, or leave it out.",
     "previous_response_id": "answers are not stored here: send the items of the conversation as input.",
 }
+_LEFT_OUT: Final = ("context_management", "moderation")
+_INCLUDABLE: Final = frozenset(  # what answers have anyway, or of items that there never are here
+    {
+        _LOGPROBS,
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    }
+)
+_TOOL_TYPES: Final = ("function", "custom")
+_CALLS: Final = ("function_call", "custom_tool_call")
+_ANSWERS: Final = ("_output", "_response")  # end the types of items that refer to others
+_OUTPUTS: Final = ("function_call_output", "custom_tool_call_output")
+_KNOWN: Final = frozenset({"message", "reasoning", "item_reference", *_CALLS, *_OUTPUTS})
 MAX_STORED_ITEMS: Final = 8192  # of a conversation
 
 
@@ -72,11 +92,12 @@ def response_chat(request: ResponsesRequest, kept: Mapping[str, KeptConversation
     is_stored = kept is not None and request.store is not False
     if is_stored and len(items) > MAX_STORED_ITEMS:
         raise invalid_value("input", f"of a response that is stored it has at most {MAX_STORED_ITEMS} items.")
-    messages = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
-    messages += _Conversation(items, num_earlier).messages
+    begin = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    conversation = _Conversation(items, num_earlier, begin)
+    messages, items = conversation.messages, conversation.items
     if not messages:
         raise invalid_value("input", "it has no item, and there are no instructions.")
-    tools = [_tool(tool, f"tools[{position}]") for position, tool in enumerate(request.tools or ())]
+    tools = _tools(request)
     choice = _choice(request.tool_choice)
     text, reasoning = request.text or TextConfig(), request.reasoning or ReasoningConfig()
     has_logprobs = _LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
@@ -84,6 +105,11 @@ def response_chat(request: ResponsesRequest, kept: Mapping[str, KeptConversation
         "messages": messages,
         "max_completion_tokens": request.max_output_tokens,
         "tools": [{"type": "function", "function": _given(tool)} for tool in tools] or None,
+        "custom_tools": {
+            tool.name: tool.format or InputFormat("text") for tool in tools if isinstance(tool, CustomTool)
+        },
+        "left_out": [*_left_out(request), *conversation.left_out],
+        "places": conversation.places,
         "tool_choice": None if request.tool_choice is None else _chat_choice(choice),
         "parallel_tool_calls": request.parallel_tool_calls,
         "response_format": _response_format(text.format),
@@ -123,52 +149,82 @@ def _refuse(request: ResponsesRequest, refused: Mapping[str, str]) -> None:
             raise unsupported(field, why)
 
 
+def _left_out(request: ResponsesRequest) -> Iterator[str]:
+    """Fields and tools that only another server knows."""
+    yield from (field for field in _LEFT_OUT if getattr(request, field) not in (None, [], {}))
+    if request.truncation == "auto":
+        yield "truncation"
+    yield from (f"include[{at}]" for at, name in enumerate(request.include or ()) if name not in _INCLUDABLE)
+    yield from (f"tools[{at}]" for at, tool in enumerate(request.tools or ()) if tool.type not in _TOOL_TYPES)
+    if isinstance(request.tool_choice, ResponseToolChoice):
+        allowed = request.tool_choice.tools or ()
+        yield from (f"tool_choice.tools[{at}]" for at, tool in enumerate(allowed) if tool.type not in _TOOL_TYPES)
+
+
 class _Conversation:
     """Converts items to messages of a chat. Consecutive thoughts, texts and calls of the assistant are one message."""
 
-    def __init__(self, items: Sequence[InputItem], num_earlier: int) -> None:
-        """`num_earlier`: of the items are not in the request's input."""
-        self.messages: list[dict[str, Any]] = []
+    def __init__(self, items: Sequence[InputItem], num_earlier: int, begin: Sequence[dict[str, Any]]) -> None:
+        """`num_earlier`: of the items are not in the request's input. `begin`: messages before theirs."""
+        self.messages: list[dict[str, Any]] = [*begin]
+        self.items: list[InputItem] = []  # without those that are left out
+        self.left_out: list[str] = []
+        self.places: dict[str, str] = {}
         self._turn: dict[str, Any] | None = None  # the assistant's message under way, which is the last of the messages
-        for position, item in enumerate(items, -num_earlier):
-            self._add(item, f"input[{position}]" if position >= 0 else "previous_response_id")
+        self._num_past = max((at for at, item in enumerate(items, 1) if _is_of_assistant(item)), default=0)
+        referred = {item.call_id or item.approval_request_id for item in items if item.type.endswith(_ANSWERS)} - {None}
+        for number, item in enumerate(items):
+            param = f"input[{number - num_earlier}]" if number >= num_earlier else "previous_response_id"
+            if item.type in _KNOWN:
+                shown = item
+            else:
+                self.left_out.append(param)
+                if item.type.endswith(_ANSWERS) or referred.isdisjoint((item.id, item.call_id)):
+                    continue
+                shown = InputItem(role="assistant", content=left_out_text(item.type))  # what refers to it makes sense
+            self._add(shown, param, is_past=number < self._num_past)
+            self.items.append(shown)
         for message in self.messages:
             if thoughts := message.get(_THOUGHTS):
                 message[_THOUGHTS] = "".join(thoughts)
 
-    def _add(self, item: InputItem, param: str) -> None:
+    def _add(self, item: InputItem, param: str, *, is_past: bool) -> None:
         match item.type:
             case "message":
                 role = needed(item.role, f"{param}.role")
-                content = _content(item.content, f"{param}.content")
+                content = self._content(item.content, f"{param}.content", is_past=is_past)
                 if role == "assistant":
                     self._turn_without("content", "tool_calls")["content"] = content
                 else:
                     self._end_with({"role": role, "content": content})
             case "reasoning":
                 self._add_reasoning(item, param)
-            case "function_call":
-                function = {
-                    "name": needed(item.name, f"{param}.name"),
-                    "arguments": needed(item.arguments, f"{param}.arguments"),
-                }
+            case "function_call" | "custom_tool_call":
                 call_id = needed(item.call_id, f"{param}.call_id")
+                name, arguments = needed(item.name, f"{param}.name"), item.arguments
+                if item.type == "custom_tool_call":
+                    arguments = {INPUT: needed(item.input, f"{param}.input")}
+                if isinstance(arguments, dict):
+                    arguments = msgspec.json.encode(arguments).decode()
                 calls = self._turn_without().setdefault("tool_calls", [])
-                calls.append({"id": call_id, "type": "function", "function": function})
-            case "function_call_output":
+                self.places[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}].function"] = param
+                calls.append(
+                    {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or ""}}
+                )
+            case "function_call_output" | "custom_tool_call_output":
                 call_id = needed(item.call_id, f"{param}.call_id")
-                output = _content(item.output, f"{param}.output")
+                if isinstance(item.output, dict):
+                    raise invalid_value(f"{param}.output", "a text or a list of parts is needed.")
+                output = self._content(item.output, f"{param}.output", is_past=True)
                 self._end_with({"role": "tool", "tool_call_id": call_id, "content": output})
             case "item_reference":
                 raise unsupported(f"{param}.type", "answers are not stored here: send the item itself (store: false).")
-            case _:
-                raise unsupported(f"{param}.type", f"there are no items {item.type[:40]!r} here.")
 
     def _add_reasoning(self, item: InputItem, param: str) -> None:
         parts = item.content if isinstance(item.content, list) else [InputPart("reasoning_text", item.content)]
         thought = "".join(part.text or "" for part in parts)
-        if not thought and item.encrypted_content:
-            raise unsupported(f"{param}.encrypted_content", "only its server can decrypt it: send the content.")
+        if not thought and item.encrypted_content:  # which only its server can decrypt
+            self.left_out.append(param)
         if thought:
             self._turn_without("content", "tool_calls").setdefault(_THOUGHTS, []).append(thought)  # joined in the end
 
@@ -183,34 +239,53 @@ class _Conversation:
         self._turn = None
         self.messages.append(message)
 
+    def _content(
+        self, content: str | list[InputPart] | None, param: str, *, is_past: bool
+    ) -> str | list[dict[str, Any]]:
+        """The content of a chat's message: a single text is a string. `is_past`: an answer or a tool was behind it."""
+        if content is None:
+            raise missing(param)
+        if isinstance(content, str):
+            return content
+        parts = [self._part(part, f"{param}[{position}]", is_past=is_past) for position, part in enumerate(content)]
+        return str(parts[0]["text"]) if len(parts) == 1 and "text" in parts[0] else parts
 
-def _content(content: str | list[InputPart] | None, param: str) -> str | list[dict[str, Any]]:
-    """The content of a chat's message: a single text is a string."""
-    if content is None:
-        raise missing(param)
-    if isinstance(content, str):
-        return content
-    parts = [_part(part, f"{param}[{position}]") for position, part in enumerate(content)]
-    return str(parts[0]["text"]) if len(parts) == 1 and "text" in parts[0] else parts
-
-
-def _part(part: InputPart, param: str) -> dict[str, Any]:
-    match part.type:
-        case "input_text" | "output_text" | "text":
-            return {"type": "text", "text": needed(part.text, f"{param}.text")}
-        case "refusal":
-            return {"type": "refusal", "refusal": needed(part.refusal, f"{param}.refusal")}
-    raise unsupported(f"{param}.type", f"only texts are supported here, not {part.type[:40]!r}.")
-
-
-def _tool(tool: ResponseTool, param: str) -> FunctionTool:
-    if tool.type != "function":
-        raise unsupported(f"{param}.type", f"there are no tools {tool.type[:40]!r} here, only functions.")
-    return FunctionTool(needed(tool.name, f"{param}.name"), tool.description, tool.parameters, tool.strict)
+    def _part(self, part: InputPart, param: str, *, is_past: bool) -> dict[str, Any]:
+        match part.type:
+            case "input_text" | "output_text" | "text":
+                return {"type": "text", "text": needed(part.text, f"{param}.text")}
+            case "refusal":
+                return {"type": "refusal", "refusal": needed(part.refusal, f"{param}.refusal")}
+        if not is_past:
+            raise unsupported(f"{param}.type", f"only texts are supported here, not {part.type[:40]!r}.")
+        self.left_out.append(param)
+        return {"type": "text", "text": left_out_text(part.type)}
 
 
-def _given(tool: FunctionTool) -> dict[str, Any]:
+def _is_of_assistant(item: InputItem) -> bool:
+    return item.role == "assistant" if item.type == "message" else item.type not in _OUTPUTS
+
+
+def _tools(request: ResponsesRequest) -> list[FunctionTool | CustomTool]:
+    """Without those that are left out."""
+    found: list[FunctionTool | CustomTool] = []
+    for position, tool in enumerate(request.tools or ()):
+        param = f"tools[{position}]"
+        if tool.type == "function":
+            name = needed(tool.name, f"{param}.name")
+            found.append(FunctionTool(name, tool.description, tool.parameters, tool.strict))
+        elif tool.type == "custom":
+            if tool.format is not None and tool.format.type == "grammar":
+                needed(tool.format.syntax, f"{param}.format.syntax")
+                needed(tool.format.definition, f"{param}.format.definition")
+            found.append(CustomTool(needed(tool.name, f"{param}.name"), tool.description, tool.format))
+    return found
+
+
+def _given(tool: FunctionTool | CustomTool) -> dict[str, Any]:
     """The fields that were sent, in the order in which templates print them."""
+    if isinstance(tool, CustomTool):
+        return custom_function(tool)
     fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
     return {field: value for field, value in fields.items() if value is not None}
 
@@ -224,18 +299,30 @@ def _choice(requested: Any) -> Any:
     match requested.type:
         case "function":
             return NamedFunctionTool(needed(requested.name, "tool_choice.name"))
+        case "custom":
+            return NamedCustomTool(needed(requested.name, "tool_choice.name"))
         case "allowed_tools":
             tools = needed(requested.tools, "tool_choice.tools")
-            names = [_tool(tool, f"tool_choice.tools[{position}]").name for position, tool in enumerate(tools)]
+            named = [
+                {"type": tool.type, "name": needed(tool.name, f"tool_choice.tools[{position}].name")}
+                for position, tool in enumerate(tools)
+                if tool.type in _TOOL_TYPES
+            ]
             if requested.mode is None:
                 raise missing("tool_choice.mode")
-            return AllowedFunctionTools(requested.mode, [{"type": "function", "name": name} for name in names])
-    raise unsupported("tool_choice.type", f"there are no tools {requested.type[:40]!r} here, only functions.")
+            if not named:
+                raise unsupported(
+                    "tool_choice.tools", "all of them are left out: functions and custom tools are served."
+                )
+            return AllowedFunctionTools(requested.mode, named)
+    raise unsupported(
+        "tool_choice.type", f"tools {requested.type[:40]!r} are left out here: functions and custom tools are served."
+    )
 
 
 def _chat_choice(choice: Any) -> Any:
     match choice:
-        case NamedFunctionTool(name=name):
+        case NamedFunctionTool(name=name) | NamedCustomTool(name=name):
             return {"type": "function", "function": {"name": name}}
         case AllowedFunctionTools(mode=mode, tools=tools):
             named = [{"type": "function", "function": {"name": tool["name"]}} for tool in tools]

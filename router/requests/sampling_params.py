@@ -32,8 +32,8 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_or(request.temperature, 1.0),
-        top_p=_or(request.top_p, 1.0),
-        top_k=max(request.top_k or 0, 0),
+        top_p=request.top_p or 1.0,
+        top_k=1 if request.top_p == 0 else max(request.top_k or 0, 0),
         min_p=_or(request.min_p, 0.0),
         seed=request.seed,
         repetition_penalty=_or(request.repetition_penalty, 1.0),

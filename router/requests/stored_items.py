@@ -14,7 +14,14 @@ from ..openai_api.response_request import InputItem, InputPart, KeptConversation
 from .chat_fields import needed
 
 _ITEM_ID: Final = re.compile(r"[a-z]+_([A-Za-z0-9_-]{1,64})_(i?)([0-9]{1,6})", re.ASCII)
-_PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES: Final = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 _PAGE_BYTES: Final = 1 << 20
 _items: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
 _item: Final = msgspec.json.Decoder(InputItem).decode
@@ -111,18 +118,25 @@ def _shown(item: InputItem, item_id: str) -> schema.InputItemShown:
     """An item that was taken has all that its type needs."""
     match item.type:
         case "function_call":
-            return schema.FunctionCallItem(
-                item_id, "completed", item.call_id or "", item.name or "", item.arguments or ""
-            )
-        case "function_call_output":
+            return schema.FunctionCallItem(item_id, "completed", item.call_id or "", item.name or "", _arguments(item))
+        case "custom_tool_call":
+            return schema.CustomCallItem(item_id, "completed", item.call_id or "", item.name or "", item.input or "")
+        case "function_call_output" | "custom_tool_call_output":
             output = item.output or ""
-            texts = output if isinstance(output, str) else [schema.InputText(part.text or "") for part in output]
-            return schema.CallOutputItem(item_id, item.call_id or "", texts)
+            texts = [schema.InputText(part.text or "") for part in output if isinstance(part, InputPart)]
+            is_custom = item.type == "custom_tool_call_output"
+            kind = schema.CustomCallOutputItem if is_custom else schema.CallOutputItem
+            return kind(item_id, item.call_id or "", output if isinstance(output, str) else texts)
         case "reasoning":
             thoughts = [schema.ReasoningText(part.text or "") for part in _parts(item.content)]
             return schema.ReasoningItem(item_id, "completed", thoughts)
     role = item.role or "user"
     return schema.MessageItem(item_id, role, [_shown_part(part, role) for part in _parts(item.content)])
+
+
+def _arguments(item: InputItem) -> str:
+    found = item.arguments or ""
+    return found if isinstance(found, str) else msgspec.json.encode(found).decode()
 
 
 def _parts(content: str | list[InputPart] | None) -> Sequence[InputPart]:

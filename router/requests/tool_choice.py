@@ -12,11 +12,12 @@ from ..grammars.call_texts import CALL_TEXTS, CallText, WantedCalls
 from ..grammars.wanted_grammar import WantedGrammar
 from ..openai_api.chat_messages import AllowedToolsChoice, FunctionDefinition, NamedFunction, NamedTool
 from ..openai_api.errors import invalid_value, unsupported
-from ..openai_api.request_schema import ChatRequest
+from ..openai_api.request_schema import ChatRequest, TranslatedChat
 from ..text.answer_format import AnswerFormat
 from ..text.call_parsing import KnownTools
 from ..text.response_reader import Reading, ResponseReader
 from ..text.text import MAX_CHARS_ON_LOOP
+from .chat_fields import needed
 from .request_grammar import request_grammar
 
 _NO_CALLS: Final = CallText("")
@@ -25,14 +26,18 @@ Mode = Literal["none", "auto", "required"]
 
 def check_tools(request: ChatRequest) -> None:
     """Raises a 400 for a choice among tools that the request does not have."""
+    for position, tool in enumerate(request.tools or ()):
+        if tool.type == "function":
+            needed(tool.function, f"tools[{position}].function")
     mode, names = _choice(request)
     field = _field_of_choice(request)
     known = {function.name for function in _functions(request)}
     if mode == "required" and not known:
-        raise invalid_value(field, "a tool must be called, and the request has none.")
+        raise invalid_value(field, "a tool must be called, and the request has none, or all are left out.")
     for name in names or ():
         if name not in known:
-            raise invalid_value(field, f"it names {name!r}, and there is no such tool in the request.")
+            message = f"it names {name!r}, and the request has no such tool, or it is left out."
+            raise invalid_value(field, message)
 
 
 async def answer_reader(request: ChatRequest, answers: AnswerFormat | None, prompt: str) -> ResponseReader | None:
@@ -91,14 +96,15 @@ def answer_grammar(request: ChatRequest, reader: ResponseReader | None) -> Wante
 def _with_calls(request: ChatRequest, wanted: WantedGrammar | None, answers: AnswerFormat) -> WantedGrammar | None:
     """With the calls, where they must be made, must fit a schema, or may stand in the place of another form."""
     functions, must_call = _allowed(request), _choice(request)[0] == "required"
-    is_strict = any(function.strict for function in functions)
+    text = CALL_TEXTS.get(answers.family or "")
+    inputs = _inputs(request, text)
+    is_strict = any(function.strict or function.name in inputs for function in functions)
     if not (must_call or is_strict or wanted is not None):
         return None
     tools = "functions" if is_old(request) else "tools"
     field = _field_of_choice(request) if must_call else tools if wanted is None else wanted.param
     if request.use_beam_search:
         raise unsupported(field, "beams are ranked by the model's own probabilities: leave it out.")
-    text = CALL_TEXTS.get(answers.family or "")
     if text is None:
         what = (
             "a form of its answers cannot be demanded together with tools" if wanted is not None else "no call can be"
@@ -109,10 +115,33 @@ def _with_calls(request: ChatRequest, wanted: WantedGrammar | None, answers: Ans
         [(one.name, _schema(one, is_needed=must_call)) for one in functions],
         must_call=must_call,
         is_one=_is_one(request),
+        inputs={name: form for name, form in inputs.items() if any(one.name == name for one in functions)},
     )
     if wanted is None or must_call:
         wanted = WantedGrammar(tools, "any", None)
     return replace(wanted, calls=calls)
+
+
+def _inputs(request: ChatRequest, text: CallText | None) -> dict[str, tuple[Literal["lark", "regex"], str]]:
+    """The grammars of custom tools' inputs, as far as answers can be held to them: see `formats_not_held`."""
+    if not isinstance(request, TranslatedChat) or text is None or request.use_beam_search:
+        return {}
+    if not text.trigger and _choice(request)[0] != "required":
+        return {}
+    return {
+        name: (one.syntax, one.definition)
+        for name, one in request.custom_tools.items()
+        if one.syntax is not None and one.definition is not None
+    }
+
+
+def formats_not_held(request: ChatRequest, reader: ResponseReader | None) -> list[str]:
+    """The field with grammars of inputs that answers need not have, as this model's calls begin with no mark."""
+    if not isinstance(request, TranslatedChat) or reader is None or not reader.reading.format.has_calls:
+        return []
+    has_any = any(one.definition is not None for one in request.custom_tools.values())
+    held = _inputs(request, CALL_TEXTS.get(reader.reading.format.family or ""))
+    return ["tools[].format"] if has_any and not held else []
 
 
 def _schema(function: FunctionDefinition, *, is_needed: bool) -> dict[str, Any]:
@@ -132,7 +161,8 @@ def is_old(request: ChatRequest) -> bool:
 
 
 def _functions(request: ChatRequest) -> Sequence[FunctionDefinition]:
-    return [tool.function for tool in request.tools or ()] or request.functions or []
+    tools = [tool.function for tool in request.tools or () if tool.type == "function" and tool.function is not None]
+    return tools or request.functions or []
 
 
 def _allowed(request: ChatRequest) -> list[FunctionDefinition]:

@@ -8,6 +8,7 @@ text that looks like a call, but cannot be parsed as one, is content.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,9 @@ _MAX_KEPT_CHARS: Final = 512
 _PIECE_CHARS: Final = 512  # so that no pattern scans a long text again and again
 _MAX_EMPTY_MARKS: Final = 4  # in a row at one place
 _CALLS: Final = "tool_calls"
+_BETWEEN_CALLS: Final = ";, \t\r\n"
+_HALF_NAME: Final = re.compile(r'\s*\{\s*"(?:name|type)"\s*:\s*"?([\w.-]*)')
+_OPENING_OF_JSON: Final = re.compile(r'[\[{]\s*(?:"\w*"?\s*:?)?')  # which may be content
 
 
 class TextPiece(NamedTuple):
@@ -116,6 +120,7 @@ class ResponseReader:
         self._num_empty_marks = 0
         self._region = _Region(self._implicit)
         self._has_opened = False
+        self._is_cut = False  # the answer ended before the model ended it
         self._outside: list[str] = []  # text before the first region
         self._out: list[Piece] = []
         self._feed(_begun(template, prompt))
@@ -148,8 +153,12 @@ class ResponseReader:
         self._feed(text)
         return self._taken()
 
-    def finish(self) -> list[Piece]:
-        """What is left. The reader cannot be used afterwards."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """What is left. The reader cannot be used afterwards.
+
+        `is_cut`: the model did not end the answer itself. Then half a call is left out, and so is half a mark.
+        """
+        self._is_cut = is_cut
         self._advance(is_end=True)
         self._close("", is_marked=False)
         if not self._has_opened and self._outside:
@@ -178,7 +187,10 @@ class ResponseReader:
             if not is_end and end - hold > MAX_HELD_CHARS:
                 self._add_to(hold + 1)
                 continue
-            self._add_to(end if is_end else hold)
+            if is_end and self._is_cut:
+                half = self._scan(is_end=False)[1]
+                hold = end if _OPENING_OF_JSON.fullmatch(self._buffer, half) else half
+            self._add_to(end if is_end and not self._is_cut else hold)
             return
 
     def _scan(self, *, is_end: bool) -> tuple[tuple[Any, Any] | None, int]:
@@ -299,17 +311,28 @@ class ResponseReader:
             self._show_calls(calls)
             self._num_begun += growing.num_begun
             self.num_calls += growing.num_whole
+            if self._is_cut and not is_marked:  # without a mark, what follows may be content, or half a call
+                is_content = region.field.close_re is None and text.lstrip(_BETWEEN_CALLS)[:1] not in ("", "{")
+                return text if is_content else ""
             return text
         try:
             if not is_marked and region.field.close_re is not None and region.field.content not in SELF_DELIMITING:
                 raise ValueError("it does not end")
             found = calls_of("".join(region.body), region.field, region.captures, self.reading.tools)
         except ValueError:
-            return None
+            return "" if self._is_cut and not is_marked and self._is_half_call(region) else None
         self._show_calls([Call(self._num_begun + number, *call) for number, call in enumerate(found)])
         self._num_begun += len(found)
         self.num_calls += len(found)
         return ""
+
+    def _is_half_call(self, region: _Region) -> bool:
+        """Whether a region that was cut off is one of a call. Without a mark it may be content in JSON."""
+        body, names = "".join(region.body), self.reading.tools.properties
+        if region.mark.strip() or any(f'"{name}"' in body or f"{name}(" in body for name in names):
+            return True
+        begun = _HALF_NAME.fullmatch(body)
+        return begun is not None and any(name.startswith(begun[1]) for name in names)
 
 
 def _part_of(one: Any) -> Part:

@@ -19,6 +19,7 @@ THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
 _DEVELOPER: Final = re.compile(r"""["']developer["']""")
 _QUESTION, _ANSWER, _THOUGHT, _RESULT = "Motet's question", "Motet's answer", "Motet's thought", "Motet's result"
 _TEXT: Final = "Motet's text"
+_LATE: Final = "Motet's note"
 _PARTS: Final = ("Motet's first part", "Motet's second part")
 _DUMPED: Final = re.compile(r"""["']type["']: ["']text["']""")
 _ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType({"motet_key": "motet value"})
@@ -42,10 +43,13 @@ class TemplateForms:
     shows_documents: bool = False
     knows_effort: bool = False  # the variable `reasoning_effort`
     thinking_switch: str | None = None  # the variable that turns thinking on and off
+    system_places: Literal["any", "first", "none"] = "any"  # where messages of the role `system` are shown
+    takes_any_turn: bool = True  # a user's message behind another one, and behind a tool's result
+    takes_bare_tools: bool = True  # tools without a description and parameters
 
 
 def template_forms(template: str, apply: Apply) -> TemplateForms:
-    """Renders some twenty small chats. `template`: its source."""
+    """Renders some thirty small chats. `template`: its source."""
     probe = _Probe(apply)
     probe.find_question()
     arguments, takes_text, empty, shows_calls = probe.call_forms()
@@ -65,6 +69,9 @@ def template_forms(template: str, apply: Apply) -> TemplateForms:
         thinking_switch=next(
             (name for name in THINKING_SWITCHES if probe.is_changed_by(**{name: (True, False)})), None
         ),
+        system_places=probe.system_places(in_parts, in_text),
+        takes_any_turn=probe.takes_any_turn(arguments, empty),
+        takes_bare_tools=probe.takes_bare_tools(),
     )
 
 
@@ -138,6 +145,29 @@ class _Probe:
             if any(_THOUGHT in (self._text(chat) or "") for chat in chats):
                 return name
         return REASONING_NAMES[0]
+
+    def system_places(self, in_parts: frozenset[str], in_text: frozenset[str]) -> Literal["any", "first", "none"]:
+        """Where messages of the role `system` may stand: some templates read one at the begin, and refuse others."""
+        of_text = "system" in in_text or "system" not in in_parts
+        first, late = (
+            _message("system", text if of_text else [{"type": "text", "text": text}]) for text in (_TEXT, _LATE)
+        )
+        answer = _message("assistant", _ANSWER)
+        chats = ([first, self._ask, late], [self._ask, answer, late, self._ask], [first, late, self._ask])
+        if all(_LATE in (self._text(chat, add_generation_prompt=True) or "") for chat in chats):
+            return "any"
+        return "first" if _TEXT in (self._text([first, self._ask]) or "") else "none"
+
+    def takes_any_turn(self, form: _Form, empty: str | None) -> bool:
+        called = [self._ask, _calling(_arguments_in(form), empty), _result(_RESULT)]
+        chats = ([self._ask], called)
+        return all(self._text(chat) is None or self._text([*chat, self._ask]) is not None for chat in chats)
+
+    def takes_bare_tools(self) -> bool:
+        """True as well where tools are never shown."""
+        bare = {"type": "function", "function": {"name": _NAME}}
+        shown = self._text([self._ask], tools=[bare], add_generation_prompt=True)
+        return shown is not None or self._text([self._ask], tools=[_tool()], add_generation_prompt=True) is None
 
     def is_changed_by(self, **options: tuple[Any, Any]) -> bool:
         """Whether the template makes something else of the one value than of the other, or refuses one."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -24,7 +24,7 @@ from .control_tokens import ControlTokens
 from .model_tokenizer import load_tokenizer
 from .own_pooling import OwnPooling, own_pooling
 from .template_forms import template_forms
-from .token_bytes import TokenBytes
+from .token_bytes import NUM_KEPT_TOKENS, TokenBytes
 from .token_span import max_bytes_per_token
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class TextService:
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # a tokenizer.json may carry these from its training
         self._backend.no_padding()
-        self.token_bytes = TokenBytes(self._backend)
+        self.token_bytes: Callable[[int], bytes] = lru_cache(NUM_KEPT_TOKENS)(TokenBytes(self._backend))
         self._max_bytes_per_token = max_bytes_per_token(self._backend)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         self._turns, self._tenant = TenantPlaces(NUM_THREADS, MOST_THREADS), ""

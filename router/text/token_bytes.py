@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from typing import Final
 
 from tokenizers import Tokenizer
 
+NUM_KEPT_TOKENS: Final = 1 << 16  # whose bytes and text are kept, some 200 bytes each: log-probabilities name many
 _BYTE_TOKEN: Final = re.compile(r"^<0x([0-9A-F]{2})>$")
 
 
@@ -30,7 +32,9 @@ class TokenBytes:
         if token is None:  # the embedding may have more rows than the tokenizer has tokens
             return b""
         if self._byte_of_char is not None:
-            return bytes(self._byte_of_char[char] for char in token)
+            spelled = [self._byte_of_char.get(char) for char in token]
+            # One character outside the alphabet, as in some extended vocabularies, and the decoder takes all as text.
+            return token.encode() if None in spelled else bytes(byte for byte in spelled if byte is not None)
         match = _BYTE_TOKEN.match(token) if self._has_byte_tokens else None
         if match is not None:
             return bytes([int(match[1], 16)])
@@ -39,6 +43,7 @@ class TokenBytes:
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
 
+@lru_cache(NUM_KEPT_TOKENS)
 def readable(raw: bytes) -> str:
     r"""A token's bytes as text; incomplete characters are escaped: `\xe2\x80`."""
     return raw.decode("utf-8", "backslashreplace")

@@ -29,8 +29,9 @@ def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
         return None  # such a token swallows any number of spaces
     vocab = model["vocab"]
     if "ByteLevel" in kept:
-        lengths = [len(token) for token in vocab]  # one character stands for one byte
-        is_whole = all(char in vocab for char in ByteLevel.alphabet())
+        alphabet = frozenset(ByteLevel.alphabet())  # one of its characters stands for one byte; other tokens are text
+        lengths = [len(token) if alphabet.issuperset(token) else len(token.encode()) for token in vocab]
+        is_whole = all(char in vocab for char in alphabet)
     else:
         lengths = [len(token.encode()) for token in vocab]
         is_whole = bool(model["byte_fallback"]) and all(f"<0x{byte:02X}>" in vocab for byte in range(256))

@@ -17,6 +17,7 @@ from .spool_lines import FINAL, PARTIAL
 
 _FIXED_BYTES: Final = 768  # a line's numbers, digest and names of fields, at their longest
 _encode: Final = msgspec.json.Encoder().encode
+_HEAD: Final = ("tenant", "num_ended", "began_at", "key_id", "user", "adapter", "version", "digest")
 
 
 class Metering:
@@ -32,6 +33,7 @@ class Metering:
         num_bytes = (
             _FIXED_BYTES + len(request.response_id) + 6 * (len(request.model) + len(key))
         )  # JSON may escape names
+        num_bytes *= 2 + request.num_sequences if request.is_resumed else 1  # each sequence may be of another attempt
         if not self._spool.reserve(num_bytes):
             message = "What the answer uses could not be recorded: the ledger waits for Redis, or for disk. Try again."
             raise unavailable(message, "ledger_full")
@@ -70,7 +72,8 @@ class _MeteredAnswer:
         is_complete = not (ending.error or ending.is_cancelled)
         if is_complete or ending.progress.has_cost:  # a request that was refused is not in the ledger
             stage = Stage.COMPLETE if is_complete else Stage.CUT_OFF
-            self._spool.append(FINAL, _encode(self._entry(ending.progress, stage, ending.error)))
+            for entry in self._entries(ending.progress, stage, ending.error):
+                self._spool.append(FINAL, _encode(entry))
         self._spool.release(self._num_bytes)
         self._metering.forget(self)
 
@@ -79,10 +82,25 @@ class _MeteredAnswer:
         progress, number = self._requested.progress(), self._spool.current_number
         if not progress.has_cost or (progress, number) == self._written:
             return number
-        payload = _encode(self._entry(progress, Stage.UNDER_WAY, ""))
-        if self._spool.append_if_room(PARTIAL, payload):
-            self._written = progress, self._spool.current_number
+        numbers = list[int]()  # of segments
+        for entry in self._entries(progress, Stage.UNDER_WAY, ""):
+            if not self._spool.append_if_room(PARTIAL, _encode(entry)):
+                break
+            numbers.append(self._spool.current_number)
+        else:
+            self._written = progress, numbers[0]
         return number if self._written is None else self._written[1]
+
+    def _entries(self, progress: Progress, stage: Stage, error: str) -> list[Entry]:
+        """The answer's entry, and one for each attempt to resume it by which something was computed."""
+        answer, computed = self._entry(progress, stage, error), dict(progress.computed_tokens)
+        head = {name: getattr(answer, name) for name in _HEAD}
+        attempts = [
+            Entry(**head, id=f"{answer.id}~{attempt:x}", computed_tokens=number)
+            for attempt, number in computed.items()
+            if attempt and number
+        ]
+        return [msgspec.structs.replace(answer, computed_tokens=computed.get(0, 0)), *attempts]
 
     def _entry(self, progress: Progress, stage: Stage, error: str) -> Entry:
         request = self._requested

@@ -60,7 +60,7 @@ class UsageRow(msgspec.Struct, kw_only=True, omit_defaults=False):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    recomputed_tokens: int = 0  # computed again after a preemption or by another gang: never charged
+    recomputed_tokens: int = 0  # computed again, or in vain: never charged
     kv_device_page_seconds: str = "0"  # this and what follows: exact decimal numbers
     adapter_device_page_seconds: str = "0"
     amount: str | None = None  # in the list's currency; null: there are no prices
@@ -185,7 +185,9 @@ class UsageSums:
                 price = self._known_prices[price_number]
                 if price is not None:
                     amount += price.amount(numbers)
-            for name, number in sums.items():
+            num_charged = sums["prompt_tokens"] - sums["cached_tokens"] + sums["output_tokens"]
+            num_again = max(sums["recomputed_tokens"], sums.pop("computed_tokens") - num_charged)
+            for name, number in (sums | {"recomputed_tokens": num_again}).items():
                 if name.endswith("_page_ms"):
                     setattr(row, name.removesuffix("ms") + "seconds", _plain(Decimal(number) / 1000))
                 else:

@@ -272,7 +272,7 @@ async def test_what_versions_before_records_left_is_counted_once_and_archived(
     ledger = Ledger(redis_client, kept_days=3)
     await ledger.take([entry(1, requests=1, prompt_tokens=30, cached_tokens=30, output_tokens=8, stage=Stage.COMPLETE)])
     found = await hours_of(ledger)
-    assert found == {(datetime(2026, 11, 22, 12, tzinfo=UTC), Group("k", "a", 0, "")): (2, 0, 60, 20, 12, 900, 0, 0)}
+    assert found == {(datetime(2026, 11, 22, 12, tzinfo=UTC), Group("k", "a", 0, "")): (2, 0, 60, 20, 12, 900, 0, 0, 0)}
     archive = LedgerArchive(ledger, tmp_path)
     assert await archive.archive("acme", datetime.now(UTC)) == 0
     assert archived(archive, DAY) == [f"cmpl-{number}" for number in range(1500)]

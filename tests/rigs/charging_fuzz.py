@@ -538,6 +538,12 @@ class World:
             most_again = work.num_again + most[0] - num_computed
             assert entry.recomputed_tokens <= most_again, f"{entry}: recomputed {most_again}, {answer}"
             assert entry.requests == 1
+            attempts = [one for id_text, one in entries.items() if id_text.startswith(f"{answer.id}~")]
+            num_in_all = entry.computed_tokens + sum(one.computed_tokens for one in attempts)
+            assert num_in_all <= work.num_in_all, f"{entry} {attempts}: {work.num_in_all} computed in all"
+            is_one_answer = all(one.request.is_resumed for one in answer.connections[1:])  # else it would have two ids
+            if self.is_quiet and is_one_answer and not answer.request.stop.strings:
+                assert num_in_all >= work.num_in_all - work.num_broken, f"{entry} {attempts}: {work.num_in_all}"
             for one in ended:
                 progress = one.ending.progress if one.ending is not None else None
                 assert progress is not None
@@ -577,6 +583,7 @@ class World:
                 if is_broken and (part.scores is not None or part.pool is not None):
                     failed.add(part.sequence_id)
                 work, seed = works[request.request_id], request.sampling.seed or 0
+                work.num_rows += len(part.token_ids)
                 num_prompt_tokens = len(request.prompt_token_ids)
                 for position in range(part.start, part.start + len(part.token_ids)):
                     num_new_tokens = max(0, position + 1 - num_prompt_tokens)
@@ -589,6 +596,7 @@ class World:
                     token = seed, beam or part.sample.index
                     work.num_again += token in work.tokens
                     work.tokens.add(token)
+                    work.with_tokens.add((seed, request.attempt))
                     work.num_broken += is_broken
         return works
 
@@ -629,6 +637,8 @@ class _Work:
     tokens: set[_Place] = field(default_factory=set)
     num_again: int = 0  # positions and tokens that had been computed before
     num_broken: int = 0  # tokens whose numbers overflowed
+    num_rows: int = 0  # positions that were computed, each time
+    with_tokens: set[tuple[int, int]] = field(default_factory=set)  # sequences that got a token, by seed and attempt
 
     @property
     def num_prompt_positions(self) -> int:
@@ -637,6 +647,11 @@ class _Work:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def num_in_all(self) -> int:
+        """As the ledger counts: the newest token of a sequence is charged, and not computed."""
+        return self.num_rows + len(self.with_tokens)
 
 
 def _is_complete(account: Admitted) -> bool:

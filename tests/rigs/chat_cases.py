@@ -132,7 +132,7 @@ class TemplateRig:
         """The prompt's tokens, or the status and the words of a refusal."""
         request = msgspec.convert({"model": "m", **case}, ChatRequest)
         try:
-            return (await chat_prompt(request, self.service, INFO))[0]
+            return (await chat_prompt(request, self.service, INFO)).token_ids
         except ApiError as error:
             return f"{error.status_code} {error.detail.message}"
 

@@ -23,6 +23,8 @@ def realistic_answers(count: int, num_adapters: int, tenant: str = "acme", seed:
     for _ in range(count):
         began_at, duration_s = MIDNIGHT + rng.randrange(86_000), rng.expovariate(1 / 8)
         adapter, prompt_tokens = rng.randrange(num_adapters), int(rng.lognormvariate(6.5, 1))
+        cached_tokens = prompt_tokens // 16 * 16 if rng.random() < 0.5 else 0
+        output_tokens, recomputed_tokens = 1 + int(rng.expovariate(1 / 250)), rng.choice([0] * 49 + [320])
         is_cut_off = rng.random() < 0.03
         one = Entry(
             id=str(new_response_id(rng.choice(["cmpl-", "chatcmpl-"]), began_at, rng.randbytes(7))),
@@ -37,11 +39,12 @@ def realistic_answers(count: int, num_adapters: int, tenant: str = "acme", seed:
             requests=1,
             cut_off=int(is_cut_off),
             prompt_tokens=prompt_tokens,
-            cached_tokens=prompt_tokens // 16 * 16 if rng.random() < 0.5 else 0,
-            output_tokens=1 + int(rng.expovariate(1 / 250)),
+            cached_tokens=cached_tokens,
+            output_tokens=output_tokens,
             kv_device_page_ms=int(prompt_tokens / 16 * duration_s * 1000),
             adapter_device_page_ms=int(40 * duration_s * 1000 * rng.random()),
-            recomputed_tokens=rng.choice([0] * 49 + [320]),
+            recomputed_tokens=recomputed_tokens,
+            computed_tokens=prompt_tokens - cached_tokens + output_tokens + recomputed_tokens,
         )
         found.append((began_at + duration_s, one))
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]

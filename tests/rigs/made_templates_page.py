@@ -23,7 +23,17 @@ FOLDER: Final = Path(__file__).resolve().parents[2] / ".venv" / "chat_templates"
 TRANSFORMERS: Final = ".".join(transformers.__version__.split(".")[:2])
 REFUSED: Final = "the model's chat template refused the messages: "
 _BLOCK: Final = re.compile(r"(<!-- made: templates -->\n).*?(<!-- end -->)", re.DOTALL)
-_COLUMNS: Final = ("template", "arguments", "lists of parts", "tools", "calls", "thinking", "equal", "refuses")
+_COLUMNS: Final = (
+    "template",
+    "arguments",
+    "lists of parts",
+    "tools",
+    "calls",
+    "thinking",
+    "equal",
+    "placed",
+    "refuses",
+)
 
 
 @functools.cache
@@ -33,15 +43,18 @@ def real_templates() -> Mapping[str, str]:
 
 
 async def differences(template: str) -> tuple[TemplateForms, dict[str, str]]:
-    """What motet knows of the template, and for each case: "equal", "refused" where both refuse it, or "other"."""
+    """What motet knows of the template, and for each case: "equal", "refused" where both refuse it, "placed" where
+    only the template does, or "other".
+    """
     rig = TemplateRig(template)
     found = {}
     for name, case in CASES.items():
         expected, ours = rig.expected(case), await rig.ours(case)
         if isinstance(expected, str):
-            found[name] = (
-                "refused" if isinstance(ours, str) and ours.startswith(f"400 {REFUSED}{expected}") else "other"
-            )
+            # Where motet has put the system's message elsewhere, what is left is refused in other words.
+            words = expected if rig.service.forms.system_places == "any" else ""
+            is_same = isinstance(ours, str) and ours.startswith(f"400 {REFUSED}{words}")
+            found[name] = "refused" if is_same else "other" if isinstance(ours, str) else "placed"
         else:
             found[name] = "equal" if ours == expected else "other"
     rig.close()
@@ -59,7 +72,7 @@ async def made_page(page: str) -> str:
 async def _row(name: str, template: str) -> str:
     forms, found = await differences(template)
     arguments = "text" if forms.arguments == "text" else "object"
-    refused = [case for case, outcome in found.items() if outcome == "refused"]
+    refused, placed = ([case for case, one in found.items() if one == which] for which in ("refused", "placed"))
     cells = (
         f"`{name}`",
         (arguments + (", or any text" if forms.takes_text_arguments and arguments == "object" else ""))
@@ -69,7 +82,8 @@ async def _row(name: str, template: str) -> str:
         "shown" if forms.shows_tools else "left out",
         "shown" if forms.shows_calls else "left out",
         ", ".join(filter(None, (forms.thinking_switch, "reasoning_effort" if forms.knows_effort else ""))),
-        f"{sum(outcome == 'equal' for outcome in found.values())} of {len(found) - len(refused)}",
+        f"{sum(outcome == 'equal' for outcome in found.values())} of {len(found) - len(refused) - len(placed)}",
+        ", ".join(placed),
         ", ".join(refused),
     )
     return f"| {' | '.join(cells)} |"

@@ -275,6 +275,7 @@ def test_bounds_of_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(batch_input, "MAX_LINES", 100)
     monkeypatch.setattr(batch_input, "MAX_LINE_BYTES", 500)
     assert not errors_of(b"\n \r\n" + lines_of(work(100)), tmp_path)
+    assert not errors_of(b"\xef\xbb\xbf" + lines_of(work(2)), tmp_path)  # a byte order mark
     assert [one.code for one in errors_of(lines_of(work(200)), tmp_path)] == ["too_many_lines"]
     assert [one.code for one in errors_of(lines_of([line("a", prompt="x" * 9999)]), tmp_path)] == ["line_too_large"]
     assert [one.code for one in errors_of(b"\n\n", tmp_path)] == ["empty_file"]

@@ -24,7 +24,7 @@ NUM_DEFINITIONS = int(os.environ.get("MOTET_NUM_TOOL_DEFINITIONS", "3"))  # of e
 CALLS = [("f", {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})]
 
 
-def grammar_of(name: str, tools: list[tuple[str, Any]], answer: str | None = None, **options: bool) -> str:
+def grammar_of(name: str, tools: list[tuple[str, Any]], answer: str | None = None, **options: Any) -> str:
     return with_calls(WantedCalls(CALL_TEXTS[name], tools, **options), answer, {}, SPACES)
 
 
@@ -69,6 +69,13 @@ def test_calls_stand_in_free_text_or_in_the_place_of_an_answer(name: str) -> Non
     assert not accepts(grammar, f"So: {form.trigger}")
     one = grammar_of(name, CALLS, must_call=False, is_one=True)
     assert accepts(one, f"So: {text}") and not accepts(one, f"{text}{text}")
+
+
+@pytest.mark.parametrize("name", CALL_TEXTS)
+def test_arguments_have_no_integers_that_a_double_does_not_hold(name: str) -> None:
+    tool = {"type": "object", "properties": {"n": {"type": "integer", "enum": [2**53 + 1]}}, "required": ["n"]}
+    with pytest.raises(ValueError, match="'enum' has 9007199254740993, which a double does not hold"):
+        grammar_of(name, [("f", tool)], must_call=True, is_one=True)
 
 
 def test_thoughts_may_come_first() -> None:

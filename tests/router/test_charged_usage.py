@@ -85,6 +85,8 @@ class Book:
 class Charged:
     ending: Ending
     entry: Entry  # of the ledger
+    attempts: list[Entry]  # to resume it
+    num_seen: list[int]  # tokens of each choice that the client has had
 
     @property
     def computed(self) -> tuple[int, int]:
@@ -101,8 +103,9 @@ async def charged(
     leaves_after_s: float | None = None,
     timeout_s: float | None = None,
     seed: int = 7,
+    num_seen: Sequence[int] = (),
 ) -> Charged:
-    """Asks for a stream; a client may leave before its end."""
+    """Asks for a stream; a client may leave before its end. `num_seen`: it resumes the stream."""
     sampling = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True)
     beams = [BeamRules(num_beams, max_tokens, frozenset())] if num_beams else []
     request = GenerationRequest(
@@ -116,6 +119,7 @@ async def charged(
         beams=beams,
         timeout_s=timeout_s,
         key=ANSWER_ID,
+        num_seen=num_seen,
     )
     generation = Generation(request, fleet.routers[0], TEXT, Metrics(), asyncio.get_running_loop().time())
     shape = CompletionAnswer(
@@ -137,7 +141,7 @@ async def charged(
             num_prompt_tokens=len(PROMPT),
             num_new_tokens=n * max_tokens,
             num_sequences=n,
-            is_resumed=False,
+            is_resumed=bool(num_seen),
             progress=generation.progress,
         )
     )
@@ -153,8 +157,8 @@ async def charged(
     scope: dict[str, Any] = {"type": "http", "method": "POST", "headers": []}
     begin_record(scope, "/v1/completions")
     await response(scope, receive, send)
-    (ending,), (entry,) = book.endings, spool.entries
-    return Charged(ending, entry)
+    (ending,), (entry, *attempts) = book.endings, spool.entries
+    return Charged(ending, entry, attempts, generation.num_tokens)
 
 
 def simulated(test: Coroutine[Any, Any, None]) -> None:
@@ -204,6 +208,32 @@ def test_a_client_that_leaves_and_resumes_has_not_made_its_prompt_a_cached_one()
             assert first.computed[0] == len(PROMPT) > second.computed[0]
             both = merged(first.entry, second.entry)
             assert (both.prompt_tokens, both.cached_tokens, both.output_tokens) == (len(PROMPT), 0, 40)
+
+    simulated(main())
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_what_a_stream_that_is_resumed_makes_gangs_compute_again_stands_in_the_ledger(n: int) -> None:
+    async def main() -> None:
+        async with simulated_fleet() as fleet:
+            gang = await fleet.add_gang()
+            await asyncio.sleep(1)
+            answers, num_seen = list[Charged](), list[int]()
+            for leaves_after_s in (25 * STEP_S, 35 * STEP_S, 45 * STEP_S, None):
+                answers.append(
+                    await charged(fleet, n=n, max_tokens=60, leaves_after_s=leaves_after_s, num_seen=num_seen)
+                )
+                num_seen = answers[-1].num_seen
+            answer = answers[0].entry
+            for one in answers[1:]:
+                answer = merged(answer, one.entry)
+            attempts = {one.id: one for each in answers for one in each.attempts}
+            assert len(attempts) == 3 and not any(one.requests or one.output_tokens for one in attempts.values())
+            assert answer.output_tokens == 60 * n
+            num_in_all = answer.computed_tokens + sum(one.computed_tokens for one in attempts.values())
+            assert num_in_all == gang.engine.num_computed + 4 * n  # the newest token of a sequence is not computed
+            num_charged = answer.prompt_tokens - answer.cached_tokens + answer.output_tokens
+            assert num_in_all - num_charged > 30 * n
 
     simulated(main())
 

@@ -246,3 +246,8 @@ async def test_embeddings_are_those_of_transformers(
         expected = oracle.states(prompt, adapter)[rows.start : rows.stop].mean(0).numpy()
         found = np.frombuffer(b64decode(one["embedding"]), "<f4")
         np.testing.assert_allclose(found, expected / np.linalg.norm(expected), atol=1e-4)
+
+
+async def test_numbers_are_float32_and_may_be_requested_so(rig: RouterRig) -> None:
+    assert (await post(rig, input=[7, 8, 9], embed_dtype="float32")).status_code == 200
+    assert (await post(rig, input=[7, 8, 9], embed_dtype="float16")).status_code == 400

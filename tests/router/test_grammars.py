@@ -49,6 +49,43 @@ def test_a_schema_as_text_is_the_same_as_the_schema() -> None:
     assert accepts(lark("json", True), "[1,null]")
 
 
+LARGE = 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [1, LARGE]},
+        {"const": -LARGE},
+        {"const": {"id": [LARGE]}},
+        {"type": "integer", "minimum": LARGE},
+        {"type": "integer", "exclusiveMaximum": 2**63 - 1},
+        {"type": "number", "multipleOf": LARGE},
+        {"type": "object", "properties": {"id": {"anyOf": [{"type": "null"}, {"enum": [LARGE]}]}}},
+        {"$defs": {"id": {"const": LARGE}}, "type": "array", "items": {"$ref": "#/$defs/id"}},
+    ],
+)
+def test_integers_that_a_double_does_not_hold_are_refused(schema: dict[str, Any]) -> None:
+    """llguidance would let a neighbour through."""
+    pattern = (
+        r"'(enum|const|minimum|exclusiveMaximum|multipleOf)' has -?\d+, which a double does not hold: whole numbers"
+    )
+    assert re.match(pattern, problem("json", schema))
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    assert re.match(pattern, problem("structural_tag", tag))
+
+
+def test_integers_that_a_double_holds_are_exact() -> None:
+    for number in (2**53, -(2**53), 2**53 - 1, 2**60):
+        assert accepts(lark("json", {"enum": [number]}), str(number))
+        assert not accepts(lark("json", {"enum": [number]}), str(number + 1))
+    at_most = lark("json", {"type": "integer", "minimum": -(2**53), "maximum": 2**53})
+    assert accepts(at_most, str(2**53)) and not accepts(at_most, str(LARGE))
+    assert accepts(at_most, str(-(2**53))) and not accepts(at_most, str(-LARGE))
+    assert not problem("json", {"type": "integer", "default": LARGE, "examples": [LARGE]})
+    assert not problem("json", {"type": "object", "properties": {"enum": {"type": "integer", "default": LARGE}}})
+
+
 def test_runs_of_white_space_are_bounded() -> None:
     grammar = lark("json", POINT)
     assert accepts(grammar, json.dumps({"x": 1}, indent=4))

@@ -242,7 +242,6 @@ BAD: Final[list[tuple[dict[str, Any], str]]] = [
     ({"stop": "dog"}, "stop"),
     ({"n": 2}, "n"),
     ({"user": "someone"}, "user"),
-    ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"stop_sequences": ["x" * 1000] * 5}, "stop_sequences"),
     ({"lora_path": "a"}, "lora_path"),
     ({"messages": []}, "messages"),
@@ -252,12 +251,14 @@ BAD: Final[list[tuple[dict[str, Any], str]]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
-    ({"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[1].content[0].input"),
+    ({"messages": [*HELLO, {"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[1].content[0].name"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
-    ({"tools": [{"name": "f", "type": "web_search_20250305"}]}, "tools[0].type"),
+    ({"tools": [{"name": "f", "type": "bash_20250124"}], "tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [{"name": "f", "type": "bash_20250124"}], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
+    ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "not a name", "input_schema": {}}]}, "tools[0].name"),
-    ({"output_config": {"effort": "low"}}, "output_config.effort"),  # the template does not know it
+    ({"output_config": {"effort": "least"}}, "output_config.effort"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
 ]
 

@@ -33,7 +33,7 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
     [
         ({"temperature": "warm"}, "temperature"),
         ({"temperature": 2.5}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": True}, "n"),
         ({"n": 100, "prompt": ["a", "b"]}, "prompt"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,6 +67,22 @@ def test_what_is_shown_follows_from_the_text_alone(name: str) -> None:
         assert message_of(first) == shown[cut - 1]
         assert reader.copy().finish() == reader.copy().finish()
         assert message_of([*first, *reader.feed(sample.text[cut:]), *reader.finish()]) == whole
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_marks_of_a_cut_answer_are_not_content(name: str) -> None:
+    """Of no call, and of no thought: all that is shown is the begin of what the whole answer shows.
+
+    Only brackets that may as well be the begin of JSON or a list are.
+    """
+    sample = SAMPLES[name]
+    whole = message_of_sample(sample)
+    for cut in range(1, len(sample.text)):
+        reader = reader_of(name, sample.prompt)
+        found = message_of([*reader.feed(sample.text[:cut]), *reader.finish(is_cut=True)])
+        for part in ("content", "reasoning_content"):
+            shown = re.sub(r'[\[{]\s*(?:"\w*"?\s*:?)?\Z', "", found.get(part) or "")
+            assert (whole.get(part) or "").startswith(shown), (sample.text[:cut], found)
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -186,6 +186,18 @@ async def test_items_are_referred_to_by_their_ids(front: RealFront, owner: Batch
         assert (answer.status_code, error["code"], error["param"]) == (404, "response_not_found", "input[0].id")
 
 
+async def test_what_is_left_out_is_not_stored(front: RealFront, owner: BatchClient) -> None:
+    call = {"type": "custom_tool_call", "call_id": "1", "name": "p", "input": "a"}
+    output = {"type": "custom_tool_call_output", "call_id": "1", "output": "b"}
+    search = {"type": "web_search_call", "id": "ws_1"}
+    asks = [{"role": "user", "content": text} for text in ("hello", "now")]
+    first = await respond(owner, input=[asks[0], search, call, output, asks[1]])
+    shown = (await owner.done("GET", f"{PATH}/{first['id']}/input_items", params={"order": "asc"}))["data"]
+    assert [one["type"] for one in shown] == ["message", "custom_tool_call", "custom_tool_call_output", "message"]
+    assert (shown[1]["input"], shown[2]["output"]) == ("a", "b")
+    await respond(owner, input="more", previous_response_id=first["id"])
+
+
 async def test_input_items_have_pages_in_either_order(front: RealFront, owner: BatchClient) -> None:
     items: list[Any] = [
         {"role": "developer", "content": [{"type": "input_text", "text": "be short"}]},

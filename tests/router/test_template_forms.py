@@ -106,10 +106,11 @@ async def test_arguments_that_are_no_object(arguments: str) -> None:
         if is_taken:
             assert arguments in shown(rig, found)
         else:
-            assert found == (
-                "400 Invalid value for 'messages[1].tool_calls[0].function.arguments': "
-                "the chat template needs JSON of an object."
-            )
+            call["tool_calls"][0]["function"]["arguments"] = "{}"
+            rig = TemplateRig(template)
+            assert found == await rig.ours(case)
+            rig.close()
+            call["tool_calls"][0]["function"]["arguments"] = arguments
 
 
 async def test_no_arguments_are_an_empty_object() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 import time
@@ -129,6 +130,28 @@ async def test_a_character_that_the_prompt_begins_and_nothing_ends(text: TextSer
 async def test_bytes_of_tokens_join_to_the_bytes_of_the_text(text: TextService) -> None:
     token_ids = await text.encode(TEXT, add_special_tokens=False)
     assert b"".join(map(text.token_bytes, token_ids)) == TEXT.encode()
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "outside", "words", "unigram"])
+def test_any_token_has_its_bytes(kind: str) -> None:
+    """Those that the decoder makes of it alone, where that is whole characters."""
+    made = byte_fallback_tokenizer() if kind == "byte_fallback" else byte_level_tokenizer()
+    if kind == "outside":  # as some extended vocabularies have them: not spelled in the alphabet of bytes
+        state = json.loads(made.to_str())
+        state["model"]["vocab"] |= {"中文": 5_000, "aĠ中": 5_001, "é中": 5_002}
+        made = Tokenizer.from_str(json.dumps(state))
+    elif kind == "words":
+        made = Tokenizer(models.WordPiece({"<unk>": 0, "fox": 1, "##es": 2, "猫": 3}, unk_token="<unk>"))
+        made.decoder = decoders.WordPiece()
+    elif kind == "unigram":
+        made = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁fox", -1.0), ("猫", -2.0)], 0, False))
+        made.decoder = decoders.Metaspace()
+    text = TextService(PreTrainedTokenizerFast(tokenizer_object=made))
+    for token, token_id in made.get_vocab().items():
+        raw, alone = text.token_bytes(token_id), made.decode([token_id], skip_special_tokens=False)
+        if "\ufffd" not in alone:
+            assert raw.decode().strip() == alone.strip(), token
+        pieces_of(text, [token_id], [token_id] * 12)  # a prompt of it, and an answer
 
 
 async def test_bytes_of_ids_beyond_the_tokenizer(text: TextService, tokenizer: Tokenizer) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 import unicodedata
 
@@ -35,6 +36,13 @@ def dropping(how: str) -> Tokenizer:
 def test_byte_level() -> None:
     tokenizer = byte_level_tokenizer()
     assert max_bytes_per_token(tokenizer) == max(len(token) for token in tokenizer.get_vocab())
+
+
+def test_a_token_outside_the_alphabet_of_bytes_is_text() -> None:
+    tokenizer = byte_level_tokenizer()
+    state = json.loads(tokenizer.to_str())
+    state["model"]["vocab"]["中" * 100] = 5_000
+    assert max_bytes_per_token(Tokenizer.from_str(json.dumps(state))) == 300
 
 
 @pytest.mark.parametrize("how", ["strips", "replaces", "removes", "swallows", "lacks bytes"])

@@ -10,9 +10,11 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from motet.benchmarks.rigs import virtual_gang
+from motet.benchmarks.rigs.virtual_gang import VirtualGang, Work
 from motet.benchmarks.scarce.fair_adapters import AdapterMix, fair_adapters
 from motet.benchmarks.scarce.long_prompts import long_prompts, shares_of_long_and_short
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, scheduler
@@ -22,6 +24,7 @@ from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.planned_step import PlannedChunk
+from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import SamplingParams
 
@@ -164,6 +167,38 @@ def test_fair_scheduling_throws_no_long_prompts_away() -> None:
     assert shares_of_long_and_short(2, seconds=20) < 1.2
 
 
+@settings(deadline=None, max_examples=12)
+@given(seed=st.integers(0, 2**32))
+@example(seed=9)
+@example(seed=24)
+def test_what_a_tenant_is_charged_brings_answers(seed: int) -> None:
+    """Adapters of up to the whole pool: no more than twice what each answer costs with a load of its own.
+
+    The rest is what its sequences that wait and run have cost so far, and what it has paid for the losses of others.
+    """
+    rng = random.Random(seed)
+    num_pages, num_tenants = rng.choice([24, 40, 64]), rng.choice([2, 3, 3, 4, 8])
+    sizes = [rng.choice([0, 1, 2, 4, 8]) for _ in range(num_tenants - 1)] + [int(num_pages * rng.uniform(0.3, 0.95))]
+    budget, depth = rng.choice([16, 32, 64, 512]), rng.choice([1, 2, 4, 8])
+    work = list[Work]()
+    for number, num_adapter_pages in enumerate(sizes):
+        adapters = (f"adapter-{number}",) if num_adapter_pages else ()
+        room = (num_pages - num_adapter_pages - 2) * virtual_gang.BLOCK_SIZE  # in tokens
+        num_prompt = max(1, min(rng.choice([8, 20, 40, 100]), room // 2))
+        num_output = max(1, min(rng.choice([4, 24, 64]), room // 2))
+        weight = rng.choice([1.0, 1.0, 3.0, 0.2])
+        work.append(Work(f"t{number}", num_prompt, num_output, adapters, depth, weight))
+    of = GangLimits(1 << 17, 1 << 18, virtual_gang.BLOCK_SIZE, num_pages, budget, rng.choice([2, 4, 8, 16]))
+    pages_of = {f"adapter-{number}": num_adapter_pages for number, num_adapter_pages in enumerate(sizes)}
+    gang = VirtualGang(work, of, pages_of, overlaps=rng.random() < 0.5)
+    gang.run(20)
+    for one, num_adapter_pages in zip(work, sizes, strict=True):
+        counter = gang.scheduler.counters._known[(one.tenant, False)]
+        answer = load_price(num_adapter_pages, virtual_gang.BLOCK_SIZE) + one.num_prompt + OUTPUT_TOKEN * one.num_output
+        limit = 2 * answer * (gang.num_answers[one.tenant] + depth + 1) + 4 * budget
+        assert counter.served * one.weight <= limit, one
+
+
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 2**32))
 def test_only_ratios_of_weights_matter(seed: int) -> None:
@@ -197,6 +232,10 @@ def test_charges_are_what_was_computed(seed: int) -> None:
     gang = Gang(limits(rng.randint(18, 40), rng.randint(4, 16), rng.randint(2, 6)), rng)
     s, worth, num_charged, num_forgotten = gang.scheduler, 0.0, 0, 0
     paid: defaultdict[GrowingSequence, set[int]] = defaultdict(set)  # positions of losses that others have paid
+    has_load_paid = dict[GrowingSequence, bool]()  # that have paid a load: another tenant has paid the next one
+
+    def load_worth(sequence: GrowingSequence) -> int:
+        return load_price(int((sequence.adapter_digest or "")[1:]), BLOCK_SIZE)
 
     def counted(method: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
         """The same method; `count` is called with its result, and with what it was called with."""
@@ -227,13 +266,16 @@ def test_charges_are_what_was_computed(seed: int) -> None:
     def take_loss(num_tokens: int, sequence: GrowingSequence) -> None:
         nonlocal worth
         lost = range(sequence.num_at_start, sequence.next_position)
-        assert num_tokens == len(lost)
+        assert num_tokens == len(lost) + (0 if has_load_paid.get(sequence, True) else load_worth(sequence))
         worth += num_tokens
+        if sequence in has_load_paid:
+            has_load_paid[sequence] = True
         paid[sequence] = {*lost, *(each for each in paid[sequence] if each >= sequence.next_position)}
 
     def take_load(_: None, sequence: GrowingSequence) -> None:
         nonlocal worth, num_charged
-        worth += load_price(int((sequence.adapter_digest or "")[1:]), BLOCK_SIZE)
+        worth += 0 if has_load_paid.get(sequence, False) else load_worth(sequence)
+        has_load_paid[sequence] = False
         num_charged += 1
 
     def forgotten(method: Callable[..., None]) -> Callable[..., None]:

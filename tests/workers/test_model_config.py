@@ -86,7 +86,7 @@ def test_end_of_sequence_ids_of_both_files_count(tmp_path: Path) -> None:
     [
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 7}, (7, 7)),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
-        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 7}, (None, None)),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": None}, (None, None)),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 7}, (None, None)),
         (
             {
@@ -136,12 +136,40 @@ def test_sliding_windows_are_those_of_the_family(
         ({"hidden_act": "gelu"}, "'gelu' is not supported: silu, gelu_pytorch_tanh"),
         (GEMMA | {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported: silu"),
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
-        (GEMMA | {"architectures": ["Gemma3ForCausalLM"]}, "attn_logit_softcapping is not supported for gemma3: null"),
-        ({"architectures": ["Gemma2ForCausalLM"]}, "lacks 'query_pre_attn_scalar'"),
+        (GEMMA | {"architectures": ["Gemma3ForCausalLM"]}, "attn_logit_softcapping = 50.0 is not supported for gemma3"),
+        ({"sliding_window": 7}, "sliding_window = 7 is not supported for llama: .* leave it out or set it to null"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types = .* is not supported for llama"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported for llama"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false': true or false is needed"),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings = None: true or false is needed, or no such key"),
+        ({"architectures": ["Qwen3ForCausalLM"], "head_dim": None}, "head_dim = None: a whole number from 1"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": -1},
+            "sliding_window = -1: a whole number from 1 or null",
+        ),
+        (GEMMA | {"layer_types": ["full_attention"]}, "layer_types has 1 entries: num_hidden_layers = 2"),
+        (
+            GEMMA | {"layer_types": ["chunked_attention"] * 2},
+            "layer_types has 'chunked_attention': sliding_attention, full",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "full_attention = .* is not supported for a rot",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 9.0}},
+            "beside .*: keep one",
+        ),
+        ({"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling = .* is not supported for llama"),
+        ({"model_type": "qwen2"}, "model_type = 'qwen2' contradicts architectures = .*, whose model_type is 'llama'"),
+        ({"eos_token_id": "12"}, "eos_token_id = '12': a whole number"),
         ({"is_causal": False}, "is_causal = false is not supported: only causal"),
         ({"architectures": ["Gemma3Model"]}, "is not supported: .*Gemma3ForCausalLM"),
         ({"architectures": ["Gemma3ForConditionalGeneration"]}, "is not supported: .*Gemma3ForCausalLM"),
-        ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 2}, "lacks 'num_experts'"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts": 2, "num_local_experts": 4},
+            "num_experts = 2 contradicts num_local_experts = 4",
+        ),
         (EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 5}, "= 5: 1 to 4, the number"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"num_key_value_heads": 3}, "no multiple of 3"),
@@ -259,3 +287,77 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path, break_it: Any, 
     save_file(broken, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=message):
         load_decoder(ModelSharding(config), checkpoint(tmp_path))
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-3.1": {
+        **{"model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False},
+        **{"initializer_range": 0.02, "pretraining_tp": 1, "use_cache": True, "torch_dtype": "bfloat16"},
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "rope_type": "llama3",
+        },
+    },
+    "SmolLM": {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None},
+    "Mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096},
+    "Mixtral": {
+        **{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8},
+        **{"num_experts_per_tok": 2, "output_router_logits": False, "router_aux_loss_coef": 0.02},
+        "sliding_window": None,
+    },
+    "Qwen2.5": {
+        **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_window_layers": 28, "use_mrope": False},
+        **{"sliding_window": 131072, "use_sliding_window": False, "bos_token_id": 151643},
+    },
+    "Qwen3": {
+        **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 2},
+        **{"max_window_layers": 36, "sliding_window": None, "use_sliding_window": False, "rope_scaling": None},
+    },
+    "Qwen3-MoE": {
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1},
+        **{"mlp_only_layers": [], "moe_intermediate_size": 8, "norm_topk_prob": True, "num_experts": 128},
+        **{"num_experts_per_tok": 8, "output_router_logits": False, "max_window_layers": 48, "sliding_window": None},
+    },
+    "Gemma-2": {
+        **{"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "cache_implementation": "hybrid"},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh"},
+        **{"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096},
+    },
+    "Gemma-3": {
+        **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None},
+        **{"final_logit_softcapping": None, "rope_local_base_freq": 10000, "rope_scaling": None},
+        **{"sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_keys_of_published_bases_are_accepted(tmp_path: Path, name: str) -> None:
+    ModelConfig.from_folder(folder(tmp_path, **PUBLISHED[name]))
+
+
+def test_an_absent_key_means_what_the_family_says(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    for architecture, eps in (("MixtralForCausalLM", 1e-5), ("LlamaForCausalLM", 1e-6)):
+        raw = {key: value for key, value in RAW.items() if key != "rms_norm_eps"} | {"architectures": [architecture]}
+        (path / "config.json").write_text(json.dumps(raw))
+        assert ModelConfig.from_folder(path).norm_eps == eps
+
+
+@pytest.mark.parametrize(
+    ("rope", "context", "longest"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 128, None),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 32, 128),
+        ({"rope_type": "yarn", "factor": 4.0}, 32, 128),
+        (PUBLISHED["Llama-3.1"]["rope_scaling"], 32, None),
+    ],
+)
+def test_the_context_of_a_stretched_base(
+    tmp_path: Path, rope: dict[str, Any], context: int, longest: int | None
+) -> None:
+    config = ModelConfig.from_folder(folder(tmp_path, rope_scaling=rope))
+    assert (config.max_model_len, config.longest) == (context, longest)

@@ -15,14 +15,12 @@ import torch
 from .file_ranges import FileRanges
 from .load_progress import LoadProgress, OnProgress
 from .staging import STAGING_BYTES, Staging
-from .stored_tensor import StoredTensor, shards, stored_tensors
-from .tensor_names import lacks_head, named_in_full
+from .stored_tensor import StoredTensor, check_float, shards, stored_tensors
+from .tensor_names import has_other_head, lacks_head, named_in_full
 
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool},
-    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
 }
 
 
@@ -72,8 +70,7 @@ class DeviceCheckpoint:
             raise ValueError(f"{self._folder} has no tensor {name!r}, or two parts of the model need it")
         if stored.shape != shape:
             raise ValueError(f"tensor {name!r} has shape {stored.shape}: config.json needs {shape}")
-        if stored.dtype not in _DTYPES:
-            raise ValueError(f"tensor {name!r} has the dtype {stored.dtype}: {', '.join(_DTYPES)} are accepted")
+        check_float(name, stored.dtype)
         first, stop = rows if rows is not None else (0, shape[0] if shape else 1)
         own_shape = (stop - first, *shape[1:]) if shape else ()
         if columns is not None:
@@ -90,6 +87,9 @@ class DeviceCheckpoint:
                 self._staging.end()
         self._progress.done(stored.num_bytes)
         return target
+
+    def has_other_head(self) -> bool:
+        return has_other_head(self._folder)
 
     def drop(self, suffix: str) -> None:
         """Forgets tensors that the model computes by itself or shares."""

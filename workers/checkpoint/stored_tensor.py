@@ -11,6 +11,7 @@ from typing import Any
 
 _LENGTH_BYTES = 8  # before the header, which is JSON
 _MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+_PIECE_BYTES = 1 << 20
 ITEM_BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1},
@@ -62,6 +63,29 @@ def _described(path: Path, name: str, first: int, one: dict[str, Any], num_bytes
             "the file was not written or copied completely"
         )
     return StoredTensor(path, name, dtype, shape, first + start, end - start)
+
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})  # dtypes that weights may have
+
+
+def check_float(name: str, dtype: str) -> None:
+    """Raises ValueError for a tensor of integers: those of a quantized base are weights only with their scales."""
+    if dtype not in FLOATS:
+        raise ValueError(f"tensor {name!r} has the dtype {dtype}: {', '.join(sorted(FLOATS))} are accepted")
+
+
+def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether both have the same shape, dtype and bytes. Reads both, by pieces of a megabyte."""
+    if (one.shape, one.dtype, one.num_bytes) != (other.shape, other.dtype, other.num_bytes):
+        return False
+    with one.path.open("rb") as first, other.path.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        for done in range(0, one.num_bytes, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, one.num_bytes - done)
+            if first.read(size) != second.read(size):
+                return False
+    return True
 
 
 def shards(folder: Path) -> Iterator[Path]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
-from .stored_tensor import shards, stored_tensors
+from .stored_tensor import are_equal, shards, stored_tensors
 
 T = TypeVar("T")
 
@@ -26,6 +26,13 @@ def lacks_head(stored: Iterable[str]) -> bool:
     """The names are those of a model that was saved without its head."""
     names = {*stored} & {_EMBEDDING, HEAD}
     return names == {_EMBEDDING}
+
+
+def has_other_head(folder: Path) -> bool:
+    """Whether a model folder has a head that is not its embedding. Raises ValueError for a damaged file."""
+    stored = named_in_full({tensor.name: tensor for path in shards(folder) for tensor in stored_tensors(path)})
+    head, embedding = stored.get(HEAD), stored.get(_PREFIX + _EMBEDDING)
+    return head is not None and embedding is not None and not are_equal(head, embedding)
 
 
 def folder_lacks_head(folder: Path) -> bool:

@@ -15,10 +15,10 @@ def prompt_price(num_computed: int, num_cached: int = 0) -> float:
     return num_computed + CACHED_TOKEN * num_cached
 
 
-def load_price(num_pages: int, block_size: int) -> float:
+def load_price(num_pages: int, block_size: int) -> int:
     """Price of loading an adapter. Each of its pages evicts a page of KV, with `block_size` tokens.
 
     If loads were free, a tenant that uses another adapter in every request would evict the adapters of all others
     while its counter hardly grows.
     """
-    return float(num_pages * block_size)
+    return num_pages * block_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,12 +11,13 @@ from typing import Any, Literal, get_args
 from ...adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
 from ..config import KVDtype
 from ..window_pages import FullLayers
+from .config_keys import read_keys
 from .expert_config import ExpertConfig
 from .families import Family, family_of
 from .rotary_config import RotaryConfig, layer_rotaries
+from .sliding import sliding_layers
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
-_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,11 @@ class ModelConfig:
         return max(windows) if len(windows) * 2 >= self.num_layers else None
 
     @property
+    def longest(self) -> int | None:
+        """Tokens to which the rotary embedding was stretched, whatever the context is; None: config.json says none."""
+        return None if self.rotaries[0].longest is None else int(self.rotaries[0].longest)
+
+    @property
     def full_layers(self) -> FullLayers | None:
         """The layers that see all tokens; None: none does, or too many for pages to be given back."""
         full = tuple(layer for layer, window in enumerate(self.sliding_windows) if window is None)
@@ -134,65 +140,76 @@ def _object_of(path: Path) -> dict[str, Any]:
     return found
 
 
-def _size(raw: Mapping[str, Any], key: str, most: int = 1 << 31) -> int:
-    value = raw[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise ValueError(f"{key} = {value!r}: a whole number from 1 to {most} is needed")
-    return value
-
-
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
-    architectures = raw.get("architectures") or ["none named"]
-    family = family_of(str(architectures[0]))
-    _refuse_unsupported(raw, family)
-    num_heads, hidden_size = _size(raw, "num_attention_heads"), _size(raw, "hidden_size")
-    num_kv_heads = _size(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else num_heads
+    family = _family(raw)
+    _refuse_unsupported(raw)
+    values = read_keys(raw, family)
+    activation = values[family.activation_key]
+    if activation not in get_args(Activation):
+        accepted = ", ".join(get_args(Activation))
+        raise ValueError(f"{family.activation_key} {activation!r} is not supported: {accepted} are accepted")
+    num_heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
+    num_kv_heads = values["num_key_value_heads"] or num_heads
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
-    head_dim = _size(raw, "head_dim") if raw.get("head_dim") else max(1, hidden_size // num_heads)
-    attention_bias = bool(raw.get("attention_bias", False))
-    num_layers = _size(raw, "num_hidden_layers", _MOST_LAYERS)
-    slides = tuple(family.slides(raw, layer) for layer in range(num_layers))
-    window = raw.get("sliding_window", family.window)
+    head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
+    attention_bias = values.get("attention_bias", False)
+    slides, window = sliding_layers(values, family.slides), values.get("sliding_window")
+    rotaries = layer_rotaries(raw, slides, family.rope_theta, family.local_rope_theta)
     return ModelConfig(
         family=family,
-        vocab_size=_size(raw, "vocab_size"),
+        vocab_size=values["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=_size(raw, "intermediate_size"),
-        num_layers=num_layers,
+        intermediate_size=values["intermediate_size"],
+        num_layers=values["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        activation=raw.get(family.activation_key, family.activation),
-        rotaries=layer_rotaries(raw, slides, family.rope_theta, family.local_rope_theta),
-        max_model_len=_size(raw, "max_position_embeddings"),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", family.tied_embedding)),
-        qkv_bias=attention_bias or bool(raw.get("qkv_bias", family.qkv_bias)),
+        norm_eps=float(values["rms_norm_eps"]),
+        activation=activation,
+        rotaries=rotaries,
+        max_model_len=_context(values, rotaries, family),
+        tie_word_embeddings=values["tie_word_embeddings"],
+        qkv_bias=attention_bias or values.get("qkv_bias", family.qkv_bias),
         output_bias=attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        attention_scale=float(raw["query_pre_attn_scalar"] if family.query_scalar else head_dim) ** -0.5,
-        attention_softcap=_number(raw["attn_logit_softcapping"]) if family.attention_softcap else None,
-        logit_softcap=_number(raw.get("final_logit_softcapping")),
-        sliding_windows=tuple(int(window) if slide and window else None for slide in slides),
-        experts=ExpertConfig.from_model_config(raw, family),
+        mlp_bias=values.get("mlp_bias", False),
+        attention_scale=float(values.get("query_pre_attn_scalar", head_dim)) ** -0.5,
+        attention_softcap=_number(values.get("attn_logit_softcapping")),
+        logit_softcap=_number(values.get("final_logit_softcapping")),
+        sliding_windows=tuple(window if slide else None for slide in slides),
+        experts=ExpertConfig.from_values(values, family),
         eos_token_ids=tuple(sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))),
     )
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
-    activation = raw.get(family.activation_key, family.activation)
-    if activation not in get_args(Activation):
-        accepted = ", ".join(get_args(Activation))
-        raise ValueError(f"{family.activation_key} {activation!r} is not supported: {accepted} are accepted")
+def _family(raw: Mapping[str, Any]) -> Family:
+    architectures = raw.get("architectures") or ["none named"]
+    if not isinstance(architectures, list):
+        raise ValueError(f"architectures = {architectures!r}: a list with one name is needed")
+    family, model_type = family_of(str(architectures[0])), raw.get("model_type")
+    if model_type is not None and model_type != family.model_type:  # by which transformers chooses
+        raise ValueError(
+            f"model_type = {model_type!r} contradicts architectures = {architectures!r}, whose model_type is "
+            f"{family.model_type!r}: correct one of them"
+        )
+    return family
+
+
+def _context(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig], family: Family) -> int:
+    """Tokens. Where vLLM multiplies: `linear` says how much more positions there are than before it."""
+    positions, rotary = int(values["max_position_embeddings"]), rotaries[0]
+    if rotary.kind == "linear" and not family.linear_is_in_context:
+        return int(positions * rotary.options["factor"])
+    return positions
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("quantization_config"):
         raise ValueError("quantized checkpoints are not supported: float32, float16 or bfloat16 weights are accepted")
     if raw.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported: only causal decoders are accepted")
     if raw.get("is_causal") is False:
         raise ValueError("is_causal = false is not supported: only causal decoders are accepted")
-    if raw.get("attn_logit_softcapping") is not None and not family.attention_softcap:
-        raise ValueError(f"attn_logit_softcapping is not supported for {family.name}: null is accepted")
 
 
 def _number(value: Any) -> float | None:
@@ -200,6 +217,8 @@ def _number(value: Any) -> float | None:
 
 
 def _token_ids(value: Any) -> set[int]:
-    if value is None:
-        return set()
-    return {int(value)} if isinstance(value, int) else {int(item) for item in value}
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for one in ids:
+        if isinstance(one, bool) or not isinstance(one, int):
+            raise ValueError(f"eos_token_id = {value!r}: a whole number, a list of them or null is needed")
+    return {*ids}

@@ -82,6 +82,11 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=own)
     layers = tuple(load_layer(index, sharding, checkpoint, kernels) for index in range(config.num_layers))
     norm = load_norm("model.norm", hidden, sharding, checkpoint)
+    if config.tie_word_embeddings and checkpoint.has_other_head():
+        raise ValueError(
+            "tie_word_embeddings = true, and lm_head.weight is not the embedding: false in config.json is needed, as "
+            "transformers then computes with this head; without lm_head.weight the embedding is the head"
+        )
     if config.tie_word_embeddings or not checkpoint.has_head:  # then no logits are needed: see `GangLimits`
         checkpoint.drop("lm_head.weight")
         head = embedding

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from .sliding import (
     Slides,
@@ -26,74 +28,169 @@ class ExpertNames:
     down: str
 
 
+# Read by `rotary_config.py`. With `original_max_position_embeddings` transformers overrides that of the scaling.
+ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}) | {
+    "original_max_position_embeddings"
+}
+
+
 @dataclass(frozen=True)
 class Family:
-    """The facts of a family that config.json does not state, and the family's defaults for keys that are absent."""
+    """The facts of a family that config.json does not state, and which of its keys the family reads.
+
+    `defaults`: the keys, beside those that every family needs and those of the rotary embedding, with their values
+    where they are absent, as in transformers' config class. `nullable`: of these, keys that may be null although null
+    is not their default. `computes`: keys that the family does not read, with the only value that is true of it.
+    """
 
     name: str
+    model_type: str  # in config.json
+    defaults: Mapping[str, Any]
+    nullable: frozenset[str] = frozenset()
+    computes: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool = False  # q, k and v have a bias even without `attention_bias`
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     norm_offset: float = 0.0  # added to the stored weights of all norms
     post_norms: bool = False  # the outputs of attention and MLP are normed before they are added to the residual
     scaled_embedding: bool = False  # the embedding is multiplied by the square root of the hidden size
-    tied_embedding: bool = False  # default
-    query_scalar: bool = False  # `query_pre_attn_scalar` scales attention in place of the head size
-    attention_softcap: bool = False  # scores are capped by `attn_logit_softcapping`
-    activation_key: str = "hidden_act"
-    activation: str = "silu"  # default
     slides: Slides = never  # which layers see only a window of the newest tokens
-    window: int | None = 4096  # default, of the layers that slide
     rope_theta: float = 10_000.0  # default
     local_rope_theta: float | None = None  # default for the own rotary embedding of layers that slide; None: no own one
+    linear_is_in_context: bool = False  # max_position_embeddings is the context after linear scaling, not before it
     experts: ExpertNames | None = None  # None: the family has no experts
-    shared_expert: bool = False  # there is one more expert, which computes every row
     always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says
+
+    @property
+    def activation_key(self) -> str:
+        return "hidden_activation" if "hidden_activation" in self.defaults else "hidden_act"
 
 
 _QWEN_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
+_COMMON: dict[str, Any] = {
+    "num_key_value_heads": None,  # as many as heads
+    "head_dim": None,  # the hidden size divided by the heads
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+_QWEN: dict[str, Any] = _COMMON | {"use_sliding_window": False, "sliding_window": 4096}
+_QWEN_LAYERS: dict[str, Any] = {"max_window_layers": 28, "layer_types": None}
+_QWEN_MOE: dict[str, Any] = {
+    "num_experts_per_tok": None,
+    "moe_intermediate_size": None,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+_GEMMA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+}
+_KV_HEADS = frozenset({"num_key_value_heads"})
+
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama"),
-    "MistralForCausalLM": Family("mistral", slides=throughout),
+    "LlamaForCausalLM": Family("llama", "llama", _COMMON | {"attention_bias": False, "mlp_bias": False}),
+    "MistralForCausalLM": Family(
+        "mistral", "mistral", _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096}, slides=throughout
+    ),
     "MixtralForCausalLM": Family(
         "mixtral",
+        "mixtral",
+        _COMMON
+        | {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        computes={"norm_topk_prob": True},
         slides=throughout,
-        window=None,
         rope_theta=1_000_000.0,
         experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
         always_normalized=True,
     ),
-    "Qwen2ForCausalLM": Family("qwen2", qkv_bias=True, slides=from_layer),
-    "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe", qkv_bias=True, slides=below_layer_alternating, experts=_QWEN_EXPERTS, shared_expert=True
+    "Qwen2ForCausalLM": Family(
+        "qwen2",
+        "qwen2",
+        _QWEN | _QWEN_LAYERS | {"num_key_value_heads": 32},
+        nullable=_KV_HEADS,
+        computes={"qkv_bias": True},
+        qkv_bias=True,
+        slides=from_layer,
     ),
-    "Qwen3ForCausalLM": Family("qwen3", qk_norm=True, slides=from_layer),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", qk_norm=True, slides=if_enabled, experts=_QWEN_EXPERTS),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        "qwen2_moe",
+        _QWEN
+        | _QWEN_LAYERS
+        | _QWEN_MOE
+        | {
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        slides=below_layer_alternating,
+        experts=_QWEN_EXPERTS,
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        "qwen3",
+        _QWEN | _QWEN_LAYERS | {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+        nullable=_KV_HEADS,
+        computes={"use_qk_norm": True},
+        qk_norm=True,
+        slides=from_layer,
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        "qwen3_moe",
+        _QWEN
+        | _QWEN_MOE
+        | {
+            "num_key_value_heads": 4,
+            "attention_bias": False,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        computes={"use_qk_norm": True},
+        qk_norm=True,
+        slides=if_enabled,
+        experts=_QWEN_EXPERTS,
+    ),
     "Gemma2ForCausalLM": Family(
         "gemma2",
+        "gemma2",
+        _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         norm_offset=1.0,
         post_norms=True,
         scaled_embedding=True,
-        tied_embedding=True,
-        query_scalar=True,
-        attention_softcap=True,
-        activation_key="hidden_activation",
-        activation="gelu_pytorch_tanh",
         slides=every_other,
     ),
     "Gemma3ForCausalLM": Family(
         "gemma3",
+        "gemma3_text",
+        _GEMMA | {"final_logit_softcapping": None, "sliding_window_pattern": 6, "rope_local_base_freq": 10_000.0},
         qk_norm=True,
         norm_offset=1.0,
         post_norms=True,
         scaled_embedding=True,
-        tied_embedding=True,
-        query_scalar=True,
-        activation_key="hidden_activation",
-        activation="gelu_pytorch_tanh",
         slides=five_of_six,
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
+        linear_is_in_context=True,
     ),
 }
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
+# The numbers of each scaling, those first that it needs. `truncate` is a flag.
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+_KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
+_NOTES = frozenset({"finetuned"})  # of published files; nothing computes with them
 
 
 @dataclass(frozen=True)
@@ -17,18 +28,84 @@ class RotaryConfig:
 
     @staticmethod
     def from_model_config(raw: Mapping[str, Any], default_theta: float = 10000.0) -> RotaryConfig:
-        """Reads `rope_parameters` (new) or `rope_theta` with `rope_scaling` (old) of a config.json."""
-        parameters = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        kind = str(parameters.pop("rope_type", None) or parameters.pop("type", None) or "default")
-        theta = float(parameters.pop("rope_theta", None) or raw.get("rope_theta") or default_theta)
+        """Reads `rope_parameters` (new) or `rope_theta` with `rope_scaling` (old) of a config.json.
+
+        Raises ValueError for what this decoder or transformers does not compute.
+        """
+        parameters = _parameters(raw)
+        types = [parameters.pop("rope_type", None), parameters.pop("type", None)]
+        kind = str(types[0] or types[1] or "default")
         if kind not in SCALINGS:
             raise ValueError(f"rope_type {kind!r} is not supported: {', '.join(SCALINGS)} are accepted")
-        if float(raw.get("partial_rotary_factor") or parameters.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise ValueError("partial_rotary_factor other than 1 is not supported")
-        if kind in ("llama3", "yarn"):
-            parameters.setdefault("original_max_position_embeddings", raw["max_position_embeddings"])
-        options = {key: float(value) for key, value in parameters.items() if isinstance(value, int | float)}
-        return RotaryConfig(theta, kind, options)
+        theta = parameters.pop("rope_theta", raw.get("rope_theta", default_theta))
+        if not _is_positive(theta):
+            raise ValueError(f"rope_theta = {theta!r}: a number above 0 is needed, or no such key")
+        for place in (raw, parameters):
+            if place.get("partial_rotary_factor", None) not in (None, 1):
+                raise ValueError("partial_rotary_factor other than 1 is not supported")
+        parameters.pop("partial_rotary_factor", None)
+        _set_original_length(kind, parameters, raw)
+        return RotaryConfig(float(theta), kind, _options(kind, parameters))
+
+    @property
+    def longest(self) -> float | None:
+        """Tokens up to which the base was stretched; None: config.json does not say it of this scaling."""
+        if self.kind == "yarn":
+            return self.options["factor"] * self.options["original_max_position_embeddings"]
+        return None
+
+
+def _parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
+    old, new = raw.get("rope_scaling"), raw.get("rope_parameters")
+    for key, value in (("rope_scaling", old), ("rope_parameters", new)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{key} = {value!r}: an object is needed, or null")
+    if old and new:
+        raise ValueError(
+            "rope_scaling stands beside rope_parameters: keep one, since transformers takes rope_scaling and drops the "
+            "rope_theta of rope_parameters"
+        )
+    return dict(new or old or {})
+
+
+def _set_original_length(kind: str, parameters: dict[str, Any], raw: Mapping[str, Any]) -> None:
+    """Where the scaling needs it and does not say it, it is the model's."""
+    key = "original_max_position_embeddings"
+    if key in _NEEDED[kind]:
+        length = parameters.setdefault(key, raw["max_position_embeddings"])
+        if raw.get(key, length) != length:
+            raise ValueError(f"{key} = {raw[key]!r} contradicts {length!r} of the rotary embedding: keep one")
+
+
+def _options(kind: str, parameters: Mapping[str, Any]) -> dict[str, float]:
+    options = {}
+    for key, value in parameters.items():
+        if key == "truncate" and kind == "yarn":
+            if not isinstance(value, bool):
+                raise ValueError(f"{key} = {value!r} of a rotary embedding: true or false is needed")
+            options[key] = float(value)
+        elif key in _NEEDED[kind] or (key in _OPTIONAL.get(kind, ()) and value is not None):
+            if not _is_positive(value):
+                raise ValueError(f"{key} = {value!r} of a rotary embedding: a number above 0 is needed")
+            options[key] = float(value)
+        elif value and key not in _NOTES and key not in _OPTIONAL.get(kind, ()):
+            accepted = ", ".join(("rope_theta", *_NEEDED[kind], *_OPTIONAL.get(kind, ())))
+            raise ValueError(
+                f"{key} = {value!r} is not supported for a rotary embedding of type {kind!r}: {accepted} are accepted"
+            )
+    for key in _NEEDED[kind]:
+        if key not in options:
+            raise KeyError(key)
+    if kind == "llama3" and options["high_freq_factor"] <= options["low_freq_factor"]:
+        raise ValueError(
+            f"high_freq_factor = {options['high_freq_factor']:g}: more than low_freq_factor, "
+            f"{options['low_freq_factor']:g}, is needed"
+        )
+    return options
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def layer_rotaries(
@@ -37,12 +114,17 @@ def layer_rotaries(
     """The embedding of each layer. With a `local_theta`, its default, layers that slide have their own (Gemma 3)."""
     if local_theta is None:
         return (RotaryConfig.from_model_config(raw, theta),) * len(slides)
-    kinds = raw.get("rope_parameters") or {}
+    kinds = {} if raw.get("rope_scaling") and not raw.get("rope_parameters") else _parameters(raw)
+    for key in kinds:
+        if key not in _KINDS_OF_LAYERS:
+            raise ValueError(f"rope_parameters has {key!r}: {', '.join(_KINDS_OF_LAYERS)} are accepted")
+        if (kinds[key] or {}).get("truncate") is False:  # transformers looks for it outside of the two
+            raise ValueError("truncate = false is not supported in a rotary embedding of some layers")
     wide = RotaryConfig.from_model_config({**raw, "rope_parameters": kinds.get("full_attention")}, theta)
     local = RotaryConfig.from_model_config(
         {
             "rope_parameters": kinds.get("sliding_attention"),
-            "rope_theta": raw.get("rope_local_base_freq"),
+            "rope_theta": raw.get("rope_local_base_freq", local_theta),
             "max_position_embeddings": raw["max_position_embeddings"],
         },
         local_theta,

@@ -1,7 +1,7 @@
 """Which layers of a base slide, that is, see only a window of the newest tokens: one rule for each family.
 
-A rule reads config.json. If that has `layer_types`, families that know this key use it; the rest of their rule is for
-older files.
+A rule takes the values of the keys that the family reads. `layer_types`, where it is given, comes before the rule,
+which is for older files.
 """
 
 from __future__ import annotations
@@ -9,43 +9,57 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Slides = Callable[[Mapping[str, Any], int], bool]  # config.json, layer
+Slides = Callable[[Mapping[str, Any], int], bool]  # values, layer
+
+_KINDS = {"sliding_attention": True, "full_attention": False}
 
 
-def never(raw: Mapping[str, Any], layer: int) -> bool:
+def sliding_layers(values: Mapping[str, Any], slides: Slides) -> tuple[bool, ...]:
+    """For each layer whether it slides. Raises ValueError for `layer_types` that do not fit the layers."""
+    num_layers, kinds = values["num_hidden_layers"], values.get("layer_types")
+    if not kinds:
+        kinds = ["sliding_attention" if slides(values, layer) else "full_attention" for layer in range(num_layers)]
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries: num_hidden_layers = {num_layers} needs as many")
+    for kind in kinds:
+        if kind not in _KINDS:
+            raise ValueError(f"layer_types has {kind!r}: {', '.join(_KINDS)} are accepted")
+    layers = tuple(_KINDS[kind] for kind in kinds)
+    if any(layers) and not values.get("use_sliding_window", True):
+        raise ValueError("layer_types has 'sliding_attention', and use_sliding_window = false: true is needed")
+    if any(layers) and values.get("sliding_window") is None:
+        raise ValueError("sliding_window = null, and layers of this base slide: a whole number from 1 is needed")
+    return layers
+
+
+def never(values: Mapping[str, Any], layer: int) -> bool:
     return False
 
 
-def throughout(raw: Mapping[str, Any], layer: int) -> bool:
-    return True
+def throughout(values: Mapping[str, Any], layer: int) -> bool:
+    return values["sliding_window"] is not None
 
 
-def if_enabled(raw: Mapping[str, Any], layer: int) -> bool:
+def if_enabled(values: Mapping[str, Any], layer: int) -> bool:
     """Qwen3-MoE: all layers or none."""
-    return bool(raw.get("use_sliding_window", False))
+    return bool(values["use_sliding_window"]) and throughout(values, layer)
 
 
-def from_layer(raw: Mapping[str, Any], layer: int) -> bool:
+def from_layer(values: Mapping[str, Any], layer: int) -> bool:
     """Qwen2, Qwen3: all layers but the first `max_window_layers`."""
-    return if_enabled(raw, layer) and _listed(raw, layer, layer >= int(raw.get("max_window_layers", 28)))
+    return if_enabled(values, layer) and layer >= int(values["max_window_layers"])
 
 
-def below_layer_alternating(raw: Mapping[str, Any], layer: int) -> bool:
+def below_layer_alternating(values: Mapping[str, Any], layer: int) -> bool:
     """Qwen2-MoE: every other layer of the first `max_window_layers`."""
-    below = layer < int(raw.get("max_window_layers", 28))
-    return if_enabled(raw, layer) and _listed(raw, layer, below and layer % 2 == 0)
+    return bool(values["use_sliding_window"]) and layer < int(values["max_window_layers"]) and layer % 2 == 0
 
 
-def every_other(raw: Mapping[str, Any], layer: int) -> bool:
+def every_other(values: Mapping[str, Any], layer: int) -> bool:
     """Gemma 2: the first, the third and so on."""
-    return _listed(raw, layer, layer % 2 == 0)
+    return layer % 2 == 0
 
 
-def five_of_six(raw: Mapping[str, Any], layer: int) -> bool:
+def five_of_six(values: Mapping[str, Any], layer: int) -> bool:
     """Gemma 3: all layers but every sixth, or every `sliding_window_pattern`-th if config.json has that."""
-    return _listed(raw, layer, (layer + 1) % int(raw.get("sliding_window_pattern") or 6) != 0)
-
-
-def _listed(raw: Mapping[str, Any], layer: int, otherwise: bool) -> bool:
-    kinds = raw.get("layer_types")
-    return kinds[layer] == "sliding_attention" if kinds else otherwise
+    return (layer + 1) % int(values["sliding_window_pattern"]) != 0

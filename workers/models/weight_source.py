@@ -21,8 +21,11 @@ class WeightSource(Protocol):
     ) -> torch.Tensor:
         """The tensor, or these rows and columns of it, in the engine's dtype and on its device.
 
-        `shape` is that of the whole tensor. Raises ValueError if the tensor is missing or has another shape.
+        `shape` is that of the whole tensor. Raises ValueError if it is missing, has another shape or holds integers.
         """
+
+    def has_other_head(self) -> bool:
+        """Whether the model was saved with a head that is not its embedding. Reads both."""
 
     def drop(self, suffix: str) -> None:
         """Removes tensors whose names end with `suffix`, which the model computes by itself or shares."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from safetensors import SafetensorError, safe_open
 
-from ..checkpoint.stored_tensor import shards, stored_tensors
-from ..checkpoint.tensor_names import lacks_head, named_in_full
+from ..checkpoint.stored_tensor import check_float, shards, stored_tensors
+from ..checkpoint.tensor_names import has_other_head, lacks_head, named_in_full
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,7 @@ class Checkpoint:
         stored = file.get_slice(stored_name)  # type: ignore[no-untyped-call]
         if tuple(stored.get_shape()) != shape:
             raise ValueError(f"tensor {name!r} has shape {tuple(stored.get_shape())}: config.json needs {shape}")
+        check_float(name, stored.get_dtype())
         if columns is None:
             tensor: torch.Tensor = stored[slice(*rows)] if rows is not None else stored[:]
         else:
@@ -57,6 +58,9 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
+
+    def has_other_head(self) -> bool:
+        return has_other_head(self._folder)
 
     def drop(self, suffix: str) -> None:
         """Forgets tensors that the model computes by itself or shares."""

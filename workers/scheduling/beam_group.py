@@ -59,6 +59,15 @@ class BeamGroup:
             self.places.append(place)
         self.begun = self.begun if len(self.places) <= len(self.begun) else []
 
+    def drop_rows(self) -> int:
+        """What has come of the round is dropped, as no beam runs any more. Returns the number of rows."""
+        num_rows = len(self.rows)
+        for beam in self.rows:
+            beam.num_counted = len(beam.token_ids) - 1  # its newest token is computed, and charged, with the next row
+        self.num_dropped += num_rows
+        self.rows.clear()
+        return num_rows
+
     @property
     def beams(self) -> list[GrowingSequence]:
         """Of the live beams, the best first, as far as their places are there."""

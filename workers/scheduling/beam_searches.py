@@ -102,12 +102,10 @@ class BeamSearches:
         self._counters.leave(place.counter)
 
     def dissolve(self, group: BeamGroup) -> None:
-        """All beams of a running search but the root stop running, and what has come of the round is dropped."""
+        """All beams of a running search but the root stop running."""
         for place in group.places[1:]:
             if place.sequence_id in self._running.by_id:
                 self.leave(place)
-        group.num_dropped += len(group.rows)
-        group.rows.clear()
         self.joining.pop(group, None)
         self._running.set_places(group.root, self._num_places(group))
 

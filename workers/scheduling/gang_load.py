@@ -22,6 +22,7 @@ class StepCounts:
     num_steps: int = 0
     num_computed_tokens: int = 0
     num_generated_tokens: int = 0
+    num_recomputed_tokens: int = 0  # of sequences whose runs have ended
     num_preemptions: int = 0
     num_fair_preemptions: int = 0  # of these, for sequences that waited
     num_late_masks: int = 0
@@ -67,6 +68,7 @@ def gang_load(
         num_steps=counts.num_steps,
         num_computed_tokens=counts.num_computed_tokens,
         num_generated_tokens=counts.num_generated_tokens,
+        num_recomputed_tokens=counts.num_recomputed_tokens,
         num_preemptions=counts.num_preemptions,
         num_fair_preemptions=counts.num_fair_preemptions,
         num_late_masks=counts.num_late_masks,

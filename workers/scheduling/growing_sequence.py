@@ -63,15 +63,20 @@ class GrowingSequence:
         0,
     )  # order among waiting sequences, as last computed; the least goes first. Compared with running ones' ranks
     num_at_start: int = 0  # tokens that were cached when its run began
+    first_decoded: int = 0  # the run has computed the tokens from this one on one by one
+    num_counted_at_start: int = 0  # `num_counted` when its run began
     counter_at_start: float = 0.0  # its tenant's counter when its run began
     full_layers: FullLayers | None = None  # of the base
     num_adapter_pages: int = 0
     num_places: int = 1  # that it takes among the sequences that may run at once
     prepaid: range = range(0)  # positions that it computes again at the cost of the tenant that it was preempted for
+    num_load_tokens: int = 0  # price of the load of its adapter that its tenant has paid, in tokens' worth
+    is_load_prepaid: bool = False  # the next load of its adapter costs the tenant that it was preempted for
     num_counted: int = 0  # its first tokens, which its usage has counted: they are recomputed if they come again
     num_computed_prompt_tokens: int = 0  # for its usage, like the next two; all gangs included
     num_cached_prompt_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_recomputed_before: int = 0  # of these, those that the gang's counter has, or that another gang has computed
     num_generated_before: int = 0  # tokens, as counted by the gangs where it was before
     tokens_sent: bool = False  # the workers have the tokens of this run, if it has penalties
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as computed
@@ -107,7 +112,7 @@ class GrowingSequence:
         self.held = HeldPages(before)
         self.num_computed_prompt_tokens = before.num_computed_prompt_tokens
         self.num_cached_prompt_tokens = before.num_cached_prompt_tokens
-        self.num_recomputed_tokens = before.num_recomputed_tokens
+        self.num_recomputed_tokens = self.num_recomputed_before = before.num_recomputed_tokens
         self.num_generated_before = max(before.num_generated_tokens, len(self.request.generated_token_ids))
         self.num_counted = min(self.num_computed_prompt_tokens + self.num_cached_prompt_tokens, self.num_prompt_tokens)
         if self.num_counted == self.num_prompt_tokens:  # all but the newest generated token have been computed too
@@ -127,15 +132,21 @@ class GrowingSequence:
 
     @property
     def num_to_lose(self) -> int:
-        """Tokens that this run has computed, and that would have to be computed again if it ended now.
+        """What would be lost if this run ended now, in tokens' worth: what it has computed, and its adapter's load.
 
         A beam's run ends with those of all others of its search.
         """
-        return self._num_lost if self.beams is None else sum([place._num_lost for place in self.beams.places])
+        if self.beams is None:
+            return self._num_lost + (0 if self.is_load_prepaid else self.num_load_tokens)
+        root = self.beams.root
+        num_load_tokens = 0 if root.is_load_prepaid else root.num_load_tokens
+        return sum([place._num_lost for place in self.beams.places]) + num_load_tokens
 
     def prepay(self) -> int:
-        """Another tenant pays for what the sequence loses now, and its search; returns the number of tokens."""
-        num_tokens = 0
+        """Another tenant pays for what the sequence loses now, and its search; returns that in tokens' worth."""
+        root = self if self.beams is None else self.beams.root
+        num_tokens = 0 if root.is_load_prepaid else root.num_load_tokens
+        root.is_load_prepaid = root.num_load_tokens > 0
         for each in (self,) if self.beams is None else self.beams.places:
             if each._num_lost or each is self:
                 each.prepaid = range(each.num_at_start, max(each.next_position, each.prepaid.stop))
@@ -152,7 +163,7 @@ class GrowingSequence:
 
         So is what the plan after that step has for it.
         """
-        self.count_computed(num_tokens - 1)
+        self.count_in_vain(num_tokens)
         self.num_computed += num_tokens - 1
         self.num_planned = self.num_coming = 0
         self.tokens_sent = False  # workers count the last token each time that it is computed
@@ -252,25 +263,46 @@ class GrowingSequence:
         pages, self.num_gone = self.pages[self.num_gone : num_gone], num_gone
         return pages
 
-    def count_cached(self) -> None:
+    def begin_run(self) -> None:
         """Its run begins with `num_computed` tokens that need not be computed."""
+        self.num_at_start = self.first_decoded = self.num_computed
         self.num_cached_prompt_tokens += max(0, min(self.num_computed, self.num_prompt_tokens) - self.num_counted)
-        self.num_counted = max(self.num_counted, self.num_computed)
+        self.num_counted = self.num_counted_at_start = max(self.num_counted, self.num_computed)
 
     def count_computed(self, num_tokens: int) -> None:
         """So many tokens after the first `num_computed` were computed."""
         start, end = self.num_computed, self.num_computed + num_tokens
-        self.num_recomputed_tokens += max(0, min(end, self.num_counted) - start)
+        self.num_recomputed_tokens += self._num_decoded_again + max(0, min(end, self.num_counted) - start)
+        self.first_decoded = end
         if end > self.num_counted:
             new_start = max(start, self.num_counted)
             self.num_computed_prompt_tokens += max(0, min(end, self.num_prompt_tokens) - new_start)
             self.num_counted = end
 
+    def count_in_vain(self, num_tokens: int) -> None:
+        """So many tokens after the first `num_computed` were computed, and what followed from the last was dropped."""
+        self.count_computed(num_tokens - 1)
+        self.num_recomputed_tokens += 1
+
+    def end_run(self) -> int:
+        """Returns how many tokens were computed again since this was called last."""
+        self.num_recomputed_tokens += self._num_decoded_again
+        self.first_decoded = self.num_computed
+        self.num_counted = max(self.num_counted, self.num_computed)
+        num_more = self.num_recomputed_tokens - self.num_recomputed_before
+        self.num_recomputed_before = self.num_recomputed_tokens
+        return num_more
+
+    @property
+    def _num_decoded_again(self) -> int:
+        """Tokens from `first_decoded` on that had been computed before."""
+        if self.beams is not None:
+            return 0  # they are decoded once
+        return max(0, min(self.num_computed, self.num_counted_at_start) - self.first_decoded)
+
     def usage(self, pages: SequenceUsage) -> SequenceUsage:
         """Its cost so far. `pages`: the part that is of pages."""
         num_generated = len(self.token_ids) - self.num_prompt_tokens
-        num_had = self.num_given_tokens - self.num_prompt_tokens
-        num_again = min(num_generated, self.num_generated_before) - num_had  # generated after they were counted
         return SequenceUsage(
             pages.kv_page_s,
             pages.adapter_page_s,
@@ -279,7 +311,8 @@ class GrowingSequence:
             self.num_computed_prompt_tokens,
             self.num_cached_prompt_tokens,
             max(num_generated, self.num_generated_before),
-            self.num_recomputed_tokens + num_again,
+            self.num_recomputed_tokens + self._num_decoded_again,
+            self.request.attempt,
         )
 
     def pool_plan(self, start: int, end: int) -> PoolPlan | None:

@@ -307,8 +307,10 @@ class PromptPlanner:
     def charge_load(self, sequence: GrowingSequence) -> None:
         """The adapter that was loaded for the sequence is used, or was loaded for nothing."""
         assert sequence.request.adapter is not None
-        num_pages = self._pages_of_adapter(sequence.request.adapter)
-        self._counters.charge(sequence.counter, load_price(num_pages, self._limits.block_size))
+        price = load_price(self._pages_of_adapter(sequence.request.adapter), self._limits.block_size)
+        if not sequence.is_load_prepaid:
+            self._counters.charge(sequence.counter, price)
+        sequence.num_load_tokens, sequence.is_load_prepaid = price, False
 
     def _charge(self, chunk: PlannedChunk) -> None:
         start, num_tokens = chunk.part.start, len(chunk.part.token_ids)
@@ -393,9 +395,8 @@ class PromptPlanner:
             sequence.began_at = self._clock()
         self._num_held = num_held
         self._prefixes.enter(sequence, found, self._memory.allocator.allocate(num_pages) or ())
-        sequence.count_cached()
+        sequence.begin_run()
         self._running.add(sequence)
-        sequence.num_at_start = sequence.num_computed
         self._counters.charge(sequence.counter, prompt_price(0, sequence.num_computed))
         digest, num_adapter_pages = sequence.adapter_digest, 0
         if digest is not None:

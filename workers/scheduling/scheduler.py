@@ -140,6 +140,7 @@ class Scheduler:
             self._beams,
         )
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
+        self._feeds_tokens = False  # plans begin before the tokens of those before them are known
         self._host_adapter_stats = HostAdapterStats()
         self.host_updates = PendingHostUpdates()
 
@@ -306,6 +307,7 @@ class Scheduler:
         `result`: of that plan, which is committed later. Sequences that end with its tokens, or were cancelled, are
         left out. None: the device feeds the tokens to the plan.
         """
+        self._feeds_tokens = result is None
         if result is not None:
             self._put_back_late(result)
             plan = self._continue_beams(plan, result)
@@ -449,14 +451,33 @@ class Scheduler:
     def _preempt(self, victim: GrowingSequence) -> None:
         """Puts a running sequence back into the queue. It is recomputed later as far as its pages are gone.
 
-        A beam takes all of its search with it.
+        A beam takes all of its search with it. What begun plans compute for it is dropped.
         """
-        if victim.beams is not None:
-            self._beams.dissolve(victim.beams)
-            victim = victim.beams.root
+        group = victim.beams
+        for each in (victim,) if group is None else group.places:
+            if each.num_planned:
+                self._count_dropped(each)
+        if group is not None:
+            self._beams.dissolve(group)
+            victim = group.root
         self._leave(victim)
+        if group is not None:
+            self._counts.num_recomputed_tokens += group.drop_rows()
         self._counts.num_preemptions += 1
         self._wait(victim)
+
+    def _count_dropped(self, sequence: GrowingSequence) -> None:
+        """Counts what begun plans compute for a running sequence, or a beam, whose run ends now."""
+        for planned in self._uncommitted.values():
+            if sequence in planned.gone:
+                continue
+            for chunk in planned.chunks:
+                if chunk.sequence is sequence and chunk.part.sample is not None:
+                    sequence.count_in_vain(len(chunk.part.token_ids))
+                elif chunk.sequence is sequence:
+                    sequence.count_computed(len(chunk.part.token_ids))
+            if any(each is sequence for each in (*planned.decodes, *planned.beams)):
+                sequence.count_in_vain(1)
 
     def _wait(self, sequence: GrowingSequence) -> None:
         digest = sequence.adapter_digest
@@ -513,7 +534,7 @@ class Scheduler:
     def _leave(self, sequence: GrowingSequence) -> None:
         """Ends the run of a sequence: releases its pages and its adapter."""
         self._running.remove(sequence)
-        sequence.num_counted = max(sequence.num_counted, sequence.num_computed)
+        self._counts.num_recomputed_tokens += sequence.end_run()
         for planned in self._uncommitted.values():
             planned.gone.add(sequence)
         sequence.num_planned = sequence.num_coming = sequence.num_at_start = 0
@@ -687,6 +708,8 @@ class Scheduler:
         if reason is not None:
             if reason == "stop":
                 self._running.reserve.observe_end(sequence)
+            if self._feeds_tokens:  # the next plan has begun with it
+                sequence.num_recomputed_tokens += sequence.num_planned
             self._end(sequence)
         logprobs = [token.logprobs] if token.logprobs is not None and token_ids else None
         num_cached = computing_s = None

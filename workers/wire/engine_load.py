@@ -63,6 +63,13 @@ class EngineCounters(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: Annotated[int, Meta(description="Steps that were computed.")] = 0
     num_computed_tokens: Annotated[int, Meta(description="Tokens of prompts and answers that were computed.")] = 0
     num_generated_tokens: Annotated[int, Meta(description="Tokens that the gangs generated.")] = 0
+    num_recomputed_tokens: Annotated[
+        int,
+        Meta(
+            description="Of the computed tokens, those that had been computed before, or whose results were dropped; "
+            "counted when a sequence stops running."
+        ),
+    ] = 0
     num_preemptions: Annotated[
         int, Meta(description="Sequences that gave their pages to others and are computed again.")
     ] = 0

@@ -111,6 +111,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     generated_token_ids: list[int] = []
     num_scored: int = 0  # tokens of the prompt whose log-probabilities other gangs have already sent
     usage: SequenceUsage | None = None  # its cost at other gangs, as last reported; counting goes on from there
+    attempt: int = 0  # chosen anew where a client resumes its stream, as another gang may begin the sequence again
     cache_salt: str = ""  # sequences of one tenant share KV only if this is the same
     request_id: str = ""  # of the request that it belongs to: for the gang's log
     key: str = ""  # names it among its tenant's sequences, on all gangs; empty: it cannot be requested again

@@ -20,7 +20,13 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_computed_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0  # found in the prefix cache instead
     num_generated_tokens: int = 0
-    num_recomputed_tokens: int = 0  # positions computed again after a preemption, a move or a lost gang
+    num_recomputed_tokens: int = 0  # computed again after a preemption, a move or a lost gang, or in vain
+    attempt: int = 0  # `SequenceRequest.attempt` of the request that began the sequence
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """All that gangs have computed: charged tokens, and those that were computed again."""
+        return self.num_computed_prompt_tokens + self.num_generated_tokens + self.num_recomputed_tokens
 
     def after(self, seconds: float) -> SequenceUsage:
         """The usage `seconds` later, if the sequence has held the same pages all the time."""
@@ -40,5 +46,6 @@ class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def total_usage(usages: Iterable[SequenceUsage]) -> SequenceUsage:
+    """The sum of several sequences' usage, of no attempt."""
     columns = zip(*map(msgspec.structs.astuple, usages), strict=True)
-    return SequenceUsage(*map(sum, columns))
+    return msgspec.structs.replace(SequenceUsage(*map(sum, columns)), attempt=0)

@@ -4,6 +4,9 @@ An id is counted once, however many entries of it there are, in whatever order t
 the end (`Stage`) decides how the answer ended. What the answer has cost only grows, so the largest of each such number
 counts. So a router may write how far an answer has come, and die; another one may write the end; and an entry may be
 sent again if it is not known whether it arrived.
+
+What gangs compute again where a client resumes its stream is not the answer's cost, and adds up. So each attempt to
+resume it has an entry of its own, with an id of its own, that counts nothing but `computed_tokens`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ NUMBERS: Final = (
     "output_tokens",
     "kv_device_page_ms",  # pages of KV that sequences held, times milliseconds
     "adapter_device_page_ms",  # the same for their parts of the adapters' pages
-    "recomputed_tokens",  # computed again after a preemption or by another gang: never charged
+    "recomputed_tokens",  # of one connection, computed again after a preemption or by another gang: never charged
+    "computed_tokens",  # all: charged ones, and those that were computed again. 0 in records of earlier versions
 )
 NUM_DIGEST_DIGITS: Final = 12  # of a digest in sums: the version number already distinguishes versions of a name
 
@@ -88,6 +92,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_device_page_ms: int = 0
     adapter_device_page_ms: int = 0
     recomputed_tokens: int = 0
+    computed_tokens: int = 0
 
     @property
     def tenant_id(self) -> str:

@@ -1,0 +1,151 @@
+"""The event loop's time among tenants: while several have work there, the tenant that has had least goes first.
+
+Each piece of work is charged by the time that it holds the loop, divided by the tenant's weight, as a gang's steps are
+by tokens (virtual token counters, arXiv 2401.00588). A tenant that is alone, or uses less than its share, never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Final
+
+PIECE_S: Final = 0.001  # of the loop's time that tenants over their share take at once: then others have their turn
+WINDOW_S: Final = 0.25  # over which a tenant's share of the loop is measured
+ACTIVE_S: Final = 10.0  # for so long after its last piece a tenant counts among those that share the loop
+BURST_S: Final = 0.05  # that a tenant that comes back may be behind the others
+_NEWEST: Final = 0.2  # weight of the newest piece in the mean of a tenant's pieces
+_SWEEP_S: Final = 1.0
+
+
+class LoopTurns:
+    """Belongs to one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._tenants: dict[str, TenantTurns] = {}  # that share the loop
+        self._total_weight = 0.0  # of these
+        self._swept_at = 0.0
+        self._order: list[tuple[float, int, TenantTurns]] = []  # a heap of tenants that wait
+        self._number = 0
+        self._level = 0.0  # `value` of the tenant that had its turn last
+        self._current: TenantTurns | None = None  # whose piece has the loop
+        self._since = 0.0  # when that piece began
+        self._round_at: float | None = None  # when pieces began in this round of the loop; None: none did yet
+
+    def of(self, tenant: str, weight: float = 1.0) -> TenantTurns:
+        """The turns of a tenant that has work. `weight`: its share of the loop, beside those of others."""
+        now = self.clock()
+        if now - self._swept_at >= _SWEEP_S:
+            self._swept_at = now
+            self._tenants = {name: one for name, one in self._tenants.items() if one.is_active(now)}
+            self._total_weight = sum([one.weight for one in self._tenants.values()])
+        one = self._tenants.get(tenant)
+        if one is None:
+            one = TenantTurns(self, tenant, weight)
+            self._join(one)
+        one.weight, one.seen_at = weight, now
+        return one
+
+    def begin(self, one: TenantTurns) -> bool:
+        """Begins a piece of the tenant's work, unless it must wait: then it returns False, and nothing has begun."""
+        now = self.clock()
+        self._charge(now)
+        if now - one.seen_at >= ACTIVE_S:
+            self._join(one)
+        if self._round_at is None:
+            self._round_at = now
+            asyncio.get_running_loop().call_soon(self._begin_round)
+        elif one.waiting or ((self._order or now - self._round_at >= PIECE_S) and self._is_over_its_share(one)):
+            return False
+        self._current, self._since = one, now
+        return True
+
+    async def wait(self, one: TenantTurns) -> None:
+        """Begins a piece of the tenant's work when its turn has come."""
+        turn = asyncio.get_running_loop().create_future()
+        one.waiting.append(turn)
+        if len(one.waiting) == 1:
+            one.value = max(one.value, self._level - BURST_S / one.weight)
+            self._queue(one, one.value)
+        await turn
+        now = self.clock()
+        self._charge(now)
+        self._current, self._since = one, now
+
+    def _join(self, one: TenantTurns) -> None:
+        """The tenant shares the loop from now on, unless it does so already."""
+        if self._tenants.setdefault(one.tenant, one) is one:
+            self._total_weight = sum([each.weight for each in self._tenants.values()])
+
+    def _begin_round(self) -> None:
+        """Lets those that wait go on, the tenant that has had least first, for as much as takes PIECE_S."""
+        now = self.clock()
+        self._charge(now)
+        self._round_at, left_s = None, PIECE_S
+        while self._order and left_s > 0:
+            value, _, one = heappop(self._order)
+            self._level = max(self._level, value)
+            turn = one.waiting.popleft()
+            if not turn.done():  # it was cancelled
+                turn.set_result(None)
+                left_s -= one.mean_s
+                value += one.mean_s / one.weight  # about what it is charged
+            if one.waiting:
+                self._queue(one, max(value, one.value))
+        if self._order:
+            self._round_at = now
+            asyncio.get_running_loop().call_soon(self._begin_round)
+
+    def _charge(self, now: float) -> None:
+        """Charges the piece that ends now, if there is one."""
+        one, self._current = self._current, None
+        if one is not None:
+            taken_s = now - self._since
+            one.value += taken_s / one.weight
+            one.mean_s += _NEWEST * (taken_s - one.mean_s)
+            one.recent_s *= max(0.0, 1.0 - (now - one.seen_at) / WINDOW_S)
+            one.recent_s += taken_s
+            one.seen_at = now
+
+    def _is_over_its_share(self, one: TenantTurns) -> bool:
+        return len(self._tenants) > 1 and one.recent_s * self._total_weight > WINDOW_S * one.weight
+
+    def _queue(self, one: TenantTurns, value: float) -> None:
+        self._number += 1
+        heappush(self._order, (value, self._number, one))
+
+
+class TenantTurns:
+    """A tenant's part of the loop's time. `LoopTurns` owns what is written here.
+
+    >>> if not turns.begin():
+    ...     await turns.wait()
+    """
+
+    __slots__ = ("_turns", "mean_s", "recent_s", "seen_at", "tenant", "value", "waiting", "weight")
+
+    def __init__(self, turns: LoopTurns, tenant: str, weight: float) -> None:
+        self._turns, self.tenant, self.weight = turns, tenant, weight
+        self.value = 0.0  # time of the loop, divided by the weight
+        self.waiting: deque[asyncio.Future[None]] = deque()  # pieces
+        self.mean_s = 0.0  # of a piece
+        self.recent_s = 0.0  # of the loop's time that it has had in the last WINDOW_S, about
+        self.seen_at = 0.0
+
+    def begin(self) -> bool:
+        """Begins a piece of work, which should take less than `PIECE_S` until it ends, waits or begins another one.
+
+        False: others have their turn first: `wait` begins the piece.
+        """
+        return self._turns.begin(self)
+
+    async def wait(self) -> None:
+        """Begins a piece of work when its turn has come."""
+        await self._turns.wait(self)
+
+    def is_active(self, now: float) -> bool:
+        return bool(self.waiting) or now - self.seen_at < ACTIVE_S
