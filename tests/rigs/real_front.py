@@ -111,6 +111,17 @@ def _records() -> dict[str, KeyRecord]:
 KEYS: Final = _records()
 
 
+def but_for_ended_users(stored: Any, tenant: str = "") -> Any:
+    """`RealFront.stored()` without what the deletion of an unknown user leaves, whose work may be under way.
+
+    `tenant`: what its name begins with.
+    """
+    records, files = stored
+    ended = f"motet:{{registry}}:ended_users:{tenant}"
+    others = ("motet:{registry}:events", "motet:{registry}:event_number")
+    return {key: value for key, value in records.items() if key not in others and not key.startswith(ended)}, files
+
+
 class FurnishedView(RegistryView):
     """The registry's view, which also knows the keys of this rig, and that a tenant is suspended."""
 

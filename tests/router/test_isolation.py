@@ -34,6 +34,7 @@ from motet.tests.rigs.real_front import (
     SCOPES,
     WOMBAT_KEY,
     RealFront,
+    but_for_ended_users,
     key_without,
     real_front,
 )
@@ -157,13 +158,6 @@ async def test_a_refusal_says_nothing_of_what_is_there(front: RealFront) -> None
                 there = await requested(front, route, credentials, owners=True)
                 nowhere = await requested(front, route, credentials, owners=False)
                 assert shown(there) == shown(nowhere), (route.method, route.path, reported)
-
-
-def but_for_ended_users(stored: Any, tenant: str) -> Any:
-    """Without what a deletion of an unknown user leaves to the tenant: such a user's work may be under way."""
-    records, files = stored
-    unread = {f"motet:{{registry}}:{name}" for name in (f"ended_users:{tenant}", "events", "event_number")}
-    return {key: value for key, value in records.items() if key not in unread}, files
 
 
 PAIRS: Final = {  # the owner, the caller, and the owner's things
