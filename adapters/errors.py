@@ -14,7 +14,7 @@ AdapterError
 │   └── RegistryFull      Redis has no memory left for more (HTTP 507)
 ├── StoreUnavailable      the store cannot be read now: it may be later, or from another machine (HTTP 503)
 ├── AdapterCorrupt        the store has an adapter no longer, or damaged; requests for this adapter fail, others do not
-├── TenantGone            the request's tenant was deleted meanwhile (HTTP 401)
+├── CallerGone            the request's tenant, or its user, was deleted meanwhile (HTTP 401)
 ├── TenantExists          there is a tenant of this name already (HTTP 409)
 ├── TenantEnding          the tenant's deletion has not ended (HTTP 409)
 ├── NoSuchTenant          (HTTP 404)
@@ -82,7 +82,7 @@ class AdapterCorrupt(AdapterError):  # noqa: N818
     pass
 
 
-class TenantGone(AdapterError):  # noqa: N818
+class CallerGone(AdapterError):  # noqa: N818
     pass
 
 

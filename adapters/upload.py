@@ -26,6 +26,7 @@ from .registry.registry import Registry
 from .registry.registry_view import RegistryView
 from .registry.stored_counts import Unswept
 from .registry.tenants.audit_entry import AuditEntry
+from .registry.tenants.records import Admission
 from .registry.tenants.storage_bounds import StorageBound, StorageUse, check_storage
 from .registry.versions.name_state import NameState, VersionNote, no_version_yet
 from .registry.versions.rollout import MAX_VERSIONS, versions_of
@@ -87,7 +88,7 @@ class UploadService:
         activate: bool = True,
         must_be_new: bool = False,
         note: VersionNote | None = None,
-        incarnation: int | None = None,
+        admission: Admission | None = None,
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
         take_room: Callable[[int], None] = lambda num_bytes: None,
@@ -98,11 +99,11 @@ class UploadService:
         The name points to it from now on, unless `activate` is False: then it is only in the name's history.
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
-        removes both afterwards. Once this returns, the adapter is on disk. `incarnation` and `entry`: see
+        removes both afterwards. Once this returns, the adapter is on disk. `admission` and `entry`: see
         `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise, as
         may `check_base`, which gets the base that the config names.
 
-        Raises AdapterInvalid, UploadTooLarge, TenantGone, VersionRefused for a new name without `activate`, NameTaken
+        Raises AdapterInvalid, UploadTooLarge, CallerGone, VersionRefused for a new name without `activate`, NameTaken
         for a name that there is, if it `must_be_new`, QuotaExceeded if more would be stored than `bounds` let, and
         UploadUnchecked and RegistryUnavailable, after which the same upload may be repeated.
         """
@@ -128,7 +129,7 @@ class UploadService:
                 activate=activate,
                 must_be_new=must_be_new,
                 note=note,
-                incarnation=incarnation,
+                admission=admission,
                 entry=entry,
                 bounds=bounds,
             )
@@ -155,17 +156,17 @@ class UploadService:
         name: str,
         change: Callable[[NameState, float], NameState],
         entry: AuditEntry | None = None,
-        incarnation: int | None = None,
+        admission: Admission | None = None,
         most_pinned_bytes: int | None = None,
         sight: Sight = PLAIN_SIGHT,
     ) -> NameState:
         """The name after a change (`name_state.py`). The other arguments: see `NameRecords.change`.
 
-        Raises as the change does, NoSuchName, TenantGone, QuotaExceeded, RegistryUnavailable.
+        Raises as the change does, NoSuchName, CallerGone, QuotaExceeded, RegistryUnavailable.
         """
         name = await self._registered(tenant, name, sight)
         entry = entry and structs.replace(entry, target=name)
-        state = await self._registry.names.change(tenant, name, change, entry, incarnation, most_pinned_bytes)
+        state = await self._registry.names.change(tenant, name, change, entry, admission, most_pinned_bytes)
         self._view.apply(AdapterSet(state.current))
         return state
 

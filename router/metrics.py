@@ -48,10 +48,10 @@ class Metrics:
         self.batch_lines: Counter[LineResult] = Counter()  # whose results are written
         self.num_running_batches = 0
         self.paused_batches: Counter[PauseReason] = Counter()
-        self.store_free_bytes: int | None = None  # on the disk of the adapters, a while ago
+        self.store_free_bytes: int | None = None  # on the disk of the adapters, a while ago; None: it cannot be read
         self.redis_memory: tuple[int, int] | None = None  # used bytes, and their bound or 0; a while ago
         self.quota_calls: Mapping[QuotaCall, int] = {}  # how Redis has answered messages about quotas
-        self.starts: Sequence[StartReport] = ()  # of replicas that cannot start, a few seconds ago
+        self.starts: Sequence[StartReport] | None = None  # of replicas that cannot start; None: Redis is away
         self.taken_back: str | None = None  # why a newer configuration of the application was; None: none was
         self.serve: ServeFacts | None = None  # a while ago; None: its controller has not answered yet
         self.sweep_tried_at: float | None = None  # time.time() when a sweep was made, or found not to be due

@@ -123,7 +123,7 @@ class OperationsApi:
             version=__version__,
             model=self._base.name,
             redis_connected=self._view.connected,
-            starts=list(self._metrics.starts),
+            starts=list(self._metrics.starts or ()),
             taken_back=self._metrics.taken_back,
             gangs=[self._shown(gang, gang_load) for gang, gang_load in self._dispatcher.gangs()],
             load=None if load is None else load.flat(),

@@ -135,7 +135,7 @@ def create_app(
         routes += routes_of(
             TenantsApi(administration, view),
             KeysApi(administration, view),
-            UsersApi(administration, view, uploads, None if batches is None else batches.delete_of_user),
+            UsersApi(administration, view, uploads, batches),
         )
     if batches is not None:
         routes += batches.routes()

@@ -10,4 +10,5 @@ local function publish(kind, field, value)
   local number = redis.call('INCR', event_number)
   redis.call('XADD', events, 'MAXLEN', '~', NUM_EVENTS_KEPT, '*',
              'number', number, 'kind', kind, 'field', field, 'value', value)
+  return number
 end

@@ -49,7 +49,15 @@ class TenantSet:
     tenant: TenantRecord
 
 
-RegistryEvent = AdapterSet | AdapterDeleted | KeySet | TenantSet
+@dataclass(frozen=True)
+class UserDeleted:
+    """The keys of a tenant's user are gone. Requests that were admitted before leave nothing of that user."""
+
+    tenant: str
+    user: str
+
+
+RegistryEvent = AdapterSet | AdapterDeleted | KeySet | TenantSet | UserDeleted
 KEY_ID_CHARS = 16  # of the hash
 _keys = msgspec.json.Decoder(KeyRecord)
 _tenants = msgspec.json.Decoder(TenantRecord)
@@ -141,4 +149,6 @@ def decode_event(fields: dict[str, str]) -> RegistryEvent:
         return KeySet(field, value or None)
     if kind == "tenant":
         return TenantSet(decode_tenant(value))
-    raise ValueError(f"an event of kind {kind!r} is not known: set, delete, key and tenant are")
+    if kind == "user":
+        return UserDeleted(*field.split("/", 1))
+    raise ValueError(f"an event of kind {kind!r} is not known: set, delete, key, tenant and user are")

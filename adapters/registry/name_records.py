@@ -17,13 +17,15 @@ from msgspec import structs
 from redis.asyncio import Redis
 
 from ..adapter import AdapterVersion
-from ..errors import NameTaken, NoSuchName, RegistryUnavailable, TenantGone, VersionRefused, shown
+from ..errors import CallerGone, NameTaken, NoSuchName, RegistryUnavailable, VersionRefused, shown
 from ..names import check_name, check_tenant
+from ..sight import owner_of
 from .events import decode_adapter, encode_facts
 from .redis_deadline import answered_within
 from .registry_keys import bind_script
 from .stored_counts import bound_args, use_of
 from .tenants.audit_entry import AuditEntry, encode_entry, log_entry
+from .tenants.records import Admission
 from .tenants.storage_bounds import StorageBound, check_pinned, check_storage
 from .versions.changed_fields import changed_fields
 from .versions.name_state import NameNotes, NameState, VersionNote, with_upload
@@ -63,7 +65,7 @@ class NameRecords:
         activate: bool = True,
         must_be_new: bool = False,
         note: VersionNote | None = None,
-        incarnation: int | None = None,
+        admission: Admission | None = None,
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
     ) -> tuple[AdapterVersion, AdapterVersion, bool]:
@@ -72,9 +74,9 @@ class NameRecords:
         The current version with the same two is taken for the same upload; where the new one would not be current,
         any version of the name is. Raises VersionRefused for the first version of a name that is not to be current,
         NameTaken for a name that there is, if it `must_be_new`, and QuotaExceeded if what is stored would be over one
-        of the bounds: that is decided where it is counted. `incarnation`: of the request's tenant; None: it is not
-        looked at. Raises TenantGone if that tenant is being deleted, or was: the next tenant of its name gets nothing
-        of it. `entry`: for the audit log.
+        of the bounds: that is decided where it is counted. `admission`: of the request; None: motet's own change.
+        Raises CallerGone if its tenant is being deleted, or was, or the user that the version belongs to was: the next
+        one of that name gets nothing of it. `entry`: for the audit log.
         """
         check_tenant(tenant)
         check_name(name)
@@ -94,7 +96,7 @@ class NameRecords:
             upload = AdapterVersion(tenant, name, version, *facts)
             return with_upload(state, upload, own, activate=activate, now=now), version, None
 
-        state, found, version = await self._change(f"{tenant}/{name}", add, entry, incarnation, bounds)
+        state, found, version = await self._change(f"{tenant}/{name}", add, entry, admission, own.user, bounds)
         if found is not None:
             return found, state.current, False
         made = state.current if activate else state.find(str(version))
@@ -106,20 +108,21 @@ class NameRecords:
         name: str,
         change: Callable[[NameState, float], NameState],
         entry: AuditEntry | None = None,
-        incarnation: int | None = None,
+        admission: Admission | None = None,
         most_pinned_bytes: int | None = None,
     ) -> NameState:
-        """The name after `change`, which gets it and the Unix time. `incarnation`, `entry`: see `register`.
+        """The name after `change`, which gets it and the Unix time. `admission`, `entry`: see `register`.
 
         `most_pinned_bytes`: that its tenant may have pinned afterwards if this adds any, beside the tenant's quota.
-        Raises NoSuchName, TenantGone, what `change` raises, QuotaExceeded if more would be pinned than may be, and
+        Raises NoSuchName, CallerGone, what `change` raises, QuotaExceeded if more would be pinned than may be, and
         VersionRefused if its tenant has MAX_CANARIES, or MAX_PINS, already.
         """
 
         def apply(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, None]:
             return change(_existing(state, name), now), last_version, None
 
-        state, _, _ = await self._change(f"{tenant}/{name}", apply, entry, incarnation, (), most_pinned_bytes)
+        field, user = f"{tenant}/{name}", owner_of(name)
+        state, _, _ = await self._change(field, apply, entry, admission, user, (), most_pinned_bytes)
         return state
 
     async def _change(
@@ -127,7 +130,8 @@ class NameRecords:
         field: str,
         change: Callable[[NameState | None, int, float], tuple[NameState, int, AdapterVersion | None]],
         entry: AuditEntry | None = None,
-        incarnation: int | None = None,
+        admission: Admission | None = None,
+        user: str = "",
         bounds: Sequence[StorageBound] = (),
         most_pinned_bytes: int | None = None,
     ) -> tuple[NameState, AdapterVersion | None, int]:
@@ -154,7 +158,9 @@ class NameRecords:
                     has_canary=after.rollout.canary is not None,
                     entry=encode_entry(written_entry),
                     result=result,
-                    incarnation=incarnation,
+                    user=user,
+                    incarnation=None if admission is None else admission.incarnation,
+                    last_event=None if admission is None else admission.last_event,
                     max_canaries=MAX_CANARIES,
                     max_pins=MAX_PINS,
                     max_pins_in_all=MAX_PINS_IN_ALL,
@@ -162,7 +168,7 @@ class NameRecords:
                     bounds=bound_args(bounds),
                 )
             if written == 0:
-                raise TenantGone("this tenant was deleted meanwhile")
+                raise CallerGone("this tenant, or its user, was deleted meanwhile")
             if written == 1:
                 message = f"{MAX_CANARIES} adapters have a canary, which is the most that a tenant may have: stop one"
                 raise VersionRefused(message)

@@ -33,6 +33,7 @@ API_KEYS = PREFIX + "keys"  # hash: SHA-256 of an API key -> its record, or its 
 MADE_KEYS = PREFIX + "made_keys:"  # + tenant, set: hashes of its keys, but for configured ones
 KEY_ENDS = PREFIX + "key_ends"  # sorted set: hashes of keys by when they end, Unix seconds
 TENANTS = PREFIX + "tenants"  # hash: name -> record of the tenant
+ENDED_USERS = PREFIX + "ended_users:"  # + tenant, sorted set that expires: users by the events of their deletion
 AUDIT = PREFIX + "audit"  # stream of (tenant, entry, result): what operators have changed
 TENANTS_AUDIT = PREFIX + "audit:"  # + tenant, the same: changes by its keys, its tokens and its canaries' judge
 AUDIT_ORDER = PREFIX + "audit_order"  # stream of (whose): ids of all entries, and whose log has each
@@ -84,6 +85,7 @@ SCRIPT_KEYS: Final[Mapping[str, str]] = {
     "made_keys_prefix": MADE_KEYS,
     "key_ends": KEY_ENDS,
     "tenants": TENANTS,
+    "ended_users_prefix": ENDED_USERS,
     "audit": AUDIT,
     "tenant_audit_prefix": TENANTS_AUDIT,
     "audit_order": AUDIT_ORDER,

@@ -14,7 +14,7 @@ from ..ended_tasks import end_tasks
 from ..errors import RegistryUnavailable
 from ..sight import PLAIN_SIGHT, Sight
 from .adapter_lookups import AdapterLookups
-from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent, TenantSet, decode_key, decode_tenant
+from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent, TenantSet, UserDeleted, decode_key, decode_tenant
 from .kept_adapters import KeptAdapters, Name
 from .known_keys import KnownKeys
 from .registry import PAGE_SIZE, NumberedEvent, Registry
@@ -65,6 +65,11 @@ class RegistryView:
     def connected(self) -> bool:
         """Whether the view receives the registry's events now."""
         return self._connected
+
+    @property
+    def last_event(self) -> int:
+        """Number of the last event that was applied: the keys are those of that moment."""
+        return self._event_number
 
     @property
     def is_whole(self) -> bool:
@@ -333,6 +338,8 @@ def _apply(event: RegistryEvent, names: KeptAdapters, keys: KnownKeys) -> str | 
             return names.delete((tenant, name), event.order)
         case KeySet() | TenantSet():
             keys.apply(event)
+        case UserDeleted():
+            pass  # its number alone counts: see `last_event`
     return None
 
 

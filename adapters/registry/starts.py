@@ -62,6 +62,15 @@ class Starts:
             await self._client.hdel(self._key, replica, *over)
 
 
+async def reports_of_all(client: Redis) -> Sequence[StartReport]:
+    """The reports of all clusters that use this Redis, the oldest first. Raises RegistryUnavailable."""
+    any_client: Any = client
+    async with answered_within():
+        names = [name async for name in any_client.scan_iter(f"{STARTS}*", count=10_000)]
+    clusters = [await Starts(client, name.removeprefix(STARTS)).reports() for name in names]
+    return sorted((one for reports in clusters for one in reports), key=lambda report: report.began_at)
+
+
 def _decoded(texts: Iterable[str]) -> Iterator[StartReport]:
     """Leaves out reports of another version of motet that this one cannot read."""
     for text in texts:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-import highspy
-
 Resource = Literal["compute", "memory", "network"]
 Performance = Mapping[Resource, Sequence[tuple[float, float]]]  # shares of the device, and what an operation does there
 SIZE = 128  # rows: nano-batches are multiples of it
@@ -206,6 +204,8 @@ class _Program:
 
     def __init__(self, layer: Layer, num_batches: int, limit_s: float) -> None:
         self._layer, self._operations = layer, layer.operations(num_batches)
+        import highspy  # loaded here: others read constants of these files, and need no solver
+
         self._solver = highspy.Highs()
         for option, value in (("output_flag", False), ("time_limit", limit_s), ("threads", 1)):
             self._solver.setOptionValue(option, value)
@@ -323,6 +323,8 @@ class _Program:
 
         Raises RuntimeError if no schedule was found in time.
         """
+        import highspy
+
         self._solver.setObjective(self._rate, highspy.ObjSense.kMaximize)
         if begin is not None:  # set last: other changes of the program would drop it
             self._solver.setSolution(begin._solver.getSolution())

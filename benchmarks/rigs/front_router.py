@@ -56,6 +56,7 @@ class OneTenantView:
 
     connected = is_whole = True
     is_unreachable = False
+    last_event = 0
     stream_keys = (bytes(32),)
     _key = KeyRecord(key_id="key", tenant="tenant")
     _tenant = TenantRecord(name="tenant")

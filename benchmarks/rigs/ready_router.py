@@ -37,6 +37,7 @@ class OneTenant:
     """Stands in for the registry's view: every key belongs to one tenant, and there are no adapters."""
 
     connected = True
+    last_event = 0
     stream_keys = (bytes(32),)
 
     def key(self, key: str) -> KeyRecord:

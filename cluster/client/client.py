@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,7 @@ from ...adapters.format.own_tokenizer import NO_TOKENIZER, OwnTokenizer, read_ow
 from ...adapters.names import PRIVATE, check_name
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+STATUS_TIMEOUT_S = 10.0
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -175,9 +177,17 @@ class MotetClient:
         _check_name(name)
         self._request("DELETE", f"/v1/adapters/{quote(name, safe='')}")
 
+    def readiness_problem(self) -> str | None:
+        """Why no token can be served now; None: one can."""
+        try:
+            self._request("GET", "/ready", timeout=STATUS_TIMEOUT_S)
+        except RequestRefused as refusal:  # others come from a proxy that does not pass this path on
+            return str(refusal) if refusal.status_code == HTTPStatus.SERVICE_UNAVAILABLE else None
+        return None
+
     def status(self) -> dict[str, Any]:
-        """Model, gangs and load: the JSON of /status."""
-        return dict(self._json("GET", "/status"))
+        """Model, gangs and load: the JSON of /status. Not waited for as long as for an answer."""
+        return dict(self._json("GET", "/status", timeout=STATUS_TIMEOUT_S))
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """What the server answers to a request whose body is JSON."""

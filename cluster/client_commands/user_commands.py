@@ -1,4 +1,4 @@
-"""`motet users list | delete`."""
+"""`motet users list | cancel-batches | delete`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .tenant_commands import path_of
 
 @click.group()
 def users() -> None:
-    """List and delete users of tenants; for operators. Keys and tokens make users: see `motet keys create --user`."""
+    """List and delete users of tenants, cancel their batches; for operators.
+
+    Keys and tokens make users: see `motet keys create --user`.
+    """
 
 
 @users.command(name="list")
@@ -30,6 +33,16 @@ def list_users(client: MotetClient, tenant: str, as_json: bool) -> None:
         return
     rows = [(one["name"], one["num_keys"], one["adapters"], format_byte_size(one["stored_bytes"])) for one in found]
     print_table(("name", "keys", "adapters", "stored"), rows)
+
+
+@users.command()
+@click.argument("tenant")
+@click.argument("user")
+@with_operator_client
+def cancel_batches(client: MotetClient, tenant: str, user: str) -> None:
+    """Cancel all batches of USER of TENANT, those made with a token, too."""
+    cancelled = client.call("POST", f"{path_of(tenant)}/users/{quote(user, safe='')}/batches/cancel")
+    click.echo(f"cancelled {cancelled['num_batches']} batches of {user}")
 
 
 @users.command()

@@ -13,8 +13,9 @@ def check(file: TextIO) -> None:
     """Look for what would fail in a cluster of FILE, without one.
 
     FILE is a rendered RayService (helm template … | motet check -), a configuration of Ray Serve, or, with a name that
-    ends in .toml, one of motet serve. Wrong names and values of settings, bounds that do not go together and what
-    KubeRay's operator refuses are listed, and the status is 1.
+    ends in .toml, one of motet serve. Wrong names and values of settings, bounds that do not go together, what
+    KubeRay's operator refuses, and servers of settings that the file's NetworkPolicies close are listed, and the
+    status is 1.
     """
     from ..manifests.file_problems import UnknownFile, file_problems  # loaded here: other commands do without
 

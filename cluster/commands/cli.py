@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ... import __version__
-from ..client.client import MotetClient
+from ..client.client import MotetClient, RequestRefused, ServerUnreachable
 from ..client.client_options import with_client, with_operator_client
 from ..client_commands.adapter_commands import adapters
 from ..client_commands.audit_command import audit
@@ -71,8 +73,23 @@ def chat(client: MotetClient, model: str | None) -> None:
 )
 @with_operator_client
 def status(client: MotetClient, seconds: float) -> None:
-    """Show what a running motet serves and how busy it is."""
-    before = client.status() if seconds else None
+    """Show what a running motet serves and how busy it is.
+
+    While no router is up it shows, on a node of motet, what the starts of routers and gangs wait for.
+    """
+    data_dir: Path = click.get_current_context().params["data_dir"]
+    try:
+        if (problem := client.readiness_problem()) is not None:
+            click.echo(problem)
+        before = client.status() if seconds else None
+    except (ServerUnreachable, RequestRefused) as error:
+        if isinstance(error, RequestRefused) and error.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+            raise
+        from .routerless_status import routerless_status  # loaded here: a motet that answers does without
+
+        for line in status_lines(routerless_status(data_dir)):
+            click.echo(line)
+        raise
     time.sleep(seconds)
     for line in status_lines(client.status(), before=before, seconds=seconds):
         click.echo(line)

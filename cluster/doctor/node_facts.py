@@ -75,6 +75,7 @@ def check_node(facts: NodeFacts, expected: Expectations, name: str = "") -> list
     """What one node's facts mean. `name`: of the node; empty: this machine."""
     limits = expected.limits or facts.serve.limits
     findings = [
+        *check_folder(facts.folder),  # first: what a full disk does looks like other faults
         *check_secrets(facts.secrets),
         *check_redis(facts.redis),
         *check_node_serve(facts.serve),
@@ -85,7 +86,6 @@ def check_node(facts: NodeFacts, expected: Expectations, name: str = "") -> list
             computes_on_cpu=expected.computes_on_cpu and not facts.gpus.has_driver,
             object_store_bytes=expected.object_store_bytes,
         ),
-        *check_folder(facts.folder),
         *check_kernels(facts.kernels),
         *check_gpus(facts.gpus, tensor_parallel=expected.tensor_parallel),
     ]

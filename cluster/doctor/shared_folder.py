@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..byte_size import format_byte_size
@@ -39,6 +40,7 @@ with open(sys.argv[1], "r+") as file:
 class FolderFacts:
     path: str
     problem: str = ""  # why it cannot be used at all
+    is_full: bool = False  # nothing can be written, and so nothing else was tried
     free_bytes: int = 0
     total_bytes: int = 0
     locks_hold: bool | None = None  # another process is kept out; None: locks are refused
@@ -51,6 +53,10 @@ def gather_folder(path: Path) -> FolderFacts:
     trial = folder / f".motet-doctor-{secrets.token_hex(4)}"
     try:
         usage = shutil.disk_usage(folder)
+    except OSError as problem:
+        return FolderFacts(path=str(path), problem=str(problem))
+    facts = FolderFacts(path=str(path), free_bytes=usage.free, total_bytes=usage.total)
+    try:
         trial.write_text("old")
         try:
             locks_hold = _locks_hold(trial)
@@ -62,10 +68,10 @@ def gather_folder(path: Path) -> FolderFacts:
         finally:
             trial.unlink(missing_ok=True)
     except (OSError, subprocess.TimeoutExpired) as problem:
-        return FolderFacts(path=str(path), problem=str(problem))
-    return FolderFacts(
-        path=str(path), free_bytes=usage.free, total_bytes=usage.total, locks_hold=locks_hold, replaces=replaces
-    )
+        if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            return replace(facts, is_full=True)
+        return replace(facts, problem=str(problem))
+    return replace(facts, locks_hold=locks_hold, replaces=replaces)
 
 
 def _locks_hold(file: Path) -> bool | None:
@@ -152,6 +158,8 @@ def check_folder(facts: FolderFacts) -> list[Finding]:
             )
         ]
     findings = [_room(facts)]
+    if facts.is_full:
+        return findings
     if facts.locks_hold is not True:
         problem = "refuses locks" if facts.locks_hold is None else "does not keep a second process out of a locked file"
         findings.append(
@@ -178,8 +186,10 @@ def check_folder(facts: FolderFacts) -> list[Finding]:
 
 def _room(facts: FolderFacts) -> Finding:
     free = f"{facts.path} has {format_byte_size(facts.free_bytes)} free of {format_byte_size(facts.total_bytes)}"
-    why = "uploads are refused when it is full"
+    why = "uploads are refused when it is full, and a Redis that writes there ends or refuses every change"
     do = "more room for it, or remove adapters (motet adapters delete): the next sweep frees adapters without a name"
+    if facts.is_full:
+        return error(CHECK, f"no more can be written: {free}", why=why, do=f"first of all make room: {do}")
     if facts.free_bytes < LEAST_BYTES:
         return error(CHECK, free, why=why, do=do)
     if facts.free_bytes < LEAST_SHARE * facts.total_bytes:

@@ -25,6 +25,8 @@ FRONT, STATISTICS, EXPORTER = "frontend http_frontend", "listen stats", "fronten
 CLIENT_TIMEOUT_S = 60
 NO_APPLICATION = (503, "no_router", "No router is there yet; send it again in a moment.")
 ONLY_FALLBACK = (503, "not_ready", "No router can be reached now; send it again in a moment.")
+# Paths that say how a motet is, which is answered at once: Serve's own proxy would hold them until there is a router.
+NOT_WAITED_FOR = ("/ready", "/ready/", "/health", "/status", "/metrics", "/metrics/targets", "/v1/models")
 MAX_FALLBACK_BYTES = 64 << 10  # of a body that Serve's own proxy may hold
 
 
@@ -117,7 +119,7 @@ def _edited(
 
 
 def _without_router(backend: str, body: list[str]) -> list[str]:
-    """What is answered while HAProxy reaches no router itself: /ready says so, and long bodies are refused.
+    """What is answered while HAProxy reaches no router itself: /ready and its like say so, long bodies are refused.
 
     Other requests go through Serve's own proxy: slower, and their keys and texts are then in the memory of a process
     that is not motet's. It reads whole bodies before a router has checked their keys.
@@ -127,7 +129,8 @@ def _without_router(backend: str, body: list[str]) -> list[str]:
     unreached = "!motet_router" if routers else ""
     return [
         *routers,
-        "acl motet_no_fallback path /ready /ready/",
+        f"acl motet_no_fallback path {' '.join(NOT_WAITED_FOR)}",
+        "acl motet_no_fallback path_beg /v1/models/",
         f"acl motet_no_fallback req.hdr_val(content-length) gt {MAX_FALLBACK_BYTES}",
         "acl motet_no_fallback req.hdr(transfer-encoding) -m found",
         f"http-request return {returned(*ONLY_FALLBACK)} if motet_no_fallback {unreached}".rstrip(),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import Final
 
 from prometheus_client.metrics_core import Metric
@@ -18,12 +20,14 @@ from ...router.histogram import Histogram
 from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.requested_adapters import RequestedAdapters
 from ...workers.wire.engine_load import EngineLoad
+from ...workers.wire.fair_shares import TenantShare
 from ...workers.wire.messages import GangInfo
 from .loaded_adapters import MOST_LISTED, LoadedAdapter, loaded_adapters
 from .lora_requests import lora_requests
 
 STEP_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 30.0, 120.0)
 BATCH_BOUNDS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+MAX_NAMED: Final = 20  # tenants or adapters that one metric names, so that their number bounds no page
 # Known from the start, so that the first of each is an increase.
 _OUTCOMES: Final = ("stop", "length", "adapter_failed", "adapter_overflow", "overloaded", "timeout", "internal")
 
@@ -40,6 +44,9 @@ class GangFacts:
     resident: AbstractSet[str]  # digests of adapters
     hosted: AbstractSet[int]  # short digests
     pinned: AbstractSet[str]  # digests
+    shares: Sequence[TenantShare]
+    num_loads: Mapping[str, int]  # by digest
+    num_evictions: Mapping[str, int]  # likewise
 
     @classmethod
     def of(cls, server: FrameServer) -> GangFacts:
@@ -53,6 +60,8 @@ class GangFacts:
             frozenset(server.resident_adapters),
             frozenset(server.hosted_adapters),
             frozenset(server.pinned_adapters),
+            tuple(server.shares),
+            *map(dict, server.adapter_counts),
         )
 
 
@@ -95,7 +104,40 @@ class GangMetrics:
         yield make.histogram("motet_engine_step_seconds", help_text, self._step_s)
         yield make.histogram("motet_engine_step_tokens", "Tokens computed in a step.", self._step_tokens)
         yield make.histogram("motet_engine_step_sequences", "Sequences that ran after a step.", self._step_sequences)
+        yield from self._of_tenants(facts.shares, make)
+        yield from self._of_adapters(facts, make)
         yield from self._for_gateways(facts)
+
+    def _of_tenants(self, shares: Sequence[TenantShare], make: Families) -> Iterator[Metric]:
+        """Two metrics with at most MAX_NAMED series each."""
+        served = nlargest(MAX_NAMED, shares, key=lambda one: (one.num_running + one.num_waiting > 0, one.served))
+        help_text = (
+            "Service that the gang has given a tenant, in tokens' worth divided by its weight: of the "
+            f"{MAX_NAMED} tenants who had most, those with sequences here first."
+        )
+        yield make.counters(
+            "motet_engine_top_tenant_service", help_text, ("tenant",), [((one.tenant,), one.served) for one in served]
+        )
+        waiting = nlargest(MAX_NAMED, (one for one in shares if one.num_waiting), key=lambda one: one.num_waiting)
+        help_text = f"Sequences of a tenant that wait in the gang: of the {MAX_NAMED} tenants with most."
+        yield make.gauges(
+            "motet_engine_top_tenant_waiting",
+            help_text,
+            ("tenant",),
+            [((one.tenant,), one.num_waiting) for one in waiting],
+        )
+
+    def _of_adapters(self, facts: GangFacts, make: Families) -> Iterator[Metric]:
+        """Two metrics with at most MAX_NAMED series each. Adapters of one name, of two tenants, are one series."""
+        loads, evictions = Counter[str](), Counter[str]()
+        for digest, name in facts.requested.names.items():
+            loads[name] += facts.num_loads.get(digest, 0)
+            evictions[name] += facts.num_evictions.get(digest, 0)
+        names = [name for name, number in loads.most_common(MAX_NAMED) if number]
+        for what, text, numbers in (("loads", "loaded into", loads), ("evictions", "evicted from", evictions)):
+            help_text = f"How often an adapter was {text} the pool: of the {MAX_NAMED} that were loaded most."
+            values = [((name,), numbers[name]) for name in names]
+            yield make.counters(f"motet_engine_top_adapter_{what}", help_text, ("adapter",), values)
 
     def _for_gateways(self, facts: GangFacts) -> Iterator[Metric]:
         """What the endpoint picker of the Gateway API inference extension asks of a server, under vLLM's names."""

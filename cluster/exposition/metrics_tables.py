@@ -17,6 +17,7 @@ from ...router.metrics import Metrics
 from ...router.serve_facts import ServeFacts
 from ...workers.leader.requested_adapters import RequestedAdapters
 from ...workers.wire.engine_load import EngineLoad
+from ...workers.wire.fair_shares import TenantShare
 from ...workers.wire.messages import GangInfo
 from .gang_metrics import GangFacts, GangMetrics
 
@@ -31,8 +32,11 @@ def example_router() -> Iterator[Metric]:
     metrics.requests["POST /v1/completions", 200] += 1
     metrics.errors[404, "not_found"] += 1
     metrics.store_free_bytes, metrics.sweep_tried_at, metrics.redis_memory = 1, 1.0, (1, 1)
+    metrics.starts = ()
     metrics.edge_refused = lambda: {"keyless": 1}
-    metrics.serve = ServeFacts(status="RUNNING", num_wanted_gangs=1, max_gangs=1, rollout_s=0.0, is_head_connected=True)
+    metrics.serve = ServeFacts(
+        status="RUNNING", num_wanted_gangs=1, min_gangs=1, max_gangs=1, rollout_s=0.0, is_head_connected=True
+    )
     facts = RouterFacts(num_gangs=1, num_resumed=0, num_moved=0, num_gang_faults={}, is_registry_connected=True)
     return router_families(metrics, facts, {"router": "r", "base": "b"})
 
@@ -63,6 +67,9 @@ def example_gang() -> Iterator[Metric]:
         resident=frozenset({"d"}),
         hosted=frozenset(),
         pinned=frozenset(),
+        shares=(TenantShare("t", 1.0, 0, 1, 1, served=1.0),),
+        num_loads={"d": 1},
+        num_evictions={"d": 1},
     )
     return GangMetrics(info, "b").families(facts)
 

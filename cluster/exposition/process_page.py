@@ -31,13 +31,14 @@ class ProcessPage:
     def __init__(
         self,
         config: ExpositionConfig,
-        process: Literal["router", "gang"],
+        process: Literal["router", "gang", "start"],
         name: str,
         operator_key: str | OperatorKey | None,
         metrics: Callable[[], Iterable[Metric]],
     ) -> None:
-        """`name`: of the router or gang. `operator_key`: None: the one in the data folder. `metrics` is called on the
-        loop; what it returns is read in a thread.
+        """`name`: of the router, gang or start. `operator_key`: None: the one in the data folder.
+
+        `metrics` is called on the loop; what it returns is read in a thread.
         """
         self._config, self._metrics = config, metrics
         self._process = _ProcessMetrics({process: name, "base": config.name})

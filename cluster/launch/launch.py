@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from ..edge.serve_variables import SERVE_FLAGS
 from ..launch_secrets import SECRETS_FILE, LaunchSecrets, operator_key_in
 from ..progress_log import OnEvent, ProgressReader, step
 from ..registry_server.redis_server import RedisServer
+from ..replicas.disk_watch import full_disk_warning
 from .cluster_nodes import CannotJoin, check_nodes, check_room, room_taken
 from .janitor import Janitor
 from .joined_cluster import JoinedCluster
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # it brings Ray, whose flags are set first
 POLL_S = 0.1
 STATUS_POLL_S = 0.5  # each look at what Serve says takes 25 ms of CPU, which the replicas need to start
 CLUSTER_POLL_S = 2.0  # of a cluster that others run
+DISK_POLL_S = 10.0
 READY_TIMEOUT_S = 120.0  # from the application's being up to a token
 
 _log = logging.getLogger(__name__)
@@ -117,6 +119,7 @@ class Deployment:
         nothing.
         """
         self._on_hangup = on_hangup
+        threading.Thread(target=self._watch_disk, name="disk", daemon=True).start()
         checked_at = 0.0
         while True:
             if self._has_hung_up and on_hangup is not None:
@@ -130,6 +133,17 @@ class Deployment:
                     raise LaunchError(problem)
                 checked_at = time.monotonic()
             time.sleep(POLL_S)
+
+    def _watch_disk(self) -> None:
+        """Warns each time that the disk of the data folder gets full. In its own thread: a volume may hang."""
+        was_full = False
+        while (config := self._config) is not None:
+            with suppress(OSError):
+                warning = full_disk_warning(config.serving.data_dir, config.requests.min_free_bytes)
+                if warning is not None and not was_full:
+                    _log.warning("%s", warning)
+                was_full = warning is not None
+            time.sleep(DISK_POLL_S)
 
     def update(self, config: MotetConfig) -> None:
         """Replaces routers and gangs one by one by those with another config, while they serve. Returns when done.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import socket
 import sys
@@ -37,10 +38,17 @@ LOOPBACK = "127.0.0.1"
 NUM_LOGICAL_CPUS = 2  # of Ray; each starts one idle worker, which makes replacing a gang quick
 OBJECT_STORE_BYTES = 100 << 20  # motet does not use it
 PORTS: Sequence[int] = range(20_000, 30_000)  # neither the kernel (from 32768 on) nor Ray nor Serve assigns these
-# The longest path of a socket below the session's folder: one of Ray's.
-LONGEST_SOCKET = "/ray/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store"
 MAX_SOCKET_BYTES = 107 if sys.platform == "linux" else 103  # of the path of a Unix socket
+# The longest paths of sockets below the session's folder, and how long the whole paths may be. HAProxy binds another
+# name first, which is ten bytes longer; Serve puts the id of its node before HAProxy's names.
+SOCKETS = (
+    ("/ray/session_2026-01-31_23-59-59_123456_1234567/sockets/plasma_store", MAX_SOCKET_BYTES),
+    (f"/haproxy/{'0' * 56}/a.sock", MAX_SOCKET_BYTES - 10),
+)
+MAX_SESSION_BYTES = min(max_bytes - len(path) for path, max_bytes in SOCKETS)  # of the path of the session's folder
 SHORT_PARENT = Path("/tmp")
+# An alert of HAProxy, without its process and the places in its configuration.
+ALERT = re.compile(r"^\[ALERT\] *\(\d+\) : (?:config : )?(?:parsing \[[^\]]*\] : )*(.+)", re.MULTILINE)
 NUM_START_ATTEMPTS = 3  # Ray has timeouts, mostly of 30 s, that no variable changes
 
 _log = logging.getLogger(__name__)
@@ -92,14 +100,12 @@ def make_session_folder() -> Path:
     for parent in dict.fromkeys((wanted, SHORT_PARENT)):
         with suppress(OSError):
             folder = Path(tempfile.mkdtemp(prefix="motet-", dir=parent))
-            if len(os.fsencode(folder)) + len(LONGEST_SOCKET) <= MAX_SOCKET_BYTES:
+            if len(os.fsencode(folder)) <= MAX_SESSION_BYTES:
                 if parent != wanted:
                     _log.warning("TMPDIR=%s is too long for the paths of sockets: %s is used", wanted, folder)
                 return folder
             folder.rmdir()
-    accepted = (
-        f"a folder that can be written, with a path of at most {MAX_SOCKET_BYTES - len(LONGEST_SOCKET) - 15} bytes"
-    )
+    accepted = f"a folder that can be written, with a path of at most {MAX_SESSION_BYTES - 15} bytes"
     raise ConfigError("TMPDIR", str(wanted), f"{accepted}, is needed for sockets; {SHORT_PARENT} cannot be used either")
 
 
@@ -177,11 +183,13 @@ def start_serve(
         except Exception as error:  # Ray has no exception class for a start that took too long
             if attempt == NUM_START_ATTEMPTS:
                 seconds = time.monotonic() - began_at
-                raise ServeNotStarted(
-                    f"{waited_for} failed, the last of {attempt} times in {seconds:.0f} s: {_reason(error)}. "
-                    f"This machine has {usable_cores()} cores and a load average of {os.getloadavg()[0]:.1f}: if the "
-                    "load is higher than the cores, the machine is too busy for Ray"
-                ) from error
+                said = f"{waited_for} failed, the last of {attempt} times in {seconds:.0f} s: {_reason(error)}"
+                if _alert(error) is None:
+                    said += (
+                        f". This machine has {usable_cores()} cores and a load average of {os.getloadavg()[0]:.1f}: if "
+                        "the load is higher than the cores, the machine is too busy for Ray"
+                    )
+                raise ServeNotStarted(said) from error
             _log.warning("Ray did not start, trying again: %s", _reason(error))
             ray.shutdown()
             catch_signals()
@@ -212,9 +220,17 @@ def _start_serve(session_path: Path, port: int, num_cpus: float, on_event: OnEve
 
 
 def _reason(error: Exception) -> str:
-    """The last line of the error: some errors of Ray are pages long, with the cause at the end."""
+    """HAProxy's first alert, or the last line of the error: some of Ray's are pages long, with the cause at the end."""
+    if (alert := _alert(error)) is not None:
+        return alert
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else type(error).__name__
+
+
+def _alert(error: Exception) -> str | None:
+    """HAProxy's first alert in the error, which has the cause; None: HAProxy did not say anything."""
+    found = ALERT.search(str(error))
+    return None if found is None else f"HAProxy: {found[1].strip().rstrip('.')}"
 
 
 def set_environment(variables: dict[str, str]) -> dict[str, str | None]:

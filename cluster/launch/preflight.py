@@ -18,16 +18,19 @@ from ...workers.models.weights import open_checkpoint
 from ...workers.window_pages import kept_window, most_pages
 from ..byte_size import format_byte_size, shortest_byte_size
 from ..config import MotetConfig
+from ..replicas.disk_watch import full_disk_warning
 from ..settings.config_error import ConfigError
 from .local_serve import check_port_is_free
+
+TRIAL_BYTES = 64 << 10
 
 
 def check_data_dir(data_dir: Path) -> None:
     """Makes the folder. Raises ConfigError unless it can be written."""
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=data_dir):
-            pass
+        with tempfile.TemporaryFile(dir=data_dir) as trial:
+            trial.write(bytes(TRIAL_BYTES))  # on a full disk an empty file can be made
     except OSError as error:
         raise ConfigError("--data-dir", str(data_dir), f"a folder that can be written is needed: {error}") from error
 
@@ -36,7 +39,8 @@ def check_settings(config: MotetConfig) -> list[str]:
     """Warnings, a line each. Raises ConfigError, or ValueError for a model that cannot be served."""
     if config.placement.address is None:
         check_port_is_free(config.listen_host, config.access.port)
-    return check_sizes(config)
+    full_disk = full_disk_warning(config.serving.data_dir, config.requests.min_free_bytes)
+    return [*([full_disk] if full_disk else []), *check_sizes(config)]
 
 
 def check_sizes(config: MotetConfig) -> list[str]:

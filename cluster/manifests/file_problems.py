@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import yaml
 from ..application.application_config import ApplicationConfig
 from ..application.setting_keys import values_of
 from .kuberay_rules import Manifest, operator_problems
+from .network_rules import policy_problems
 from .serve_config import config_problems, serve_config, serve_problems
 
 ROUTERS = "routers"  # the group of pods that holds them
@@ -33,14 +34,15 @@ def file_problems(text: str, *, is_toml: bool = False) -> list[str]:
     ours = [one for one in documents if isinstance(one, dict) and (one.get("kind") == "RayService" or _is_serve(one))]
     if not ours:
         raise UnknownFile("it has neither a RayService nor the applications of Ray Serve")
-    return [problem for document in ours for problem in _of_document(document)]
+    policies = [one for one in documents if isinstance(one, dict) and one.get("kind") == "NetworkPolicy"]
+    return [problem for document in ours for problem in _of_document(document, policies)]
 
 
 def _is_serve(document: Manifest) -> bool:
     return "applications" in document and "kind" not in document
 
 
-def _of_document(document: Manifest) -> Iterator[str]:
+def _of_document(document: Manifest, policies: Sequence[Manifest]) -> Iterator[str]:
     if _is_serve(document):
         yield from config_problems(document)
         return
@@ -50,6 +52,7 @@ def _of_document(document: Manifest) -> Iterator[str]:
         yield from found
         if not found:
             yield from _of_numbers(document)
+            yield from policy_problems(document, policies)
     except (KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
         yield f"the RayService is not complete, or a part of it is of another kind: {error!r}"
 

@@ -22,7 +22,7 @@ from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import ModelSharding
 from .demand import Objectives, Traffic
 
-EFFICIENCY = 0.5  # time by data sheets over time; an assumption, which `motet plan --efficiency` changes
+EFFICIENCY = 0.5  # time by data sheets over time; an assumption, for devices on which nothing was measured
 HOST_BYTES_PER_S = 25e9  # that a device copies from host memory; an assumption, of PCIe 4.0
 MEMORY_SHARE = 0.9  # of a device: the default of --device-memory-share
 _KEPT_PAGES = 0.05  # of the pool, for what chance adds to running sequences

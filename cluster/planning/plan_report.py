@@ -75,7 +75,7 @@ def _plan_lines(plans: Sequence[ServingPlan]) -> Iterator[str]:
     state, gang = plan.state, plan.gang
     yield (
         f"{plan.num_devices} of {gang.device.name}: {plan.num_gangs} gangs of {plan.degree}, "
-        f"{-(-plan.num_gangs // (plan.devices_per_node // plan.degree))} nodes"
+        f"{-(-plan.num_gangs // (plan.devices_per_node // plan.degree))} nodes, at an efficiency of {gang.efficiency:g}"
     )
     yield (
         f"a gang: {state.requests_per_s:.3g} requests/s of {plan.most.requests_per_s:.3g} at most, "
@@ -118,6 +118,7 @@ def _plan_json(plan: ServingPlan) -> dict[str, Any]:
     return {
         "device": plan.gang.device.name,
         "degree": plan.degree,
+        "efficiency": plan.gang.efficiency,
         "gangs": plan.num_gangs,
         "devices": plan.num_devices,
         "pool_bytes": plan.pool_bytes,

@@ -1,7 +1,8 @@
 """The Redis server that motet brings along for a single machine.
 
 A thread of this process starts the server, starts it again when it dies, and the server dies with this process. Every
-acknowledged write is on the disk first (`appendfsync always`).
+acknowledged write is on the disk first (`appendfsync always`), so a server whose disk is full ends. It is started again
+with the room of a file that was set aside for that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import atexit
 import logging
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -31,6 +33,10 @@ _LOG = logging.getLogger(__name__)
 _MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 104 on macOS and 108 on Linux
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
+_RESERVE_BYTES = 64 << 20
+_RESERVE_LOOK_S = 10.0
+_PIECE_BYTES = 1 << 20
+_REWRITES = "auto-aof-rewrite-percentage"  # 0: the server does not begin a second file, for which it needs room
 # Becomes the server after asking the kernel (Linux) to kill it when the thread that started it is gone. A launcher and
 # not preexec_fn, which may deadlock in a process with threads.
 _LAUNCHER = """
@@ -61,16 +67,18 @@ class RedisServer:
         start_timeout_s: float = 60.0,
         host: str | None = None,
         max_bytes: int = 0,
+        reserve_bytes: int = _RESERVE_BYTES,
     ) -> None:
         """`host`: an address of this machine at which others reach the server, by a password that is in its URL.
 
-        `max_bytes`: of memory, at which it refuses to store more; 0: no bound.
+        `max_bytes`: of memory, at which it refuses to store more; 0: no bound. `reserve_bytes`: of disk, which are set
+        aside for a server that ended as the disk was full.
         """
         self._folder = folder.resolve()
         self._binary = binary
         self._start_timeout_s = start_timeout_s
         self._host = host
-        self._max_bytes = max_bytes
+        self._max_bytes, self._reserve_bytes = max_bytes, reserve_bytes
         self._lock = FolderLock(self._folder, "redis.lock")
         self._stopping = threading.Event()
         self._spawning = threading.Lock()  # no server is spawned once `_stopping` is set under it
@@ -78,6 +86,8 @@ class RedisServer:
         self._failure: RedisServerError | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
+        self._reserving: threading.Thread | None = None
+        self._is_short_of_disk = False  # the reserve was released, and is not there again
         self._settings = ""
         self.url = ""
 
@@ -110,6 +120,8 @@ class RedisServer:
             failure = self._failure
             self.stop()
             raise failure
+        self._reserving = threading.Thread(target=self._keep_reserve, name="redis reserve", daemon=True)
+        self._reserving.start()
         return self.url
 
     def stop(self) -> None:
@@ -117,8 +129,9 @@ class RedisServer:
         with self._spawning:
             self._stopping.set()
         self._end_process()
-        if self._thread is not None:
-            self._thread.join()
+        for thread in (self._thread, self._reserving):
+            if thread is not None:
+                thread.join()
         self._lock.release()
         atexit.unregister(self.stop)
 
@@ -154,6 +167,7 @@ class RedisServer:
         backoff_s = _FIRST_BACKOFF_S
         while not self._stopping.is_set():
             try:
+                self._release_reserve()
                 process = self._launch()
                 self._settled.set()
                 if process is None:
@@ -182,7 +196,8 @@ class RedisServer:
             self._process = process = self._spawn(log)
         assert process.stdin is not None
         try:
-            process.stdin.write(self._settings.encode())  # not as arguments: the password would show
+            rewrites = f"{_REWRITES} 0\n" if self._is_short_of_disk else ""
+            process.stdin.write((self._settings + rewrites).encode())  # not as arguments: the password would show
             process.stdin.close()
         except BrokenPipeError:
             pass  # the server died at once; `_wait_until_ready` raises then
@@ -221,6 +236,42 @@ class RedisServer:
         finally:
             client.close()
 
+    def has_reserve(self) -> bool:
+        """Whether room is set aside on the disk."""
+        try:
+            return self._reserve_path.stat().st_size == self._reserve_bytes
+        except FileNotFoundError:
+            return False
+
+    def _release_reserve(self) -> None:
+        """Leaves the reserve to the server if the disk has no room."""
+        if shutil.disk_usage(self._folder).free < self._reserve_bytes // 4 and self._reserve_path.exists():
+            self._reserve_path.unlink()
+            self._is_short_of_disk = True
+            _LOG.error(
+                "the disk of %s is full: Redis gets the %d bytes that were set aside; free some space",
+                self._folder,
+                self._reserve_bytes,
+            )
+
+    def _keep_reserve(self) -> None:
+        """Sets the reserve aside, and again once it was released and there is room."""
+        while True:
+            try:
+                if not self.has_reserve() and shutil.disk_usage(self._folder).free >= 2 * self._reserve_bytes:
+                    with self._reserve_path.open("wb") as file:
+                        for start in range(0, self._reserve_bytes, _PIECE_BYTES):
+                            file.write(bytes(min(_PIECE_BYTES, self._reserve_bytes - start)))
+                    if self._is_short_of_disk:
+                        with Redis.from_url(self.url, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)) as client:
+                            client.config_set(_REWRITES, 100)
+                        self._is_short_of_disk = False
+            except (OSError, RedisError) as error:
+                self._reserve_path.unlink(missing_ok=True)
+                _LOG.warning("no room could be set aside for Redis: %s", error)
+            if self._stopping.wait(_RESERVE_LOOK_S):
+                return
+
     def _end_process(self) -> None:
         process = self._process
         if process is None:
@@ -231,6 +282,10 @@ class RedisServer:
         except subprocess.TimeoutExpired:
             process.kill()  # nothing acknowledged is lost by that
             process.wait()
+
+    @property
+    def _reserve_path(self) -> Path:
+        return self._folder / "reserve"
 
     @property
     def _log_path(self) -> Path:

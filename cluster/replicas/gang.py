@@ -45,6 +45,7 @@ from .replica_start import ReplicaStart
 from .running_parts import RunningParts
 from .serve_port import serve_only_at
 from .short_pauses import keep_pauses_short
+from .start_page import StartPage
 
 if TYPE_CHECKING:  # it imports torch, which launchers do without; they import this file
     from ...workers.loop import EngineLoop
@@ -75,7 +76,8 @@ class GangReplica:
         self._config, self._leader, self._logs = config, leader, logs
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
-        self._start = ReplicaStart("gang", replica, id_of_this_cluster(), on_event)
+        page = StartPage(exposition, "gang", replica, ray.util.get_node_ip_address())
+        self._start = ReplicaStart("gang", replica, id_of_this_cluster(), on_event, page=page)
         async with self._start:
             await self._serve(gang_id, exposition, secrets_path, hub_id, on_event)
         keep_pauses_short()
@@ -91,7 +93,7 @@ class GangReplica:
         """Builds the engine and serves it, once all that it needs is there."""
         config, start = self._config, self._start
         launch = await start.until("its secrets", partial(asyncio.to_thread, read_secrets, secrets_path))
-        start.redis_url = launch.redis_url
+        start.secrets = launch
         token = await start.until("Redis", partial(shared_token, launch))
         host = ray.util.get_node_ip_address()  # loopback on a cluster of one machine
         workers = None

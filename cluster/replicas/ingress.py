@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +67,7 @@ from ..launch_secrets import LaunchSecrets, operator_key_in
 from ..progress_log import ProgressWriter, ignore_event, step
 from ..settings.config_error import ConfigError
 from .bounded_receive import BoundedReceive
+from .disk_watch import DiskWatch
 from .gang_demand import GangDemand
 from .launch_keeper import LaunchKeeper, id_of_this_cluster
 from .placement_keeper import PlacementKeeper
@@ -80,6 +79,7 @@ from .running_parts import RunningParts
 from .serve_port import serve_only_at
 from .serve_watch import ServeWatch
 from .short_pauses import keep_pauses_short
+from .start_page import StartPage
 
 if TYPE_CHECKING:
     from ...router.oidc.token_verifier import TokenVerifier
@@ -106,11 +106,12 @@ class RouterReplica:
         serve_only_at(ray.util.get_node_ip_address())
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
-        self._begun = begun = ReplicaStart("router", replica, id_of_this_cluster(), on_event)
+        page = StartPage(config.exposition, "router", replica, ray.util.get_node_ip_address())
+        self._begun = begun = ReplicaStart("router", replica, id_of_this_cluster(), on_event, page=page)
         with step(on_event, "starting a router"):
             async with begun:
                 secrets = await begun.until("its secrets", partial(asyncio.to_thread, read_secrets, secrets_path))
-                begun.redis_url = secrets.redis_url
+                begun.secrets = secrets
                 check = partial(asyncio.to_thread, check_model, config.model_path, config.hub_id, on_event)
                 await begun.until("the model", check)
                 async with RunningParts() as parts:
@@ -196,7 +197,8 @@ class RouterReplica:
         keep_pauses_short()
         edge = await parts.start(EdgeWatch(RAY_SERVE_HAPROXY_SOCKET_PATH))
         self._metrics.edge_refused = lambda: edge.refused
-        parts.run(self._sweep_forever(config.store_path))
+        parts.run(self._sweep_forever())
+        await parts.start(DiskWatch(config.store_path, self._note_free_bytes))
         parts.run(self._measure_redis_forever())
         cluster = id_of_this_cluster()
         starts = Starts(redis, cluster)
@@ -337,20 +339,24 @@ class RouterReplica:
     async def _read_starts_forever(self, starts: Starts) -> None:
         """Reads which gangs and routers cannot start, for the status and the metrics of this router."""
         while True:
-            with suppress(RegistryUnavailable):  # what was known before is shown on
+            try:
                 self._metrics.starts = await starts.reports()
+            except RegistryUnavailable:
+                self._metrics.starts = None
             await asyncio.sleep(STARTS_S)
 
     def _note_rollout(self, taken_back: str | None) -> None:
         self._metrics.taken_back = taken_back
 
-    async def _sweep_forever(self, store_path: Path) -> None:
+    def _note_free_bytes(self, free_bytes: int | None) -> None:
+        self._metrics.store_free_bytes = free_bytes
+
+    async def _sweep_forever(self) -> None:
         """Frees the disk of adapters that no name points to any more: one router of all, once in an interval."""
         while True:
             try:
                 num_removed = await self._uploads.sweep(rest_s=SWEEP_INTERVAL_S)
                 self._metrics.sweep_tried_at = time.time()
-                self._metrics.store_free_bytes = (await asyncio.to_thread(shutil.disk_usage, store_path)).free
                 if num_removed:
                     _log.info("removed %d adapters that no name points to from the store", num_removed)
             except (RegistryUnavailable, OSError) as error:

@@ -21,7 +21,9 @@ from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.registry import connect
 from ...adapters.registry.starts import Kind, StartReport, Starts
 from ..application.model_source import ModelUnavailable
+from ..launch_secrets import LaunchSecrets
 from ..progress_log import OnEvent, ignore_event
+from .start_page import StartPage
 
 MAX_FAILED_STARTS: Final = 1_000_000  # of a deployment, in a row: Serve begins no other one after them
 AWAY: Final = (RegistryUnavailable, ModelUnavailable, OSError)  # what is needed may be there later
@@ -49,12 +51,14 @@ class ReplicaStart:
         cluster: str,
         on_event: OnEvent = ignore_event,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        page: StartPage | None = None,
     ) -> None:
-        """`replica`, `cluster`: ids. `on_event`: gets what is waited for."""
+        """`replica`, `cluster`: ids. `on_event`: gets what is waited for. `page`: shown once there are secrets."""
         self._kind, self._replica, self._cluster = kind, replica, cluster
         self._on_event, self._sleep = on_event, sleep
         self._began_at = time.time()
-        self.redis_url: str | None = None  # where reports are stored, once it is known
+        self._page = page
+        self.secrets: LaunchSecrets | None = None  # once they are known; reports are stored in their Redis
 
     async def __aenter__(self) -> ReplicaStart:
         return self
@@ -76,6 +80,8 @@ class ReplicaStart:
             return await self._until(what, ask, why)
         finally:
             self._on_event(f"waiting for {what}", 1, 1)
+            if self._page is not None:
+                await self._page.stop()
 
     async def _until(self, what: str, ask: Callable[[], Awaitable[Answer]], why: Exception) -> Answer:
         said, said_at = "", 0.0
@@ -102,6 +108,8 @@ class ReplicaStart:
         pause = pause_s(num_failures or 1)
         _log.error("this %s cannot start; the next one begins in %.0f s: %s", self._kind, pause, error)
         await self._sleep(pause)
+        if self._page is not None:
+            await self._page.stop()
 
     async def succeeded(self) -> None:
         """The replica serves: deletes what was reported."""
@@ -116,6 +124,8 @@ class ReplicaStart:
             began_at=self._began_at,
             reported_at=time.time(),
         )
+        if self._page is not None and self.secrets is not None:
+            await self._page.show(self.secrets.operator_key, has_failed=has_failed)
         await self._with_registry(lambda starts: starts.report(report))
 
     async def _num_failures(self, starts: Starts) -> int:
@@ -123,9 +133,9 @@ class ReplicaStart:
 
     async def _with_registry(self, ask: Callable[[Starts], Awaitable[Answer]]) -> Answer | None:
         """None: there is no Redis that answers; then the log has it alone."""
-        if self.redis_url is None:
+        if self.secrets is None:
             return None
-        client: Any = connect(self.redis_url)
+        client: Any = connect(self.secrets.redis_url)
         try:
             with suppress(RegistryUnavailable):
                 return await ask(Starts(client, self._cluster))

@@ -79,6 +79,7 @@ class ServeWatch:
         return ServeFacts(
             status=application["status"],
             num_wanted_gangs=wanted,
+            min_gangs=wanted if bounds is None else bounds["min_replicas"],
             max_gangs=wanted if bounds is None else bounds["max_replicas"],
             rollout_s=0.0 if self._deploying_since is None else now - self._deploying_since,
             is_head_connected=True,

@@ -13,7 +13,7 @@ from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
 from ...router.oidc.oidc_config import is_safe
 from ..logs.log_config import LogFormat, LogLevel
-from .setting import Bytes, CountOrNone, Pairs, Refusal, Setting, Unit
+from .setting import Bytes, CountOrNone, Pairs, Refusal, Setting, Texts, Unit
 from .setting_field import SettingGroup
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
@@ -178,7 +178,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = 50
     trusted_proxies: Annotated[
         str,
-        Unit("NETWORKS", "addresses or networks with commas between them"),
+        Texts("NETWORKS", "addresses or networks with commas between them"),
         Setting(
             "Proxies in front of motet, whose X-Forwarded-For holds the client's address.",
             unset="none",
@@ -189,7 +189,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = ""
     cors_origins: Annotated[
         str,
-        Unit("ORIGINS", "origins with commas between them, or *"),
+        Texts("ORIGINS", "origins with commas between them, or *"),
         Setting(
             "Origins of web pages whose scripts may send requests to motet; *: all origins.",
             "live",
@@ -238,7 +238,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = None
     oidc_issuers: Annotated[
         str,
-        Unit("URLS", "https URLs with commas between them"),
+        Texts("URLS", "https URLs with commas between them"),
         Setting(
             "Identity providers whose tokens are accepted instead of API keys.",
             unset="none",
@@ -251,7 +251,7 @@ class Access(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = ""
     oidc_algorithms: Annotated[
         str,
-        Unit("NAMES", "algorithms with commas between them"),
+        Texts("NAMES", "algorithms with commas between them"),
         Setting("Accepted signature algorithms of tokens.", check=check_algorithms),
     ] = "RS256,ES256"
     oidc_tenant_claim: Annotated[

@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from .setting import Bytes, BytesOrNone, Count, CountOrNone, PositiveAmount, PositiveSeconds, Refusal, Setting, Unit
+from .setting import (
+    Bytes,
+    BytesOrNone,
+    Count,
+    CountOrNone,
+    PositiveAmount,
+    PositiveSeconds,
+    Refusal,
+    Setting,
+    Texts,
+    Unit,
+)
 from .setting_field import SettingGroup
 
 
@@ -82,7 +93,7 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "warn"
     adapter_folders: Annotated[
         str,
-        Unit("FOLDERS", "absolute paths with commas between them"),
+        Texts("FOLDERS", "absolute paths with commas between them"),
         Setting(
             "Folders, on each router's machine, that keys with the scope upload may load adapters from "
             "(/v1/load_lora_adapter). {tenant} in one stands for the tenant that asks; without it all tenants may.",
@@ -94,7 +105,7 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = ""
     base_aliases: Annotated[
         str,
-        Unit("NAMES", "names with commas between them"),
+        Texts("NAMES", "names with commas between them"),
         Setting(
             "More names of the base that adapters may name, beside --name, the model's folder and `_name_or_path` in "
             "its config.json.",

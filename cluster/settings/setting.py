@@ -38,6 +38,11 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class Texts(Unit):
+    """Text with commas between its elements, which may also be given as a list of them."""
+
+
+@dataclass(frozen=True)
 class Pairs(Unit):
     """A list whose elements are written as NAME=VALUE, and may be repeated on the command line."""
 

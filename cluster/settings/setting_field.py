@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from ..byte_size import parse_byte_size, shortest_byte_size
 from .config_error import ConfigError
-from .setting import BYTES, SECONDS, Pairs, Setting, Unit
+from .setting import BYTES, SECONDS, Pairs, Setting, Texts, Unit
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,11 @@ class SettingField:
 
         Raises ConfigError.
         """
+        made: Any
         if isinstance(self.unit, Pairs):
             made = self._pairs(value, self.unit)
+        elif isinstance(self.unit, Texts) and isinstance(value, list) and all(isinstance(one, str) for one in value):
+            made = ",".join(value)
         else:
             made = self._made(self._from_text(value), self.type, value)
         if isinstance(made, float) and not math.isfinite(made):

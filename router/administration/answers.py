@@ -69,6 +69,12 @@ class Deleted(msgspec.Struct, frozen=True, kw_only=True):
     num_keys: int | msgspec.UnsetType = msgspec.UNSET  # that went with a user
 
 
+class BatchesCancelled(msgspec.Struct, frozen=True, kw_only=True):
+    user: str
+    object: Literal["batches"] = "batches"
+    num_batches: int  # that have not ended yet: their lines under way are answered
+
+
 class UserShown(msgspec.Struct, frozen=True, kw_only=True):
     """A user with a key or a private adapter."""
 

@@ -17,7 +17,7 @@ from ...adapters.names import check_user
 from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.audit_entry import Actor
-from ...adapters.registry.tenants.records import ALL_OF_A_TENANT, KeyRecord
+from ...adapters.registry.tenants.records import ALL_OF_A_TENANT, Admission, KeyRecord
 from ..openai_api.errors import invalid_value
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
 from ..route import route
@@ -102,7 +102,7 @@ class KeysApi:
     @_own_route("POST", OWN_KEYS, summary="Make a key of your tenant.", status=201, errors=_MAKING)
     async def create_own(self, request: Request, identity: Identity, body: KeyBody) -> KeyMade:
         wanted = within(self._wanted(identity.name, body), body, identity.key)
-        return await self._create(wanted, identity.actor(request))
+        return await self._create(wanted, identity.actor(request), identity.admission)
 
     @_own_route("GET", _OWN_KEY, summary="Show a key of your tenant.")
     async def show_own(self, request: Request, identity: Identity) -> KeyShown:
@@ -117,7 +117,7 @@ class KeysApi:
     async def rotate_own(self, request: Request, identity: Identity, body: RotationBody) -> KeyRotated:
         key_hash, key = await self._key(request, identity)
         check_not_beyond(key, identity.key)
-        return await self._rotate(key_hash, key, body.overlap_s, identity.actor(request))
+        return await self._rotate(key_hash, key, body.overlap_s, identity.actor(request), identity.admission)
 
     async def _list(self, request: Request, tenant: str) -> Response:
         wanted = page_request(request)
@@ -139,14 +139,16 @@ class KeysApi:
             user="" if body.user is None else _user(body.user),
         )
 
-    async def _create(self, wanted: KeyRecord, actor: Actor) -> KeyMade:
+    async def _create(self, wanted: KeyRecord, actor: Actor, admission: Admission | None = None) -> KeyMade:
         await self._view.catch_up()
-        made, key = await self._keys.create(wanted, actor)
+        made, key = await self._keys.create(wanted, actor, admission)
         await self._settle()
         return made_key(made, key)
 
-    async def _rotate(self, key_hash: str, key: KeyRecord, overlap_s: float, actor: Actor) -> KeyRotated:
-        made, new_key, old = await self._keys.rotate(key_hash, key, overlap_s, actor)
+    async def _rotate(
+        self, key_hash: str, key: KeyRecord, overlap_s: float, actor: Actor, admission: Admission | None = None
+    ) -> KeyRotated:
+        made, new_key, old = await self._keys.rotate(key_hash, key, overlap_s, actor, admission)
         await self._settle()
         return rotated_key(made, new_key, old)
 

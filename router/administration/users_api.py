@@ -6,25 +6,26 @@ Users are not created: each name with a key or a private adapter is a user.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.errors import NoSuchUser
+from ...adapters.errors import AdapterInvalid, NoSuchUser
+from ...adapters.names import check_user
 from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.audit_entry import Actor
-from ...adapters.registry.tenants.records import TenantRecord
 from ...adapters.registry.tenants.storage_bounds import user_owner
 from ...adapters.sight import FULL_SIGHT, Sight, private_name, user_place
 from ...adapters.upload import UploadService
+from ..batches.batches import Batches
+from ..openai_api.errors import ApiError
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
 from ..route import route
 from ..tenants.identity import Identity, operators
-from .answers import Deleted, UserShown
+from .answers import BatchesCancelled, Deleted, UserShown
 from .named_tenant import TENANTS, named_tenant
 
 _OWN: Final = "/v1/users"
@@ -42,11 +43,11 @@ class UsersApi:
         administration: Administration,
         view: RegistryView,
         uploads: UploadService,
-        delete_work: Callable[[TenantRecord, str], Awaitable[int]] | None = None,
+        batches: Batches | None = None,
     ) -> None:
-        """`delete_work`: deletes a user's files, stored responses and batches; None: there are none."""
+        """`batches`: with files and stored responses; None: there are none."""
         self._keys, self._view, self._uploads = administration.keys, view, uploads
-        self._delete_work = delete_work
+        self._batches = batches
 
     @_operator_route(
         "GET",
@@ -93,6 +94,33 @@ class UsersApi:
         await self._view.catch_up()
         return await self._delete(identity.name, request.path_params["user"], identity.actor(request))
 
+    @_operator_route(
+        "POST",
+        f"{_OF_TENANT}/{{user}}/batches/cancel",
+        summary="Cancel all batches of a tenant's user.",
+        errors=("tenant_not_found", "batch_not_found", "registry_unavailable"),
+    )
+    async def cancel_batches(self, request: Request) -> BatchesCancelled:
+        """Also those that were made with a token, which stays valid for its batch."""
+        tenant = await named_tenant(request, self._view)
+        return await self._cancel_batches(tenant, request.path_params["user"])
+
+    @_own_route(
+        "POST",
+        f"{_OWN}/{{user}}/batches/cancel",
+        summary="Cancel all batches of a user of your tenant.",
+        errors=("batch_not_found", "registry_unavailable"),
+    )
+    async def cancel_batches_own(self, request: Request, identity: Identity) -> BatchesCancelled:
+        """Also those that were made with a token, which stays valid for its batch."""
+        return await self._cancel_batches(identity.name, request.path_params["user"])
+
+    async def _cancel_batches(self, tenant: str, user: str) -> BatchesCancelled:
+        num = 0 if self._batches is None else await self._batches.cancel_of_user(self._view.tenant(tenant), user)
+        if not num:
+            raise ApiError(404, "This user has no batch that has not ended.", param="user", code="batch_not_found")
+        return BatchesCancelled(user=user, num_batches=num)
+
     async def _list(self, request: Request, tenant: str) -> Response:
         wanted = page_request(request)
         limit, after = min(wanted.limit, _PAGE_SIZE), wanted.after or ""
@@ -109,12 +137,17 @@ class UsersApi:
         return await list_answer(shown, users[:limit], len(users) > limit)
 
     async def _delete(self, tenant: str, user: str, actor: Actor) -> Deleted:
-        """First the keys go, so that nothing further comes with them."""
-        keys = self._view.keys.keys_of_user(tenant, user) if user else ()
+        """First the keys go, so that nothing further comes with them, nor of what is under way."""
+        try:
+            check_user(user)
+        except AdapterInvalid as error:
+            raise NoSuchUser("there is no such user") from error
+        keys = self._view.keys.keys_of_user(tenant, user)
         private = partial(self._uploads.list_page, tenant, private_name(user, ""), sight=Sight(user))
-        is_known = bool(keys) or bool(await private(limit=1))
-        if not is_known and not (user and await self._deleted_work(tenant, user)):
-            raise NoSuchUser("there is no such user")
+        if not keys:  # nothing that is under way arrives after the look at what there is
+            await self._keys.delete_of_user(tenant, user, (), None)
+            if not await private(limit=1) and not await self._deleted_work(tenant, user):
+                raise NoSuchUser("there is no such user")
         num_keys = await self._keys.delete_of_user(tenant, user, [key_hash for key_hash, _ in keys], actor)
         num_adapters = 0
         while page := await private(limit=_PAGE_SIZE):
@@ -125,4 +158,4 @@ class UsersApi:
         return Deleted(id=user, object="user", num_keys=num_keys, num_adapters=num_adapters)
 
     async def _deleted_work(self, tenant: str, user: str) -> int:
-        return 0 if self._delete_work is None else await self._delete_work(self._view.tenant(tenant), user)
+        return 0 if self._batches is None else await self._batches.delete_of_user(self._view.tenant(tenant), user)

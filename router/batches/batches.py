@@ -116,6 +116,16 @@ class Batches:
                         num_deleted += 1
         return num_deleted
 
+    async def cancel_of_user(self, tenant: TenantRecord, user: str) -> int:
+        """Cancels a user's batches, and returns how many have not ended yet."""
+        num_cancelled = 0
+        for batch_id in await self.batches.queue(tenant.tenant_id):
+            batch = await self.batches.get(tenant.tenant_id, batch_id)
+            if batch is not None and batch.user == user:
+                batch = await self.batches.cancel(tenant.tenant_id, batch_id)
+                num_cancelled += batch is not None and not batch.has_ended
+        return num_cancelled
+
     def _runner(self, tenant_id: str, batch_id: str) -> BatchRunner:
         assert self._caller is not None
         return BatchRunner(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -59,7 +58,8 @@ class BatchesApi:
             created_at=now,
             expires_at=now + WINDOW_S,
         )
-        await self._batches.add(batch, kept_until=now + WINDOW_S + self._config.now.file_days * 86_400)
+        kept_until = now + WINDOW_S + self._config.now.file_days * 86_400
+        await self._batches.add(batch, kept_until, identity.last_event)
         self._wake()
         return shown_batch(batch)
 
@@ -93,13 +93,7 @@ class BatchesApi:
     async def cancel(self, request: Request, identity: Identity) -> Batch:
         """Lines that are under way are answered; no other is begun."""
         found = await self._find(request, identity)
-
-        def cancelling(batch: BatchRecord) -> BatchRecord:
-            if batch.has_ended or batch.status == "cancelling":
-                return batch
-            return structs.replace(batch, status="cancelling", cancelling_at=int(self._batches.clock()))
-
-        batch, _ = await self._batches.change(found.tenant_id, found.id, cancelling)
+        batch = await self._batches.cancel(found.tenant_id, found.id)
         if batch is None:
             raise _not_found()
         if batch.has_ended:

@@ -11,7 +11,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.errors import NoSuchFile, QuotaExceeded, RegistryFull, TenantGone
+from ...adapters.errors import CallerGone, NoSuchFile, QuotaExceeded, RegistryFull
 from ...adapters.registry.batches.file_registry import FileRegistry
 from ...adapters.registry.batches.records import FILE_PREFIX, FileRecord, new_id
 from ...adapters.registry.tenants.storage_bounds import storage_bounds
@@ -115,8 +115,9 @@ class FilesApi:
             )
             await asyncio.to_thread(self._store.keep, path, file)
         try:
-            await self._files.add(file, storage_bounds(identity.tenant, identity.key, identity.user))
-        except (TenantGone, QuotaExceeded, RegistryFull):  # after others it may be registered; if not, it is swept
+            bounds = storage_bounds(identity.tenant, identity.key, identity.user)
+            await self._files.add(file, bounds, identity.last_event)
+        except (CallerGone, QuotaExceeded, RegistryFull):  # after others it may be registered; if not, it is swept
             await asyncio.to_thread(self._store.delete, file.tenant_id, file.id)
             raise
         return file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from msgspec import structs
@@ -41,7 +42,7 @@ class LineAuthenticator:
         if identity.tenant.incarnation != batch.incarnation:
             raise unknown_key()
         background = structs.replace(identity.tenant, is_background=True)
-        return Identity(background, identity.key, identity.subject)
+        return replace(identity, tenant=background)
 
     def check_operator(self, request: Request) -> None:
         raise unknown_key()

@@ -53,7 +53,7 @@ class StoredResponses:
     async def check(self, identity: Identity, num_bytes: int) -> None:
         """Raises what `add` would raise now for a response to a conversation of this size."""
         with _as_api_errors():
-            await self._records.check(self._record(identity, "", num_bytes), _bounds(identity))
+            await self._records.check(self._record(identity, "", num_bytes), _bounds(identity), identity.last_event)
             await asyncio.to_thread(self._store.check_room, num_bytes)
 
     async def add(self, identity: Identity, response_id: str, conversation: bytes, response: bytes) -> None:
@@ -145,7 +145,7 @@ class StoredResponses:
     async def _add(self, identity: Identity, response_id: str, pieces: Sequence[bytes]) -> None:
         record = self._record(identity, response_id, sum(map(len, pieces)))
         with _as_api_errors():
-            await self._records.add(record, _bounds(identity))
+            await self._records.add(record, _bounds(identity), identity.last_event)
             try:
                 await asyncio.to_thread(self._store.write, record, pieces)
             except OSError:

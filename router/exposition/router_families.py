@@ -17,6 +17,16 @@ from ..metrics import LineResult, Metrics, PauseReason, QuotaCall
 from .families import Families
 
 BUILD_INFO: Final = ("motet_build_info", "1; the label is the version of motet.")
+WAITING_STARTS: Final = (
+    "motet_waiting_starts",
+    "Gangs and routers of this cluster that cannot start because the model, a volume or a secret is away; "
+    "`motet status` says what. They start by themselves when it is back.",
+)
+FAILED_STARTS: Final = (
+    "motet_failed_starts",
+    "Starts that have failed in the last ten minutes, if none of the kind has succeeded since; `motet status` says "
+    "why. Others begin without end, with pauses of up to a minute.",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,19 +102,13 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
 
 
 def _starts(metrics: Metrics, make: Families) -> Iterator[Metric]:
+    if metrics.starts is None:
+        return  # Redis, which has what is shown here, is away
     waiting = Counter((one.kind,) for one in metrics.starts if not one.has_failed)
     failed = Counter((one.kind,) for one in metrics.starts if one.has_failed)
     kinds = [(kind,) for kind in get_args(Kind)]
-    help_text = (
-        "Gangs and routers of this cluster that cannot start because the model, a volume or a secret is away; "
-        "`motet status` says what. They start by themselves when it is back."
-    )
-    yield make.gauges("motet_waiting_starts", help_text, ("kind",), [(kind, waiting[kind]) for kind in kinds])
-    help_text = (
-        "Starts that have failed in the last ten minutes, if none of the kind has succeeded since; `motet status` says "
-        "why. Others begin without end, with pauses of up to a minute."
-    )
-    yield make.gauges("motet_failed_starts", help_text, ("kind",), [(kind, failed[kind]) for kind in kinds])
+    yield make.gauges(*WAITING_STARTS, ("kind",), [(kind, waiting[kind]) for kind in kinds])
+    yield make.gauges(*FAILED_STARTS, ("kind",), [(kind, failed[kind]) for kind in kinds])
     help_text = (
         "1 if the application has its configuration before again because gangs of the newest one could not start, "
         "until it gets a new configuration."
@@ -116,10 +120,18 @@ def _serve(metrics: Metrics, make: Families) -> Iterator[Metric]:
     facts = metrics.serve
     if facts is None:
         return
-    yield make.gauge("motet_wanted_gangs", "Gangs that Ray Serve is to run, as it said last.", facts.num_wanted_gangs)
-    help_text = "1 if Serve's controller, which runs on the head, answered this router's last call."
+    help_text = (
+        "1 if Serve's controller, which runs on the head, answered this router's last call. While it does not, what "
+        "the controller says (gangs that it is to run, its status, a rollout) is left out."
+    )
     yield make.gauge("motet_head_connected", help_text, float(facts.is_head_connected))
-    help_text = "1; the label is the status of motet's application in Serve, as its controller said last."
+    if not facts.is_head_connected:
+        return
+    yield make.gauge("motet_wanted_gangs", "Gangs that Ray Serve is to run.", facts.num_wanted_gangs)
+    help_text = "Gangs that Serve runs at the least; motet_max_gangs where their number does not change by itself."
+    yield make.gauge("motet_min_gangs", help_text, facts.min_gangs)
+    yield make.gauge("motet_max_gangs", "Gangs that Serve may run at most, as configured.", facts.max_gangs)
+    help_text = "1; the label is the status of motet's application in Serve."
     yield make.gauges("motet_serve_status", help_text, ("status",), [((facts.status,), 1)])
     help_text = "For how long Serve has been deploying or replacing routers or gangs; 0: it does not."
     yield make.gauge("motet_rollout_seconds", help_text, facts.rollout_s)
@@ -201,7 +213,7 @@ def _uploads(metrics: Metrics, make: Families) -> Iterator[Metric]:
     yield make.histogram("motet_upload_seconds", help_text, metrics.upload_s)
     yield make.counter("motet_upload_bytes", "Bytes of adapters that were accepted.", metrics.num_upload_bytes)
     if metrics.store_free_bytes is not None:
-        help_text = "Free on the disk of the data folder, as of the last few minutes."
+        help_text = "Free on the disk of the data folder, as of the last half minute; left out while it cannot be read."
         yield make.gauge("motet_store_free_bytes", help_text, metrics.store_free_bytes)
     if metrics.sweep_tried_at is not None:
         help_text = (

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from ...adapters.errors import (
     AdapterError,
     AdapterInvalid,
+    CallerGone,
     FileInUse,
     NameTaken,
     NoSuchFile,
@@ -26,7 +27,6 @@ from ...adapters.errors import (
     RegistryUnavailable,
     TenantEnding,
     TenantExists,
-    TenantGone,
     TooManyKeys,
     UploadTooLarge,
     UploadUnchecked,
@@ -114,7 +114,7 @@ def model_not_found(model: str) -> ApiError:
 
 
 def unknown_key() -> ApiError:
-    """401: the same for keys that never existed, that were revoked, and whose tenant was deleted."""
+    """401: the same for keys that never existed, that were revoked, and whose tenant or user was deleted."""
     return ApiError(401, "Incorrect API key provided.", code="invalid_api_key", headers=BEARER_CHALLENGE)
 
 
@@ -140,7 +140,7 @@ def from_adapter_error(error: AdapterError) -> ApiError | None:
     match error:
         case AdapterInvalid():
             return ApiError(400, message, code="invalid_value")
-        case TenantGone():
+        case CallerGone():
             return unknown_key()
         case NoSuchName():
             return ApiError(404, message, param="name", code="adapter_not_found")

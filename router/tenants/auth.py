@@ -95,7 +95,7 @@ def admitted(
     if scope not in key.scopes:
         what = "token" if subject else "API key"
         raise ApiError(403, f"This {what} lacks the scope {scope}.", code="missing_scope")
-    return Identity(tenant, key, subject)
+    return Identity(tenant, key, subject, view.last_event)
 
 
 def _digest(key: str) -> bytes:

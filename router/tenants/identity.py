@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from ...adapters.registry.tenants.audit_entry import Actor, AuditEntry
-from ...adapters.registry.tenants.records import KeyRecord, TenantRecord
+from ...adapters.registry.tenants.records import Admission, KeyRecord, TenantRecord
 from ...adapters.sight import Sight
 from ..access.request_record import record_of
 
@@ -17,6 +17,7 @@ class Identity:
     tenant: TenantRecord
     key: KeyRecord  # of a token: what it allows
     subject: str = ""  # whom the issuer of a token means; empty: it is a key
+    last_event: int = 0  # of the registry, that the router had when it admitted the request
 
     @property
     def name(self) -> str:
@@ -27,6 +28,11 @@ class Identity:
     def user(self) -> str:
         """The tenant's user; empty: the key belongs to no user."""
         return self.key.user
+
+    @property
+    def admission(self) -> Admission:
+        """For the request's writes."""
+        return Admission(incarnation=self.tenant.incarnation, last_event=self.last_event)
 
     @property
     def is_admin(self) -> bool:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.base_names import BaseNames
-from ...adapters.errors import AdapterInvalid, NoSuchName, VersionRefused
+from ...adapters.errors import AdapterInvalid, CallerGone, NoSuchName, VersionRefused
 from ...adapters.registry.tenants.storage_bounds import storage_bounds
 from ...adapters.registry.versions.name_state import VersionNote
 from ...adapters.sight import owner_of
@@ -182,21 +182,27 @@ class AdaptersApi:
                 if others and self._config.now.adapter_base == "match":
                     raise AdapterInvalid(others[0])
 
-            adapter, created = await self._uploads.upload(
-                identity.name,
-                name,
-                form.config,
-                tensors_path,
-                response_template=form.response_template,
-                activate=form.activate,
-                must_be_new=form.must_be_new,
-                note=VersionNote(form.note, identity.key.key_id, user),
-                incarnation=identity.tenant.incarnation,
-                entry=identity.entry(request, "adapter.upload", name),
-                bounds=storage_bounds(identity.tenant, identity.key, user),
-                take_room=room.pack,
-                check_base=check_base,
-            )
+            try:
+                adapter, created = await self._uploads.upload(
+                    identity.name,
+                    name,
+                    form.config,
+                    tensors_path,
+                    response_template=form.response_template,
+                    activate=form.activate,
+                    must_be_new=form.must_be_new,
+                    note=VersionNote(form.note, identity.key.key_id, user),
+                    admission=identity.admission,
+                    entry=identity.entry(request, "adapter.upload", name),
+                    bounds=storage_bounds(identity.tenant, identity.key, user),
+                    take_room=room.pack,
+                    check_base=check_base,
+                )
+            except CallerGone as error:
+                if user == identity.user:
+                    raise
+                message = f"the user {user} was deleted meanwhile: upload it again if it is for the next one"
+                raise AdapterInvalid(message) from error
         return adapter, created, (*warnings, *others)
 
     @route(

@@ -139,7 +139,7 @@ async def change_name(
     name: str = request.path_params["name"]
     entry = identity.entry(request, action, name)
     state = await uploads.change(
-        identity.name, name, change, entry, identity.tenant.incarnation, max_pinned_bytes, identity.sight
+        identity.name, name, change, entry, identity.admission, max_pinned_bytes, identity.sight
     )
     record_of(request.scope).model = state.current.name
     return state

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.errors import TenantGone, VersionRefused
+from motet.adapters.errors import CallerGone, VersionRefused
 from motet.adapters.registry import canary_counts
 from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_keys import CANARIES, PREFIX, TENANTS
+from motet.adapters.registry.tenants.records import Admission
 from motet.adapters.registry.versions import name_state
 from motet.adapters.registry.versions.canary_policy import counts_still
+from motet.adapters.registry.versions.name_state import NameState
 from motet.adapters.registry.versions.rollout import MAX_CANARIES
 
 
@@ -130,8 +132,10 @@ async def test_who_was_deleted_changes_nothing_of_the_next_tenant_s(redis_client
     facts = {"digest": f"{1:064x}", "module_ranks": {"q_proj": 8}, "num_bytes": 1000}
     await registry.names.register("acme", "x", **facts)  # type: ignore[arg-type]
     await redis_client.hset(TENANTS, "acme", '{"name": "acme", "num_ended": 1}')
-    with pytest.raises(TenantGone):
-        await registry.names.change(
-            "acme", "x", lambda state, _: name_state.with_note(state, "1", "mine"), incarnation=0
-        )
-    await registry.names.change("acme", "x", lambda state, _: name_state.with_note(state, "1", "mine"), incarnation=1)
+
+    def with_note(state: NameState, now: float) -> NameState:
+        return name_state.with_note(state, "1", "mine")
+
+    with pytest.raises(CallerGone):
+        await registry.names.change("acme", "x", with_note, admission=Admission(incarnation=0, last_event=1))
+    await registry.names.change("acme", "x", with_note, admission=Admission(incarnation=1, last_event=1))

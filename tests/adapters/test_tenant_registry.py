@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.errors import AdapterInvalid, KeyTaken, NoSuchKey, TenantEnding, TenantExists, TenantGone
+from motet.adapters.errors import AdapterInvalid, CallerGone, KeyTaken, NoSuchKey, TenantEnding, TenantExists
 from motet.adapters.registry.administration.audit_log import AuditLog
 from motet.adapters.registry.administration.key_registry import KEY_PREFIX, KeyRegistry
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
@@ -17,7 +17,7 @@ from motet.adapters.registry.registry import Registry, hash_key
 from motet.adapters.registry.registry_keys import ADAPTERS, API_KEYS, LAUNCH_KEYS, NAMES, PREFIX
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.audit_entry import Actor, AuditEntry, WrittenEntry
-from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
+from motet.adapters.registry.tenants.records import Admission, KeyRecord, Quota, TenantRecord
 from motet.tests.rigs.given_keys import tenant_of_key
 
 OPERATOR = Actor(kind="operator", request_id="req-1")
@@ -180,14 +180,14 @@ async def test_a_deleted_tenant_leaves_nothing(
 
 async def test_an_upload_of_a_deleted_tenant_belongs_to_none(tenants: TenantRegistry, registry: Registry) -> None:
     await tenants.create(TenantRecord(name="acme"), OPERATOR)
-    await register(registry, "acme", "before", incarnation=0)
+    await register(registry, "acme", "before", admission=Admission(incarnation=0, last_event=0))
     await tenants.delete("acme", OPERATOR)
-    with pytest.raises(TenantGone):
-        await register(registry, "acme", "late", incarnation=0)
+    with pytest.raises(CallerGone):
+        await register(registry, "acme", "late", admission=Admission(incarnation=0, last_event=0))
     await tenants.create(TenantRecord(name="acme"), OPERATOR)
-    with pytest.raises(TenantGone):
-        await register(registry, "acme", "late", incarnation=0)
-    await register(registry, "acme", "own", incarnation=1)
+    with pytest.raises(CallerGone):
+        await register(registry, "acme", "late", admission=Admission(incarnation=0, last_event=0))
+    await register(registry, "acme", "own", admission=Admission(incarnation=1, last_event=0))
     assert [adapter.name for adapter in await registry.list_adapters("acme")] == ["own"]
 
 

@@ -156,6 +156,7 @@ FOLDER = FolderFacts(path="/data", free_bytes=50 * GIB, total_bytes=100 * GIB, l
         (replace(FOLDER, problem="Permission denied"), "error", "cannot be used: Permission denied"),
         (replace(FOLDER, free_bytes=GIB - 1), "error", "free of 100 GiB"),
         (replace(FOLDER, free_bytes=5 * GIB), "warning", "5 GiB free"),
+        (replace(FOLDER, free_bytes=0, is_full=True), "error", "no more can be written: /data has 0 B free"),
         (replace(FOLDER, locks_hold=False), "error", "does not keep a second process out"),
         (replace(FOLDER, locks_hold=None), "error", "refuses locks"),
         (replace(FOLDER, replaces=False), "error", "does not replace a file in one step"),

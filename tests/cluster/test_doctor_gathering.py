@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import ray
 
 from motet.cluster.doctor import examination
 from motet.cluster.doctor.finding import ok
+from motet.cluster.doctor.node_facts import Expectations, Questions, check_node, gather_node
 from motet.cluster.doctor.redis import check_redis, gather_redis
 from motet.cluster.doctor.secrets_folder import redis_url_in
 from motet.cluster.doctor.shared_folder import hold_lock, is_locked_out, remove_trial
@@ -43,6 +45,24 @@ def test_nodes_lock_where_the_data_folder_is_or_will_be(tmp_path: Path, is_made:
     remove_trial(data_dir, "trial")
     assert not [*tmp_path.rglob(".motet-doctor*")]
     assert data_dir.exists() == is_made
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_the_first_finding_and_no_fault_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(*_given: Any, **_options: Any) -> int:
+        raise OSError(number, "full")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    questions = Questions(data_dir=tmp_path, redis_url="redis://127.0.0.1:1")  # where nothing listens
+    facts = gather_node(questions)
+    expected = Expectations(
+        limits=None, pool_bytes=0, tensor_parallel=1, computes_on_cpu=True, object_store_bytes=1 << 20
+    )
+    first = next(one for one in check_node(facts, expected) if one.level == "error")
+    assert (first.check, facts.folder.problem) == ("data folder", "")
+    assert "no more can be written" in first.found and "make room" in first.do
 
 
 def test_a_controller_that_hangs_is_a_finding_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,9 @@ def test_it_is_ready_once_a_router_itself_is_reached(tmp_path: Path, router_port
     with edge_front(tmp_path, edge_limits(), router_port if has_router else None, fallback_port=router_port) as port:
         assert raw_answer(port, GET + b"\r\n")[0] == 200
         answer = raw_answer(port, get("/ready"))
-        assert raw_answer(port, get("/ready/"))[0] == answer[0]
+        for path in ("/ready/", "/health", "/status", "/metrics", "/metrics/targets", "/v1/models", "/v1/models/a"):
+            with_key = GET.replace(b"/ ", path.encode() + b" ", 1) + b"\r\n"
+            assert raw_answer(port, with_key)[0] == answer[0], path
         post = GET.replace(b"GET", b"POST")
         # Serve's proxy would hold all of it before a router has seen its key.
         long = raw_answer(port, post + b"Content-Length: 100000\r\n\r\n" + b"x" * 100_000)

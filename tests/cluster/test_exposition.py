@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,18 @@ from motet.tests.rigs.quota_rig import until
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.requested_adapters import RequestedAdapters
+from motet.workers.leader.residency import Residency
 from motet.workers.wire.engine_load import EngineCounters, EngineGauges, EngineLoad
-from motet.workers.wire.messages import AdapterRef, Cancel, Pinned, SamplingParams, SequenceRequest, Submit
+from motet.workers.wire.fair_shares import TenantShare
+from motet.workers.wire.messages import (
+    AdapterRef,
+    Cancel,
+    Pinned,
+    ResidencyChange,
+    SamplingParams,
+    SequenceRequest,
+    Submit,
+)
 from motet.workers.wire.short_digest import short_digest
 
 KEY = {"Authorization": "Bearer secret"}
@@ -440,3 +450,60 @@ def test_of_too_many_those_requested_last_are_reported() -> None:
     found = loaded_adapters(requested, in_pool, {short_digest(digest) for digest in requested.names}, set())
     newest_hosted = [f"name-{4 * MOST_LISTED - 1 - i}" for i in range(MOST_LISTED - 100)]
     assert [adapter.adapter_name for adapter in found] == [*(f"name-{99 - i}" for i in range(100)), *newest_hosted]
+
+
+def facts_of(shares: Sequence[TenantShare], names: dict[str, str], residency: Residency) -> GangFacts:
+    requested = RequestedAdapters()
+    requested.names = names
+    return GangFacts(
+        EngineLoad(),
+        {},
+        num_routers=0,
+        num_orphans=0,
+        requested=requested,
+        resident=frozenset(),
+        hosted=frozenset(),
+        pinned=frozenset(),
+        shares=shares,
+        num_loads=residency.num_loads,
+        num_evictions=residency.num_evictions,
+    )
+
+
+def top(facts: GangFacts, name: str) -> dict[str, float]:
+    """Of each label, without the counters' `_created`."""
+    metric = next(one for one in GangMetrics(INFO, "llama").families(facts) if one.name == f"motet_engine_top_{name}")
+    return {next(reversed(one.labels.values())): one.value for one in metric.samples}
+
+
+def test_of_ten_thousand_tenants_those_with_most_are_named() -> None:
+    """Those that are served now first, so that a new one shows beside those of last month."""
+    shares = [TenantShare(f"idle-{n}", 0.0, 0, 0, 0, served=1e9 + n) for n in range(10_000)]
+    shares += [TenantShare(f"busy-{n}", 0.0, 1, n, 0, served=float(n)) for n in range(30)]
+    facts = facts_of(shares, {}, Residency())
+    busiest = {f"busy-{n}" for n in range(10, 30)}
+    assert set(top(facts, "tenant_service")) == busiest
+    assert top(facts, "tenant_waiting") == {f"busy-{n}": n for n in range(10, 30)}
+    few = facts_of([*shares[:1000], *shares[-5:]], {}, Residency())
+    assert len(top(few, "tenant_service")) == 20 and top(few, "tenant_service")["idle-999"] == 1e9 + 999
+
+
+def test_loads_and_evictions_are_counted_by_the_names_that_clients_use() -> None:
+    residency = Residency()
+    for number in range(40):
+        for _ in range(number):
+            residency.apply(ResidencyChange(came=[f"d{number}"]))
+            residency.apply(ResidencyChange(went=[f"d{number}"]))
+    residency.apply(ResidencyChange(came=["private"] * 100 + ["d39", "same"]))
+    facts = facts_of([], {"same": "a39", **{f"d{number}": f"a{number}" for number in range(40)}}, residency)
+    loads, evictions = top(facts, "adapter_loads"), top(facts, "adapter_evictions")
+    assert loads.pop("a39") == 41 and evictions.pop("a39") == 39
+    assert loads == evictions == {f"a{number}": number for number in range(20, 39)}
+
+
+def test_a_million_adapters_are_not_all_counted() -> None:
+    residency = Residency()
+    for number in range(20_000):
+        residency.apply(ResidencyChange(came=[f"d{number}", "often"], went=[f"d{number - 1}"]))
+    assert len(residency.num_loads) <= 4096 and len(residency.num_evictions) <= 4096
+    assert residency.num_loads["often"] == 20_000

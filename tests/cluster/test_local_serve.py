@@ -85,23 +85,28 @@ def test_the_environment_is_put_back(tmp_path: Path) -> None:
 def test_sockets_of_a_session_have_paths_that_the_kernel_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """However long TMPDIR is. The longest is Ray's, whose own names are made here."""
+    """However long TMPDIR is. The longest are Ray's, whose own names are made here, and HAProxy's."""
     names = [f"{ray_constants.SESSION_LATEST.removesuffix('latest')}2026-11-25_04-34-09_123456_4194304", "sockets"]
-    for parent, is_short in ((Path("/tmp"), True), (tmp_path / ("long" * 30), False)):
+    limit, middling = Path("/tmp") / secrets.token_hex(2)[:-1], Path("/tmp") / secrets.token_hex(7)
+    for parent, is_short in ((limit, True), (middling, False), (tmp_path / ("long" * 30), False)):
+        caplog.clear()
         parent.mkdir(exist_ok=True)
         monkeypatch.setattr(tempfile, "tempdir", str(parent))
         folder = make_session_folder()
         try:
             assert (folder.parent == parent) == is_short
             assert ("is too long for the paths of sockets" in caplog.text) == (not is_short)
-            for socket_path in (folder / "ray" / "/".join(names) / "plasma_store", folder / "a.sock.1234567.tmp"):
+            haproxys = folder / "haproxy" / ray.NodeID.from_random().hex() / "a.sock.1234567.tmp"
+            for socket_path in (folder / "ray" / "/".join(names) / "plasma_store", haproxys):
                 socket_path.parent.mkdir(parents=True, exist_ok=True)
                 with socket.socket(socket.AF_UNIX) as one:
                     one.bind(str(socket_path))
         finally:
             shutil.rmtree(folder)
+            if parent.parent == Path("/tmp"):
+                parent.rmdir()
     monkeypatch.setattr(local_serve, "SHORT_PARENT", tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"TMPDIR = .*at most 24 bytes"):
+    with pytest.raises(ConfigError, match=r"TMPDIR = .*at most 10 bytes"):
         make_session_folder()
     assert not list(parent.iterdir())
 
@@ -194,6 +199,23 @@ def test_a_start_of_ray_that_cannot_be_is_given_up_and_says_what_was_waited_for(
     with pytest.raises(ServeNotStarted, match=said):
         start_serve(tmp_path, 18000, 1)
     assert stand_in.num_starts == NUM_START_ATTEMPTS
+    stand_in.close()
+
+
+def test_an_alert_of_haproxy_is_quoted_and_not_put_down_to_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = "config : parsing [/tmp/h/haproxy.cfg:8] : "
+    error = RuntimeError(
+        "HAProxy crashed during startup:\n"
+        "[WARNING]  (7) : config : parsing [/tmp/h/haproxy.cfg:7] : a rule.\n"
+        f"[ALERT]    (7) : {place}{place.removeprefix('config : ')}'stats socket' : path 'a.sock' too long (max 97)\n"
+        "[ALERT]    (7) : config : Fatal errors found in configuration.\n"
+    )
+    stand_in = StandInRay(monkeypatch, error, 100)
+    said = r" times in \d+ s: HAProxy: 'stats socket' : path 'a\.sock' too long \(max 97\)$"
+    with pytest.raises(ServeNotStarted, match=said):
+        start_serve(tmp_path, 18000, 1)
     stand_in.close()
 
 

@@ -206,6 +206,11 @@ def test_the_command(tmp_path: Path) -> None:
     first = found["plans"][0]
     assert first["devices"] == first["gangs"] * first["degree"] == sum(len(p["devices"]) for p in first["places"])
     assert first["price_of_million_answer_tokens"] == min(p["price_of_million_answer_tokens"] for p in found["plans"])
+    efficiencies = {p["device"]: p["efficiency"] for p in found["plans"]}
+    assert efficiencies == {"H100 SXM": 0.6, "A100 SXM 80GB": 0.5}  # measured, and assumed
+    assert f"an efficiency of {first['efficiency']}" in ran.output
+    given = CliRunner().invoke(main, ["plan", str(model), *options_, "--json", "--efficiency", "0.7"])
+    assert {p["efficiency"] for p in json.loads(given.output)["plans"]} == {0.7}
     parser = _Page()
     parser.feed(page.read_text())
     assert parser.open == [] and parser.num_pictures == 4 and "&lt;3&gt;" in page.read_text()

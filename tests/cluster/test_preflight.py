@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+import tempfile
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -33,6 +36,23 @@ def config(tmp_path: Path, model_path: Path = BASE, **given: Any) -> MotetConfig
 
 def test_good_settings_need_no_words(tmp_path: Path) -> None:
     assert check_settings(config(tmp_path)) == []
+
+
+def test_a_disk_with_few_free_bytes_is_said_before_the_start(tmp_path: Path) -> None:
+    (warning,) = check_settings(config(tmp_path, min_free_bytes=1 << 60))
+    assert "less than --min-free-bytes" in warning
+
+
+def test_a_data_folder_on_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty file can still be made there."""
+
+    class Full(BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: Full())
+    with pytest.raises(ConfigError, match=r"--data-dir.*No space left on device"):
+        check_data_dir(tmp_path)
 
 
 @pytest.mark.parametrize(("pool_bytes", "reason"), [(1, "one page"), (1 << 60, "of memory")])

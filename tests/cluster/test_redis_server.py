@@ -15,14 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 from redis import Redis
-from redis.exceptions import AuthenticationError
+from redis.backoff import ConstantBackoff
+from redis.exceptions import AuthenticationError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.retry import Retry
 
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.registry import Registry, connect
+from motet.cluster.registry_server import redis_server
 from motet.cluster.registry_server.redis_binary import find_redis_binary
 from motet.cluster.registry_server.redis_server import RedisServer, RedisServerError
 from motet.tests.rigs.patience import PATIENCE_S, eventually
+from motet.tests.rigs.small_disk import fill, small_disk
 
 MakeServer = Callable[[Path], RedisServer]
 
@@ -295,3 +299,32 @@ def test_takes_the_bundled_server_and_else_one_on_the_path_that_is_new_enough(
     assert find_redis_binary() == folder / "redis-server"
     fake_server(folder, "valkey-server", "8.1.1")
     assert find_redis_binary() == folder / "valkey-server"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk") as folder:
+        yield folder
+
+
+def test_a_full_disk_does_not_keep_it_away(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_server, "_RESERVE_LOOK_S", 0.05)
+    server = RedisServer(disk / "redis", reserve_bytes=4 << 20)
+    url = server.start()
+    reserve = disk / "redis" / "reserve"
+    try:
+        eventually(lambda: reserve.exists() and reserve.stat().st_size == 4 << 20)
+        other, first_pid = fill(disk), server.pid
+        retry = Retry(ConstantBackoff(0.05), 200, (RedisError,))
+        with Redis.from_url(url, retry=retry, single_connection_client=False) as client:
+            for number in range(2000):
+                client.set(f"key{number}", bytes(500))
+            assert server.pid != first_pid and not reserve.exists()
+            assert client.dbsize() == 2000
+            assert client.config_get("auto-aof-rewrite-percentage") == {"auto-aof-rewrite-percentage": "0"}
+            other.unlink()
+            eventually(reserve.exists)
+            eventually(lambda: client.config_get("auto-aof-rewrite-percentage").popitem()[1] == "100")
+            assert client.dbsize() == 2000
+    finally:
+        server.stop()

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from motet.adapters.errors import RegistryUnavailable
@@ -17,8 +18,10 @@ from motet.adapters.registry.registry import connect
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.starts import KEPT_S, Kind, StartReport, Starts
 from motet.cluster.application.model_source import ModelUnavailable
-from motet.cluster.config import MotetConfig
+from motet.cluster.config import MotetConfig, part_config
 from motet.cluster.edge.serve_variables import LASTING_STARTS
+from motet.cluster.exposition.exposition_config import ExpositionConfig
+from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.launch_secrets import LaunchSecrets
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.cluster.replicas import gang, ingress
@@ -27,7 +30,10 @@ from motet.cluster.replicas.ingress import RouterReplica
 from motet.cluster.replicas.launch_keeper import LaunchKeeper
 from motet.cluster.replicas.replica_start import MAX_FAILED_STARTS, ReplicaStart
 from motet.cluster.replicas.running_parts import RunningParts
+from motet.cluster.replicas.start_page import StartPage
 from motet.cluster.settings.config_error import ConfigError
+from motet.tests.rigs.part_configs import DEFAULTS
+from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.ray_nodes import DEMO
 
 SECRETS = LaunchSecrets(redis_url="redis://127.0.0.1:1")
@@ -98,7 +104,7 @@ def a_start(sleep: Sleeps, kind: Kind = "gang", replica: str = "r1", **more: Any
 
 async def build(start: ReplicaStart, redis_url: str) -> None:
     async with start:
-        start.redis_url = redis_url
+        start.secrets = LaunchSecrets(redis_url=redis_url)
         raise MemoryError("the GPU is full")
 
 
@@ -165,7 +171,7 @@ async def test_a_waiting_start_reports_what_it_waits_for(server: str, tmp_path: 
         return "there"
 
     start = ReplicaStart("gang", "r1", "cluster-1", sleep=look)
-    start.redis_url = server
+    start.secrets = LaunchSecrets(redis_url=server)
     assert await start.until("the model", ask) == "there"
     assert len(seen) == 2
     for reports in seen:
@@ -176,6 +182,37 @@ async def test_a_waiting_start_reports_what_it_waits_for(server: str, tmp_path: 
     assert await reported_in(server) == []
 
 
+async def page_at(port: int) -> str:
+    """Of the node, with the operators' key; empty: there is none."""
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client:
+            headers = {"Authorization": "Bearer secret"}
+            return (await client.get(f"http://127.0.0.1:{port}/metrics", headers=headers)).raise_for_status().text
+    except httpx.TransportError:
+        return ""
+
+
+async def test_a_node_shows_a_start_that_waits_and_one_that_has_failed_without_redis_or_router() -> None:
+    (port,), pages = free_ports(1), list[str]()
+    config = part_config(ExpositionConfig, DEFAULTS, name="llama", metrics_port=port, metrics_access="operators")
+
+    async def look(seconds: float) -> None:
+        pages.append(await page_at(port))
+
+    start = ReplicaStart("router", "r1", "cluster-1", sleep=look, page=StartPage(config, "router", "r1", "127.0.0.1"))
+    start.secrets = LaunchSecrets(redis_url="redis://127.0.0.1:1", operator_key="secret")
+    assert await start.until("Redis", Requested(num_failures=2)) == "the answer"
+    labels = 'base="llama",kind="router",start="r1"'
+    assert len(pages) == 2
+    for page in pages:
+        assert f"motet_waiting_starts{{{labels}}} 1.0" in page and f"motet_failed_starts{{{labels}}} 0.0" in page
+        assert 'motet_process_up{process="router"' not in page  # which would keep MotetNoRouter silent
+    assert await page_at(port) == ""
+    await start.failed(MemoryError("the GPU is full"))
+    assert f"motet_waiting_starts{{{labels}}} 0.0" in pages[-1] and f"motet_failed_starts{{{labels}}} 1.0" in pages[-1]
+    assert await page_at(port) == ""
+
+
 async def test_failed_starts_pause_longer_and_longer_until_one_succeeds(server: str) -> None:
     sleep = Sleeps()
     for number in range(8):
@@ -184,12 +221,12 @@ async def test_failed_starts_pause_longer_and_longer_until_one_succeeds(server: 
             await build(start, server)
     assert sleep.seconds == [1, 2, 4, 8, 16, 32, 60, 60]
     router = a_start(sleep, "router", "r9")
-    router.redis_url = server
+    router.secrets = LaunchSecrets(redis_url=server)
     await router.failed(OSError("it has a count of its own"))
     assert sleep.seconds[-1] == 1
     assert [one.reason for one in await reported_in(server)].count("the GPU is full") == 8
     last = a_start(sleep, replica="r8")
-    last.redis_url = server
+    last.secrets = LaunchSecrets(redis_url=server)
     await last.succeeded()
     assert [one.kind for one in await reported_in(server)] == ["router"]
     assert await reported_in(server, lambda: time.time() + KEPT_S) == []
@@ -206,7 +243,7 @@ async def test_a_failure_is_raised_after_a_pause_where_it_cannot_be_reported(url
 
 async def test_a_success_is_one_where_it_cannot_be_reported() -> None:
     start = a_start(Sleeps())
-    start.redis_url = "redis://127.0.0.1:1"
+    start.secrets = LaunchSecrets(redis_url="redis://127.0.0.1:1")
     await start.succeeded()
 
 

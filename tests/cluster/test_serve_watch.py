@@ -48,9 +48,10 @@ async def test_wanted_gangs_and_their_bound_follow_serve() -> None:
     controller = Controller()
     facts = await controller.look()
     assert (facts.status, facts.num_wanted_gangs, facts.max_gangs, facts.rollout_s) == ("RUNNING", 2, 2, 0)
+    assert facts.min_gangs == 2  # a number that nothing scales
     controller.answer = details("RUNNING", 3, {"min_replicas": 2, "max_replicas": 12})
     facts = await controller.look()
-    assert (facts.num_wanted_gangs, facts.max_gangs) == (3, 12)
+    assert (facts.num_wanted_gangs, facts.min_gangs, facts.max_gangs) == (3, 2, 12)
 
 
 async def test_a_rollout_lasts_until_serve_runs_again() -> None:

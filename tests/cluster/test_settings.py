@@ -292,6 +292,21 @@ def test_plain_values_become_settings() -> None:
     assert Settings.of(**msgspec.to_builtins({name: made.value(name) for name in values})) == made
 
 
+def test_commas_between_elements_may_be_a_list() -> None:
+    """As people write it in YAML and TOML. Of every setting that has commas between its elements."""
+    listed = {field.name: field for field in fields_of(Settings) if "with commas between them" in field.accepted}
+    assert len(listed) == 6
+    for field in listed.values():
+        with pytest.raises(ConfigError):
+            field.converted([1])
+    issuers = ["https://a.example.com", "https://b.example.com"]
+    assert listed["oidc_issuers"].converted(issuers) == ",".join(issuers)
+    assert listed["trusted_proxies"].converted(["10.0.0.0/8"]) == listed["trusted_proxies"].converted("10.0.0.0/8")
+    assert listed["oidc_issuers"].converted([]) == ""
+    with pytest.raises(ConfigError, match="http://a"):
+        listed["oidc_issuers"].converted(["https://b.example.com", "http://a"])
+
+
 def test_settings_are_read_without_torch() -> None:
     lines = (
         "import sys",

@@ -132,6 +132,10 @@ async def test_users_at_the_command_line(redis_client: Redis, tmp_path: Path) ->
         assert "~ann" not in await done("adapters", "list", key=ann)
         assert "adapters=1" in await done("tenants", "set", "acme", "--user-quota", "adapters=1")
         assert "bob" in await done("users", "list", "acme")
+        environment = {"MOTET_URL": url, "MOTET_OPERATOR_KEY": OPERATOR_KEY}
+        cancel = ["users", "cancel-batches", "acme", "bob"]
+        idle = await asyncio.to_thread(CliRunner().invoke, main, cancel, env=environment)
+        assert idle.exit_code == 1 and "no batch that has not ended" in idle.output
         assert "deleted bob, 1 keys and 0 adapters" in await done("users", "delete", "acme", "bob", "--yes")
         assert [one["name"] for one in json.loads(await done("users", "list", "acme", "--json"))] == ["ann"]
 

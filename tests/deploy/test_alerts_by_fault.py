@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.starts import Starts
+from motet.cluster.launch_secrets import LaunchSecrets
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.cluster.replicas.replica_start import ReplicaStart
 from motet.router.text.text import TextService
@@ -163,7 +164,7 @@ async def test_gangs_that_cannot_start(rig: RouterRig, tmp_path: Path, waits: bo
 
     async def cannot() -> None:
         start = ReplicaStart("gang", "r1", CLUSTER, sleep=sleep)
-        start.redis_url = url
+        start.secrets = LaunchSecrets(redis_url=url)
 
         async def ask() -> None:
             raise OSError("the volume is away")
@@ -176,7 +177,7 @@ async def test_gangs_that_cannot_start(rig: RouterRig, tmp_path: Path, waits: bo
 
         with pytest.raises((SeenError, MemoryError)):
             await begin()
-        assert [report.has_failed for report in rig.metrics.starts] == [not waits]
+        assert [report.has_failed for report in rig.metrics.starts or ()] == [not waits]
 
     try:
         await check("MotetCannotStart", rig, tmp_path, cannot)

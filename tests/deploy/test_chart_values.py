@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from motet.cluster.manifests.file_problems import file_problems
 from motet.cluster.manifests.serve_config import arguments, serve_config
 from motet.tests.rigs.kube_tools import CHART, NO_PROXY, Manifest, run_tool, templated
 from motet.tests.rigs.manifest_checks import problems
@@ -17,6 +18,13 @@ GPU_NODES = {"nodes": "gpu"}
 AFFINITY: dict[str, Any] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
 TOLERATION = {"key": "routers", "operator": "Exists", "effect": "NoSchedule"}
 TOKEN = {"secretKeyRef": {"name": "hub", "key": "token"}}
+DIGEST = "sha256:" + "0f" * 32
+SPREAD = {
+    "maxSkew": 1,
+    "topologyKey": "rack",
+    "whenUnsatisfiable": "DoNotSchedule",
+    "labelSelector": {"matchLabels": {"app.kubernetes.io/name": "motet"}},
+}
 CACHE = {"name": "big", "emptyDir": {"sizeLimit": "1Ti"}}
 
 
@@ -46,6 +54,11 @@ class Made:
 
     def spec(self, group: str) -> Any:
         return self.pod(group)["spec"]
+
+    def volumes_of(self, name: str, group: str) -> Any:
+        """Of a group's pods, of a RayService of this name."""
+        groups = self.one("RayService", name)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+        return next(one["template"]["spec"]["volumes"] for one in groups if one["groupName"] == group)
 
     def ray(self, group: str) -> Any:
         return self.spec(group)["containers"][0]
@@ -116,6 +129,93 @@ ORDINARY: dict[str, tuple[dict[str, Any], Check]] = {
     "a variable from a secret": (
         {"environment": {"HF_TOKEN": TOKEN}},
         lambda made: each(*(made.environment(group)["HF_TOKEN"] == TOKEN for group in ("head", "routers", "gangs"))),
+    ),
+    "a variable from a secret, in full": (
+        {"environment": {"HF_TOKEN": {"valueFrom": TOKEN}}},
+        lambda made: each(*(made.environment(group)["HF_TOKEN"] == TOKEN for group in ("head", "routers", "gangs"))),
+    ),
+    "images by digest": (
+        {"image": {"repository": "r/motet", "digest": DIGEST}, "head": {"image": {"repository": "r/head"}}},
+        lambda made: each(
+            made.ray("gangs")["image"] == made.ray("routers")["image"] == f"r/motet@{DIGEST}",
+            made.ray("head")["image"] == "r/head:0.1.0",
+        ),
+    ),
+    "a head by digest": (
+        {"head": {"image": {"digest": DIGEST}}},
+        lambda made: each(
+            made.ray("head")["image"] == f"motet-cpu@{DIGEST}", made.ray("gangs")["image"] == "motet-cpu:0.1.0"
+        ),
+    ),
+    "networks of a load balancer": (
+        {"service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["192.0.2.0/24"]}},
+        lambda made: each(made.one("Service")["spec"]["loadBalancerSourceRanges"] == ["192.0.2.0/24"]),
+    ),
+    "labels of pods": (
+        {"podLabels": {"team": "a"}, "gangs": {"labels": {"cost": "gpu"}}, "redis": {"labels": {"cost": "disk"}}},
+        lambda made: each(
+            made.pod("gangs")["metadata"]["labels"]["cost"] == "gpu",
+            made.one("StatefulSet", "motet-redis")["spec"]["template"]["metadata"]["labels"]["cost"] == "disk",
+            "cost" not in made.pod("routers")["metadata"]["labels"],
+            all(made.pod(group)["metadata"]["labels"]["team"] == "a" for group in ("head", "routers", "gangs")),
+            made.pod("gangs")["metadata"]["labels"]["app.kubernetes.io/component"] == "gang",
+            "team" not in made.one("Service")["spec"]["selector"],
+        ),
+    ),
+    "another name": (
+        {"fullnameOverride": "voices", "headRecovery": True},
+        lambda made: each(
+            made.one("RayService", "voices")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]["redisAddress"]
+            == "redis://voices-redis:6379",
+            all(one["metadata"]["name"].startswith("voices") for one in made.manifests),
+            made.names("PersistentVolumeClaim") == {"voices-store", "voices-models"},
+            {"voices-store", "voices-models"}
+            < {one.get("persistentVolumeClaim", {}).get("claimName") for one in made.volumes_of("voices", "routers")},
+            made.names("ServiceAccount") == {"voices", "voices-head"},
+        ),
+    ),
+    "containers that end before Ray starts": (
+        {
+            "initContainers": [{"name": "all", "image": "i"}],
+            "gangs": {"initContainers": [{"name": "one", "image": "i"}]},
+        },
+        lambda made: each(
+            [one["name"] for one in made.spec("gangs")["initContainers"]] == ["log-shipper", "all", "one"],
+            [one["name"] for one in made.spec("head")["initContainers"]] == ["log-shipper", "all"],
+        ),
+    ),
+    "containers that end before Ray starts, alone": (
+        {"routers": {"initContainers": [{"name": "one", "image": "i"}]}, "logShipper": {"enabled": False}},
+        lambda made: each(
+            [one["name"] for one in made.spec("routers")["initContainers"]] == ["one"],
+            "initContainers" not in made.spec("gangs"),
+        ),
+    ),
+    "constraints of topology": (
+        {
+            "routers": {"topologySpreadConstraints": [SPREAD], "spread": True},
+            "gangs": {"topologySpreadConstraints": [SPREAD]},
+        },
+        lambda made: each(
+            made.spec("routers")["topologySpreadConstraints"][2:] == [SPREAD],
+            made.spec("gangs")["topologySpreadConstraints"] == [SPREAD],
+            "topologySpreadConstraints" not in made.spec("head"),
+        ),
+    ),
+    "a security context of pods": (
+        {"podSecurityContext": {"runAsUser": 4711, "fsGroup": 4711, "supplementalGroups": [7]}},
+        lambda made: each(
+            *(
+                pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == 4711
+                and pod["securityContext"]["supplementalGroups"] == [7]
+                and pod["securityContext"]["runAsNonRoot"]
+                for pod in made.pods
+            )
+        ),
+    ),
+    "a list of identity providers": (
+        {"settings": {"oidc-issuers": ["https://a.example.com", "https://b.example.com"], "oidc-audience": "motet"}},
+        lambda made: each("motet-outside" in made.names("NetworkPolicy")),
     ),
     "existing claims": (
         {"store": {"existingClaim": "adapters"}, "models": {"existingClaim": "bases"}},
@@ -269,6 +369,9 @@ def test_an_ordinary_value_lands_where_it_should(name: str, made: Callable[[dict
         ("incrementalUpgrade.enabled=true,autoscaling=true,incrementalUpgrade.stepSizePercent=60", "stepSizePercent"),
         ("grace.drainSeconds=800", "terminationSeconds must be more"),
         ("redis.username=u", "redis.username"),
+        ("service.loadBalancerSourceRanges[0]=10.0.0.0/8", "needs service.type LoadBalancer"),
+        (f"image.digest={DIGEST}", "head.image.digest"),
+        ("podLabels.app\\.kubernetes\\.io/name=other", "app.kubernetes.io/name"),
         ("settings.max-gangs=4", "gangs.maxReplicas"),
         ("ingress.enabled=true", "ingress.hosts"),
     ],
@@ -383,3 +486,38 @@ def test_more_gangs_and_routers_are_numbers_alone(
         assert config["policy"]["policy_kwargs"] == {"settings": {"pool-pressure": 0.7, "scaling-window": 10}}
     assert list(problems(new.manifests)) == []
     assert cluster_of(old) == cluster_of(new)
+
+
+EVERYWHERE = [{"ipBlock": {"cidr": "0.0.0.0/0"}}]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"model": "org/model"}, None),
+        ({"settings": {"oidc-issuers": ["https://id.example.com"], "oidc-audience": "m"}}, None),
+        (
+            {"model": "org/model", "environment": {"HTTPS_PROXY": "http://proxy.example.com:3128"}},
+            "proxy.example.com:3128",
+        ),
+        ({"environment": {"https_proxy": "10.1.2.3:3128"}}, "the variable https_proxy names 10.1.2.3:3128"),
+        (
+            {"settings": {"oidc-issuers": "https://id.example.com:8443", "oidc-audience": "m"}},
+            "oidc-issuers names id.example.com:8443",
+        ),
+        ({"gangs": {"environment": {"HF_ENDPOINT": "https://hub.example.com:444"}}, "model": "org/model"}, ":444"),
+    ],
+)
+def test_what_settings_name_and_policies_close_is_found(
+    values: dict[str, Any], said: str | None, made: Callable[[dict[str, Any]], Made]
+) -> None:
+    found = file_problems(yaml.safe_dump_all(made(values).manifests))
+    assert len(found) == (said is not None) and (said is None or said in found[0])
+    if said is not None:
+        port = {"port": int(found[0].partition(", which")[0].rpartition(":")[2]), "protocol": "TCP"}
+        for to, is_open in ((EVERYWHERE, True), ([{"podSelector": {"matchLabels": {"a": "b"}}}], False)):
+            egress = [{"to": to, "ports": [port]}, {"to": EVERYWHERE, "ports": [{"port": 443, "protocol": "TCP"}]}]
+            opened = made({**values, "networkPolicies": {"egress": egress}})
+            has_name = "example.com" in found[0]
+            assert (file_problems(yaml.safe_dump_all(opened.manifests)) == []) == (is_open or not has_name)
+    assert file_problems(yaml.safe_dump_all(made({**values, "networkPolicies": {"enabled": False}}).manifests)) == []

@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from motet.tests.rigs.kube_tools import ROOT, run_tool, tool
+from motet.cluster.settings.settings import Settings
+from motet.tests.rigs.kube_tools import ROOT, run_tool, templated, tool
+from motet.tests.rigs.manifest_checks import problems
 from motet.tests.whole.test_docs_commands import COMMAND_TIMEOUT_S, Block, blocks, has_lines
 
 PAGE = "docs/install.md"
@@ -101,19 +104,43 @@ def test_folders_and_presets_that_a_command_names_are_there() -> None:
     assert [one for one in named if not (ROOT / one).exists() and "/ours" not in one] == []
 
 
+def test_manifests_and_values_of_the_page_are_valid(tmp_path: Path) -> None:
+    """The job that fills the volume of the model mounts the claim that the chart makes; the values make an ingress."""
+    texts = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / PAGE).read_text(), re.M | re.S)
+    found = [yaml.safe_load(text) for text in texts]
+    (job,) = (one for one in found if one.get("kind") == "Job")
+    assert list(problems([job])) == []
+    (volume,) = job["spec"]["template"]["spec"]["volumes"]
+    (values,) = (one for one in found if "ingress" in one)
+    path = tmp_path / "values.yaml"
+    path.write_text(yaml.safe_dump(values))
+    made = templated("--values", str(path))
+    assert list(problems(made)) == []
+    claims = [one["metadata"]["name"] for one in made if one["kind"] == "PersistentVolumeClaim"]
+    assert volume["persistentVolumeClaim"]["claimName"] in claims
+    (ingress,) = (one for one in made if one["kind"] == "Ingress")
+    size = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"]
+    assert int(size.removesuffix("g")) << 30 > Settings().requests.max_upload_bytes  # and what the form adds
+    chart = yaml.safe_load((ROOT / "deploy" / "helm" / "motet" / "Chart.yaml").read_text())
+    oldest = chart["kubeVersion"].removeprefix(">=").removesuffix(".0-0")
+    assert f"**Kubernetes** {oldest} or newer" in (ROOT / PAGE).read_text()
+
+
 @pytest.mark.parametrize("program", ["kubectl", "helm"])
 def test_options_of_what_is_not_run_exist(program: str) -> None:
     for block in NOT_RUN:
         for words in commands_of(block):
             if words[0] != program or words[1] == "port-forward":
                 continue
+            words = words[: words.index("--")] if "--" in words else words  # the rest is motet's
             verb = list(iter_verbs(words))
             known = run_tool(program, *verb, "--help").stdout + run_tool(program, "options", check=False).stdout
             options = {word.partition("=")[0] for word in words if word.startswith("-") and word != "-"}
             assert [one for one in options if not re.search(rf"(^|[\s,]){re.escape(one)}\b", known)] == [], words
 
 
-VERBS = ["install", "template", "repo", "add", "create", "namespace", "secret", "generic", "apply", "get", "label"]
+ENDS = ("install", "uninstall", "apply", "delete", "exec", "logs", "get", "label", "namespace", "template")
+VERBS = [*ENDS, "repo", "add", "create", "secret", "generic"]
 
 
 def iter_verbs(words: list[str]) -> Iterator[str]:
@@ -122,5 +149,5 @@ def iter_verbs(words: list[str]) -> Iterator[str]:
         if word not in VERBS:
             return
         yield word
-        if word in ("install", "apply", "get", "label", "namespace", "template"):
+        if word in ENDS:
             return

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 
+from motet.tests.rigs.patience import eventually
+
 PATHS = ("/status", "/metrics", "/metrics/targets")
 
 
@@ -27,3 +29,15 @@ def with_operator_key_in_loop(key: str) -> Callable[[httpx.Request], Awaitable[N
         give(request)
 
     return give_in_loop
+
+
+def answered(http: httpx.Client, path: str) -> httpx.Response:
+    """A good answer to a GET, once a router is up: until then the front answers with a 503."""
+    answers: list[httpx.Response] = []
+
+    def has_answer() -> bool:
+        answers.append(http.get(path))
+        return answers[-1].status_code != 503
+
+    eventually(has_answer)
+    return answers[-1].raise_for_status()

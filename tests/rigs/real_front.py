@@ -111,6 +111,17 @@ def _records() -> dict[str, KeyRecord]:
 KEYS: Final = _records()
 
 
+def but_for_ended_users(stored: Any, tenant: str = "") -> Any:
+    """`RealFront.stored()` without what the deletion of an unknown user leaves, whose work may be under way.
+
+    `tenant`: what its name begins with.
+    """
+    records, files = stored
+    ended = f"motet:{{registry}}:ended_users:{tenant}"
+    others = ("motet:{registry}:events", "motet:{registry}:event_number")
+    return {key: value for key, value in records.items() if key not in others and not key.startswith(ended)}, files
+
+
 class FurnishedView(RegistryView):
     """The registry's view, which also knows the keys of this rig, and that a tenant is suspended."""
 
@@ -153,8 +164,8 @@ class RealFront:
         await self._upload(ASKER, BADGERS_ADAPTER, lora_files(seed=3))
 
     async def give_work(self) -> None:
-        """Gives the owner, and a user, a stored response, a file, and a batch of it that nothing runs."""
-        for tenant, user in ((OWNER, ""), (ASKER, BADGER)):
+        """Gives the owner, and a user of each tenant, a stored response, a file, and a batch that nothing runs."""
+        for tenant, user in ((OWNER, ""), (OWNER, LION), (ASKER, BADGER)):
             await self._give_work(tenant, user)
 
     async def _give_work(self, tenant: str, user: str) -> None:
@@ -171,7 +182,7 @@ class RealFront:
         )
         self.batches.store.make_folder_of(tenant)
         self.batches.store.path(tenant, file.id).write_bytes(b"{}")
-        await self.batches.files.add(file, ())
+        await self.batches.files.add(file, (), self.view.last_event)
         batch = BatchRecord(
             id=batch_of(owner),
             tenant=tenant,
@@ -182,8 +193,9 @@ class RealFront:
             created_at=now,
             expires_at=until,
         )
-        await self.batches.batches.add(batch, kept_until=until)
-        identity = Identity(TenantRecord(name=tenant), KeyRecord(key_id="", tenant=tenant, user=user))
+        await self.batches.batches.add(batch, until, self.view.last_event)
+        key = KeyRecord(key_id="", tenant=tenant, user=user)
+        identity = Identity(TenantRecord(name=tenant), key, last_event=self.view.last_event)
         await self.batches.responses.add(identity, response_of(owner), b"[]", b"{}")
 
     async def expire_lease(self, batch_id: str) -> None:

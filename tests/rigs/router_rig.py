@@ -332,6 +332,7 @@ class FakeView(FakeRegistry):
     stream_keys: tuple[bytes, ...] = (b"all routers of a test share it",)
     is_whole = True
     is_unreachable = False
+    last_event = 0
 
     async def resolve(self, tenant: str, name: str, sight: object = None) -> AdapterVersion | None:
         adapter = self.held(tenant, name)

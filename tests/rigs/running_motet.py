@@ -17,7 +17,7 @@ import httpx
 import psutil
 from openai import OpenAI
 
-from motet.tests.rigs.operators import with_operator_key
+from motet.tests.rigs.operators import answered, with_operator_key
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo"
@@ -52,7 +52,7 @@ class RunningMotet:
 
     def status(self) -> dict[str, Any]:
         with self.http() as http:
-            found: dict[str, Any] = http.get("/status").raise_for_status().json()
+            found: dict[str, Any] = answered(http, "/status").json()
         return found
 
     def hang_up(self) -> str:

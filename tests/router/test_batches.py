@@ -524,7 +524,7 @@ async def test_a_token_counts_as_long_as_its_batch(running: RealFront) -> None:
         created_at=1,
         expires_at=int(time.time()) + 60,
     )
-    await running.batches.batches.add(record, kept_until=time.time() + 60)
+    await running.batches.batches.add(record, time.time() + 60, last_event=0)
     batch = await owner.ended(record.id)
     assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
 

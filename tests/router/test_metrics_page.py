@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from motet.router.exposition.router_families import RouterFacts, router_families
 from motet.router.exposition.targets import MetricsTarget, discovery
 from motet.router.metrics import Metrics
 from motet.router.openai_api.errors import invalid_value
+from motet.router.serve_facts import ServeFacts
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.router_rig import BASE, HEADERS, OPERATORS, RouterRig, text_service
 from motet.workers.wire.engine_load import EngineLoad
@@ -59,6 +61,31 @@ def test_what_has_not_happened_is_reported_as_zero() -> None:
     assert found["motet_gang_faults_total", frozenset({("kind", "connection")})] == 0
     assert found["motet_finished_sequences_total", frozenset({("reason", "length")})] == 0
     assert found["motet_refused_requests_total", frozenset({("reason", "no_gang")})] == 0
+
+
+def gauges(metrics: Metrics) -> set[str]:
+    text = text_of(router_families(metrics, FACTS, {})).decode()
+    return {family.name for family in text_string_to_metric_families(text) if family.type == "gauge"}
+
+
+def test_what_cannot_be_read_now_is_no_gauge() -> None:
+    """A last good value would keep an alert silent, or have it fire for ever."""
+    metrics = Metrics()
+    metrics.store_free_bytes, metrics.redis_memory, metrics.starts = 1, (1, 1), ()
+    metrics.serve = ServeFacts(
+        status="RUNNING", num_wanted_gangs=1, min_gangs=1, max_gangs=1, rollout_s=0.0, is_head_connected=True
+    )
+    before = gauges(metrics)
+    metrics.store_free_bytes = None
+    assert before - gauges(metrics) == {"motet_store_free_bytes"}
+    metrics.serve = replace(metrics.serve, is_head_connected=False)
+    of_redis = {"motet_waiting_starts", "motet_failed_starts", "motet_rollout_taken_back"}
+    of_redis |= {"motet_redis_used_bytes", "motet_redis_max_bytes"}
+    of_serve = {name for name in before - gauges(metrics) if name != "motet_store_free_bytes"}
+    assert of_serve >= {"motet_wanted_gangs", "motet_max_gangs", "motet_serve_status", "motet_rollout_seconds"}
+    assert "motet_head_connected" in gauges(metrics)
+    metrics.redis_memory, metrics.starts = None, None
+    assert before - gauges(metrics) == {"motet_store_free_bytes"} | of_serve | of_redis
 
 
 def test_gangs_are_series_of_their_own() -> None:

@@ -25,6 +25,8 @@ from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.manifests.serve_config import serve_config
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.kube_tools import kustomized, only
+from motet.tests.rigs.lasting_load import client_of
+from motet.tests.rigs.operators import answered
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.ray_nodes import DEMO, RayNodes
 
@@ -81,24 +83,14 @@ class Application:
         return found
 
     def status(self) -> dict[str, Any]:
-        answer = httpx.get(
-            f"{self.url}/status",
-            headers={"Authorization": f"Bearer {OPERATOR_KEY}"},
-            trust_env=False,
-            timeout=PATIENCE_S,
-        )
-        found: dict[str, Any] = answer.raise_for_status().json()
+        with client_of(self.url, OPERATOR_KEY) as http:
+            found: dict[str, Any] = answered(http, "/status").json()
         return found
 
     def gauge(self, name: str, **labels: str) -> float | None:
         """Of a router's metrics; None: it has no such series."""
-        answer = httpx.get(
-            f"{self.url}/metrics",
-            headers={"Authorization": f"Bearer {OPERATOR_KEY}"},
-            trust_env=False,
-            timeout=PATIENCE_S,
-        )
-        families = text_string_to_metric_families(answer.raise_for_status().text)
+        with client_of(self.url, OPERATOR_KEY) as http:
+            families = [*text_string_to_metric_families(answered(http, "/metrics").text)]
         samples = (sample for family in families for sample in family.samples if sample.name == name)
         return next((one.value for one in samples if labels.items() <= one.labels.items()), None)
 

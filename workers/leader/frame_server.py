@@ -141,6 +141,11 @@ class FrameServer:
         return self._load
 
     @property
+    def adapter_counts(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """Loads into the pool and evictions from it, by digest, of the adapters that were loaded most."""
+        return self._residency.num_loads, self._residency.num_evictions
+
+    @property
     def shares(self) -> Iterable[TenantShare]:
         """The shares of tenants, as last reported by the engine."""
         return iter(self._shares)

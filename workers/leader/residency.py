@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Set as AbstractSet
 from typing import Final
 
 from ..wire.messages import ResidencyChange
 
+_MAX_COUNTED: Final = 4096  # adapters whose loads and evictions are counted
 _NO_CHANGE: Final = ResidencyChange()
 
 
@@ -21,10 +23,17 @@ class Residency:
         self.pages: set[int] = set()
         self.hosted: set[int] = set()
         self.failed_pins: dict[int, str] = {}  # reasons
+        self.num_loads: Counter[str] = Counter()  # by digest; beyond _MAX_COUNTED the least loaded are forgotten
+        self.num_evictions: Counter[str] = Counter()  # of the digests in `num_loads`
 
     def apply(self, change: ResidencyChange) -> None:
         self.adapters.difference_update(change.went)
         self.adapters.update(change.came)
+        self.num_loads.update(change.came)
+        self.num_evictions.update(digest for digest in change.went if digest in self.num_loads)
+        if len(self.num_loads) > _MAX_COUNTED:
+            self.num_loads = Counter(dict(self.num_loads.most_common(_MAX_COUNTED // 2)))
+            self.num_evictions = Counter({one: self.num_evictions[one] for one in self.num_loads})
         self.pages.difference_update(change.pages_went)
         self.pages.update(change.pages_came)
         self.hosted.difference_update(change.hosted_went)

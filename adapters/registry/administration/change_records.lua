@@ -1,9 +1,12 @@
 -- Replaces the record of a tenant (`new_record` is empty: it stays) and those of keys, and returns 1.
--- Otherwise changes nothing and returns 0, as one of the records is not the one that was read, or 2, as the tenant
--- would have more than `max_keys` keys. `keys`: hash, old record (empty: none) and new record (empty: deleted) of each.
--- include: ../events.lua, ../audit.lua, ../api_keys.lua
--- KEYS: tenants, api_keys, made_keys_prefix, key_ends
--- ARGV: entry, tenant, old_record, new_record, max_keys, keys[]
+-- Otherwise changes nothing and returns 0, as one of the records is not the one that was read, 2, as the tenant would
+-- have more than `max_keys` keys, or 3, as the tenant that asks (`incarnation`; empty: any) or its `user` was deleted.
+-- `keys`: hash, old record (empty: none) and new record (empty: deleted) of each.
+-- `ended_user`: is deleted with these keys; empty: none is.
+-- include: ../events.lua, ../audit.lua, ../api_keys.lua, ../deleted_callers.lua, end_user.lua
+-- KEYS: api_keys, made_keys_prefix, key_ends
+-- ARGV: entry, tenant, old_record, new_record, max_keys, ended_user, keys[]
+if incarnation ~= '' and is_deleted(tenant) then return 3 end
 if (redis.call('HGET', tenants, tenant) or '') ~= old_record then return 0 end
 local num_new = 0
 for i = 1, #keys, 3 do
@@ -33,5 +36,6 @@ for i = 1, #keys, 3 do
   publish('key', hash, new_key)
 end
 remove_launch_marks(deleted)
+if ended_user ~= '' then end_user(tenant, ended_user) end
 append_audit(tenant, entry, '')
 return 1

@@ -15,7 +15,7 @@ from ...names import check_tenant
 from ..events import key_id_of
 from ..registry import hash_key
 from ..tenants.audit_entry import Actor, AuditEntry
-from ..tenants.records import KeyRecord, TenantRecord
+from ..tenants.records import Admission, KeyRecord, TenantRecord
 from .record_changes import Found, RecordChanges, Wanted
 
 KEY_PREFIX: Final = "motet-"  # lets scanners for secrets recognise a key
@@ -30,10 +30,13 @@ class KeyRegistry:
         self._changes = RecordChanges(client)
         self._clock = clock
 
-    async def create(self, wanted: KeyRecord, actor: Actor) -> tuple[KeyRecord, str]:
+    async def create(
+        self, wanted: KeyRecord, actor: Actor, admission: Admission | None = None
+    ) -> tuple[KeyRecord, str]:
         """Creates a key with the fields of `wanted`, but for id and time. Returns its record and the key itself.
 
-        Raises TenantEnding if its tenant is being deleted, and TooManyKeys.
+        `admission`: of a tenant's own request. Raises TenantEnding if its tenant is being deleted, CallerGone, and
+        TooManyKeys.
         """
         check_tenant(wanted.tenant)
         key, key_hash = _new_key()
@@ -42,7 +45,7 @@ class KeyRegistry:
 
         def make(found: Found) -> Wanted:
             _check_not_ending(found.tenant)
-            return Wanted(entry=entry, keys={key_hash: made})
+            return Wanted(entry=entry, keys={key_hash: made}, admission=admission)
 
         await self._changes.change(made.tenant, (key_hash,), make)
         return made, key
@@ -65,11 +68,11 @@ class KeyRegistry:
         return _key_of(await self._changes.change(key.tenant, (key_hash,), make), key_hash)
 
     async def rotate(
-        self, key_hash: str, key: KeyRecord, overlap_s: float, actor: Actor
+        self, key_hash: str, key: KeyRecord, overlap_s: float, actor: Actor, admission: Admission | None = None
     ) -> tuple[KeyRecord, str, KeyRecord]:
         """A new key that may do the same, its record and itself, and the old one's, which ends after `overlap_s`.
 
-        Raises NoSuchKey, also for a key that has expired, TenantEnding, and TooManyKeys.
+        Raises NoSuchKey, also for a key that has expired, TenantEnding, CallerGone, and TooManyKeys.
         """
         new_key, new_hash = _new_key()
 
@@ -81,7 +84,8 @@ class KeyRegistry:
             ends_at = now + overlap_s if before.expires_at is None else min(before.expires_at, now + overlap_s)
             made = structs.replace(before, key_id=key_id_of(new_hash), created_at=now)
             entry = _entry("key.rotate", before, actor, {"new_key": made.key_id, "expires_at": ends_at})
-            return Wanted(entry=entry, keys={key_hash: structs.replace(before, expires_at=ends_at), new_hash: made})
+            keys = {key_hash: structs.replace(before, expires_at=ends_at), new_hash: made}
+            return Wanted(entry=entry, keys=keys, admission=admission)
 
         done = await self._changes.change(key.tenant, (key_hash,), make)
         return _key_of(done, new_hash), new_key, _key_of(done, key_hash)
@@ -94,16 +98,18 @@ class KeyRegistry:
 
         await self._changes.change(key.tenant, (key_hash,), make)
 
-    async def delete_of_user(self, tenant: str, user: str, hashes: Sequence[str], actor: Actor) -> int:
+    async def delete_of_user(self, tenant: str, user: str, hashes: Sequence[str], actor: Actor | None) -> int:
         """Deletes those of the given keys that belong to the user, page by page, and returns their number.
 
-        The audit log has an entry for each page, and one where there are no keys: the user's deletion begins.
+        From then on requests that were admitted before leave nothing of this user. The audit log has an entry for each
+        page, and one where there are no keys: the user's deletion begins. `actor`: None: it is not known whether there
+        is such a user, and the log has no entry.
         """
+        entry = None if actor is None else AuditEntry(action="user.delete", tenant=tenant, target=user, actor=actor)
 
         def make(found: Found) -> Wanted:
             mine = [key_hash for key_hash, key in found.keys.items() if key is not None and key.user == user]
-            entry = AuditEntry(action="user.delete", tenant=tenant, target=user, actor=actor)
-            return Wanted(entry=entry, keys=dict.fromkeys(mine))
+            return Wanted(entry=entry, keys=dict.fromkeys(mine), ended_user=user)
 
         num_deleted = 0
         for start in range(0, max(len(hashes), 1), _PAGE_SIZE):

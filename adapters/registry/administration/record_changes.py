@@ -9,17 +9,18 @@ from typing import Any, Final
 import msgspec
 from redis.asyncio import Redis
 
-from ...errors import RegistryUnavailable, TooManyKeys
+from ...errors import CallerGone, RegistryUnavailable, TooManyKeys
 from ..events import decode_key, decode_tenant
 from ..redis_deadline import answered_within
 from ..registry_keys import API_KEYS, TENANTS, bind_script
 from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
-from ..tenants.records import KeyRecord, TenantRecord
+from ..tenants.records import Admission, KeyRecord, TenantRecord
 
 MAX_KEYS: Final = 1000  # of a tenant, beside those of a configuration
 _NUM_TRIES: Final = 32  # a try fails when the record has changed since it was read
 
 _TOO_MANY_KEYS: Final = 2
+_CALLER_GONE: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,11 @@ class Found:
 class Wanted:
     """The records that replace them."""
 
-    entry: AuditEntry
+    entry: AuditEntry | None  # None: nothing that the audit log tells
     tenant: TenantRecord | None = None  # None: it is kept
     keys: Mapping[str, KeyRecord | None] = field(default_factory=dict)  # by hash; None: it is deleted
+    ended_user: str = ""  # that is deleted with these keys
+    admission: Admission | None = None  # of the entry's actor's request; None: it is not checked
 
 
 class RecordChanges:
@@ -50,7 +53,7 @@ class RecordChanges:
         """Applies a change in one script and returns it. `make` is called again whenever the records have changed.
 
         Passes on what `make` raises, without any change. Raises RegistryUnavailable, after which the change may or
-        may not have happened, and TooManyKeys if the tenant would have more than MAX_KEYS.
+        may not have happened, TooManyKeys if the tenant would have more than MAX_KEYS, and CallerGone.
         """
         for _ in range(_NUM_TRIES):
             async with answered_within():
@@ -75,12 +78,19 @@ class RecordChanges:
                     old_record=tenant_record,
                     new_record=_encoded(wanted.tenant),
                     max_keys=MAX_KEYS,
+                    ended_user=wanted.ended_user,
+                    user="" if wanted.entry is None else wanted.entry.actor.user,
+                    incarnation=None if wanted.admission is None else wanted.admission.incarnation,
+                    last_event=None if wanted.admission is None else wanted.admission.last_event,
                     keys=keys,
                 )
             if done == _TOO_MANY_KEYS:
                 raise TooManyKeys(f"{tenant} has {MAX_KEYS} keys already")
+            if done == _CALLER_GONE:
+                raise CallerGone(f"the tenant {tenant}, or its user, was deleted")
             if done:
-                log_entry(wanted.entry)
+                if wanted.entry is not None:
+                    log_entry(wanted.entry)
                 return wanted
         raise RegistryUnavailable("these records keep changing: try again")
 

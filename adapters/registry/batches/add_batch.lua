@@ -1,15 +1,12 @@
 -- Registers a batch, and puts it into the queue. Returns 1, or
---   0: the tenant that asks is being deleted, or was;
+--   0: the tenant that asks is being deleted, or was, or its user was;
 --   2: it has `max_waiting` batches that have not ended;
 --   3: its file is not there any more.
 -- Of `max_batches` the oldest one that has ended is forgotten for it: ids sort by time.
--- KEYS: tenants, files, file_uses, batches, batch_queue, batch_tenants, file_ends
--- ARGV: tenant, incarnation, tenant_id, id, record, input_file, now, ends_at, max_waiting, max_batches
-local tenant_record = redis.call('HGET', tenants, tenant)
-if tenant_record then
-  tenant_record = cjson.decode(tenant_record)
-  if tenant_record.is_ending or (tenant_record.num_ended or 0) ~= tonumber(incarnation) then return 0 end
-end
+-- include: ../deleted_callers.lua
+-- KEYS: files, file_uses, batches, batch_queue, batch_tenants, file_ends
+-- ARGV: tenant, tenant_id, id, record, input_file, now, ends_at, max_waiting, max_batches
+if is_deleted(tenant) then return 0 end
 if redis.call('HEXISTS', files, input_file) == 0 then return 3 end
 local ids = redis.call('HKEYS', batches)
 table.sort(ids)

@@ -1,15 +1,11 @@
 -- Registers a file, and counts its bytes; without a `record` it only says whether that would be done. Returns 1, or
---   0: the tenant that asks is being deleted, or was;
+--   0: the tenant that asks is being deleted, or was, or its user was;
 --   2: it has `max_files` files already;
 --   {owner, adapters, bytes, more adapters, more bytes}: one of `bounds` would be exceeded.
--- include: ../stored_counts.lua
--- KEYS: tenants, files, file_ends
--- ARGV: tenant, incarnation, place, id, record, num_bytes, ends_at, key_id, user, max_files, bounds[]
-local tenant_record = redis.call('HGET', tenants, tenant)
-if tenant_record then
-  tenant_record = cjson.decode(tenant_record)
-  if tenant_record.is_ending or (tenant_record.num_ended or 0) ~= tonumber(incarnation) then return 0 end
-end
+-- include: ../deleted_callers.lua, ../stored_counts.lua
+-- KEYS: files, file_ends
+-- ARGV: tenant, place, id, record, num_bytes, ends_at, key_id, max_files, bounds[]
+if is_deleted(tenant) then return 0 end
 if redis.call('HLEN', files) >= tonumber(max_files) then return 2 end
 local changes = {counts = {}, unswept = {}}
 add_bytes(changes.counts, {key_id = key_id, user = user}, tonumber(num_bytes))

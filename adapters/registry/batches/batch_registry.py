@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec import structs
 from redis.asyncio import Redis
 
-from ...errors import NoSuchFile, QuotaExceeded, TenantGone
+from ...errors import CallerGone, NoSuchFile, QuotaExceeded
 from ..lease import Lease
 from ..redis_deadline import answered_within
 from ..registry_keys import (
@@ -45,12 +46,14 @@ class BatchRegistry:
         self._change = bind_script(client, "batches/change_batch.lua", allow_oom=True)
         self._delete = bind_script(client, "batches/delete_batch.lua", allow_oom=True)
 
-    async def add(self, batch: BatchRecord, kept_until: float) -> None:
-        """Raises TenantGone, NoSuchFile, QuotaExceeded."""
+    async def add(self, batch: BatchRecord, kept_until: float, last_event: int) -> None:
+        """`last_event`: see `Admission`. Raises CallerGone, NoSuchFile, QuotaExceeded."""
         async with answered_within(self._timeout_s):
             reply = await self._add(
                 tenant=batch.tenant,
+                user=batch.user,
                 incarnation=batch.incarnation,
+                last_event=last_event,
                 tenant_id=batch.tenant_id,
                 id=batch.id,
                 record=_encode(batch),
@@ -65,7 +68,7 @@ class BatchRegistry:
                 batch_queue=BATCH_QUEUE + batch.tenant_id,
             )
         if reply == 0:
-            raise TenantGone(f"the tenant {batch.tenant} was deleted")
+            raise CallerGone(f"the tenant {batch.tenant}, or its user, was deleted")
         if reply == 2:
             raise QuotaExceeded(f"a tenant has at most {MAX_WAITING} batches that have not ended: wait for one")
         if reply == 3:
@@ -144,6 +147,16 @@ class BatchRegistry:
                 )
             if reply is not None:
                 return new, reply == 2
+
+    async def cancel(self, tenant_id: str, batch_id: str) -> BatchRecord | None:
+        """The batch, which runs no further line unless it has ended; None: it is gone."""
+
+        def cancelling(batch: BatchRecord) -> BatchRecord:
+            if batch.has_ended or batch.status == "cancelling":
+                return batch
+            return structs.replace(batch, status="cancelling", cancelling_at=int(self.clock()))
+
+        return (await self.change(tenant_id, batch_id, cancelling))[0]
 
     async def delete(self, tenant_id: str, batch_id: str) -> BatchRecord | None:
         """The batch as it was, whatever it was doing; None: it is not there."""

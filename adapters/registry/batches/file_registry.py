@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 from redis.asyncio import Redis
 
-from ...errors import FileInUse, NoSuchFile, QuotaExceeded, TenantGone
+from ...errors import CallerGone, FileInUse, NoSuchFile, QuotaExceeded
 from ..lease import Lease
 from ..redis_deadline import answered_within
 from ..registry_keys import (
@@ -56,19 +56,20 @@ class FileRegistry:
         self._add = bind_script(client, "batches/add_file.lua")
         self._delete = bind_script(client, "batches/delete_file.lua", allow_oom=True)
 
-    async def add(self, file: FileRecord, bounds: Sequence[StorageBound]) -> None:
-        """Raises TenantGone, QuotaExceeded."""
-        await self._ask_for(file, bounds, msgspec.json.encode(file))
+    async def add(self, file: FileRecord, bounds: Sequence[StorageBound], last_event: int) -> None:
+        """`last_event`: see `Admission`. Raises CallerGone, QuotaExceeded."""
+        await self._ask_for(file, bounds, last_event, msgspec.json.encode(file))
 
-    async def check(self, file: FileRecord, bounds: Sequence[StorageBound]) -> None:
+    async def check(self, file: FileRecord, bounds: Sequence[StorageBound], last_event: int) -> None:
         """Raises what `add` would raise now, and adds nothing."""
-        await self._ask_for(file, bounds, b"")
+        await self._ask_for(file, bounds, last_event, b"")
 
-    async def _ask_for(self, file: FileRecord, bounds: Sequence[StorageBound], record: bytes) -> None:
+    async def _ask_for(self, file: FileRecord, bounds: Sequence[StorageBound], last_event: int, record: bytes) -> None:
         async with answered_within(self._timeout_s):
             reply = await self._add(
                 tenant=file.tenant,
                 incarnation=file.incarnation,
+                last_event=last_event,
                 files=self._key + file.tenant_id,
                 place=place_of(file),
                 id=file.id,
@@ -81,7 +82,7 @@ class FileRegistry:
                 bounds=bound_args(bounds),
             )
         if reply == 0:
-            raise TenantGone(f"the tenant {file.tenant} was deleted")
+            raise CallerGone(f"the tenant {file.tenant}, or its user, was deleted")
         if reply == 2:
             raise QuotaExceeded(f"a tenant has at most {self._most()} {self._what}: delete one")
         if reply != 1:

@@ -62,6 +62,13 @@ def parse_tenant_id(tenant_id: str) -> tuple[str, int]:
     return name, int(incarnation or 0)
 
 
+class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """When a request was admitted: its writes are refused if its tenant or its user was deleted since."""
+
+    incarnation: int  # of the tenant
+    last_event: int  # number of the registry's last event that the router had then
+
+
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """An API key, without the key itself."""
 

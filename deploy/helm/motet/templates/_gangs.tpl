@@ -36,6 +36,12 @@
 {{- if not (lt (int $values.grace.drainSeconds) (int $values.grace.terminationSeconds)) -}}
 {{- fail "grace: terminationSeconds must be more than drainSeconds, in which Ray lets streams end" -}}
 {{- end -}}
+{{- if and $values.service.loadBalancerSourceRanges (ne $values.service.type "LoadBalancer") -}}
+{{- fail "service.loadBalancerSourceRanges needs service.type LoadBalancer" -}}
+{{- end -}}
+{{- if and $values.image.digest (not $values.head.image.digest) (eq $values.image.repository $values.head.image.repository) -}}
+{{- fail "head.image.digest is needed beside image.digest: both are of one repository, and must not be of two versions" -}}
+{{- end -}}
 {{- if and $values.redis.username $values.redis.embedded -}}
 {{- fail "redis.username is for headRecovery with a Redis that is not embedded: the embedded one has only a password" -}}
 {{- end -}}

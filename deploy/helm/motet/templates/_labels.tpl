@@ -3,18 +3,19 @@ app.kubernetes.io/name: motet
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{- /* Of the RayService and the Service, and before the names of all others. */ -}}
+{{- define "motet.name" -}}
+{{ .Values.fullnameOverride | default .Release.Name }}
+{{- end }}
+
 {{- define "motet.redisLabels" -}}
 app.kubernetes.io/name: motet-redis
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
 {{- define "motet.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 1000
-runAsGroup: 1000
-fsGroup: 1000
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
+{{- $ours := dict "runAsNonRoot" true "runAsUser" 1000 "runAsGroup" 1000 "fsGroup" 1000 "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- mergeOverwrite $ours (deepCopy .Values.podSecurityContext) | toYaml }}
 {{- end }}
 
 {{- define "motet.containerSecurity" -}}

@@ -13,6 +13,9 @@ metadata:
   labels:
     {{- include "motet.labels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
+    {{- with merge (dict) (default (dict) $group.labels) $values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   {{- with merge (dict) (default (dict) $group.annotations) $values.podAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
@@ -29,8 +32,9 @@ spec:
     {{- include "motet.podSecurity" $root | nindent 4 }}
   {{- include "motet.pullSecrets" $root | nindent 2 }}
   {{- include "motet.placement" $group | nindent 2 }}
-  {{- with .spread }}
+  {{- if or .spread $group.topologySpreadConstraints }}
   topologySpreadConstraints:
+  {{- with .spread }}
     - maxSkew: 1
       topologyKey: topology.kubernetes.io/zone
       whenUnsatisfiable: ScheduleAnyway
@@ -45,8 +49,15 @@ spec:
       labelSelector: *alike-{{ $.component }}
       matchLabelKeys: [ray.io/cluster]
   {{- end }}
-  {{- if $values.logShipper.enabled }}
+  {{- with $group.topologySpreadConstraints }}
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- end }}
+  {{- $starters := concat $values.initContainers (default (list) $group.initContainers) }}
+  {{- if or $values.logShipper.enabled $starters }}
   initContainers:
+  {{- end }}
+  {{- if $values.logShipper.enabled }}
     - name: log-shipper
       image: {{ $values.logShipper.image }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
@@ -60,6 +71,9 @@ spec:
         - {name: log-shipper, mountPath: /etc/log-shipper, readOnly: true}
         - {name: log-positions, mountPath: /var/log-shipper}
         - {name: ray-logs, mountPath: /tmp/ray, readOnly: true}
+  {{- end }}
+  {{- with $starters }}
+    {{- toYaml . | nindent 4 }}
   {{- end }}
   containers:
     - name: {{ .container }}
@@ -94,7 +108,7 @@ spec:
         {{- if kindIs "string" $value }}
         - {name: {{ $name }}, value: {{ $value | quote }}}
         {{- else }}
-        - {name: {{ $name }}, valueFrom: {{ toJson $value }}}
+        - {name: {{ $name }}, valueFrom: {{ $value.valueFrom | default $value | toJson }}}
         {{- end }}
         {{- end }}
       {{- with .probes }}
@@ -126,9 +140,9 @@ spec:
     - {name: cache, emptyDir: {sizeLimit: 2Gi}}
     - {name: secrets, secret: {secretName: {{ $values.secretName }}, defaultMode: 0400}}
     {{- if .hasData }}
-    - {name: store, persistentVolumeClaim: {claimName: {{ $values.store.existingClaim | default (printf "%s-store" $root.Release.Name) }}}}
+    - {name: store, persistentVolumeClaim: {claimName: {{ $values.store.existingClaim | default (printf "%s-store" (include "motet.name" $root)) }}}}
     {{- if $values.models.enabled }}
-    - {name: models, persistentVolumeClaim: {claimName: {{ $values.models.existingClaim | default (printf "%s-models" $root.Release.Name) }}, readOnly: true}}
+    - {name: models, persistentVolumeClaim: {claimName: {{ $values.models.existingClaim | default (printf "%s-models" (include "motet.name" $root)) }}, readOnly: true}}
     {{- end }}
     {{- end }}
     {{- if and $values.autoscaling (eq .component "head") }}
@@ -142,12 +156,17 @@ spec:
           - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
     {{- end }}
     {{- if $values.logShipper.enabled }}
-    - {name: log-shipper, configMap: {name: {{ $root.Release.Name }}-log-shipper}}
+    - {name: log-shipper, configMap: {name: {{ include "motet.name" $root }}-log-shipper}}
     - {name: log-positions, emptyDir: {sizeLimit: 64Mi}}
     {{- end }}
     {{- with $volumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end }}
+
+{{- /* An image by its digest, if that is given, else by its tag. */ -}}
+{{- define "motet.image" -}}
+{{ .repository }}{{ with .digest }}@{{ . }}{{ else }}:{{ .tag }}{{ end }}
 {{- end }}
 
 {{- /* Where a pod may run and how it ranks, from the values of its group. */ -}}
