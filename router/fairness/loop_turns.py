@@ -61,7 +61,7 @@ class LoopTurns:
         if self._round_at is None:
             self._round_at = now
             asyncio.get_running_loop().call_soon(self._begin_round)
-        elif one.waiting or ((self._order or now - self._round_at >= PIECE_S) and self._is_over_its_share(one)):
+        elif one.waiting or ((self._order or now - self._round_at >= PIECE_S) and self._is_over_its_share(one, now)):
             return False
         self._current, self._since = one, now
         return True
@@ -110,12 +110,11 @@ class LoopTurns:
             taken_s = now - self._since
             one.value += taken_s / one.weight
             one.mean_s += _NEWEST * (taken_s - one.mean_s)
-            one.recent_s *= max(0.0, 1.0 - (now - one.seen_at) / WINDOW_S)
-            one.recent_s += taken_s
+            one.recent_s = one.left_s(now) + taken_s
             one.seen_at = now
 
-    def _is_over_its_share(self, one: TenantTurns) -> bool:
-        return len(self._tenants) > 1 and one.recent_s * self._total_weight > WINDOW_S * one.weight
+    def _is_over_its_share(self, one: TenantTurns, now: float) -> bool:
+        return len(self._tenants) > 1 and one.left_s(now) * self._total_weight > WINDOW_S * one.weight
 
     def _queue(self, one: TenantTurns, value: float) -> None:
         self._number += 1
@@ -136,7 +135,7 @@ class TenantTurns:
         self.value = 0.0  # time of the loop, divided by the weight
         self.waiting: deque[asyncio.Future[None]] = deque()  # pieces
         self.mean_s = 0.0  # of a piece
-        self.recent_s = 0.0  # of the loop's time that it has had in the last WINDOW_S, about
+        self.recent_s = 0.0  # of the loop's time that it had had in the last WINDOW_S, about, at `seen_at`
         self.seen_at = now  # when its last piece ended
 
     def begin(self) -> bool:
@@ -149,6 +148,10 @@ class TenantTurns:
     async def wait(self) -> None:
         """Begins a piece of work when its turn has come."""
         await self._turns.wait(self)
+
+    def left_s(self, now: float) -> float:
+        """Of the loop's time that it has had in the last WINDOW_S, about."""
+        return self.recent_s * max(0.0, 1.0 - (now - self.seen_at) / WINDOW_S)
 
     def is_active(self, now: float) -> bool:
         return bool(self.waiting) or now - self.seen_at < ACTIVE_S

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.router.fairness.loop_turns import ACTIVE_S, BURST_S, PIECE_S, LoopTurns, TenantTurns
+from motet.router.fairness.loop_turns import ACTIVE_S, BURST_S, PIECE_S, WINDOW_S, LoopTurns, TenantTurns
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
 from motet.workers.wire.messages import SequenceUpdate, TokenLogprobs
 
@@ -79,7 +79,17 @@ async def test_short_requests_do_not_add_up_to_more_than_a_tenant_has_had() -> N
         await asyncio.sleep(0)
         loop.now_s += 0.1
     assert light.recent_s < 0.01
-    assert not loop.turns._is_over_its_share(light)
+    assert not loop.turns._is_over_its_share(light, loop.now_s)
+
+
+async def test_what_a_tenant_had_is_forgotten_while_it_is_silent() -> None:
+    loop = Loop()
+    loop.turns.of("other")
+    await loop.work("heavy", 500, 0.001)
+    heavy = loop.turns.of("heavy")
+    assert loop.turns._is_over_its_share(heavy, loop.now_s)
+    loop.now_s += WINDOW_S
+    assert not loop.turns._is_over_its_share(heavy, loop.now_s)
 
 
 async def test_a_tenant_has_one_share_however_long_its_streams_were_silent() -> None:
