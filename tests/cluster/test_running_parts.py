@@ -176,8 +176,8 @@ async def test_a_router_whose_start_fails_stops_what_it_had_started(
     with pytest.raises(RuntimeError, match="no application"):
         await start_router(tmp_path)
     started = names(events, "start")
-    assert started[-1] == "ProcessPage"
-    assert names(events, "stop") == started[::-1]
+    assert started[-2:] == ["ProcessPage"] * 2  # the router's, and that of its failed start, which shows it for longer
+    assert names(events, "stop") == [*started[-2::-1], "ProcessPage"]
     await no_tasks_are_left()
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from ..wire.messages import ResidencyChange
 
-_MAX_COUNTED: Final = 4096  # adapters whose loads and evictions are counted
+_MAX_COUNTED: Final = 128  # adapters whose loads and evictions are counted
 _NO_CHANGE: Final = ResidencyChange()
 
 
