@@ -43,6 +43,7 @@ class TenantsView:
 
     connected = is_whole = True
     is_unreachable = False
+    last_event = 0
     stream_keys = (bytes(32),)
 
     def key(self, key: str) -> KeyRecord | None:
