@@ -171,17 +171,22 @@ class UploadService:
         return state
 
     async def delete(
-        self, tenant: str, name: str, entry: AuditEntry | None = None, sight: Sight = PLAIN_SIGHT
+        self,
+        tenant: str,
+        name: str,
+        entry: AuditEntry | None = None,
+        sight: Sight = PLAIN_SIGHT,
+        admission: Admission | None = None,
     ) -> str | None:
         """Deletes the name with its versions. Returns the registered name; None: the caller sees no such name.
 
-        Sequences that run on it finish. Raises RegistryUnavailable.
+        Sequences that run on it finish. Raises CallerGone, RegistryUnavailable.
         """
         try:
             name = await self._registered(tenant, name, sight)
         except NoSuchName:
             return None
-        deleted = await self._registry.delete(tenant, name, entry and structs.replace(entry, target=name))
+        deleted = await self._registry.delete(tenant, name, entry and structs.replace(entry, target=name), admission)
         if deleted is None:
             return None
         self._view.apply(deleted)

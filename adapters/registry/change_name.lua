@@ -1,19 +1,19 @@
 -- Replaces what the registry has of a name, if that is still as it was read, and returns the new record.
 -- Otherwise changes nothing and returns
 --   nil: the name has changed meanwhile;
---   0: the tenant that asks (`incarnation`; empty: any) is being deleted, or was, or `user` was;
+--   0: the tenant that asks (`incarnation`; empty: any) is being deleted, or was, or `user` or the `owner` was;
 --   1: its tenant has `max_canaries` canaries already;
 --   {'pinned_bytes', bytes, most}, {'pins', most} or {'pins_in_all', most}: too much would be pinned;
 --   {owner, adapters, bytes, more adapters, more bytes}: one of `bounds` would be exceeded.
 -- `head` is the record up to its facts; `facts` are JSON without brace and revision.
 -- include: events.lua, audit.lua, deleted_callers.lua, stored_counts.lua, pins.lua
 -- KEYS: adapters, names, versions, version_notes, canaries
--- ARGV: field, old_record, old_version, old_notes, head, facts, new_version, new_notes, has_canary
+-- ARGV: field, owner, old_record, old_version, old_notes, head, facts, new_version, new_notes, has_canary
 -- ARGV: entry, result, max_canaries, max_pins, max_pins_in_all, max_pinned_bytes, bounds[]
 local tenant = string.match(field, '^[^/]*')
 local tenant_record = redis.call('HGET', tenants, tenant)
 if tenant_record then tenant_record = cjson.decode(tenant_record) end
-if incarnation ~= '' and is_deleted(tenant) then return 0 end
+if incarnation ~= '' and is_deleted(tenant, owner) then return 0 end
 if (redis.call('HGET', adapters, field) or '') ~= old_record
     or (redis.call('HGET', versions, field) or '0') ~= old_version
     or (redis.call('HGET', version_notes, field) or '') ~= old_notes then return false end

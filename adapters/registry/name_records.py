@@ -75,8 +75,8 @@ class NameRecords:
         any version of the name is. Raises VersionRefused for the first version of a name that is not to be current,
         NameTaken for a name that there is, if it `must_be_new`, and QuotaExceeded if what is stored would be over one
         of the bounds: that is decided where it is counted. `admission`: of the request; None: motet's own change.
-        Raises CallerGone if its tenant is being deleted, or was, or the user that the version belongs to was: the next
-        one of that name gets nothing of it. `entry`: for the audit log.
+        Raises CallerGone if its tenant is being deleted, or was, or its user was, or the user that the version belongs
+        to: the next one of that name gets nothing of it. `entry`: for the audit log.
         """
         check_tenant(tenant)
         check_name(name)
@@ -121,8 +121,8 @@ class NameRecords:
         def apply(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, None]:
             return change(_existing(state, name), now), last_version, None
 
-        field, user = f"{tenant}/{name}", owner_of(name)
-        state, _, _ = await self._change(field, apply, entry, admission, user, (), most_pinned_bytes)
+        field, owner = f"{tenant}/{name}", owner_of(name)
+        state, _, _ = await self._change(field, apply, entry, admission, owner, (), most_pinned_bytes)
         return state
 
     async def _change(
@@ -131,7 +131,7 @@ class NameRecords:
         change: Callable[[NameState | None, int, float], tuple[NameState, int, AdapterVersion | None]],
         entry: AuditEntry | None = None,
         admission: Admission | None = None,
-        user: str = "",
+        owner: str = "",
         bounds: Sequence[StorageBound] = (),
         most_pinned_bytes: int | None = None,
     ) -> tuple[NameState, AdapterVersion | None, int]:
@@ -158,7 +158,8 @@ class NameRecords:
                     has_canary=after.rollout.canary is not None,
                     entry=encode_entry(written_entry),
                     result=result,
-                    user=user,
+                    owner=owner,
+                    user="" if admission is None else admission.user,
                     incarnation=None if admission is None else admission.incarnation,
                     last_event=None if admission is None else admission.last_event,
                     max_canaries=MAX_CANARIES,

@@ -20,9 +20,9 @@ from redis.credentials import CredentialProvider
 
 from ..adapter import AdapterVersion
 from ..base_identity import BaseIdentity
-from ..errors import KeyTaken
+from ..errors import CallerGone, KeyTaken
 from ..names import check_tenant
-from ..sight import PLAIN_SIGHT, Sight
+from ..sight import PLAIN_SIGHT, Sight, owner_of
 from .digest_set import DigestSet
 from .events import AdapterDeleted, RegistryEvent, decode_adapter, decode_event, decode_key
 from .lease import Lease
@@ -42,6 +42,7 @@ from .registry_keys import (
 )
 from .stored_counts import StoredCounts
 from .tenants.audit_entry import AuditEntry, encode_entry, log_entry
+from .tenants.records import Admission
 
 _SCAN_SIZE = 100  # records that are decoded at once, in the event loop of a router that serves
 _KEYS_SIZE = 5_000  # keys that are changed at once; each change looks at all marks of launches, and so they are many
@@ -166,12 +167,25 @@ class Registry:
             found: Sequence[str] = await self._owners_page(tenant=tenant, after=after, count=min(limit, PAGE_SIZE))
         return found
 
-    async def delete(self, tenant: str, name: str, entry: AuditEntry | None = None) -> AdapterDeleted | None:
-        """Removes the name with all its versions; None: there is no such name. `entry`: for the audit log."""
+    async def delete(
+        self, tenant: str, name: str, entry: AuditEntry | None = None, admission: Admission | None = None
+    ) -> AdapterDeleted | None:
+        """Removes the name with all its versions; None: there is no such name. Other arguments, CallerGone: see
+        `NameRecords.register`.
+        """
         async with self._bounded():
-            reply = await self._delete_name(field=f"{tenant}/{name}", entry=encode_entry(entry))
+            reply = await self._delete_name(
+                field=f"{tenant}/{name}",
+                owner=owner_of(name),
+                entry=encode_entry(entry),
+                user="" if admission is None else admission.user,
+                incarnation=None if admission is None else admission.incarnation,
+                last_event=None if admission is None else admission.last_event,
+            )
         if reply is None:
             return None
+        if reply == 0:
+            raise CallerGone("this tenant, or its user, was deleted meanwhile")
         deleted = AdapterDeleted(tenant, name, *map(int, reply.split(" ")))
         if entry is not None:
             log_entry(entry, str(deleted.version))

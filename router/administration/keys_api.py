@@ -111,7 +111,7 @@ class KeysApi:
 
     @_own_route("DELETE", _OWN_KEY, summary="Delete a key of your tenant.")
     async def delete_own(self, request: Request, identity: Identity) -> Deleted:
-        return await self._delete(*await self._key(request, identity), identity.actor(request))
+        return await self._delete(*await self._key(request, identity), identity.actor(request), identity.admission)
 
     @_own_route("POST", f"{_OWN_KEY}/rotate", summary="Replace a key of your tenant.", status=201, errors=_ROTATING)
     async def rotate_own(self, request: Request, identity: Identity, body: RotationBody) -> KeyRotated:
@@ -152,8 +152,10 @@ class KeysApi:
         await self._settle()
         return rotated_key(made, new_key, old)
 
-    async def _delete(self, key_hash: str, key: KeyRecord, actor: Actor) -> Deleted:
-        await self._keys.delete(key_hash, key, actor)
+    async def _delete(
+        self, key_hash: str, key: KeyRecord, actor: Actor, admission: Admission | None = None
+    ) -> Deleted:
+        await self._keys.delete(key_hash, key, actor, admission)
         await self._view.catch_up()
         return Deleted(id=key.key_id, object="api_key")
 

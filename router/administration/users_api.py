@@ -103,7 +103,7 @@ class UsersApi:
     async def cancel_batches(self, request: Request) -> BatchesCancelled:
         """Also those that were made with a token, which stays valid for its batch."""
         tenant = await named_tenant(request, self._view)
-        return await self._cancel_batches(tenant, request.path_params["user"])
+        return await self._cancel_batches(tenant, request.path_params["user"], operators(request))
 
     @_own_route(
         "POST",
@@ -113,10 +113,10 @@ class UsersApi:
     )
     async def cancel_batches_own(self, request: Request, identity: Identity) -> BatchesCancelled:
         """Also those that were made with a token, which stays valid for its batch."""
-        return await self._cancel_batches(identity.name, request.path_params["user"])
+        return await self._cancel_batches(identity.name, request.path_params["user"], identity.actor(request))
 
-    async def _cancel_batches(self, tenant: str, user: str) -> BatchesCancelled:
-        num = 0 if self._batches is None else await self._batches.cancel_of_user(self._view.tenant(tenant), user)
+    async def _cancel_batches(self, tenant: str, user: str, actor: Actor) -> BatchesCancelled:
+        num = 0 if self._batches is None else await self._batches.cancel_of_user(self._view.tenant(tenant), user, actor)
         if not num:
             raise ApiError(404, "This user has no batch that has not ended.", param="user", code="batch_not_found")
         return BatchesCancelled(user=user, num_batches=num)
@@ -146,10 +146,16 @@ class UsersApi:
         private = partial(self._uploads.list_page, tenant, private_name(user, ""), sight=Sight(user))
         if not keys:  # nothing that is under way arrives after the look at what there is
             await self._keys.delete_of_user(tenant, user, (), None)
-            if not await private(limit=1) and not await self._deleted_work(tenant, user):
+            await self._view.catch_up()
+            keys = self._view.keys.keys_of_user(tenant, user)
+            if not keys and not await private(limit=1) and not await self._deleted_work(tenant, user):
                 raise NoSuchUser("there is no such user")
-        num_keys = await self._keys.delete_of_user(tenant, user, [key_hash for key_hash, _ in keys], actor)
-        num_adapters = 0
+        num_keys = num_adapters = 0
+        while True:
+            num_keys += await self._keys.delete_of_user(tenant, user, [key_hash for key_hash, _ in keys], actor)
+            await self._view.catch_up()
+            if not (keys := self._view.keys.keys_of_user(tenant, user)):  # else made since they were listed
+                break
         while page := await private(limit=_PAGE_SIZE):
             for adapter in page:
                 num_adapters += await self._uploads.delete(tenant, adapter.name, None, FULL_SIGHT) is not None

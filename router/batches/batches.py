@@ -17,6 +17,7 @@ from ...adapters.registry.batches.batch_registry import BatchRegistry
 from ...adapters.registry.batches.file_registry import FileRegistry
 from ...adapters.registry.registry_keys import RESPONSES
 from ...adapters.registry.registry_view import RegistryView
+from ...adapters.registry.tenants.audit_entry import Actor, AuditEntry
 from ...adapters.registry.tenants.records import TenantRecord
 from ..config import CurrentConfig
 from ..metrics import Metrics
@@ -116,13 +117,16 @@ class Batches:
                         num_deleted += 1
         return num_deleted
 
-    async def cancel_of_user(self, tenant: TenantRecord, user: str) -> int:
-        """Cancels a user's batches, and returns how many have not ended yet."""
+    async def cancel_of_user(self, tenant: TenantRecord, user: str, actor: Actor) -> int:
+        """Cancels a user's batches, each with an entry in the audit log. Returns how many have not ended yet."""
         num_cancelled = 0
         for batch_id in await self.batches.queue(tenant.tenant_id):
             batch = await self.batches.get(tenant.tenant_id, batch_id)
             if batch is not None and batch.user == user:
-                batch = await self.batches.cancel(tenant.tenant_id, batch_id)
+                entry = AuditEntry(
+                    action="batch.cancel", tenant=tenant.name, target=batch_id, changed={"user": user}, actor=actor
+                )
+                batch = await self.batches.cancel(tenant.tenant_id, batch_id, entry)
                 num_cancelled += batch is not None and not batch.has_ended
         return num_cancelled
 

@@ -32,7 +32,7 @@ class Identity:
     @property
     def admission(self) -> Admission:
         """For the request's writes."""
-        return Admission(incarnation=self.tenant.incarnation, last_event=self.last_event)
+        return Admission(incarnation=self.tenant.incarnation, last_event=self.last_event, user=self.user)
 
     @property
     def is_admin(self) -> bool:

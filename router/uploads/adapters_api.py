@@ -250,7 +250,7 @@ class AdaptersApi:
     async def remove(self, request: Request, identity: Identity, name: str) -> str:
         """Returns the registered name. Raises NoSuchName, RegistryUnavailable."""
         entry = identity.entry(request, "adapter.delete", name)
-        deleted = await self._uploads.delete(identity.name, name, entry, identity.sight)
+        deleted = await self._uploads.delete(identity.name, name, entry, identity.sight, identity.admission)
         if deleted is None:
             raise _not_found(name)
         record_of(request.scope).model = deleted

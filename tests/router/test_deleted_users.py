@@ -10,6 +10,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from motet.adapters.registry.administration.key_registry import KeyRegistry
 from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line
 from motet.tests.rigs.lora_files import lora_files
@@ -218,3 +219,84 @@ async def test_an_administrator_that_is_deleted_leaves_no_key(front: RealFront, 
     path = work.replace("{key}", kept["id"])
     assert (await ask_late(front, key, path, meanwhile, json=body))[0] in ((401,) if deleted == USER else (401, 404))
     assert {one["id"] for one in (await operators.done("GET", keys))["data"]} <= before
+
+
+@pytest.mark.parametrize("work", ["rotate", "create"])
+async def test_a_key_that_comes_while_its_user_is_deleted_goes_too(
+    front: RealFront, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    """The user makes it with its own key after the deletion has listed its keys."""
+    key, late = await key_of_carol(front, scopes=["infer", "admin"]), list[str]()
+    (listed,) = (await BatchClient(front, ASKER_KEY).done("GET", f"/v1/keys?user={CAROL}"))["data"]
+    path, body = {
+        "rotate": (f"/v1/keys/{listed['id']}/rotate", {"overlap_s": 3600}),
+        "create": ("/v1/keys", {"user": CAROL, "expires_in_s": 3600}),
+    }[work]
+    delete_of_user = KeyRegistry.delete_of_user
+
+    async def late_key_first(self: KeyRegistry, *arguments: Any) -> int:
+        if not late:
+            late.append(str((await BatchClient(front, key).done("POST", path, json=body))["key"]))
+        return await delete_of_user(self, *arguments)
+
+    monkeypatch.setattr(KeyRegistry, "delete_of_user", late_key_first)
+    done = await BatchClient(front, OPERATOR_KEY).done("DELETE", USER)
+    assert done["num_keys"] == 2
+    for one in (key, *late):
+        assert (await BatchClient(front, one).ask("GET", "/v1/models")).status_code == 401
+
+
+@pytest.mark.parametrize("work", ["note", "alias", "pin", "delete"])
+async def test_a_router_without_news_of_the_deletion_changes_nothing(
+    front: RealFront, redis_url: str, tmp_path: Path, text: TextService, work: str
+) -> None:
+    """Neither the tenant's adapter nor the private one of the next user of that name."""
+    method, path, fields = {
+        "note": ("PATCH", "/versions/1", {"json": {"note": "mine"}}),
+        "alias": ("PUT", "/aliases/prod", {"json": {"version": 1}}),
+        "pin": ("PUT", "/pin", {"json": {}}),
+        "delete": ("DELETE", "", {}),
+    }[work]
+    key, admin = await key_of_carol(front), BatchClient(front, ASKER_KEY)
+    await admin.done("POST", "/v1/adapters", **adapter_form(tmp_path, "shared"))
+    async with real_front(redis_url, tmp_path, text, is_first=False) as other:
+        await other.view.stop()
+        await replace_carol(front)
+        await admin.done("POST", "/v1/adapters", **adapter_form(tmp_path, f"~{CAROL}/poet"))
+        before = await front.stored()
+        for name in ("shared", "poet"):
+            late = await BatchClient(other, key).ask(method, f"/v1/adapters/{name}{path}", **fields)
+            assert (late.status_code, late.json()["error"]["code"]) == REFUSED
+    assert await front.stored() == before
+
+
+async def test_an_administrator_that_is_deleted_deletes_no_key(
+    front: RealFront, redis_url: str, tmp_path: Path, text: TextService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = await key_of_carol(front, scopes=["infer", "admin"])
+    other = await BatchClient(front, ASKER_KEY).done("POST", "/v1/keys", json={"user": "dave"})
+    delete = KeyRegistry.delete
+
+    async def user_first(self: KeyRegistry, *arguments: Any) -> None:
+        await BatchClient(front, OPERATOR_KEY).done("DELETE", USER)
+        await delete(self, *arguments)
+
+    monkeypatch.setattr(KeyRegistry, "delete", user_first)
+    late = await BatchClient(front, key).ask("DELETE", f"/v1/keys/{other['id']}")
+    assert (late.status_code, late.json()["error"]["code"]) == REFUSED
+    assert (await BatchClient(front, other["key"]).ask("GET", "/v1/models")).is_success
+
+
+async def test_cancelled_batches_are_in_the_audit_log_once(front: RealFront) -> None:
+    carol, admin = BatchClient(front, await key_of_carol(front)), BatchClient(front, ASKER_KEY)
+    operators = BatchClient(front, OPERATOR_KEY)
+    first = await carol.create(await carol.upload([line("a")]))
+    await operators.done("POST", f"{USER}/batches/cancel")
+    second = await carol.create(await carol.upload([line("a")]))
+    await admin.done("POST", f"/v1/users/{CAROL}/batches/cancel")
+    shown = (await operators.done("GET", "/v1/admin/audit"))["data"]
+    entries = [one for one in shown if one["action"] == "batch.cancel"]
+    assert [(one["target"], one["actor"]["kind"], one["changed"]) for one in entries] == [
+        (second, "key", {"user": CAROL}),
+        (first, "operator", {"user": CAROL}),
+    ]

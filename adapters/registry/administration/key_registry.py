@@ -90,11 +90,12 @@ class KeyRegistry:
         done = await self._changes.change(key.tenant, (key_hash,), make)
         return _key_of(done, new_hash), new_key, _key_of(done, key_hash)
 
-    async def delete(self, key_hash: str, key: KeyRecord, actor: Actor) -> None:
-        """Deletes the key. Raises NoSuchKey."""
+    async def delete(self, key_hash: str, key: KeyRecord, actor: Actor, admission: Admission | None = None) -> None:
+        """Deletes the key. Raises NoSuchKey, CallerGone."""
 
         def make(found: Found) -> Wanted:
-            return Wanted(entry=_entry("key.delete", _held(found, key_hash), actor, {}), keys={key_hash: None})
+            entry = _entry("key.delete", _held(found, key_hash), actor, {})
+            return Wanted(entry=entry, keys={key_hash: None}, admission=admission)
 
         await self._changes.change(key.tenant, (key_hash,), make)
 

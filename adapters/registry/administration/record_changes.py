@@ -39,7 +39,7 @@ class Wanted:
     tenant: TenantRecord | None = None  # None: it is kept
     keys: Mapping[str, KeyRecord | None] = field(default_factory=dict)  # by hash; None: it is deleted
     ended_user: str = ""  # that is deleted with these keys
-    admission: Admission | None = None  # of the entry's actor's request; None: it is not checked
+    admission: Admission | None = None  # of the request; None: it is not checked
 
 
 class RecordChanges:
@@ -79,7 +79,7 @@ class RecordChanges:
                     new_record=_encoded(wanted.tenant),
                     max_keys=MAX_KEYS,
                     ended_user=wanted.ended_user,
-                    user="" if wanted.entry is None else wanted.entry.actor.user,
+                    user="" if wanted.admission is None else wanted.admission.user,
                     incarnation=None if wanted.admission is None else wanted.admission.incarnation,
                     last_event=None if wanted.admission is None else wanted.admission.last_event,
                     keys=keys,

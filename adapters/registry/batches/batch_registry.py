@@ -25,6 +25,7 @@ from ..registry_keys import (
     bind_script,
 )
 from ..stored_counts import bound_args
+from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
 from ..tenants.storage_bounds import StorageBound
 from .records import BatchRecord, FileRecord
 
@@ -104,11 +105,13 @@ class BatchRegistry:
         bounds: Sequence[StorageBound] = (),
         files: Callable[[BatchRecord], Sequence[FileRecord]] = lambda batch: (),
         kept_until: float = 0.0,
+        entry: AuditEntry | None = None,
     ) -> tuple[BatchRecord | None, bool]:
         """The batch as it is now (None: it is gone), and whether one of `bounds` of bytes is exceeded.
 
         `make`: pure; what it returns replaces the record, and counts more bytes if it has more. With a record that has
-        ended `files` are registered, until they expire, and it is kept until `kept_until`.
+        ended `files` are registered, until they expire, and it is kept until `kept_until`. `entry`: of a change, for
+        the audit log.
         """
         while True:
             before = await self._read(tenant_id, batch_id)
@@ -138,6 +141,7 @@ class BatchRegistry:
                     output=records.get(new.output_file_id, ""),
                     error_id=new.error_file_id,
                     errors=records.get(new.error_file_id, ""),
+                    entry=encode_entry(entry),
                     bounds=bound_args(bounds),
                     batches=BATCHES + tenant_id,
                     files=FILES + tenant_id,
@@ -146,17 +150,19 @@ class BatchRegistry:
                     stored=STORED + new.tenant,
                 )
             if reply is not None:
+                if entry is not None:
+                    log_entry(entry)
                 return new, reply == 2
 
-    async def cancel(self, tenant_id: str, batch_id: str) -> BatchRecord | None:
-        """The batch, which runs no further line unless it has ended; None: it is gone."""
+    async def cancel(self, tenant_id: str, batch_id: str, entry: AuditEntry | None = None) -> BatchRecord | None:
+        """The batch, which runs no further line unless it has ended; None: it is gone. `entry`: see `change`."""
 
         def cancelling(batch: BatchRecord) -> BatchRecord:
             if batch.has_ended or batch.status == "cancelling":
                 return batch
             return structs.replace(batch, status="cancelling", cancelling_at=int(self.clock()))
 
-        return (await self.change(tenant_id, batch_id, cancelling))[0]
+        return (await self.change(tenant_id, batch_id, cancelling, entry=entry))[0]
 
     async def delete(self, tenant_id: str, batch_id: str) -> BatchRecord | None:
         """The batch as it was, whatever it was doing; None: it is not there."""

@@ -67,6 +67,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     incarnation: int  # of the tenant
     last_event: int  # number of the registry's last event that the router had then
+    user: str = ""  # whose key or token the request has
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
