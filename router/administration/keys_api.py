@@ -152,9 +152,7 @@ class KeysApi:
         await self._settle()
         return rotated_key(made, new_key, old)
 
-    async def _delete(
-        self, key_hash: str, key: KeyRecord, actor: Actor, admission: Admission | None = None
-    ) -> Deleted:
+    async def _delete(self, key_hash: str, key: KeyRecord, actor: Actor, admission: Admission | None = None) -> Deleted:
         await self._keys.delete(key_hash, key, actor, admission)
         await self._view.catch_up()
         return Deleted(id=key.key_id, object="api_key")

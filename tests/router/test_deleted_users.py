@@ -251,12 +251,13 @@ async def test_a_router_without_news_of_the_deletion_changes_nothing(
     front: RealFront, redis_url: str, tmp_path: Path, text: TextService, work: str
 ) -> None:
     """Neither the tenant's adapter nor the private one of the next user of that name."""
-    method, path, fields = {
+    changes: dict[str, tuple[str, str, dict[str, Any]]] = {
         "note": ("PATCH", "/versions/1", {"json": {"note": "mine"}}),
         "alias": ("PUT", "/aliases/prod", {"json": {"version": 1}}),
         "pin": ("PUT", "/pin", {"json": {}}),
         "delete": ("DELETE", "", {}),
-    }[work]
+    }
+    method, path, fields = changes[work]
     key, admin = await key_of_carol(front), BatchClient(front, ASKER_KEY)
     await admin.done("POST", "/v1/adapters", **adapter_form(tmp_path, "shared"))
     async with real_front(redis_url, tmp_path, text, is_first=False) as other:
