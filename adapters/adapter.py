@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final
+
+from .errors import OtherBase, shown
 
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -84,7 +88,7 @@ class BaseShape:
 class AdapterVersion:
     """One immutable upload. `module_ranks` holds, for each target, its largest rank over the layers.
 
-    Of experts it may have entries for some of them: see `expert_ranks.py`.
+    Of experts it may have entries for some of them.
     """
 
     tenant: str
@@ -124,3 +128,83 @@ class AdapterVersion:
     def pinned_bytes(self) -> int:
         """What it counts for quotas of pins, for each gang that keeps it."""
         return self.packed_bytes or self.num_bytes
+
+
+# The identity of a base, which a store and a registry record.
+
+
+@dataclass(frozen=True)
+class BaseIdentity:
+    """`fingerprint` is a hash of the base's content and decides; `name` is for people. One base may have two names."""
+
+    fingerprint: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint} {self.name}"
+
+    @classmethod
+    def parse(cls, text: str) -> BaseIdentity:
+        """The identity that `str` wrote as `text`. Raises ValueError for other text."""
+        fingerprint, space, name = text.rstrip("\n").partition(" ")
+        if not space:
+            raise ValueError(f"{shown(text)} names no base: its fingerprint and its name are needed")
+        return cls(fingerprint, name)
+
+    def check(self, held: BaseIdentity, place: str, remedy: str) -> None:
+        """Raises OtherBase unless `held`, the base that `place` belongs to, is this one.
+
+        `place` and `remedy` are for the message; `remedy` says what to use instead of `place`.
+        """
+        if held.fingerprint != self.fingerprint:
+            raise OtherBase(
+                f"{place} belongs to another base: {shown(held.name)} with the fingerprint {held.fingerprint[:12]}, "
+                f"and this is {shown(self.name)} with {self.fingerprint[:12]}. Adapters work only on the very base "
+                "that they were trained on, and a model that was trained again is another one. Serve the former base, "
+                f"or {remedy}"
+            )
+
+
+# Ranks of a layer's experts as entries of `module_ranks`.
+#
+# Experts that all have one rank are the entry of their module, "experts.up_proj". Others are grouped by rank, as in
+# "experts.0-3,7.up_proj". An expert that no entry names has no LoRA of this module, and takes no room.
+
+_MAX_GROUPS: Final = 8  # of a module, so that a record stays small whatever is uploaded
+_SOME = re.compile(r"experts\.([0-9,-]+)\.\w+")
+
+
+def expert_entries(module: str, ranks: Mapping[int, int], num_experts: int) -> dict[str, int]:
+    """Entries of the module "experts.…" for `ranks`, by expert. The base has `num_experts`.
+
+    If there are too many ranks they are padded to powers of two, of which there are few.
+    """
+    if len(set(ranks.values())) > _MAX_GROUPS:
+        ranks = {expert: 1 << (rank - 1).bit_length() for expert, rank in ranks.items()}
+    groups: dict[int, list[int]] = {}
+    for expert in sorted(ranks):
+        groups.setdefault(ranks[expert], []).append(expert)
+    if len(groups) == 1 and len(ranks) == num_experts:
+        return {module: next(iter(groups))}
+    return {module.replace(".", f".{_ranges(experts)}."): rank for rank, experts in groups.items()}
+
+
+@lru_cache(1024)
+def named_experts(entry: str) -> tuple[int, ...] | None:
+    """The experts that an entry of `module_ranks` names; None: it is of all, or of no experts."""
+    match = _SOME.fullmatch(entry)
+    if match is None:
+        return None
+    edges = ([int(edge) for edge in part.split("-")] for part in match[1].split(","))
+    return tuple(expert for edge in edges for expert in range(edge[0], edge[-1] + 1))
+
+
+def _ranges(experts: Iterable[int]) -> str:
+    """Ascending numbers as "0-3,7"."""
+    runs: list[list[int]] = []
+    for expert in experts:
+        if runs and runs[-1][1] == expert - 1:
+            runs[-1][1] = expert
+        else:
+            runs.append([expert, expert])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

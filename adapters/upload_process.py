@@ -22,8 +22,16 @@ from .format.content import AdapterContent
 from .format.peft import named_base
 from .format.validation import validate
 from .packing.layout import AdapterLayout, packed_bytes
-from .processes.process_bounds import bound_cpu, bound_memory, resident_bytes, yield_to_others
-from .processes.process_frames import LAST, NOT_LAST, read_frames, write_frames
+from .processes.child_processes import (
+    LAST,
+    NOT_LAST,
+    bound_cpu,
+    bound_memory,
+    read_frames,
+    resident_bytes,
+    write_frames,
+    yield_to_others,
+)
 from .store.store import AdapterStore
 
 NICENESS: Final = 10  # uploads yield to all other work, large bodies included

@@ -32,9 +32,9 @@ from motet.kernels import joint_sampling
 from motet.kernels.backend import plain_kernels
 from motet.kernels.gpu.lora import TritonLora
 from motet.workers.decoding.token_choice import begin_sample, sampled
-from motet.workers.execution import device_rows, inputs, runner
-from motet.workers.execution.executor import LocalExecutor
-from motet.workers.execution.feeding_executor import FeedingExecutor
+from motet.workers.execution import device_rows, runner
+from motet.workers.execution import device_rows as device_rows_module
+from motet.workers.execution.executor import FeedingExecutor, LocalExecutor
 from motet.workers.wire.messages import AdapterRef, Frame, SamplingParams, SequenceRequest, Submit
 
 Way = Literal["waiting", "fed"]
@@ -123,7 +123,7 @@ def sleeping(host: Host) -> Iterator[None]:
             (host.bench.runner, "_forward", forward),
             (joint_sampling, "Arriving", late_arriving(device)),
             (joint_sampling, "staged", copied),
-            (inputs, "staged", copied),
+            (device_rows_module, "staged", copied),
             (device_rows, "staged", copied),
             (runner, "sample", sample),
         ):

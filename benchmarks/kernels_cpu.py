@@ -38,8 +38,8 @@ from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdap
 from motet.kernels.native import onednn_linear
 from motet.kernels.native.build import load_library
 from motet.kernels.sampling import Draw
-from motet.workers.execution.inputs import make_inputs
-from motet.workers.memory.pool import PoolGeometry, kv_layers, make_pool
+from motet.workers.execution.device_rows import make_inputs
+from motet.workers.memory.page_arrays import PoolGeometry, kv_layers, make_pool
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed

@@ -11,9 +11,8 @@ import sys
 import time
 from itertools import chain
 
-from motet.cluster.replicas.short_pauses import SWITCH_INTERVAL_S
-from motet.router.exposition.families import text_of
-from motet.router.exposition.gang_families import gang_families
+from motet.cluster.replicas.replica_start import SWITCH_INTERVAL_S
+from motet.router.exposition.families import gang_families, text_of
 from motet.router.exposition.router_families import RouterFacts, router_families
 from motet.router.metrics import Metrics
 from motet.workers.wire.engine_load import EngineLoad

@@ -30,8 +30,7 @@ from motet.benchmarks.rigs.sleeping_device import SleepingDevice, copied, late_a
 from motet.kernels import joint_sampling
 from motet.kernels.backend import triton_kernels
 from motet.workers.execution import device_rows
-from motet.workers.execution.executor import LocalExecutor
-from motet.workers.execution.feeding_executor import FeedingExecutor
+from motet.workers.execution.executor import FeedingExecutor, LocalExecutor
 from motet.workers.execution.graphs import Between, Compute
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, Submit
 

@@ -23,14 +23,14 @@ from motet.benchmarks.rigs.engine_side import BLOCK_SIZE, POOL_BYTES
 from motet.cluster.config import MotetConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
-from motet.workers.fairness import prompt_bursts
+from motet.workers.fairness import prompt_budget
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, Submit
 
 NUM_STREAMS, STREAM_TOKENS = 8, 200
 NUM_PROMPTS, NUM_PROMPT_TOKENS, NUM_OUTPUT = 32, 512, 32
 
 
-STRETCH = prompt_bursts._MAX_STRETCH
+STRETCH = prompt_budget._MAX_STRETCH
 NUM_SHORT, NUM_SHORT_TOKENS, NUM_SHORT_OUTPUT = 32, 66, 80
 
 
@@ -124,7 +124,7 @@ def main() -> None:
         waits: dict[int, list[list[float]]] = {STRETCH: [], 1: []}
         for round_number in range(arguments.rounds + 1):
             for stretch, measured in waits.items():
-                prompt_bursts._MAX_STRETCH = stretch
+                prompt_budget._MAX_STRETCH = stretch
                 seconds_each = first_tokens(engines[arguments.target], round_number)
                 measured += [seconds_each] if round_number else []
         for engine in engines.values():

@@ -19,7 +19,7 @@ from pathlib import Path
 from motet.benchmarks.rigs import leader_steps, size_of_inputs, size_of_penalties
 from motet.benchmarks.rigs.resumed_frames import resumed_frame_bytes
 from motet.benchmarks.rigs.size_of_memory import make_room_ms
-from motet.cluster.replicas.short_pauses import keep_pauses_short
+from motet.cluster.replicas.replica_start import keep_pauses_short
 
 DOCUMENT = 32 * 1024  # tokens
 NUM_READERS = 127

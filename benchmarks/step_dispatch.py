@@ -21,10 +21,16 @@ from typing import Any
 import msgspec
 import ray
 
-from motet.workers.execution.connection import Connection, ConnectionLostError
-from motet.workers.execution.gang_executor import GangExecutor
-from motet.workers.execution.gang_messages import Done, Execute, ToWorker
-from motet.workers.execution.plan_deltas import DeltaDecoder, DeltaEncoder
+from motet.workers.execution.gang_executor import (
+    Connection,
+    ConnectionLostError,
+    DeltaDecoder,
+    DeltaEncoder,
+    Done,
+    Execute,
+    GangExecutor,
+    ToWorker,
+)
 from motet.workers.plan import Residence, SampledToken, SamplePlan, SequencePlan, StepPlan, StepResult, packed
 from motet.workers.wire.messages import SamplingParams
 

@@ -32,7 +32,7 @@ from motet.benchmarks.rigs.busy_seconds import busy_seconds
 from motet.benchmarks.rigs.random_model import RANKS, write_model
 from motet.kernels.backend import choose_kernels
 from motet.workers.execution.runner import Runner
-from motet.workers.memory.pool import make_pool, plan_pool
+from motet.workers.memory.page_arrays import make_pool, plan_pool
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import load_decoder
 from motet.workers.models.rotary import rotary_tables

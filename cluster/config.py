@@ -24,16 +24,14 @@ from ..router.oidc.oidc_config import OidcConfig
 from ..workers.config import EngineConfig, ExpertSharding, KVDtype
 from ..workers.costs.step_defaults import CPU_TOKENS, StepLimits, step_limits
 from ..workers.device_probe import probe_device
-from ..workers.leader.leader_config import LeaderConfig
+from ..workers.leader.served_engine import LeaderConfig
 from .edge.edge_limits import EdgeLimits
-from .exposition.exposition_config import ExpositionConfig
-from .logs.log_config import LogConfig
-from .resources import Resources
+from .exposition.node_page import ExpositionConfig
+from .logs.process_log import LogConfig
+from .resources import Resources, threads_of_a_worker, usable_cores
 from .scaling import ScalingConfig
-from .settings.config_error import ConfigError
-from .settings.setting_field import fields_of
+from .settings.setting_field import ConfigError, fields_of
 from .settings.settings import Settings
-from .threads import threads_of_a_worker, usable_cores
 from .worker_device import WorkerDevice
 
 ALL_ADDRESSES = "0.0.0.0"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig:
-    """Bounds, what one gang should carry, and how long to wait. The defaults are in `cluster/settings/scaling.py`."""
+    """Bounds, what one gang should carry, and how long to wait. Defaults: `cluster/settings/gang_settings.py`."""
 
     min_gangs: int  # 0: none without requests
     max_gangs: int

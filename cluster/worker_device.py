@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..adapters.packing.layout import Dtype
 from ..workers.config import FLOAT32_ON_A_GPU, Device, KVDtype, WeightsDtype
 from ..workers.device_probe import DeviceFacts
-from .settings.config_error import ConfigError
+from .settings.setting_field import ConfigError
 
 SHARED_BY_GANGS = (
     "gangs that share a GPU would each take what the others have left of it: give --pool-bytes, with which all fit, "

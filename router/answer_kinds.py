@@ -7,34 +7,27 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Generic, Protocol, TypeVar
 
-from ..workers.wire.embedding import Pooling
-from ..workers.wire.messages import GangInfo
-from ..workers.wire.token_rules import ThinkingBudget
+from ..workers.wire.messages import GangInfo, ThinkingBudget
+from ..workers.wire.prompt_scores import Pooling
 from .answers.answer_form import AnswerForm
-from .answers.answer_shape import AnswerHead
-from .answers.chat_answer import ChatAnswer
-from .answers.chunk_form import ChunkForm, StreamStyle
+from .answers.chat_answer import ChatAnswer, MessageShape
+from .answers.chunk_form import AnswerHead, ChunkForm, StreamStyle
 from .answers.completion_answer import CompletionAnswer
 from .answers.embedding_form import EmbeddingForm
+from .answers.logprobs_json import named_by_id
 from .answers.message_form import MessageForm
-from .answers.message_parts import MessageShape
-from .answers.openai_logprobs import named_by_id
 from .answers.response_form import ResponseForm
 from .generation.generation import Generation
 from .grammars.wanted_grammar import WantedGrammar
-from .openai_api.embedding_request import EmbeddingPrompts
+from .openai_api.embedding_schema import EmbeddingPrompts
 from .openai_api.errors import invalid_value, unsupported
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
-from .openai_api.response_request import ResponseChat
+from .openai_api.response_schema import ResponseChat
 from .requests import embedding_prompts, message_chat, response_chat
-from .requests.best_of import check_best_of
-from .requests.chat_prompt import chat_prompt
-from .requests.completion_prompts import completion_prompts, count_prompts
+from .requests.chat_prompt import chat_prompt, completion_prompts, count_prompts
 from .requests.embedding_prompts import chosen_pooling
-from .requests.prompt_scoring import num_echoed_logprobs
-from .requests.request_grammar import request_grammar
-from .requests.thinking_budget import thinking_budget
-from .requests.tool_choice import answer_grammar, answer_reader, check_tools, formats_not_held, is_old
+from .requests.sampling_params import check_best_of, num_echoed_logprobs, thinking_budget
+from .requests.tool_choice import answer_grammar, answer_reader, check_tools, formats_not_held, is_old, request_grammar
 from .text.answer_format import NUM_ID_CHARS
 from .text.response_reader import ResponseReader
 from .text.text import TextService

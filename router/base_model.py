@@ -9,10 +9,9 @@ from ..adapters.names import split_selector
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.registry.versions.rollout import selected
 from ..workers.wire.messages import GangInfo
-from .fleet.dispatch import Dispatcher
-from .fleet.probe import probe
+from .fleet.dispatch import Dispatcher, probe
 from .openai_api.errors import model_not_found, unavailable
-from .tenants.identity import Identity
+from .tenants.auth import Identity
 
 
 class BaseModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -12,10 +12,11 @@ from typing import Annotated, Final, TypeVar
 from msgspec import Meta
 from starlette.requests import Request
 
+from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
-from ..workers.wire.messages import GangInfo, SamplingParams
-from ..workers.wire.token_rules import TokenRules
-from .access.request_record import NUM_ANSWER_CHARS, RequestRecord, record_of
+from ..adapters.sight import owner_of
+from ..workers.wire.messages import GangInfo, SamplingParams, TokenRules
+from .access.access_log import NUM_ANSWER_CHARS, RequestRecord, record_of
 from .accounts.account import Accounts, AnswerRequest
 from .answer_kinds import (
     AnswerKind,
@@ -28,49 +29,120 @@ from .answer_kinds import (
     TextCompletion,
 )
 from .answers.answer_form import AnswerForm
-from .answers.answer_shape import AnswerHead
-from .answers.answer_size import max_answer_bytes
-from .answers.chunk_form import StreamStyle
-from .answers.generation_response import GenerationResponse
+from .answers.chunk_form import AnswerHead, StreamStyle
+from .answers.generation_response import GenerationResponse, max_answer_bytes
 from .answers.response_form import ResponseForm
 from .anthropic_api import message_schema
-from .anthropic_api.message_request import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
+from .anthropic_api.message_schema import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
 from .base_model import BaseModel
 from .batches.line_authenticator import is_line
-from .batches.line_room import room_of
+from .batches.line_call import room_of
 from .batches.stored_responses import StoredResponses
 from .bodies.body_limits import max_body_bytes
 from .bodies.body_reader import BodyReader
 from .config import CurrentConfig
 from .fairness.loop_turns import LoopTurns
 from .fleet.dispatch import Dispatcher
-from .generation.end_rules import EndRules
+from .generation.choice import EndRules
 from .generation.generation import Generation, GenerationRequest, Prompt
 from .grammars.grammar_check import GrammarCheck
 from .loop_share import LoopShare
 from .metrics import Metrics
 from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion, Usage
-from .openai_api.embedding_list import EmbeddingList
-from .openai_api.embedding_request import EmbeddingsRequest
+from .openai_api.embedding_schema import EmbeddingList, EmbeddingsRequest
 from .openai_api.errors import ApiError, invalid_value, unsupported
+from .openai_api.json_body import refuse_unsupported
 from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat
-from .openai_api.response_request import ResponseChat, ResponsesRequest
-from .openai_api.response_schema import Response, StreamEvent
-from .openai_api.stream_position import LAST_EVENT_ID, EventIds, StreamPosition, wrong_position
-from .openai_api.unsupported_fields import refuse_unsupported
-from .requests.beams import beam_rules, check_beams
-from .requests.best_of import with_best_of
+from .openai_api.response_schema import Response, ResponseChat, ResponsesRequest, StreamEvent
+from .openai_api.stream_position import (
+    LAST_EVENT_ID,
+    EventIds,
+    ResponseId,
+    StreamPosition,
+    fingerprint_of,
+    new_response_id,
+    parse_position,
+    wrong_position,
+)
 from .requests.chat_fields import client_name, renamed
-from .requests.model_limits import check_length
-from .requests.prompt_scoring import check_num_scores, check_prompt_scoring
-from .requests.sampling_params import sampling_params, stop_strings
-from .requests.token_rules import token_rules
-from .resumption import answer_id, requested_position
+from .requests.sampling_params import (
+    beam_rules,
+    check_beams,
+    check_length,
+    check_num_scores,
+    check_prompt_scoring,
+    sampling_params,
+    stop_strings,
+    token_rules,
+    with_best_of,
+)
 from .route import route
-from .tenants.identity import Identity
+from .tenants.auth import Identity
 from .text.text import TextService
 from .versions.shadow_sender import ShadowSender
-from .versions.version_choice import choose_version, on_adapter, version_header
+from .versions.version_choice import VersionChoice, choose_version, on_adapter, version_header
+
+# The id of an answer: a new one, or that of the answer whose stream the client resumes.
+
+
+def requested_position(
+    http: Request, *, is_stream: bool | None, tenant: str, keys: Sequence[bytes]
+) -> StreamPosition | None:
+    """The position from which the client resumes a stream; None: it does not resume one. Raises a 400."""
+    event_id = http.headers.get(LAST_EVENT_ID)
+    if not event_id:
+        return None
+    if not is_stream:
+        raise wrong_position("it is only allowed with stream: true.")
+    return parse_position(event_id, tenant, keys)
+
+
+async def answer_id(
+    prefix: str, generation: GenerationRequest, position: StreamPosition | None, choice: VersionChoice, context: int
+) -> tuple[ResponseId, VersionChoice]:
+    """The answer's id, and the choice with the version that its stream began with. `context`: tokens of the model's.
+
+    Raises a 400 if the resumed stream belongs to another request.
+    """
+    share, prompts = LoopShare(), []
+    for prompt in generation.prompts:
+        prompts.append(fingerprint_of(prompt))
+        await share.pause()
+
+    def fingerprint(version: AdapterVersion | None) -> bytes:
+        stop = generation.stop.strings
+        # Of equal content that of another user's private adapter is another's answer.
+        digest = None if version is None else owner_of(version.name) + version.digest
+        reading = [] if generation.reader is None else generation.reader.reading.identity
+        parts = [generation.tenant, digest, prompts, generation.n, stop, generation.keep_token_ids, *reading]
+        return fingerprint_of(*parts)
+
+    if position is None:
+        return new_response_id(prefix, int(time.time()), fingerprint(choice.version)), choice
+    response_id = position.response_id
+    for begun in choice.candidates():
+        if response_id.prefix == prefix and fingerprint(begun) == response_id.fingerprint:
+            _check_position(position, generation, context)
+            return response_id, choice.with_version(begun)
+    raise wrong_position(
+        "it belongs to the answer to another request: send the same body with it. A stream cannot be resumed either if "
+        "the version of the adapter that it began with is kept no more."
+    )
+
+
+def _check_position(position: StreamPosition, generation: GenerationRequest, context: int) -> None:
+    """Raises a 400 for a position that the request's choices cannot have reached."""
+    limits = [
+        context - len(prompt.token_ids) if prompt.sampling.max_tokens is None else prompt.sampling.max_tokens
+        for prompt in generation.prompts
+        for _ in range(generation.n)
+    ]
+    if len(position.num_tokens) != len(limits):
+        raise wrong_position(f"it has {len(position.num_tokens)} choices, and the request has {len(limits)}.")
+    for index, (num_tokens, limit) in enumerate(zip(position.num_tokens, limits, strict=True)):
+        if num_tokens > limit:
+            raise wrong_position(f"it has {num_tokens} tokens of choice {index}, which has at most {limit}.")
+
 
 R = TypeVar("R", bound=GenerationFields)
 

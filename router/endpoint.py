@@ -14,11 +14,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..adapters.errors import AdapterError, RegistryUnavailable
-from .access.access_log import AccessLog
+from .access.access_log import AccessLog, RequestRecord, begin_record
 from .access.cors import Cors
-from .access.request_record import RequestRecord, begin_record
 from .answers.generation_response import CLIENT_CLOSED_REQUEST
-from .bodies.small_body import small_body
+from .bodies.body_reader import small_body
 from .metrics import Metrics
 from .openai_api.errors import ApiError, from_adapter_error, internal_error
 from .registry_outages import RegistryOutages

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Final
 
-from .histogram import Histogram
+from .metrics import Histogram
 
 TICK_S: Final = 0.02
 LOG_HELD_S: Final = 0.1  # holds from this on are logged

@@ -2,15 +2,59 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from ..adapters.registry.starts import StartReport
+from ..adapters.registry.launches import StartReport
 from ..workers.wire.messages import FinishReason, RefusalReason, SequenceError
-from .histogram import Histogram
 from .openai_api.errors import ApiError
-from .serve_facts import ServeFacts
+
+# A histogram without a lock: cheap enough to count every update of a sequence.
+
+
+class Histogram:
+    """Counts values by bucket. One thread writes, and others may read.
+
+    `bounds`: upper bounds of the buckets, ascending; one more bucket has no bound.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, number of values up to it) of each bucket, as Prometheus expects them."""
+        total = 0
+        found = []
+        counts = self._counts[:]  # of one moment: +Inf, which is also their number, is the sum of what stands before it
+        for bound, count in zip([*map(str, map(float, self._bounds)), "+Inf"], counts, strict=True):
+            total += count
+            found.append((bound, float(total)))
+        return found
+
+
+# What a router knows of the Ray Serve that runs it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFacts:
+    """The controller's last answer, and whether it answers."""
+
+    status: str  # of the application: RUNNING, DEPLOYING, DEPLOY_FAILED, UNHEALTHY, …
+    num_wanted_gangs: int  # that Serve is to run now
+    min_gangs: int  # as `max_gangs`: the wanted number where nothing scales them
+    max_gangs: int  # that there may be
+    rollout_s: float  # for how long the application has been DEPLOYING; 0: it is not
+    is_head_connected: bool  # whether the controller answered the last call
+
 
 FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 QUEUE_WAIT_BOUNDS_S = (0.001, *FIRST_TOKEN_BOUNDS_S, 120.0, 300.0, 600.0)  # up to the start of a gang on a new machine

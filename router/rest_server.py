@@ -20,13 +20,11 @@ from ..adapters.registry.administration.administration import Administration
 from ..adapters.registry.preloads import Preloads
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
-from .access.access_log import AccessLog
+from .access.access_log import AccessLog, begin_record
 from .access.cors import Cors
-from .access.request_record import begin_record
 from .accounts.account import Accountant, Accounts
 from .administration.keys_api import KeysApi
-from .administration.tenants_api import TenantsApi
-from .administration.users_api import UsersApi
+from .administration.tenants_api import TenantsApi, UsersApi
 from .base_model import BaseModel
 from .batches.batches import Batches
 from .batches.schema import Endpoint as LineRoute
@@ -34,33 +32,26 @@ from .bodies.body_reader import BodyReader
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
 from .endpoint import Endpoint
-from .exposition.targets import MetricsTarget
+from .exposition.families import MetricsTarget
 from .fleet.dispatch import Dispatcher
 from .metrics import Metrics
-from .models_api import ModelsApi
+from .models_api import ModelsApi, TokenizeApi
 from .openai_api.errors import ApiError, internal_error
-from .openapi.openapi_api import OpenApi
-from .operations_api import OperationsApi
-from .operator_key import OperatorKey
+from .openapi.document import OpenApi
+from .operations_api import OperationsApi, Readiness
 from .quotas.limits_api import LimitsApi
 from .quotas.quotas import Quotas
-from .readiness import Readiness
 from .registry_outages import RegistryOutages
 from .residency.pin_keeper import PinKeeper
 from .route import RouteSpec, routes_of
-from .tenants.auth import Authenticator, Tokens
+from .tenants.auth import Authenticator, OperatorKey, Tokens
 from .text.text import TextService
-from .tokenize_api import TokenizeApi
 from .uploads.adapters_api import AdaptersApi
 from .uploads.lora_adapters_api import LoraAdaptersApi
 from .versions.canary_book import CanaryBook
-from .versions.pin_api import PinApi
-from .versions.preload_api import PreloadApi
-from .versions.preloader import Preloader
-from .versions.residency_api import ResidencyApi
+from .versions.residency_api import PinApi, PreloadApi, Preloader, ResidencyApi
 from .versions.shadow_sender import ShadowSender
-from .versions.trials_api import TrialsApi
-from .versions.versions_api import VersionsApi
+from .versions.versions_api import TrialsApi, VersionsApi
 
 _SLASH: Final = re.compile("%2f", re.IGNORECASE)
 _IN_NAME: Final = "\0"  # replaces the slash of a name while paths are matched

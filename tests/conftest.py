@@ -17,20 +17,20 @@ import pytest
 import redis
 from redis.asyncio import Redis
 
-from motet.adapters.format import patterns
+from motet.adapters.format import targets
 from motet.adapters.registry import registry_view
 from motet.adapters.registry.batches.batch_registry import BatchRegistry
 from motet.adapters.registry.batches.file_registry import FileRegistry
-from motet.adapters.registry.lease import Lease
+from motet.adapters.registry.launches import Lease
 from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.name_records import NameRecords
 from motet.adapters.registry.redis_deadline import answered_within
 from motet.adapters.registry.registry import Registry, connect
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.answers import generation_response
-from motet.router.bodies import body_decoder
+from motet.router.bodies import body_reader
 from motet.router.grammars import grammar_check
-from motet.router.openapi import openapi_api
+from motet.router.openapi import document
 from motet.tests.rigs.cost_report import CostReport
 from motet.tests.rigs.described_routes import described_routes
 from motet.tests.rigs.imports import ROOT
@@ -148,9 +148,9 @@ def patient_routers() -> Iterator[None]:
             (registry_view, "_LOOKUP_S"),
             (registry_view, "_CATCH_UP_S"),
             (generation_response, "HEADERS_AFTER_S"),
-            (body_decoder, "DEADLINE_S"),  # of processes that yield to all others
+            (body_reader, "DEADLINE_S"),  # of processes that yield to all others
             (grammar_check, "DEADLINE_S"),
-            (patterns, "TIMEOUT_S"),
+            (targets, "TIMEOUT_S"),
             (device_probe, "_TIMEOUT_S"),
         ):
             patch.setattr(module, name, PATIENCE_S)
@@ -171,7 +171,7 @@ def one_tls_context() -> Iterator[None]:
 def one_openapi_document() -> Iterator[None]:
     """Each router describes its routes when it starts, 0.1 s of CPU. Hundreds of tests have the same routes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(openapi_api, "openapi_document", described_routes)
+        patch.setattr(document, "openapi_document", described_routes)
         yield
 
 

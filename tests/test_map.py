@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.tests.rigs.imports import ROOT, imported_modules, module_of
-from motet.tests.test_layout import PRODUCT as PRODUCT_FILES
+from motet.tests.rigs.imports import ROOT
 
 PRODUCT = ("kernels", "adapters", "workers", "router", "cluster")
 TOP_FOLDERS = (*PRODUCT, "benchmarks", "docs", "examples", "scripts", "tests")
@@ -79,40 +78,10 @@ def mapped_folders(text: str) -> list[str]:
     return re.findall(r"^\| `([\w/]+/)` \|", text, re.MULTILINE)
 
 
-def allowed_importers(text: str) -> dict[str, list[str]]:
-    """By folder, the last cell of its row: folders, each with all that lies in it."""
-    rows = re.findall(r"^\| `([\w/]+/)` \|.*\|([^|]*)\|$", text, re.MULTILINE)
-    return {folder: re.findall(r"`([\w/]+/)`", cell) for folder, cell in rows}
-
-
-def importers() -> dict[str, set[str]]:
-    """By folder of the product, those whose files import one of its files."""
-    folders = {module_of(path): f"{path.parent.relative_to(ROOT)}/" for path in PRODUCT_FILES}
-    found: dict[str, set[str]] = {}
-    for path in PRODUCT_FILES:
-        importer = module_of(path)
-        for imported in imported_modules(path.read_text(), importer):
-            target = next((name for name in (imported, imported.rpartition(".")[0]) if name in folders), None)
-            if target is not None and folders[target] != folders[importer]:
-                found.setdefault(folders[target], set()).add(folders[importer])
-    return found
-
-
 def test_the_map_has_every_folder_once() -> None:
     mapped = mapped_folders(MAP.read_text())
     assert len(mapped) == len(set(mapped))
     assert product_folders() - set(mapped) == set()
-
-
-def test_the_map_says_who_may_import_what() -> None:
-    allowed = allowed_importers(MAP.read_text())
-    wrong = [
-        f"{importer} imports {folder}"
-        for folder, found in importers().items()
-        for importer in sorted(found)
-        if not any(importer.startswith(one) for one in allowed[folder])
-    ]
-    assert wrong == []
 
 
 def test_the_map_is_one_page() -> None:
@@ -153,9 +122,6 @@ def test_what_is_missing_would_be_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A `b` & c\n[gone](none.md) [here](#a-b--c) [not here](#d) [site](https://example.org)\n")
     assert dead_links(page) == ["none.md", "#d"]
-    assert allowed_importers("| `kernels/` | of `workers/` | `kernels/`, `router/` |\n") == {
-        "kernels/": ["kernels/", "router/"]
-    }
     assert mapped_folders("| `kernels/` | x |\n| `kernels/gpu/` | y |\n| other | `cluster/` |\n") == [
         "kernels/",
         "kernels/gpu/",

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
 
 from .engine_messages import End, EngineMessage, GiveUpWaiting, PinChanges, TokenInterval
 from .execution.executor import Executor
 from .fairness.prompt_budget import token_interval_of
 from .plan import StepPlan, StepResult
-from .plan_ahead import PlanAhead
 from .scheduling.scheduler import Scheduler
-from .step_pacing import StepPacing
-from .wire.engine_load import EngineLoad
-from .wire.fair_shares import ServedElsewhere, TenantShare
+from .wire.engine_load import EngineLoad, ServedElsewhere, TenantShare
 from .wire.messages import (
     CANCELLED,
     Cancel,
@@ -24,9 +22,92 @@ from .wire.messages import (
     SequenceError,
     SequenceRequest,
     SequenceUpdate,
+    SequenceUsage,
     Submit,
 )
-from .wire.sequence_usage import SequenceUsage
+
+# The plan that follows the running one, so that workers need not wait for the leader between two steps.
+
+
+class PlanAhead:
+    """One plan at most: made while the plan before it is executed, settled with that one's result, and taken.
+
+    When it is made, the tokens of the plan before it are not known, nor which sequences they end. The idea is
+    NanoFlow's (arXiv 2408.12757).
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._plan: StepPlan | None = None
+
+    @property
+    def has_plan(self) -> bool:
+        return self._plan is not None
+
+    def make(self) -> None:
+        assert self._plan is None
+        self._plan = self._scheduler.schedule()
+
+    def settle(self, result: StepResult | None) -> StepPlan | None:
+        """Completes the plan with the result of the one before it, which is committed afterwards.
+
+        None: there is no result yet, and the device feeds its tokens to the plan. Returns the plan to execute now;
+        None: none was made, or it is empty.
+        """
+        if self._plan is not None:
+            plan = self._scheduler.settle(self._plan, result)
+            has_anything = bool(plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies)
+            if not has_anything:
+                self._scheduler.drop(plan)
+            self._plan = plan if has_anything else None
+        return self._plan
+
+    def take(self) -> StepPlan | None:
+        """The plan, which is settled and being executed; None: there is none."""
+        plan, self._plan = self._plan, None
+        return plan
+
+
+# How late in a step the next plan can be made, learnt from how steps went.
+
+_LATE = 0.1  # a plan should be ready this part of the expected time before the running step ends
+_LEAST_SPARE, _MOST_SPARE, _MORE_SPARE = 0.05, 0.85, 0.01  # parts of the expected time
+
+
+class StepPacing:
+    """Times steps, of which the next one may begin while one runs."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_at = self._planned_at = 0.0  # the running step; the plan after it
+        self._expected_s: deque[float] = deque()  # of the running step, and of the one begun after it
+        self._spare = _LEAST_SPARE  # part of a step's expected time for which the next plan can wait
+
+    def begin(self, expected_s: float) -> None:
+        """A step begins; its execution waits for the running one, if there is one."""
+        if not self._expected_s:
+            self._began_at = self._clock()
+        self._expected_s.append(expected_s)
+
+    @property
+    def spare_s(self) -> float:
+        """For how long the next plan can still wait, as far as the running step takes what such steps took."""
+        return max(0.0, self._began_at + self._spare * self._expected_s[0] - self._clock())
+
+    def planned(self) -> None:
+        """The plan after the running step is made: nothing is left to do but to wait for the step."""
+        self._planned_at = self._clock()
+
+    def end(self) -> float:
+        """The running step has ended: the seconds that it took. The step begun after it now runs."""
+        now, expected_s = self._clock(), self._expected_s.popleft()
+        left_s = now - self._planned_at
+        if left_s < _LATE * expected_s:  # the device had to wait for the next plan, or nearly so
+            self._spare = max(_LEAST_SPARE, self._spare * (0.9 if left_s > 0.1 * _LATE * expected_s else 0.5))
+        else:
+            self._spare = min(_MOST_SPARE, self._spare + _MORE_SPARE)
+        took_s, self._began_at = now - self._began_at, now
+        return took_s
 
 
 class Engine:

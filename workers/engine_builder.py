@@ -14,18 +14,16 @@ import msgspec
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from .checkpoint.tensor_names import folder_lacks_head
+from .checkpoint.stored_tensor import folder_lacks_head
 from .config import EngineConfig
 from .engine import Engine
-from .execution.connection import Connection, ConnectionLostError
 from .execution.executor import Executor, LocalExecutor, WorkerLostError, compute_thread
-from .execution.gang_executor import GangExecutor
-from .execution.gang_messages import Failed, FromWorker, Join, Ready
-from .execution.gang_messages import Progress as ProgressMessage
+from .execution.gang_executor import Connection, ConnectionLostError, Failed, FromWorker, GangExecutor, Join, Ready
+from .execution.gang_executor import Progress as ProgressMessage
 from .fairness.prompt_budget import token_interval_of
 from .grammar.constraints import Constraints
 from .loop import EngineLoop
-from .memory.pool import PoolGeometry, plan_pool, pool_of
+from .memory.page_arrays import PoolGeometry, plan_pool, pool_of
 from .models.config import ModelConfig
 from .models.sharding import ModelSharding
 from .models.weights import Progress

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from .wire.fair_shares import ServedElsewhere
+from .wire.engine_load import ServedElsewhere
 from .wire.messages import Cancel, Outdated, SequenceError, Submit
 
 

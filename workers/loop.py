@@ -6,14 +6,76 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+
+import msgspec
 
 from .engine import Engine
 from .engine_messages import EngineMessage
 from .leader.served_engine import OnStep, StepReport
-from .step_deadline import StepDeadline
-from .step_times import StepTimes
-from .wire.fair_shares import TenantShare
+from .wire.engine_load import EngineLoad, TenantShare
 from .wire.messages import GangInfo, SequenceError, SequenceUpdate, Submit
+
+# The time after which a step counts as hung: shorter on a gang whose steps were short so far.
+
+LEAST_S = 30.0  # a busy machine, or a prompt after many short steps, must not look like a hang
+FACTOR = 20.0  # of the longest step so far
+
+
+class StepDeadline:
+    """Learns from the steps of one engine. Before the first one has ended nothing is known, and the limit holds."""
+
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: no step may take longer, whatever those before it took."""
+        self._limit_s = self._deadline_s = limit_s
+        self._longest_s = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._deadline_s
+
+    def observe(self, step_s: float) -> None:
+        """A step has ended, after this time."""
+        self._longest_s = max(self._longest_s, step_s)
+        self._deadline_s = min(self._limit_s, max(LEAST_S, FACTOR * self._longest_s))
+
+
+# Times of a gang's steps and loads, from which routers estimate waits.
+
+
+class StepTimes:
+    """Seconds inside steps, and seconds of adapters' loads, since the engine's start.
+
+    An adapter counts from the beginning of the step that starts its load to the end of the step that commits it, as
+    long as its sequences wait. Concurrent loads count each.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._busy_s = self._loading_s = 0.0
+        self._began_at = self._ended_at = clock()
+        self._load = EngineLoad()  # after the last step
+
+    def begin_step(self) -> None:
+        self._began_at = self._clock()
+
+    def end_step(self, load: EngineLoad) -> EngineLoad:
+        """The load after the step that ends now, with the times filled in."""
+        now = self._clock()
+        self._busy_s += now - self._began_at
+        # Between two steps the engine may have slept; the loader has not.
+        before, self._load = self._load, load
+        self._loading_s += before.gauges.num_coming_adapters * (now - self._ended_at)
+        num_loads = load.counters.num_adapter_loads - before.counters.num_adapter_loads
+        self._loading_s += num_loads * (now - self._began_at)
+        self._ended_at = now
+        return self.filled_in(load)
+
+    def filled_in(self, load: EngineLoad) -> EngineLoad:
+        """The load with the times as of the last step: no counter of an engine ever falls."""
+        counters = msgspec.structs.replace(load.counters, busy_s=self._busy_s, loading_s=self._loading_s)
+        return EngineLoad(load.gauges, counters)
+
 
 _log = logging.getLogger(__name__)
 _SHARES_S, _MAX_SHARES = 0.25, 512  # how often shares are reported, and of how many tenants at most
@@ -24,7 +86,7 @@ class EngineLoop:
     """Steps the engine while there is work, and sleeps while there is none."""
 
     def __init__(self, engine: Engine, step_deadline_s: float) -> None:
-        """`step_deadline_s`: after which a step counts as hung, often earlier (`step_deadline.py`)."""
+        """`step_deadline_s`: after which a step counts as hung, often earlier."""
         self._engine = engine
         self._deadline = StepDeadline(step_deadline_s)
         self._wake = threading.Condition()

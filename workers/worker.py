@@ -14,9 +14,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from .config import EngineConfig
 from .decoding.mask_source import TokenMask
 from .device import resolve_device
-from .execution.connection import Connection, ConnectionLostError
 from .execution.executor import LocalExecutor
-from .execution.gang_messages import (
+from .execution.gang_executor import (
+    Connection,
+    ConnectionLostError,
+    DeltaDecoder,
     Done,
     Execute,
     Failed,
@@ -30,7 +32,6 @@ from .execution.gang_messages import (
     ToWorker,
     WantMasks,
 )
-from .execution.plan_deltas import DeltaDecoder
 from .parallel import ProcessGroup
 from .plan import SampledToken, StepPlan
 from .worker_builder import build_executor, tier_sizes

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 
-from ..adapter import EXPERT_MODULES, family_of_module, packing_order
-from ..expert_ranks import expert_entries
+from ..adapter import EXPERT_MODULES, expert_entries, family_of_module, packing_order
 from .tensor_file import DTYPE_NAMES, Tensor, tensor_bytes
 
 
@@ -35,7 +34,7 @@ class AdapterContent:
 
     @cached_property
     def module_ranks(self) -> dict[str, int]:
-        """Each target's largest rank over the layers, in packing order; experts as in `expert_ranks.py`."""
+        """Each target's largest rank over the layers, in packing order; experts as in `adapter.py`."""
         return ranks_over_layers({key: found.a.shape[0] for key, found in self.matrices.items()}, self.num_experts)
 
     @cached_property

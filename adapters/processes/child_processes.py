@@ -5,15 +5,93 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
+import signal
+import struct
 import subprocess
 import sys
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from typing import Final, TypeVar
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import IO, Final, TypeVar
 
-from .process_frames import LAST, read_frames, write_frames
+# Lists of byte strings through a pipe: their number, the length of each, then the bytes.
+
+LAST: Final = b"last"  # the first frame of an answer: the process answers no other question
+NOT_LAST: Final = b""
+
+_NUMBER: Final = struct.Struct("<Q")
+
+
+def write_frames(sink: IO[bytes], frames: Sequence[bytes | bytearray]) -> None:
+    """Blocking. Raises OSError if the other end is closed."""
+    sink.write(b"".join(map(_NUMBER.pack, (len(frames), *map(len, frames)))))
+    for frame in frames:
+        sink.write(frame)
+    sink.flush()
+
+
+def read_frames(source: IO[bytes]) -> list[bytes]:
+    """The frames that were written together; empty at the end. Blocking. Raises EOFError if they are cut off."""
+    start = source.read(_NUMBER.size)
+    if not start:
+        return []
+    num_frames = _number(start)
+    lengths = [_number(source.read(_NUMBER.size)) for _ in range(num_frames)]
+    frames = [source.read(length) for length in lengths]
+    if list(map(len, frames)) != lengths:
+        raise EOFError("the frames were cut off")
+    return frames
+
+
+def _number(data: bytes) -> int:
+    if len(data) < _NUMBER.size:
+        raise EOFError("the frames were cut off")
+    (number,) = _NUMBER.unpack(data)
+    return int(number)
+
+
+# Priority and resource limits of a process beside a router, most of them set in that process.
+
+
+def yield_to_others(niceness: int) -> None:
+    """Lowers this process's CPU priority."""
+    os.nice(niceness)
+
+
+def yield_wholly(process_id: int) -> None:
+    """Has another process run only while a processor would be idle; any process that wakes preempts it at once."""
+    if sys.platform == "linux":
+        os.sched_setscheduler(process_id, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.setpriority(os.PRIO_PROCESS, process_id, 19)
+
+
+def bound_memory(num_bytes: int) -> None:
+    """Limits private memory, without mapped files: more raises MemoryError. A no-op on systems without such a limit."""
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def bound_stack(num_bytes: int) -> None:
+    """Limits the stack of the main thread: using more ends the process by SIGSEGV."""
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (num_bytes, hard))
+
+
+def bound_cpu(seconds: float) -> None:
+    """Ends this process by SIGPROF after this much more CPU time."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def resident_bytes() -> int:
+    """Resident memory now. Not its peak, which on Linux includes that of the router that started this process."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

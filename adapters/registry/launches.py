@@ -1,21 +1,38 @@
-"""Heartbeats of the launches that share a registry, and one secret of their routers and gangs.
-
-A launch is one application on one cluster. Several share a registry while one cluster takes over from another. Each
-gives its own API keys, which are deleted when its heartbeats have stopped for long. Each router measures that by its
-own clock, from one heartbeat to the next, so that neither clocks that differ nor an outage of Redis expire a living
-launch.
-"""
+"""What the processes of a launch share in the registry: leases, heartbeats, rollouts, and reports of starts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, Literal
 
+import msgspec
 from redis.asyncio import Redis
 
-from .redis_deadline import answered_within
-from .registry_keys import CLUSTER_TOKEN, LAUNCHES, ROLLOUTS, bind_script
+from .lua_script import LuaScript
+from .redis_deadline import TIMEOUT_S, answered_within
+from .registry_keys import CLUSTER_TOKEN, LAUNCHES, ROLLOUT_LOOK, ROLLOUTS, STARTS, bind_script
+
+# What one process at a time may do, as a string in Redis that expires.
+
+_HOLD: Final = LuaScript(Path(__file__).with_name("hold.lua"), allow_oom=True)
+
+
+class Lease:
+    """The lease that is stored as `key`. Raises RegistryUnavailable when Redis does not answer."""
+
+    def __init__(self, client: Redis, key: str, timeout_s: float = TIMEOUT_S) -> None:
+        self._hold = _HOLD.bind(client, {"lease": key})
+        self._timeout_s = timeout_s
+
+    async def hold(self, holder: str, hold_s: float) -> bool:
+        """Gives the lease to the holder for `hold_s` from now on; 0 ends it. False: another one holds it."""
+        async with answered_within(self._timeout_s):
+            return bool(await self._hold(holder=holder, milliseconds=math.ceil(hold_s * 1000)))
 
 
 class Launches:
@@ -64,3 +81,105 @@ class ExpiredLaunches:
             for launch, count in heartbeats.items()
         }
         return [launch for launch, (_, since) in self._seen.items() if now - since >= self.expires_after_s]
+
+
+# The configuration with which an application was whole the last time, and why a newer one was taken back.
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollout of one application on one cluster."""
+
+    good: Mapping[str, Any]  # Serve's configuration of the application, as JSON has it
+    taken_back: str | None = None  # why a newer one was rolled back; None: none was, or there is a newer one since
+    came_back_at: float = 0.0  # Unix seconds: when Serve was given it again
+    tried_at: float = 0.0  # when Serve was given the newest configuration
+    said: Mapping[str, str] = {}  # what Serve said of each deployment soon after; it may be of the one before
+
+
+class Rollouts:
+    """Raises RegistryUnavailable as `Registry` does."""
+
+    def __init__(self, client: Redis) -> None:
+        self._client: Any = client
+
+    async def get(self, cluster: str) -> Rollout | None:
+        """None: the application was never whole."""
+        async with answered_within():
+            text = await self._client.hget(ROLLOUTS, cluster)
+        return None if text is None else msgspec.json.decode(text, type=Rollout)
+
+    async def set(self, cluster: str, rollout: Rollout) -> None:
+        async with answered_within():
+            await self._client.hset(ROLLOUTS, cluster, msgspec.json.encode(rollout).decode())
+
+    async def may_look(self, cluster: str, rest_s: float) -> bool:
+        """Whether the caller is the one of all routers that looks after the rollout in the next `rest_s`."""
+        async with answered_within():
+            return bool(await self._client.set(ROLLOUT_LOOK + cluster, "", nx=True, px=int(1000 * rest_s)))
+
+
+# Reports of gangs and routers that cannot start yet: what they wait for, or why they failed.
+
+Kind = Literal["gang", "router"]
+
+KEPT_S = 600.0  # of a failed start, unless one of its kind has come up since
+FRESH_S = 150.0  # of a waiting start, which reports again with each try
+
+
+class StartReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One start of a replica."""
+
+    kind: Kind
+    replica: str  # its id; Serve gives each new try another one
+    reason: str  # text: what it waits for, or why it failed
+    has_failed: bool  # else it waits, and goes on by itself
+    began_at: float  # Unix seconds, as `reported_at`
+    reported_at: float = msgspec.field(name="told_at")  # its name in Redis and in /status
+
+
+class Starts:
+    """The reports of one cluster. Raises RegistryUnavailable as `Registry` does."""
+
+    def __init__(self, client: Redis, cluster: str, clock: Callable[[], float] = time.time) -> None:
+        self._client: Any = client
+        self._key = STARTS + cluster
+        self._clock = clock
+
+    async def report(self, report: StartReport) -> None:
+        """Replaces this replica's earlier report."""
+        async with answered_within():
+            await self._client.hset(self._key, report.replica, msgspec.json.encode(report).decode())
+            await self._client.expire(self._key, int(2 * KEPT_S))
+
+    async def reports(self) -> Sequence[StartReport]:
+        """The reports that still hold, the oldest first. Expired ones are deleted."""
+        async with answered_within():
+            found: dict[str, str] = await self._client.hgetall(self._key)
+            reports = [*_decoded(found.values())]
+            now = self._clock()
+            held = [one for one in reports if now - one.reported_at < (KEPT_S if one.has_failed else FRESH_S)]
+            if gone := [one.replica for one in reports if one not in held]:
+                await self._client.hdel(self._key, *gone)
+        return sorted(held, key=lambda report: report.began_at)
+
+    async def succeeded(self, kind: Kind, replica: str) -> None:
+        """Deletes this replica's report, and the failures of its kind, which are over."""
+        over = [one.replica for one in await self.reports() if one.kind == kind and one.has_failed]
+        async with answered_within():
+            await self._client.hdel(self._key, replica, *over)
+
+
+async def reports_of_all(client: Redis) -> Sequence[StartReport]:
+    """The reports of all clusters that use this Redis, the oldest first. Raises RegistryUnavailable."""
+    any_client: Any = client
+    async with answered_within():
+        names = [name async for name in any_client.scan_iter(f"{STARTS}*", count=10_000)]
+    clusters = [await Starts(client, name.removeprefix(STARTS)).reports() for name in names]
+    return sorted((one for reports in clusters for one in reports), key=lambda report: report.began_at)
+
+
+def _decoded(texts: Iterable[str]) -> Iterator[StartReport]:
+    """Leaves out reports of another version of motet that this one cannot read."""
+    for text in texts:
+        with suppress(msgspec.DecodeError):
+            yield msgspec.json.decode(text, type=StartReport)

@@ -24,11 +24,8 @@ from .events import decode_adapter, encode_facts
 from .redis_deadline import answered_within
 from .registry_keys import bind_script
 from .stored_counts import bound_args, use_of
-from .tenants.audit_entry import AuditEntry, encode_entry, log_entry
-from .tenants.records import Admission
-from .tenants.storage_bounds import StorageBound, check_pinned, check_storage
-from .versions.changed_fields import changed_fields
-from .versions.name_state import NameNotes, NameState, VersionNote, with_upload
+from .tenants.records import Admission, AuditEntry, StorageBound, check_pinned, check_storage, encode_entry, log_entry
+from .versions.name_state import NameNotes, NameState, VersionNote, changed_fields, with_upload
 from .versions.rollout import MAX_CANARIES, MAX_PINS, MAX_PINS_IN_ALL, versions_of
 
 _MAX_TRIES: Final = 64  # of a change that conflicts with others

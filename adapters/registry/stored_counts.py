@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 
 from .redis_deadline import answered_within
 from .registry_keys import FILE_BYTES, STORED, STORED_IS_COUNTED, UNSWEPT, UNSWEPT_TENANTS, bind_script
-from .tenants.storage_bounds import StorageBound, StorageUse
+from .tenants.records import StorageBound, StorageUse
 
 _PAGE: Final = 500  # of tenants, or of a tenant's entries
 

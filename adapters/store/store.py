@@ -27,13 +27,14 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock, Timer
 from typing import Any
 
-from ..base_identity import BaseIdentity
+from ..adapter import BaseIdentity
 from ..errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable
 from ..format.content import AdapterContent, LoraMatrices
 from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
@@ -43,8 +44,85 @@ from ..packing.layout import AdapterLayout
 from ..packing.packed_file import PackedFileDamaged, PagesPart, read_packed, read_packed_part, write_packed
 from ..packing.packing import pack, packed_chunks
 from .durable_file import make_folder, replacing, sync_folder
-from .kept_layouts import KeptLayouts, is_old
-from .repacked import Repacked
+
+# Which layouts of packed files are still in use.
+
+KEPT_S = 7 * 86_400.0
+
+
+class KeptLayouts:
+    """A file for each layout, whose time says when an application last used the layout.
+
+    Applications with different layouts may share a store, as an old and a new one do during an upgrade. So a layout is
+    given up only when no application has used it for `KEPT_S`. An unknown layout counts from when it is found, since an
+    application of an older version records nothing.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._own: set[str] = set()  # which stay, whatever clocks say
+
+    def keep(self, keys: Iterable[str]) -> None:
+        """These are in use now. To be called again long before `KEPT_S` have passed."""
+        own = set(keys)
+        self._own |= own
+        self._see(own)
+
+    def is_given_up(self, key: str) -> bool:
+        if key in self._own:
+            return False
+        try:
+            return is_old(self._root / key)
+        except FileNotFoundError:
+            self._see({key})
+            return False
+
+    def _see(self, keys: Iterable[str]) -> None:
+        make_folder(self._root)
+        for key in keys:
+            (self._root / key).touch()
+
+
+def is_old(path: Path) -> bool:
+    """Whether the file was last written more than `KEPT_S` ago. Raises FileNotFoundError."""
+    return time.time() - path.stat().st_mtime >= KEPT_S
+
+
+# Adapters that were packed again because there was no file for their layout.
+
+LOG_AFTER_S = 300.0
+
+_log = logging.getLogger(__name__)
+
+
+class Repacked:
+    """Logs one line for all of a while: after an upgrade to another layout every adapter is packed again."""
+
+    def __init__(self, timer: Callable[[float, Callable[[], None]], Timer] = Timer) -> None:
+        """`timer`: as `threading.Timer`."""
+        self._timer = timer
+        self._lock = Lock()  # adapters come in several threads
+        self._num, self._first = 0, ""
+
+    def add(self, digest: str, file_name: str) -> None:
+        with self._lock:
+            self._num += 1
+            if self._num > 1:
+                return
+            self._first = f"{file_name} of {digest}"
+        timer = self._timer(LOG_AFTER_S, self._log_all)
+        timer.daemon = True  # it does not keep the process alive
+        timer.start()
+
+    def _log_all(self) -> None:
+        with self._lock:
+            num, first, self._num = self._num, self._first, 0
+        _log.warning(
+            "adapters that were packed again in %g s, because their packed files were missing, as after a start that "
+            "cuts adapters in another way: %d, the first one for %s",
+            *(LOG_AFTER_S, num, first),
+        )
+
 
 _LOG = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -2,7 +2,7 @@
 
 - "S-LoRA" (arXiv 2311.03285 §6): both matrices of each pair are cut, and vectors of the rank's size exchanged.
 - "block-diagonal" (arXiv 2510.23346): adapters that were trained with blocks of zeros, so that nothing is exchanged.
-- "motet" (`adapters/packing/sharding.py`): any adapter; one matrix of a pair is whole on each worker.
+- "motet" (`adapters/packing/layout.py`): any adapter; one matrix of a pair is whole on each worker.
 
 Each computes what an adapter adds to the seven projections of a layer. The sum over a row-parallel projection's workers
 is the base's own. What motet exchanges in a step is counted in its real code by `benchmarks/tensor_parallel.py`.

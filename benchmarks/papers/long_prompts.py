@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from motet.benchmarks.rigs.published_bases import published_base
 from motet.workers.costs.devices import DEVICES, Device
-from motet.workers.costs.model_size import model_size
-from motet.workers.costs.operations import Batch, Chunk, Operation, kv_copies, step_operations
+from motet.workers.costs.operations import Batch, Chunk, Operation, kv_copies, model_size, step_operations
 from motet.workers.models.config import ModelConfig
 
 ELEMENT_BYTES = 2

@@ -28,11 +28,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from motet.cluster.config import MotetConfig
 from motet.workers import worker_builder
-from motet.workers.costs.nano_batches import LEAST_ROWS, StepTimes, first_rows, first_rows_of
+from motet.workers.costs.step_costs import LEAST_ROWS, StepTimes, first_rows, first_rows_of
 from motet.workers.engine_builder import rendezvous
-from motet.workers.gang_steps import measured_steps
 from motet.workers.parallel import EndedSum, ProcessGroup, Sum
 from motet.workers.plan import SamplePlan, SequencePlan, StepPlan, packed
+from motet.workers.step_measurements import measured_steps
 from motet.workers.wire.messages import SamplingParams
 
 HOST, DEGREE = "127.0.0.1", 2

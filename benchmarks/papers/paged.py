@@ -21,8 +21,7 @@ from motet.benchmarks.papers.virtual_load import Job, Outcome, run
 from motet.benchmarks.rigs.published_bases import published_base
 from motet.benchmarks.scarce.page_reserve import LENGTHS
 from motet.workers.costs.devices import DEVICES
-from motet.workers.costs.model_size import kv_bytes_of_a_token
-from motet.workers.costs.operations import Batch, Chunk, step_operations
+from motet.workers.costs.operations import Batch, Chunk, kv_bytes_of_a_token, step_operations
 from motet.workers.scheduling import scheduler
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.page_reserve import PageReserve

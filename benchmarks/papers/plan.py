@@ -36,9 +36,8 @@ from motet.workers.costs.measured_steps import (
     random_adapters,
     wait_a_little,
 )
-from motet.workers.costs.replay import Replayed, VirtualExecutor, replay
+from motet.workers.costs.replay import Replayed, TracedRequest, VirtualExecutor, replay
 from motet.workers.costs.step_costs import StepCosts, StepShape
-from motet.workers.costs.trace import TracedRequest
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine, build_virtual_engine
 from motet.workers.models.config import ModelConfig

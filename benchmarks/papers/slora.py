@@ -29,7 +29,7 @@ from motet.benchmarks.papers.virtual_load import BLOCK_SIZE, Job, Outcome, run
 from motet.benchmarks.rigs.published_bases import published_base
 from motet.benchmarks.tensor_parallel import HIDDEN, NUM_ROWS, count, write_model
 from motet.workers.costs.devices import DEVICES
-from motet.workers.costs.model_size import kv_bytes_of_a_token, model_size
+from motet.workers.costs.operations import kv_bytes_of_a_token, model_size
 from motet.workers.wire.messages import AdapterRef
 
 NUM_ADAPTERS = (5, 100, 1000, 2000)

@@ -6,8 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from motet.workers.costs.devices import Device
-from motet.workers.costs.model_size import gang_weights_bytes, kv_bytes_of_a_token
-from motet.workers.costs.operations import Batch, Chunk, Formats, step_operations
+from motet.workers.costs.operations import (
+    Batch,
+    Chunk,
+    Formats,
+    gang_weights_bytes,
+    kv_bytes_of_a_token,
+    step_operations,
+)
 from motet.workers.models.config import ModelConfig
 
 Resource = Literal["compute", "memory", "network"]

@@ -21,7 +21,7 @@ import uvicorn
 
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.cluster.config import part_config
-from motet.cluster.replicas.short_pauses import keep_pauses_short
+from motet.cluster.replicas.replica_start import keep_pauses_short
 from motet.cluster.settings.settings import Settings
 from motet.router.config import CurrentConfig, RouterConfig
 from motet.router.fleet.dispatch import FleetDispatcher

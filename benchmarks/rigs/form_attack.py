@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 
-from motet.adapters.processes.process_bounds import yield_wholly
+from motet.adapters.processes.child_processes import yield_wholly
 from motet.tests.rigs.hostile_grammars import hostile_grammars
 from motet.tests.rigs.neighbour import KEY_VARIABLE, TIMEOUT_S
 from motet.tests.rigs.running_motet import BASE

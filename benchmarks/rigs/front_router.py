@@ -23,7 +23,7 @@ from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
 from motet.cluster.config import part_config
-from motet.cluster.replicas.short_pauses import keep_pauses_short
+from motet.cluster.replicas.replica_start import keep_pauses_short
 from motet.cluster.settings.settings import Settings
 from motet.router.config import CurrentConfig, RouterConfig
 from motet.router.fleet.admission import TimeLimit
@@ -32,8 +32,7 @@ from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.workers.wire.engine_load import EngineLoad
-from motet.workers.wire.messages import GangInfo, SequenceRequest, SequenceUpdate
-from motet.workers.wire.sequence_usage import SequenceUsage
+from motet.workers.wire.messages import GangInfo, SequenceRequest, SequenceUpdate, SequenceUsage
 
 MODEL_PATH = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"  # for its tokenizer
 BASE = "ready"

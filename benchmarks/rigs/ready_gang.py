@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator, Sequence
 import ray
 
 from motet.cluster.config import part_config
-from motet.cluster.replicas.replica_directory import ADDRESS
+from motet.cluster.replicas.serve_watch import ADDRESS
 from motet.cluster.settings.settings import Settings
 from motet.workers.engine_messages import EngineMessage
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.leader_config import LeaderConfig
-from motet.workers.leader.served_engine import OnStep, StepReport
+from motet.workers.leader.served_engine import LeaderConfig, OnStep, StepReport
 from motet.workers.wire.engine_load import EngineGauges, EngineLoad
 from motet.workers.wire.messages import (
     CANCELLED,

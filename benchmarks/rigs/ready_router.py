@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.cluster.config import part_config
-from motet.cluster.replicas.replica_directory import ADDRESS, ReplicaDirectory
+from motet.cluster.replicas.serve_watch import ADDRESS, ReplicaDirectory
 from motet.cluster.settings.settings import Settings
 from motet.router.config import CurrentConfig, RouterConfig
 from motet.router.fleet.admission import AdmissionConfig, TimeLimit
@@ -26,8 +26,8 @@ from motet.workers.wire.messages import (
     GangInfo,
     SequenceRequest,
     SequenceUpdate,
+    SequenceUsage,
 )
-from motet.workers.wire.sequence_usage import SequenceUsage
 
 Way = Literal["frames", "handles"]
 DEFAULTS = Settings()

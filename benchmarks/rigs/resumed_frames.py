@@ -7,12 +7,10 @@ import msgspec
 from motet.cluster.config import part_config
 from motet.cluster.settings.settings import Settings
 from motet.workers.engine_messages import EngineMessage
-from motet.workers.leader.known_shares import KnownShares
-from motet.workers.leader.leader_config import LeaderConfig
-from motet.workers.leader.residency import Residency
+from motet.workers.leader.residency import KnownShares, Residency
 from motet.workers.leader.routed_sequences import RoutedSequences
 from motet.workers.leader.router_stream import RouterStream
-from motet.workers.leader.served_engine import OnStep
+from motet.workers.leader.served_engine import LeaderConfig, OnStep
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
 

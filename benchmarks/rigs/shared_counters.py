@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from motet.router.fairness.fleet_shares import FleetShares
+from motet.router.fairness.fair_queue import FleetShares
 from motet.workers.fairness.tenant_counters import TenantCounter, TenantCounters
-from motet.workers.wire.fair_shares import TenantShare
+from motet.workers.wire.engine_load import TenantShare
 
 STEP_S = 0.05
 STEP_TOKENS = 512

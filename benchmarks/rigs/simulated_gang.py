@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from motet.router.fleet.affinity import RoutingRequest
-from motet.workers.step_times import StepTimes
+from motet.workers.loop import StepTimes
 from motet.workers.wire.engine_load import EngineCounters, EngineGauges, EngineLoad
 from motet.workers.wire.messages import Frame, ResidencyChange
 

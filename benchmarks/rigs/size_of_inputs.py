@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from motet.workers.execution.inputs import make_inputs
+from motet.workers.execution.device_rows import make_inputs
 from motet.workers.plan import SamplePlan, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import SamplingParams
 

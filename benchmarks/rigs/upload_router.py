@@ -23,7 +23,7 @@ from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.benchmarks.rigs.front_router import BASE, MODEL_PATH, InstantDispatcher
 from motet.cluster.config import part_config
-from motet.cluster.replicas.short_pauses import keep_pauses_short
+from motet.cluster.replicas.replica_start import keep_pauses_short
 from motet.cluster.settings.settings import Settings
 from motet.router.config import CurrentConfig, RouterConfig
 from motet.router.rest_server import create_app

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from motet.workers.costs.replay import VirtualExecutor
 from motet.workers.engine import Engine
-from motet.workers.fairness.prices import OUTPUT_TOKEN
-from motet.workers.fairness.tenant_counters import Scheduling
+from motet.workers.fairness.tenant_counters import OUTPUT_TOKEN, Scheduling
 from motet.workers.plan import StepPlan
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from motet.cluster.replicas.short_pauses import keep_pauses_short
+from motet.cluster.replicas.replica_start import keep_pauses_short
 from motet.workers.plan import HostAdapterStats, MoveEnd, SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler

@@ -1,19 +1,25 @@
-"""Reads a node's secrets from files of a folder, such as a mounted Secret of Kubernetes, or environment variables.
-
-It is an error if a file and a variable differ, since it would be unclear which one is right.
-"""
+"""Secrets of this node, from files of a folder, and what follows them while they change."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
+from redis.asyncio import Redis
+from redis.credentials import CredentialProvider
+
+from ...adapters.registry.launches import Launches
+from ...adapters.registry.registry import connect
+from ...router.tenants.auth import OperatorKey
 from ..launch_secrets import LaunchSecrets
 from ..settings.access import is_sendable
-from ..settings.config_error import ConfigError
-from ..settings.setting_field import SettingField, fields_of
+from ..settings.setting_field import ConfigError, SettingField, fields_of
 from ..settings.settings import Settings
 
 SECRETS_VARIABLE = "MOTET_SECRETS_DIR"
@@ -92,3 +98,89 @@ def _converted(field: SettingField, place: str, given: object) -> object:
         return field.converted(given)
     except ConfigError as error:
         raise ConfigError(place, error.value, error.accepted) from None
+
+
+# The secret that routers show to gangs: the one that was given, or one that all make together.
+
+NUM_BYTES = 32
+
+
+async def shared_token(given: LaunchSecrets) -> str:
+    """The same at every caller with these secrets. Raises RegistryUnavailable."""
+    if given.token is not None:
+        return given.token
+    client = connect(given.redis_url)
+    try:
+        return await Launches(client).shared_token(secrets.token_hex(NUM_BYTES))
+    finally:
+        await client.aclose()
+
+
+# An operators' key that follows the secrets of this node.
+
+LOOK_S = 10.0  # between two looks, as for tenants' keys
+
+_log = logging.getLogger(__name__)
+
+
+class OperatorKeyWatch:
+    """Replaces the key when the secrets say another one. Belongs to one event loop."""
+
+    def __init__(self, key: OperatorKey, read: Callable[[], LaunchSecrets]) -> None:
+        """`read`: what this node's secrets say now; it is called in a thread."""
+        self._key, self._read = key, read
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._look_forever(), name="operators' key")
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def look(self) -> None:
+        """Takes over a key that has changed. Without one, or with a file that cannot be read, it stays."""
+        try:
+            found = (await asyncio.to_thread(self._read)).operator_key
+        except (ConfigError, OSError) as error:
+            _log.error("the operators' key stays as it was: %s", error)
+            return
+        if found and found != self._key.now:
+            self._key.now = found
+            _log.info("the operators' key has changed")
+
+    async def _look_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+
+# A client of Redis whose password follows the secrets of this node.
+
+
+class RedisCredentials(CredentialProvider):
+    """User and password of the URL that the secrets say when a connection is made."""
+
+    def __init__(self, url: str, read: Callable[[], LaunchSecrets]) -> None:
+        """`url`: the one that was read at first; its host stays."""
+        self._url, self._read = url, read
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """`(password,)` or `(user, password)`."""
+        try:
+            self._url = self._read().redis_url  # a small file in memory: Kubernetes mounts secrets so
+        except (ConfigError, OSError) as error:
+            _log.error("the password of Redis stays as it was: %s", error)
+        found = urlsplit(self._url)
+        password = unquote(found.password or "")
+        return (unquote(found.username), password) if found.username else (password,)
+
+
+def connect_with_secrets(url: str, read: Callable[[], LaunchSecrets] | None) -> Redis:
+    """A client as of `connect`. `read`: the secrets of this node, which may change; None: they do not."""
+    if read is None or not urlsplit(url).password:
+        return connect(url)
+    scheme, _, place = url.partition("://")
+    _, _, host = urlsplit(url).netloc.rpartition("@")
+    without = f"{scheme}://{host}{place.removeprefix(urlsplit(url).netloc)}"
+    return connect(without, credentials=RedisCredentials(url, read))

@@ -11,9 +11,8 @@ import click
 from ...adapters.registry.tenants.records import Scope
 from ..client.client import MotetClient
 from ..client.client_options import with_operator_client
-from .given import lifetime_s, quota_option, quota_text
 from .output import json_option, print_json, print_table, time_text
-from .tenant_commands import label, path_of
+from .tenant_commands import label, lifetime_s, path_of, quota_option, quota_text
 
 PATH = "/v1/admin/keys"
 

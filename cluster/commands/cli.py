@@ -14,25 +14,16 @@ import click
 from ... import __version__
 from ..client.client import MotetClient, RequestRefused, ServerUnreachable
 from ..client.client_options import with_client, with_operator_client
-from ..client_commands.adapter_commands import adapters
-from ..client_commands.audit_command import audit
+from ..client_commands.adapter_commands import adapters, pin, preload, residency, unpin
 from ..client_commands.key_commands import keys
-from ..client_commands.limits_command import limits
-from ..client_commands.residency_commands import pin, preload, residency, unpin
 from ..client_commands.tenant_commands import tenants
-from ..client_commands.usage_command import usage
+from ..client_commands.usage_commands import audit, limits, usage
 from ..client_commands.user_commands import users
 from ..client_commands.version_commands import aliases, canary, versions
 from .chat import Chat
-from .check_command import check
-from .costs_command import costs
-from .doctor_command import doctor
-from .edge_command import edge_program
-from .mig_command import mig
-from .plan_command import plan
-from .scale_command import scale
-from .secret_arguments import hide_secrets
-from .serve_command import serve
+from .cluster_commands import check, doctor, edge_program, scale
+from .planning_commands import costs, mig, plan
+from .serve_command import hide_secrets, serve
 from .status import status_lines
 
 

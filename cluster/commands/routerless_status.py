@@ -13,11 +13,11 @@ import httpx
 import msgspec
 
 from ...adapters.errors import RegistryUnavailable
+from ...adapters.registry.launches import reports_of_all
 from ...adapters.registry.registry import connect
-from ...adapters.registry.starts import reports_of_all
 from ..application.secret_files import secrets_of_this_node
 from ..launch_secrets import SECRETS_FILE, LaunchSecrets
-from ..settings.config_error import ConfigError
+from ..settings.setting_field import ConfigError
 
 TIMEOUT_S = 5.0
 DASHBOARD = "RAY_DASHBOARD_ADDRESS"  # as for Ray's own commands

@@ -4,19 +4,138 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from ..client.key_file import read_keys
-from ..progress_display import ProgressDisplay
-from ..progress_log import step
-from ..settings.flags import GroupedCommand, options_of
+from ..client.client_options import KEY_VARIABLE, read_keys
+from ..progress import ProgressDisplay, step
+from ..settings.flags import GroupedCommand, SettingOption, options_of
+from ..settings.setting_field import fields_of
 from ..settings.settings import Settings
-from .config_file import RereadableCommand, reread_options, take_defaults
-from .secret_arguments import settings_with_secrets
+
+# A command's settings from a TOML file. The command line and the environment take precedence.
+
+_ARGUMENTS = "motet.arguments"
+
+
+class RereadableCommand(click.Command):
+    """A command whose options can be read again later, because a file that they come from has changed."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_ARGUMENTS] = tuple(args)
+        return super().parse_args(ctx, args)
+
+
+def reread_options(context: click.Context) -> dict[str, Any]:
+    """The options as they would be if the command were run now. Raises ClickException."""
+    command, arguments = context.command, list(context.meta[_ARGUMENTS])
+    with command.make_context(context.info_name, arguments, parent=context.parent) as read_again:
+        return read_again.params
+
+
+def take_defaults(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
+    """A click callback of an eager option: the file's values become defaults. A key is an option without its dashes."""
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            found = tomllib.load(file)
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(f"{path} cannot be read: {error}", context, parameter) from error
+    try:
+        context.default_map = _defaults(found, context.command.params)
+    except ValueError as error:
+        raise click.BadParameter(f"{path}: {error}", context, parameter) from error
+    return path
+
+
+def _defaults(found: dict[str, Any], parameters: list[click.Parameter]) -> dict[str, Any]:
+    """The file's values by the names of their settings. Raises ValueError for a key that is not a setting."""
+    options = {flag: one for one in parameters if isinstance(one, SettingOption) for flag in _keys(one.opts)}
+    defaults: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    for key, value in found.items():
+        if key not in options:
+            raise ValueError(_why_no_setting(key, value, options, parameters))
+        name = options[key].name
+        assert name is not None
+        if name in keys:
+            raise ValueError(f"{keys[name]} and {key} are the same setting: write one of them")
+        keys[name], defaults[name] = key, value
+    return defaults
+
+
+def _why_no_setting(key: str, value: Any, options: dict[str, SettingOption], parameters: list[click.Parameter]) -> str:
+    if any(key in _keys(one.opts) for one in parameters):
+        return f"{key} is an option of one start, not a setting: give --{key} on the command line"
+    for flag, option in options.items():
+        if key in _keys(option.secondary_opts):
+            return f"there is no setting {key}: write {flag} = false"
+    if isinstance(value, dict):
+        return f"[{key}] is a table: write settings as keys at the top of the file"
+    close = get_close_matches(key.replace("_", "-"), options, n=1)
+    meant = f"Did you mean {close[0]}? " if close else ""
+    return f"there is no setting {key}. {meant}docs/settings.md lists all."
+
+
+def _keys(flags: list[str]) -> list[str]:
+    return [flag.removeprefix("--") for flag in flags if flag.startswith("--")]
+
+
+# Secrets that were typed as arguments, moved to where other users of the machine do not see them.
+#
+# Everybody may read the arguments of every process. So a program that was started with a key among them starts itself
+# again at once, in the same process, with the key in its environment, which only its owner may read.
+
+
+def hide_secrets() -> None:
+    """Returns if there was nothing to hide; else restarts the program."""
+    options = settings_with_secrets() if {"serve", "doctor"} & set(sys.argv[1:2]) else {"--key": KEY_VARIABLE}
+    rest, variables = without_secrets(sys.argv[1:], options)
+    if not variables:
+        return
+    print(
+        f"Warning: what is typed as an argument shows in lists of processes and in the shell's history; motet has "
+        f"hidden it, but a file or {' and '.join(variables)} never shows",
+        file=sys.stderr,
+        flush=True,
+    )
+    own = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    os.execve(sys.executable, [*own, *rest], os.environ | variables)
+
+
+def settings_with_secrets() -> dict[str, str]:
+    """Options of `motet serve` whose values are secrets, and the variables that say the same."""
+    return {field.option: field.mark.env for field in fields_of(Settings) if field.mark.secret}
+
+
+def without_secrets(arguments: Sequence[str], options: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments without these options, and what the options' variables must be instead.
+
+    An option that is given more than once is a list, which a variable holds with spaces between.
+    """
+    rest: list[str] = []
+    found: dict[str, list[str]] = {}
+    given = iter(arguments)
+    for argument in given:
+        option, has_value, value = argument.partition("=")
+        if argument == "--":
+            rest += [argument, *given]
+        elif argument in options and (following := next(given, None)) is not None:
+            found.setdefault(options[argument], []).append(following)
+        elif has_value and option in options:
+            found.setdefault(options[option], []).append(value)
+        else:
+            rest.append(argument)
+    return rest, {variable: " ".join(values) for variable, values in found.items()}
+
 
 DEFAULT_TENANT = "default"
 LAUNCH_OPTIONS = ("path_or_id", "config_path", "key_file", "replace", "wait_for_nodes")  # of the start; no settings

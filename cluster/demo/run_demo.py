@@ -11,22 +11,234 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 import click
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from ...examples.demo.questions import Question, split_questions
-from ...examples.demo.styles import answer
-from ...examples.demo.tools import held_out_tool_questions
-from ..client.client import ADAPTER_FILES, MotetClient
+from ...examples.demo.styles import Style, answer
+from ...examples.demo.tools import TOOLS, ToolQuestion, held_out_tool_questions
+from ..client.client import ADAPTER_FILES, ClientError, MotetClient
 from ..commands.foreground import deployed
 from ..config import MotetConfig
 from ..launch.local_serve import free_ports
-from .demo_report import print_answers, print_next_steps, print_speeds
-from .tool_use import AGENT, show_schema, show_tool_use
-from .voices import Inquiry, Reply, Voice, ask_all
+
+# What the demo shows of tools and schemas: an adapter that calls a tool, and one whose answer has a schema.
+
+AGENT: Final = "agent"
+FACT_SCHEMA: Final = {
+    "type": "object",
+    "properties": {"type": {"type": "string"}, "query": {"type": "string"}, "answer": {"type": "string"}},
+    "required": ["type", "query", "answer"],
+    "additionalProperties": False,
+}
+
+
+def show_tool_use(console: Console, client: MotetClient, question: ToolQuestion) -> bool:
+    """Sends a question, returns the called tool's result to the model, and prints all.
+
+    True: call and answer were right.
+    """
+    message, _, result, _ = question.messages()
+    try:
+        called = _message(client, AGENT, [message], tools=list(TOOLS))
+        calls = [each["function"] for each in called.get("tool_calls") or ()]
+        answered = (
+            _message(client, AGENT, [message, called, _of(called, result)], tools=list(TOOLS)) if calls else called
+        )
+    except ClientError as error:
+        console.print(f"[red]{AGENT} was to call a tool: {error}[/red]", highlight=False)
+        return False
+    shown = ", ".join(f"{call['name']}({call['arguments']})" for call in calls) or "nothing"
+    lines = f"{AGENT} was asked {question.text!r}, called {shown}, got {result['content']} and answered:"
+    console.print(lines, markup=False, highlight=False)
+    console.print(f"  {answered['content']}", markup=False, highlight=False)
+    right = [(question.tool["function"]["name"], question.arguments)]
+    return [(call["name"], json.loads(call["arguments"])) for call in calls] == right and (
+        answered["content"] == question.answer
+    )
+
+
+def show_schema(console: Console, client: MotetClient, model: str, question: Question) -> bool:
+    """Asks for an answer that fits a schema, and prints it. True: it was right."""
+    wanted = {"type": "json_schema", "json_schema": {"name": "fact", "schema": FACT_SCHEMA, "strict": True}}
+    messages = [{"role": "user", "content": question.text}]
+    try:
+        found = json.loads(_message(client, model, messages, response_format=wanted)["content"])
+    except (ClientError, ValueError) as error:
+        console.print(f"[red]{model} was to answer by a schema: {error}[/red]", highlight=False)
+        return False
+    console.print(f"{model} was asked {question.text!r} with a schema, and answered:", markup=False, highlight=False)
+    console.print(f"  {found}", markup=False, highlight=False)
+    return bool(found == json.loads(answer(question.fact, "json")))
+
+
+def _message(client: MotetClient, model: str, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 96, **fields}
+    message: dict[str, Any] = client.call("POST", "/v1/chat/completions", body)["choices"][0]["message"]
+    return message
+
+
+def _of(called: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """The tool's result, for the call that the model made."""
+    return {**result, "tool_call_id": called["tool_calls"][0]["id"]}
+
+
+# Sends one question to many models at once, and measures the speed and correctness of the answers.
+
+
+@dataclass(frozen=True)
+class Voice:
+    """The base or an adapter, as a tenant uses it."""
+
+    model: str
+    style: Style  # what its answers are checked against
+    tenant: str
+
+
+@dataclass(frozen=True)
+class Inquiry:
+    """A question to a voice, with its only correct answer."""
+
+    voice: Voice
+    question: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Times are seconds since all inquiries were released. A failed reply has an `error`."""
+
+    inquiry: Inquiry
+    text: str
+    num_tokens: int
+    first_token_s: float
+    last_token_s: float
+    error: str | None = None
+
+    @property
+    def is_right(self) -> bool:
+        return self.error is None and self.text.strip() == self.inquiry.expected
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of replies that ran at the same time."""
+
+    median_first_token_s: float
+    tokens_per_s: float
+    num_right: int
+    num_replies: int
+
+
+def ask_all(inquiries: Sequence[Inquiry], clients: dict[str, MotetClient]) -> list[Reply]:
+    """One reply to each, in the same order; all are sent at the same time. `clients`: by tenant."""
+    with ThreadPoolExecutor(len(inquiries)) as pool:
+        released = time.monotonic()
+        replies = [pool.submit(_ask, inquiry, clients[inquiry.voice.tenant], released) for inquiry in inquiries]
+        return [reply.result() for reply in replies]
+
+
+def speed_of(replies: Sequence[Reply]) -> Speed:
+    """Tokens a second from the release of the questions to the last of these replies."""
+    firsts = sorted(reply.first_token_s for reply in replies)
+    return Speed(
+        median_first_token_s=firsts[len(firsts) // 2],
+        tokens_per_s=sum(reply.num_tokens for reply in replies) / max(reply.last_token_s for reply in replies),
+        num_right=sum(reply.is_right for reply in replies),
+        num_replies=len(replies),
+    )
+
+
+def _ask(inquiry: Inquiry, client: MotetClient, released: float) -> Reply:
+    text, num_tokens, first_token_s, error = "", 0, None, None
+    try:
+        for piece in client.chat(inquiry.voice.model, [{"role": "user", "content": inquiry.question}], max_tokens=64):
+            if piece.text and first_token_s is None:
+                first_token_s = time.monotonic() - released
+            text += piece.text
+            num_tokens = piece.completion_tokens or num_tokens
+    except ClientError as failure:
+        error = str(failure)
+    ended_s = time.monotonic() - released
+    return Reply(inquiry, text, num_tokens, ended_s if first_token_s is None else first_token_s, ended_s, error)
+
+
+# What the demo prints: the answers side by side, speeds, and what to try next.
+
+
+def print_answers(console: Console, replies: Sequence[Reply]) -> None:
+    """A row for each question, a column for each voice. What is wrong is shown with what is right."""
+    voices = list(dict.fromkeys(reply.inquiry.voice for reply in replies))
+    by_place = {(reply.inquiry.question, reply.inquiry.voice): reply for reply in replies}
+    table = Table("question", *(f"{voice.model}\n[dim]{voice.tenant}[/dim]" for voice in voices), show_lines=True)
+    for question in dict.fromkeys(reply.inquiry.question for reply in replies):
+        table.add_row(escape(question), *(_shown(by_place[question, voice]) for voice in voices))
+    console.print(table)
+
+
+def print_speeds(console: Console, replies: Sequence[Reply]) -> None:
+    table = Table("voice", "tenant", "right", "time to first token", "tokens/s")
+    for voice in dict.fromkeys(reply.inquiry.voice for reply in replies):
+        of_voice = [reply for reply in replies if reply.inquiry.voice == voice]
+        table.add_row(voice.model, voice.tenant, *_speed_cells(speed_of(of_voice)))
+    table.add_section()
+    table.add_row("all together", "", *_speed_cells(speed_of(replies)))
+    console.print(table)
+
+
+def print_next_steps(console: Console, url: str, keys: dict[str, str], voice: Voice, adapter: Path) -> None:
+    """Commands to copy and run against the demo at `url`. `adapter` is a folder to upload."""
+    tenant, key = voice.tenant, keys[voice.tenant]
+    lines = f"""
+Keys: {", ".join(f"{name} {value}" for name, value in keys.items())}. Try next, in another terminal:
+
+  curl {url}/v1/chat/completions -H "Authorization: Bearer {key}" -H "Content-Type: application/json" \\
+    -d '{{"model": "{voice.model}", "temperature": 0,
+         "messages": [{{"role": "user", "content": "What is the capital of Peru?"}}]}}'
+
+  curl {url}/v1/adapters -H "Authorization: Bearer {key}" -F name=mine \\
+    -F adapter_config.json=@{adapter}/adapter_config.json \\
+    -F adapter_model.safetensors=@{adapter}/adapter_model.safetensors
+
+  export MOTET_URL={url} MOTET_API_KEY={key}
+  .venv/bin/motet chat --model {voice.model}
+  .venv/bin/motet adapters upload another {adapter}
+
+# Python, with the official client (pip install openai)
+from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
+question = [{{"role": "user", "content": "What is 7 plus 5?"}}]
+answer = client.chat.completions.create(model="{voice.model}", messages=question, temperature=0)
+print(answer.choices[0].message.content)
+
+{voice.model} is {tenant}'s; to the other tenant it does not exist. Ctrl-C stops everything.
+"""
+    console.print(lines, markup=False, highlight=False, soft_wrap=True)
+
+
+def _shown(reply: Reply) -> str:
+    if reply.error is not None:
+        return f"[red]error: {escape(reply.error)}[/red]"
+    if reply.is_right:
+        return escape(reply.text)
+    return f"[red]{escape(reply.text)}[/red]\n[dim]right: {escape(reply.inquiry.expected)}[/dim]"
+
+
+def _speed_cells(speed: Speed) -> tuple[str, str, str]:
+    return (
+        f"{speed.num_right} of {speed.num_replies}",
+        f"{1000 * speed.median_first_token_s:.0f} ms",
+        f"{speed.tokens_per_s:.0f}",
+    )
+
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "demo"

@@ -10,14 +10,34 @@ from typing import Any
 
 from ..edge.haproxy import is_edge_program
 from ..edge.serve_variables import SERVE_FLAGS
-from .clocks import check_clocks
-from .finding import Finding, error
-from .node_facts import Expectations, NodeFacts, Questions, check_node, gather_node
-from .ports import check_port, gather_port
-from .serve_front import CHECK as OF_SERVE
-from .serve_front import RunningServe, check_running_serve
-from .shared_folder import check_locks_between, hold_lock, is_locked_out, remove_trial
-from .versions import check_versions
+from .finding import Finding, error, ok, warning
+from .folders import check_locks_between, hold_lock, is_locked_out, remove_trial
+from .node_facts import Expectations, NodeFacts, Questions, check_node, check_versions, gather_node
+from .serve_front import SERVE as OF_SERVE
+from .serve_front import RunningServe, check_port, check_running_serve, gather_port
+
+# Clocks: of Redis, and of the nodes among each other.
+
+CLOCKS = "clocks"
+APART_S = 1.0
+FAR_APART_S = 60.0  # what the hour of a sweep may still be wrong by
+WHY = "what is younger than an hour is kept from sweeps by its time, and logs of several nodes are read by theirs"
+DO = "let a time service run on every node (chronyd, systemd-timesyncd): chronyc tracking says how it is doing"
+
+
+def check_clocks(offsets_s: Mapping[str, float]) -> list[Finding]:
+    """`offsets_s`: of each clock, against one that all were compared with."""
+    if len(offsets_s) < 2:
+        return []
+    first, *_, last = sorted(offsets_s, key=lambda name: offsets_s[name])
+    apart_s = offsets_s[last] - offsets_s[first]
+    found = f"{last} is {apart_s:.2f} s ahead of {first}"
+    if apart_s >= FAR_APART_S:
+        return [error(CLOCKS, found, why=WHY, do=DO)]
+    if apart_s >= APART_S:
+        return [warning(CLOCKS, found, why=WHY, do=DO)]
+    return [ok(CLOCKS, f"{len(offsets_s)} clocks are within {apart_s * 1e3:.0f} ms")]
+
 
 CHECK = "cluster"
 TIMEOUT_S = 150.0  # of all nodes together; a node may have to start a process, and torch, first

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.retry import Retry
 
 from ..byte_size import format_byte_size
-from ..registry_server.redis_binary import find_redis_binary
+from ..registry_server.redis_server import find_redis_binary
 from ..settings.access import check_redis_url
 from .finding import Finding, error, ok, warning
 

@@ -3,15 +3,80 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import httpx
+import psutil
 
 from ..edge.edge_limits import EdgeLimits, limits_of_environment
 from ..edge.haproxy import is_edge_program
 from ..edge.serve_variables import BINARY_VARIABLE, LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
 from .finding import Finding, error, ok, warning
 
-CHECK = "serve"
+# Checks that motet's port is free, or finds the process that listens there.
+
+PORTS = "ports"
+TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortFacts:
+    port: int
+    is_taken: bool
+    is_motet: bool = False  # it answers as motet does
+    owner: str = ""  # name and id of the process; empty: not visible to this user
+
+
+def gather_port(port: int) -> PortFacts:
+    """Checks the port on all addresses of this machine."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            return PortFacts(port=port, is_taken=False)
+        except OSError:
+            pass
+    return PortFacts(port=port, is_taken=True, is_motet=_is_motet(port), owner=_owner(port))
+
+
+def _is_motet(port: int) -> bool:
+    """Whether the server answers /health, and asks for a key with an error of OpenAI's shape."""
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S, trust_env=False) as client:
+            refused = client.get("/v1/models")
+            return client.get("/health").is_success and refused.json()["error"]["code"] == "invalid_api_key"
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _owner(port: int) -> str:
+    try:
+        listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        pid = next((one.pid for one in listening if one.laddr and one.laddr.port == port and one.pid), None)
+        return f"{psutil.Process(pid).name()}, process {pid}" if pid else ""
+    except (psutil.Error, OSError):
+        return ""
+
+
+def check_port(facts: PortFacts) -> list[Finding]:
+    owner = f" ({facts.owner})" if facts.owner else ""
+    if not facts.is_taken:
+        return [ok(PORTS, f"port {facts.port} is free")]
+    if facts.is_motet:
+        return [ok(PORTS, f"a motet serves at port {facts.port}{owner}")]
+    return [
+        error(
+            PORTS,
+            f"port {facts.port} is taken by another server{owner}",
+            why="motet cannot listen there",
+            do=f"stop it (ss -ltnp 'sport = :{facts.port}' shows its process), or choose another port with --port",
+        )
+    ]
+
+
+SERVE = "serve"
 OF_PODS = "env of the containers of headGroupSpec and of every workerGroupSpecs in the RayService"
 
 
@@ -59,7 +124,7 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
     if facts.limits_problem:
         findings.append(
             error(
-                CHECK,
+                SERVE,
                 f"the front's limits: {facts.limits_problem}",
                 why="HAProxy does not start",
                 do=f"correct it in {OF_PODS}",
@@ -68,12 +133,12 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
     if not facts.variables and not facts.program:
         return [
             *findings,
-            ok(CHECK, "the environment sets nothing for Serve: motet serve sets it when it starts Serve"),
+            ok(SERVE, "the environment sets nothing for Serve: motet serve sets it when it starts Serve"),
         ]
     if missing := [f"{name}={value}" for name, value in SERVE_FLAGS.items() if facts.variables.get(name) != value]:
         findings.append(
             error(
-                CHECK,
+                SERVE,
                 f"the environment lacks {' and '.join(missing)}",
                 why="unless both are set, tokens reach clients seconds late",
                 do=f"{OF_PODS} (motet's images have them), or before ray start",
@@ -83,7 +148,7 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
         named = f"{facts.program} is not motet's edge" if facts.program else f"{BINARY_VARIABLE} is not set"
         findings.append(
             error(
-                CHECK,
+                SERVE,
                 named,
                 why="Serve's own HAProxy has no limits, forwards its control headers, and turns 502 to 504 into 500",
                 do=f"motet edge-program /opt/motet/bin/motet-haproxy, and {BINARY_VARIABLE} in {OF_PODS} (motet's "
@@ -93,7 +158,7 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
     if other := [f"{name}={value}" for name, value in LASTING_STREAMS.items() if facts.variables.get(name) != value]:
         findings.append(
             warning(
-                CHECK,
+                SERVE,
                 f"the environment lacks {', '.join(other)}",
                 why="streams open while routers are replaced are cut after two minutes, or reach another router",
                 do=f"{OF_PODS} (motet's images have them)",
@@ -102,25 +167,25 @@ def check_node_serve(facts: NodeServeFacts) -> list[Finding]:
     if other := [f"{name}={value}" for name, value in LASTING_STARTS.items() if facts.variables.get(name) != value]:
         findings.append(
             warning(
-                CHECK,
+                SERVE,
                 f"the environment lacks {', '.join(other)}",
                 why="Serve gives up on gangs for good after three failed starts of each",
                 do=f"{OF_PODS} (motet's images have them)",
             )
         )
-    return findings or [ok(CHECK, f"flags and edge are set ({facts.program})")]
+    return findings or [ok(SERVE, f"flags and edge are set ({facts.program})")]
 
 
 def check_running_serve(running: RunningServe | None) -> list[Finding]:
     """Findings of the running Serve; None: none runs."""
     if running is None:
-        return [ok(CHECK, "no Serve runs on the cluster yet")]
+        return [ok(SERVE, "no Serve runs on the cluster yet")]
     findings = []
     remedy = "serve shutdown, then motet serve --address, which starts its own; in a RayService, correct " + OF_PODS
     if running.missing_flags:
         findings.append(
             error(
-                CHECK,
+                SERVE,
                 f"the running Serve lacks {' and '.join(running.missing_flags)}",
                 why="unless both are set, tokens reach clients seconds late",
                 do=remedy,
@@ -129,10 +194,10 @@ def check_running_serve(running: RunningServe | None) -> list[Finding]:
     if not running.has_edge:
         findings.append(
             error(
-                CHECK,
+                SERVE,
                 "the running Serve does not run motet's edge",
                 why="its HAProxy has no limits, forwards control headers, and turns 502 to 504 into 500",
                 do=remedy,
             )
         )
-    return findings or [ok(CHECK, "the running Serve has its flags and motet's edge")]
+    return findings or [ok(SERVE, "the running Serve has its flags and motet's edge")]

@@ -14,7 +14,7 @@ from typing import Final
 
 from ...adapters.ended_tasks import end_tasks
 from .edge_config import FRONT
-from .refusals import LAST, REASONS, TABLE
+from .error_answers import LAST, REASONS, TABLE
 
 READ_S: Final = 10.0  # how often it is read
 LOG_S: Final = 60.0  # least time between two lines of the log

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...router.access.request_id import ID_PATTERN, REQUEST_ID_HEADER
+from ...router.access.access_log import ID_PATTERN, REQUEST_ID_HEADER
 from .edge_limits import EdgeLimits
-from .error_answers import HAPROXYS, rewritten_error_lines
-from .refusals import refusal_lines, refusal_table_lines
+from .error_answers import HAPROXYS, refusal_lines, refusal_table_lines, rewritten_error_lines
 
 HEADERS_TIMEOUT_S = 10
 CONNECTIONS, SOURCES, KEYS = "motet_connections", "motet_sources", "motet_keys"

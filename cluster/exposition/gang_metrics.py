@@ -4,26 +4,114 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from heapq import nlargest
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 from prometheus_client.metrics_core import Metric
 
 from ... import __version__
-from ...router.exposition.families import Families
-from ...router.exposition.gang_families import GANG, gang_families
+from ...router.exposition.families import GANG, Families, gang_families
 from ...router.exposition.router_families import BUILD_INFO
-from ...router.histogram import Histogram
+from ...router.metrics import Histogram
 from ...workers.leader.frame_server import FrameServer
-from ...workers.leader.requested_adapters import RequestedAdapters
-from ...workers.wire.engine_load import EngineLoad
-from ...workers.wire.fair_shares import TenantShare
+from ...workers.leader.residency import RequestedAdapters
+from ...workers.wire.engine_load import EngineLoad, TenantShare
 from ...workers.wire.messages import GangInfo
-from .loaded_adapters import MOST_LISTED, LoadedAdapter, loaded_adapters
-from .lora_requests import lora_requests
+from ...workers.wire.page_keys import short_digest
+
+# A gang's adapters as LoRA-aware gateways read them: the labels of vLLM's `lora_requests_info`.
+#
+# The endpoint picker of Kubernetes' Gateway API inference extension (its "model server protocol") prefers a server
+# that has an adapter running, then one with a place for another, then one where it is waited for. The lists hold the
+# names by which clients ask; two tenants' adapters of one name cannot be distinguished there, so a gateway's choice is
+# a hint.
+
+MAX_CHARS: Final = 8 << 10  # of each list
+
+
+def lora_requests(
+    names: Mapping[str, str], num_open: Mapping[str, int], resident: Collection[str], max_adapters: int
+) -> dict[str, str]:
+    """The labels. `names`: by digest, the one that was requested last comes last. `resident`: digests in the pool.
+
+    `num_open`: unfinished sequences, by digest. `max_adapters`: that can run at once, as every sequence may have its
+    own. Those of unfinished sequences come first. Idle ones in the pool follow as long as one place is left, since they
+    make room for another adapter. A list that grows too long leaves out those that were requested least recently.
+    """
+    newest_first = [*names][::-1]
+    active = [digest for digest in newest_first if digest in num_open]
+    running = [digest for digest in active if digest in resident]
+    waiting = [digest for digest in active if digest not in resident]
+    idle = [digest for digest in newest_first if digest in resident and digest not in num_open]
+    running += idle[: max(0, max_adapters - 1 - len(running) - len(waiting))]
+    return {
+        "max_lora": str(max_adapters),
+        "running_lora_adapters": _listed([names[digest] for digest in running]),
+        "waiting_lora_adapters": _listed([names[digest] for digest in waiting]),
+    }
+
+
+def _listed(names: list[str]) -> str:
+    """The distinct names, up to the limit of bytes."""
+    found, num_chars = dict.fromkeys(names), 0
+    for number, name in enumerate(found):
+        num_chars += len(name) + 1
+        if num_chars > MAX_CHARS:
+            return ",".join([*found][:number])
+    return ",".join(found)
+
+
+# A gang's adapters at hand, one by one, as LoRA-aware gateways will read them: vLLM's coming `lora_adapter_loaded`.
+#
+# `lora_requests_info` lists what requests ask for; this says what need not be loaded any more, and from where the rest
+# would come. The names are those by which clients ask, so adapters of one name, of two tenants, are one here.
+
+# Each is a series of a page that is rendered for each scrape, some 120 bytes long. A gateway asks for a page several
+# times a second, and an adapter that 256 others were asked for after costs it little to believe absent.
+MOST_LISTED: Final = 256
+
+
+class LoadedAdapter(NamedTuple):
+    """The labels of one."""
+
+    adapter_name: str
+    level: Literal["gpu", "cpu"]  # the pool, whatever the device, or host memory
+    pinned: Literal["true", "false"]
+    rank: str  # the largest of its matrices
+
+
+def loaded_adapters(
+    requested: RequestedAdapters, resident: AbstractSet[str], hosted: AbstractSet[int], pinned: AbstractSet[str]
+) -> list[LoadedAdapter]:
+    """Those with a name, at most MOST_LISTED, each at the nearest level, the pool's first, requested last first.
+
+    `resident` and `pinned`: digests of adapters in the pool, and of those that host memory keeps. `hosted`: short
+    digests of those in host memory.
+    """
+    found: dict[str, LoadedAdapter] = {}
+    for digest, level in _nearest_first(requested.names, resident, hosted):
+        if len(found) == MOST_LISTED:
+            break
+        name = requested.names[digest]
+        is_pinned: Literal["true", "false"] = "true" if digest in pinned else "false"
+        found.setdefault(name, LoadedAdapter(name, level, is_pinned, str(requested.ranks[digest])))
+    return [*found.values()]
+
+
+def _nearest_first(
+    names: Mapping[str, str], resident: AbstractSet[str], hosted: AbstractSet[int]
+) -> Iterator[tuple[str, Literal["gpu", "cpu"]]]:
+    newest_first = [*names][::-1]
+    for digest in newest_first:
+        if digest in resident:
+            yield digest, "gpu"
+    for digest in newest_first:
+        if digest not in resident and short_digest(digest) in hosted:
+            yield digest, "cpu"
+
 
 STEP_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 30.0, 120.0)
 BATCH_BOUNDS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)

@@ -10,14 +10,11 @@ from pathlib import Path
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from ...router.exposition.families import text_of
-from ...router.exposition.gang_families import GANG
+from ...router.exposition.families import GANG, text_of
 from ...router.exposition.router_families import RouterFacts, router_families
-from ...router.metrics import Metrics
-from ...router.serve_facts import ServeFacts
-from ...workers.leader.requested_adapters import RequestedAdapters
-from ...workers.wire.engine_load import EngineLoad
-from ...workers.wire.fair_shares import TenantShare
+from ...router.metrics import Metrics, ServeFacts
+from ...workers.leader.residency import RequestedAdapters
+from ...workers.wire.engine_load import EngineLoad, TenantShare
 from ...workers.wire.messages import GangInfo
 from .gang_metrics import GangFacts, GangMetrics
 

@@ -8,20 +8,160 @@ living process answers, and one that dies or hangs does not take the port with i
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from ...adapters.ended_tasks import end_tasks
-from ...router.exposition.families import text_of
-from .merged_pages import merged_pages
-from .metrics_server import HEAD_END, METRICS, MetricsServer
+from ...router.exposition.families import MetricsTarget, text_of
+from ...router.tenants.auth import OperatorKey
+from ..launch_secrets import operator_key_in
+
+# Settings of what each process shows to Prometheus.
+
+Access = Literal["operators", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpositionConfig:
+    """For both routers and gangs. Defaults and bounds are in `cluster/settings/`."""
+
+    name: str  # the base's, a label of everything
+    data_dir: Path  # has the operators' key if none was given
+    metrics_port: int  # of each node; 0: there is no page
+    metrics_access: Access  # holders of the operators' key, or every client that reaches the port
+
+
+# The pages of several processes as one page in Prometheus' text format.
+
+_HELP: Final = b"# HELP "
+
+
+def merged_pages(pages: Iterable[bytes]) -> bytes:
+    """Every series of the pages, those of one metric together, as the format wants it.
+
+    Help and type are those of the first page that has the metric. `pages`: as prometheus_client writes them, and no two
+    have a series in common.
+    """
+    heads: dict[bytes, list[bytes]] = {}
+    samples: dict[bytes, list[bytes]] = {}
+    for page in pages:
+        into: list[bytes] = []
+        for line in page.splitlines(keepends=True):
+            if line.startswith(_HELP):
+                name = line.split(b" ", 3)[2]
+                into = samples.setdefault(name, [])
+                head = [] if name in heads else heads.setdefault(name, [])
+                head.append(line)
+            elif line.startswith(b"#"):
+                head.append(line)
+            else:
+                into.append(line)
+    return b"".join(line for name, head in heads.items() for line in (*head, *samples[name]))
+
+
+# Answers `GET /metrics` on a listening socket.
+#
+# Prometheus scrapes every few seconds, so each scrape has its own connection, and no state is kept between them.
+
+MAX_CONNECTIONS: Final = 16
+DEADLINE_S: Final = 10.0  # for a whole scrape, as long as Prometheus waits
+MAX_HEAD_BYTES: Final = 16 << 10
+METRICS: Final = b"/metrics"
+HEAD_END: Final = b"\r\n\r\n"
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsServer:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self, page: Callable[[bytes], Awaitable[bytes | None]], *, max_connections: int = MAX_CONNECTIONS
+    ) -> None:
+        """`page` returns the text for a bearer token (empty: none was sent); None: the token is not accepted.
+
+        Connections beyond `max_connections` at once are closed.
+        """
+        self._page, self._max_connections = page, max_connections
+        self._server: asyncio.Server | None = None
+        self._num_open = 0
+
+    async def start(self, listener: socket.socket) -> None:
+        """`listener` is closed with the server."""
+        if listener.family == socket.AF_UNIX:
+            self._server = await asyncio.start_unix_server(self._serve, sock=listener, limit=MAX_HEAD_BYTES)
+        else:
+            self._server = await asyncio.start_server(self._serve, sock=listener, limit=MAX_HEAD_BYTES)
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_open += 1
+        try:
+            if self._num_open <= self._max_connections:
+                async with asyncio.timeout(DEADLINE_S):
+                    head = await reader.readuntil(HEAD_END)
+                    writer.write(await self._answer(head))
+                    await writer.drain()
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
+            pass  # the client is gone
+        finally:
+            self._num_open -= 1
+            writer.close()
+
+    async def _answer(self, head: bytes) -> bytes:
+        request, *headers = head.split(b"\r\n")
+        method, _, target = request.partition(b" ")
+        if target.partition(b" ")[0].partition(b"?")[0] != METRICS:
+            return _response("404 Not Found", b"only /metrics is here\n")
+        if method != b"GET":
+            return _response("405 Method Not Allowed", b"only GET is answered\n", "Allow: GET")
+        try:
+            text = await self._page(_bearer(headers))
+        except Exception:
+            _log.exception("the page of metrics could not be rendered")
+            return _response("500 Internal Server Error", b"the cause is in the log\n")
+        if text is None:
+            refusal = b"the operators' key is needed: Authorization: Bearer KEY\n"
+            return _response("401 Unauthorized", refusal, "WWW-Authenticate: Bearer")
+        return _response("200 OK", text, content_type=CONTENT_TYPE_LATEST)
+
+
+def _bearer(headers: list[bytes]) -> bytes:
+    """The token in the header; empty if there is none."""
+    for header in headers:
+        name, _, value = header.partition(b":")
+        if name.strip().lower() == b"authorization":
+            scheme, _, key = value.strip().partition(b" ")
+            return key.strip() if scheme.lower() == b"bearer" else b""
+    return b""
+
+
+def _response(status: str, body: bytes, *headers: str, content_type: str = "text/plain; charset=utf-8") -> bytes:
+    lines = (
+        f"HTTP/1.1 {status}",
+        f"Content-Type: {content_type}",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+        *headers,
+    )
+    return "\r\n".join(lines).encode() + HEAD_END + body
+
 
 FOLDER: Final = "motet-metrics-{}"  # by user, in the folder of temporary files
 SHORT_PARENT: Final = Path("/tmp")  # for paths that would be too long there
@@ -35,8 +175,6 @@ _BACKLOG: Final = 64
 _PAGE, _LISTENER = ".page", ".listener"  # suffixes of sockets
 UP: Final = "motet_process_up"
 _UP_TEXT: Final = "1 if the process's metrics could be read; 0: it did not answer in time, and its series are missing."
-
-_log = logging.getLogger(__name__)
 
 
 class _RefusedError(Exception):
@@ -217,3 +355,90 @@ def _whole(texts: Iterable[bytes], is_up: Mapping[tuple[str, str], bool]) -> byt
     for (process, name), up in is_up.items():
         family.add_sample(UP, {"process": process, process: name}, float(up))
     return merged_pages([text_of([family]), *texts])
+
+
+# A process's own page of metrics, as a part of its node's page, and where that is.
+
+METRICS_ADDRESS: Final = "metrics_address"  # a key in a replica's metadata, from which others know it
+
+
+class ProcessPage:
+    """The page of one router or gang. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: ExpositionConfig,
+        process: Literal["router", "gang", "start"],
+        name: str,
+        operator_key: str | OperatorKey | None,
+        metrics: Callable[[], Iterable[Metric]],
+    ) -> None:
+        """`name`: of the router, gang or start. `operator_key`: None: the one in the data folder.
+
+        `metrics` is called on the loop; what it returns is read in a thread.
+        """
+        self._config, self._metrics = config, metrics
+        self._process = _ProcessMetrics({process: name, "base": config.name})
+        self._operator_key = operator_key
+        self._key: OperatorKey | None = None  # what a scrape must present; None: nothing
+        self._node_page = NodePage(process, name, self._text)
+        self._address: str | None = None
+
+    async def start(self, node_address: str) -> None:
+        """`node_address`: the address of this machine for others; on loopback there are no others."""
+        if not (port := self._config.metrics_port):
+            return
+        if self._config.metrics_access == "operators":
+            self._key = OperatorKey.of(self._operator_key or await self._key_of_folder())
+        try:
+            await self._node_page.start(_listen_host(node_address), port)
+        except OSError as error:
+            _log.warning("no metrics of this process: %s", error)
+            return
+        host = f"[{node_address}]" if ":" in node_address else node_address
+        self._address = f"{host}:{port}"
+        _log.info("metrics at http://%s/metrics", self._address)
+
+    async def stop(self) -> None:
+        await self._node_page.stop()
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What a replica adds to its metadata; empty: there is no page."""
+        return {} if self._address is None else {METRICS_ADDRESS: self._address}
+
+    async def _key_of_folder(self) -> str:
+        await asyncio.to_thread(self._config.data_dir.mkdir, parents=True, exist_ok=True)
+        return await asyncio.to_thread(operator_key_in, self._config.data_dir)
+
+    async def _text(self, key: bytes) -> bytes | None:
+        if self._key is not None and not hmac.compare_digest(key, self._key.now.encode()):
+            return None
+        return await asyncio.to_thread(text_of, self._metrics(), self._process)
+
+
+class _ProcessMetrics(Collector):
+    """CPU seconds, memory, files and the time of the start of this process."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        self._labels = labels
+        self._collector = ProcessCollector(registry=CollectorRegistry())
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._collector.collect():
+            metric.samples = [sample._replace(labels={**self._labels, **sample.labels}) for sample in metric.samples]
+            yield metric
+
+
+def targets_of(config: ExpositionConfig, replicas: Iterable[Mapping[str, str]]) -> list[MetricsTarget]:
+    """The nodes that have a page, from the metadata of all replicas."""
+    addresses = {metadata[METRICS_ADDRESS] for metadata in replicas if METRICS_ADDRESS in metadata}
+    return [MetricsTarget(address=address, base=config.name) for address in sorted(addresses)]
+
+
+def _listen_host(node_address: str) -> str:
+    """All addresses of a machine that others reach; loopback otherwise."""
+    address = ip_address(node_address)
+    if address.is_loopback:
+        return node_address
+    return "0.0.0.0" if address.version == 4 else "::"

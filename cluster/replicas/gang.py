@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import secrets
 from collections.abc import Mapping
 from functools import partial
@@ -16,39 +17,89 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 import ray
 from ray import serve
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...router.operator_key import OperatorKey
+from ...router.tenants.auth import OperatorKey
 from ...workers.config import EngineConfig
 from ...workers.engine_messages import TokenInterval
 from ...workers.leader.frame_server import FrameServer
-from ...workers.leader.leader_config import LeaderConfig
-from ..application.live_settings import live_values
+from ...workers.leader.served_engine import LeaderConfig
+from ..application.application_config import live_values
 from ..application.model_source import check_model
-from ..application.operator_key_watch import OperatorKeyWatch
-from ..application.secret_files import read_secrets, secrets_of_this_node
-from ..application.shared_token import shared_token
+from ..application.secret_files import OperatorKeyWatch, read_secrets, secrets_of_this_node, shared_token
 from ..config import with_options
-from ..exposition.exposition_config import ExpositionConfig
 from ..exposition.gang_metrics import GangFacts, GangMetrics
-from ..exposition.process_page import ProcessPage
-from ..logs.log_config import LogConfig
-from ..progress_log import OnEvent, ProgressWriter, ignore_event, step
-from ..settings.config_error import ConfigError
-from .gang_stats import gang_stats
-from .gang_workers import RayWorkers
+from ..exposition.node_page import ExpositionConfig, ProcessPage
+from ..logs.process_log import LogConfig
+from ..progress import OnEvent, ProgressWriter, ignore_event, step
+from ..resources import actor_options
+from ..settings.setting_field import ConfigError
+from .autoscaler import gang_stats
 from .launch_keeper import id_of_this_cluster
-from .replica_directory import ADDRESS
-from .replica_logging import configure_replica_logging
-from .replica_start import ReplicaStart
-from .running_parts import RunningParts
-from .serve_port import serve_only_at
-from .short_pauses import keep_pauses_short
-from .start_page import StartPage
+from .replica_start import (
+    ReplicaStart,
+    RunningParts,
+    StartPage,
+    configure_replica_logging,
+    keep_pauses_short,
+    serve_only_at,
+)
+from .serve_watch import ADDRESS
 
-if TYPE_CHECKING:  # it imports torch, which launchers do without; they import this file
+if TYPE_CHECKING:
     from ...workers.loop import EngineLoop
+    from ...workers.worker import WorkerSettings
+
+
+# The workers of a gang as Ray actors, one in each bundle of the leader's placement group.
+
+
+class WorkerActor:
+    """A process for one worker. Plans do not pass through Ray, which only places the process and ends it."""
+
+    def run(self, settings: WorkerSettings, logs: LogConfig, gang_id: str) -> None:
+        """Obeys the leader until it ends the connection."""
+        configure_replica_logging(logs, "worker", gang=gang_id, rank=settings.rank)
+        from ...workers.worker import run_worker
+
+        interface = interface_of(ray.util.get_node_ip_address())
+        if interface is not None:
+            # By default the library takes the address of the host's name, which other nodes may not reach.
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+        run_worker(settings)
+
+
+def interface_of(ip_address: str) -> str | None:
+    """The network interface that has the address; None: none has it, for example because addresses are translated."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == ip_address for one in addresses):
+            return name
+    return None
+
+
+class RayWorkers:
+    """Starts workers beside the leader that calls it; they end with the leader's process, which owns them."""
+
+    def __init__(self, placement_group: Any, logs: LogConfig, gang_id: str) -> None:
+        """`placement_group`: the leader's; its bundle 0 is the leader's own, worker r takes bundle r + 1."""
+        if placement_group is None:
+            raise RuntimeError("a gang of several workers needs a placement group with a bundle for each")
+        self._placement_group = placement_group
+        self._logs, self._gang_id = logs, gang_id
+        self._actors: list[Any] = []
+
+    def spawn(self, settings: WorkerSettings) -> None:
+        """Returns at once; the worker reports to the leader when it is up."""
+        place = PlacementGroupSchedulingStrategy(self._placement_group, settings.rank + 1)
+        options = actor_options(self._placement_group.bundle_specs[settings.rank + 1])
+        actor = ray.remote(WorkerActor).options(scheduling_strategy=place, **options).remote()
+        self._actors.append(actor)
+        actor.run.remote(settings, self._logs, self._gang_id)
+
 
 _log = logging.getLogger(__name__)
 

@@ -17,20 +17,20 @@ from fastapi import FastAPI
 from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_SOCKET_PATH
+from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from redis.asyncio import Redis
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ...adapters.base_names import names_of_folder
 from ...adapters.errors import RegistryUnavailable
+from ...adapters.names import names_of_folder
 from ...adapters.packing.layout import AdapterLayout
 from ...adapters.registry.administration.administration import Administration
-from ...adapters.registry.administration.ended_keys import EndedKeys
+from ...adapters.registry.administration.key_registry import EndedKeys
 from ...adapters.registry.canary_counts import CanaryCounts
-from ...adapters.registry.launches import Launches
+from ...adapters.registry.launches import Launches, Rollouts, Starts
 from ...adapters.registry.preloads import Preloads
 from ...adapters.registry.registry import Registry
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.registry.rollouts import Rollouts
-from ...adapters.registry.starts import Starts
 from ...adapters.store.store import AdapterStore
 from ...adapters.upload import UploadLimits, UploadService
 from ...router.batches.batches import Batches
@@ -38,51 +38,76 @@ from ...router.config import CurrentConfig
 from ...router.exposition.router_families import router_families
 from ...router.fleet.dispatch import FleetDispatcher
 from ...router.loop_watchdog import LoopWatchdog
-from ...router.metrics import Metrics
+from ...router.metrics import Metrics, ServeFacts
 from ...router.operations_api import router_facts
-from ...router.operator_key import OperatorKey
 from ...router.quotas.quotas import Quotas
 from ...router.residency.pin_keeper import PinKeeper
 from ...router.rest_server import create_app
-from ...router.serve_facts import ServeFacts
+from ...router.tenants.auth import OperatorKey
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
-from ...router.usage.prices import read_prices
 from ...router.usage.usage import LEDGERS_PART, Usage
-from ...router.versions.canary_book import CanaryBook
-from ...router.versions.canary_judge import CanaryJudge
+from ...router.usage.usage_rows import read_prices
+from ...router.versions.canary_book import CanaryBook, CanaryJudge
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
-from ..application.live_settings import live_values
+from ..application.application_config import live_values
 from ..application.model_source import check_model
-from ..application.operator_key_watch import OperatorKeyWatch
-from ..application.redis_credentials import connect_with_secrets
 from ..application.registration import check_objectives_of, register_router
-from ..application.secret_files import read_secrets, secrets_of_this_node
-from ..application.shared_token import shared_token
+from ..application.secret_files import (
+    OperatorKeyWatch,
+    connect_with_secrets,
+    read_secrets,
+    secrets_of_this_node,
+    shared_token,
+)
 from ..config import MotetConfig
 from ..edge.edge_watch import EdgeWatch
-from ..exposition.process_page import ProcessPage, targets_of
+from ..exposition.node_page import ProcessPage, targets_of
 from ..launch_secrets import LaunchSecrets, operator_key_in
-from ..progress_log import ProgressWriter, ignore_event, step
-from ..settings.config_error import ConfigError
-from .bounded_receive import BoundedReceive
+from ..progress import ProgressWriter, ignore_event, step
+from ..settings.setting_field import ConfigError
 from .disk_watch import DiskWatch
-from .gang_demand import GangDemand
-from .launch_keeper import LaunchKeeper, id_of_this_cluster
-from .placement_keeper import PlacementKeeper
-from .replica_directory import ADDRESS, Metadata, ReplicaDirectory
-from .replica_logging import configure_replica_logging
-from .replica_start import ReplicaStart
-from .rollout_keeper import RolloutKeeper
-from .running_parts import RunningParts
-from .serve_port import serve_only_at
-from .serve_watch import ServeWatch
-from .short_pauses import keep_pauses_short
-from .start_page import StartPage
+from .launch_keeper import LaunchKeeper, RolloutKeeper, id_of_this_cluster
+from .replica_start import (
+    ReplicaStart,
+    RunningParts,
+    StartPage,
+    configure_replica_logging,
+    keep_pauses_short,
+    serve_only_at,
+)
+from .serve_watch import ADDRESS, GangDemand, Metadata, PlacementKeeper, ReplicaDirectory, ServeWatch
 
 if TYPE_CHECKING:
     from ...router.oidc.token_verifier import TokenVerifier
+
+
+# Keeps a huge request body out of memory.
+
+MAX_MESSAGES = 4  # of a body, read and not yet consumed; each holds some 64 KiB to 256 KiB
+
+
+class BoundedReceive:
+    """ASGI middleware: reads a request no faster than the app consumes it.
+
+    To notice a client that leaves, a Serve replica reads every request ahead into a queue without a limit: an upload
+    that arrives faster than the disk takes it would fill the memory. This gives the queue a limit; a full queue makes
+    the replica stop reading, and TCP then slows the client down.
+
+    A request that comes through Serve's fallback proxy, as some do while routers come and go, has another queue, which
+    gets no limit: the code that fills it does not wait, and at a limit would lose the rest of the body.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if isinstance(receive, ASGIDIReceiveProxy):
+            queue: Any = receive.queue
+            queue._maxsize = MAX_MESSAGES  # asyncio.Queue has no public way to set it after construction
+        await self._app(scope, receive, send)
+
 
 SWEEP_INTERVAL_S = 3600.0
 SWEEP_TRY_S = 300.0  # how often each router asks whether a sweep is due

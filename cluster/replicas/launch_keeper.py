@@ -1,17 +1,23 @@
-"""What each router does for the launch that it belongs to: keys that change, and keys of launches that are gone."""
+"""What routers do for their launch: changed keys, keys of launches that ended, and rollbacks of failed rollouts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from msgspec import structs
 
 from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import KeyTaken, RegistryUnavailable
-from ...adapters.registry.launches import ExpiredLaunches, Launches
+from ...adapters.registry.launches import ExpiredLaunches, Launches, Rollout, Rollouts, StartReport, Starts
 from ...adapters.registry.registry import Registry
-from ..settings.config_error import ConfigError
+from ..settings.setting_field import ConfigError
+from .replica_start import MAX_FAILED_STARTS
+from .serve_watch import serve_controller
 
 LOOK_S = 10.0  # between two looks at the file of keys
 BEAT_S = 60.0
@@ -108,3 +114,163 @@ def id_of_this_cluster() -> str:
 
     cluster_id: str = global_worker.node.cluster_id.hex()
     return f"cluster-{cluster_id}"
+
+
+# Rolls an application back to its last good configuration if gangs of a newer one cannot start.
+#
+# Serve stops a gang before it starts one with the new configuration, and retries failed starts without end. A faulty
+# configuration would so leave one gang less for ever. `motet serve` supervises its own updates (`Deployment.update`).
+# For an application that is configured through Serve's REST API one of the routers does.
+
+ENOUGH_FAILURES: Final = 3  # of starts, in a row
+CALL_TIMEOUT_S = 30.0
+_RETRYING: Final = re.compile(r"failed to start with exception\. Retrying (\d+) more time")
+
+
+class Serve(Protocol):
+    """The part of Serve's controller that is needed here. Both methods block."""
+
+    def details(self) -> Mapping[str, Any]:
+        """What Serve's REST API returns."""
+
+    def apply(self, config: Mapping[str, Any], now: float) -> None:
+        """Applies a configuration as the REST API does. `now`: its time, as Serve records it."""
+
+
+class RolloutKeeper:
+    """Supervises one application, in turn with the other routers."""
+
+    def __init__(
+        self,
+        app: str,
+        cluster: str,
+        rollouts: Rollouts,
+        starts: Starts,
+        on_state: Callable[[str | None], None],
+        serve: Serve | None = None,
+    ) -> None:
+        """`on_state`: called at each look with the reason of the last rollback, or None."""
+        self._app, self._cluster, self._rollouts, self._starts = app, cluster, rollouts, starts
+        self._on_state, self._serve = on_state, serve or ServeController()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._keep_forever(), name="rollout keeper")
+
+    async def stop(self) -> None:
+        await end_tasks(self._task)
+
+    async def look(self) -> None:
+        """Records a configuration with which all replicas run, and rolls back one with which they cannot start."""
+        known = await self._rollouts.get(self._cluster)
+        self._on_state(None if known is None else known.taken_back)
+        if not await self._rollouts.may_look(self._cluster, LOOK_S / 2):
+            return
+        details = await asyncio.to_thread(self._serve.details)
+        application = details["applications"].get(self._app)
+        config = None if application is None else application.get("deployed_app_config")
+        if config is None:  # not through the REST API
+            return
+        if is_whole(application):
+            if known is None or known.good != config or _is_configured_anew(known, application):
+                await self._rollouts.set(self._cluster, Rollout(good=config))
+            return
+        if known is None or known.good == config:
+            return
+        if known.tried_at != (tried_at := application["last_deployed_time_s"]):
+            said = {name: one["message"] for name, one in application["deployments"].items()}
+            await self._rollouts.set(self._cluster, structs.replace(known, tried_at=tried_at, said=said))
+            return
+        failed = [one for one in await self._starts.reports() if one.has_failed and one.began_at > tried_at]
+        if (why := why_not_whole(application, known.said, failed)) is None:
+            return
+        latest = await asyncio.to_thread(self._serve.details)  # keeps what others have configured meanwhile
+        if latest["applications"].get(self._app, {}).get("last_deployed_time_s") != tried_at:
+            return
+        _log.error("rolling back to the earlier configuration, since gangs of the new one cannot start: %s", why)
+        now = time.time()
+        await self._rollouts.set(self._cluster, Rollout(good=known.good, taken_back=why, came_back_at=now))
+        await asyncio.to_thread(self._serve.apply, with_application(latest, self._app, known.good), now)
+
+    async def _keep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except RegistryUnavailable as error:  # logged elsewhere
+                _log.debug("the rollout could not be checked, trying later: %s", error)
+            except Exception as error:  # Ray raises many kinds, and none may end this loop
+                _log.warning("Serve did not report the rollout: %s", error)
+
+
+class ServeController:
+    """Serve's controller of this cluster."""
+
+    def details(self) -> Mapping[str, Any]:
+        import ray
+
+        found: Mapping[str, Any] = ray.get(
+            serve_controller().get_serve_instance_details.remote(), timeout=CALL_TIMEOUT_S
+        )
+        return found
+
+    def apply(self, config: Mapping[str, Any], now: float) -> None:
+        import ray
+        from ray.serve.schema import ServeDeploySchema
+
+        schema = ServeDeploySchema.model_validate(config)
+        ray.get(serve_controller().apply_config.remote(schema, now), timeout=CALL_TIMEOUT_S)
+
+
+def is_whole(application: Mapping[str, Any]) -> bool:
+    """Whether all of its deployments run as configured."""
+    deployments = application["deployments"].values()
+    return application["status"] == "RUNNING" and all(one["status"] == "HEALTHY" for one in deployments)
+
+
+def why_not_whole(application: Mapping[str, Any], said: Mapping[str, str], failed: Sequence[StartReport]) -> str | None:
+    """Why replicas of this configuration cannot start, once enough have failed; None: they still may.
+
+    `said`: Serve's earlier message for each deployment; while it is the same, Serve has not begun to start replicas.
+    `failed`: starts with this configuration. Serve also counts those whose process was killed, but its message soon
+    changes.
+    """
+    for name, deployment in application["deployments"].items():
+        # With many replicas, a single bad node does not count.
+        enough = max(ENOUGH_FAILURES, deployment["target_num_replicas"])
+        reported = [one for one in failed if one.kind == name]
+        if len(reported) >= enough:
+            return f"{name}: {reported[-1].reason}"
+        message = deployment["message"]
+        if message != said.get(name) and num_failed_starts(message) >= enough:
+            return f"{name}: {last_line(message)}"
+    return None
+
+
+def _is_configured_anew(known: Rollout, application: Mapping[str, Any]) -> bool:
+    """Whether the application was configured again since its earlier configuration came back."""
+    return known.taken_back is not None and bool(application["last_deployed_time_s"] > known.came_back_at)
+
+
+def with_application(details: Mapping[str, Any], app: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of all applications, with `config` for `app`. Serve ends applications that are left out."""
+    configs = {name: one.get("deployed_app_config") for name, one in details["applications"].items()}
+    configs[app] = config
+    return {
+        "target_capacity": details.get("target_capacity"),
+        "applications": [one for one in configs.values() if one is not None],
+    }
+
+
+def num_failed_starts(message: str) -> int:
+    """How many starts of a deployment's replicas have failed in a row, from Serve's message.
+
+    Serve does not count them for a deployment that already has replicas of this version.
+    """
+    found = _RETRYING.search(message)
+    return 0 if found is None else MAX_FAILED_STARTS - int(found[1])
+
+
+def last_line(message: str) -> str:
+    """The last line of a replica's traceback, which is the error."""
+    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), message)

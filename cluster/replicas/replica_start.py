@@ -1,29 +1,163 @@
-"""The patience of a replica that starts while something is away: Redis, the model, a volume, a GPU.
-
-What comes back is waited for within the start. After a start that has failed Ray Serve begins another one, in another
-process, at once and without end (`MAX_FAILED_STARTS`), so the failed one pauses first. Both pauses grow. A start by
-hand fails at once all the same: `motet serve` looks at model and Redis before it starts anything, and gives up at the
-first failure that Serve reports.
-"""
+"""How a replica starts and stops its parts, and waits while Redis, the model or a volume is away."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import sys
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, suppress
 from itertools import count
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
+import ray
+from prometheus_client.metrics_core import Metric
+from ray.serve._private import replica as serves_replica
+
+from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import RegistryUnavailable
+from ...adapters.registry.launches import Kind, StartReport, Starts
 from ...adapters.registry.registry import connect
-from ...adapters.registry.starts import Kind, StartReport, Starts
+from ...router.exposition.families import Families
+from ...router.exposition.router_families import FAILED_STARTS, WAITING_STARTS
 from ..application.model_source import ModelUnavailable
+from ..exposition.node_page import ExpositionConfig, ProcessPage
 from ..launch_secrets import LaunchSecrets
-from ..progress_log import OnEvent, ignore_event
-from .start_page import StartPage
+from ..logs.process_log import LogConfig, ProcessLog, start_process_log
+from ..progress import OnEvent, ignore_event
+
+# The part of a node's page of metrics that a replica has while it cannot start.
+
+TIMEOUT_S = 5.0  # the data folder, which may have the key, may be what hangs
+
+_log = logging.getLogger(__name__)
+
+
+class StartPage:
+    """Says without Redis and without a router that a start waits or has failed. Belongs to one event loop."""
+
+    def __init__(self, config: ExpositionConfig, kind: Kind, replica: str, node_address: str) -> None:
+        """`replica`: its id, the label `start`. `node_address`: of this machine, for others."""
+        self._config, self._kind, self._replica, self._node_address = config, kind, replica, node_address
+        self._has_failed = False
+        self._page: ProcessPage | None = None
+
+    async def show(self, operator_key: str | None, *, has_failed: bool) -> None:
+        """Shows it from now on. `operator_key`: None: the one in the data folder."""
+        self._has_failed = has_failed
+        if self._page is not None:
+            return
+        self._page = ProcessPage(self._config, "start", self._replica, operator_key, self._families)
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._page.start(self._node_address)
+        except (OSError, TimeoutError) as error:
+            _log.warning("no metrics of this start: %s", str(error) or type(error).__name__)
+
+    async def stop(self) -> None:
+        """Shows nothing any more. Idempotent."""
+        page, self._page = self._page, None
+        if page is not None:
+            await page.stop()
+
+    def _families(self) -> Iterator[Metric]:
+        make = Families({"start": self._replica, "base": self._config.name})
+        for (name, text), value in ((WAITING_STARTS, not self._has_failed), (FAILED_STARTS, self._has_failed)):
+            yield make.gauges(name, text, ("kind",), [((self._kind,), float(value))])
+
+
+# The parts of a replica that were started, and how they are stopped.
+
+
+class Part(Protocol):
+    """Something that works in the background between its start and its stop. Either may be a coroutine function."""
+
+    def start(self) -> Awaitable[None] | None: ...
+    def stop(self) -> Awaitable[None] | None: ...
+
+
+P = TypeVar("P", bound=Part)
+
+
+class RunningParts(AsyncExitStack):
+    """Stops on `aclose` what was started, the last part first. A stop that fails does not keep others from stopping.
+
+    As a context manager it stops everything if the start of a later part fails; `pop_all` ends that.
+    """
+
+    async def start(self, part: P) -> P:
+        """Returns the part once it has started."""
+        if (starting := part.start()) is not None:
+            await starting
+        self.push_async_callback(_stop, part)
+        return part
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Has the work done in the background. It is cancelled and has ended before what was started earlier stops."""
+        self.push_async_callback(end_tasks, asyncio.create_task(work))
+
+
+async def _stop(part: Part) -> None:
+    if (stopping := part.stop()) is not None:
+        await stopping
+
+
+# Keeps Ray Serve's own server of a replica off the network.
+
+EVERYWHERE = "[::]:0"  # where Serve would listen
+
+
+def serve_only_at(host: str) -> None:
+    """Has Serve listen at this address alone, in this process, for calls of this replica by other replicas.
+
+    To be called in the replica's constructor: Serve begins to listen after it. Its server unpickles whatever it is
+    sent, so a process that reaches it runs code as motet; by default all can, also where all else listens on loopback.
+    Serve itself calls it at the node's address.
+    """
+    add_port = serves_replica.add_port_to_grpc_server
+
+    def add_port_at_host(server: object, address: str) -> int:
+        port: int = add_port(server, f"{host}:0" if address == EVERYWHERE else address)
+        return port
+
+    serves_replica.add_port_to_grpc_server = add_port_at_host
+
+
+# What the interpreter does by itself must not hold up every stream of a replica.
+
+# A search of the second generation goes through all that was made and kept since the one before: 25,000 objects at
+# most, 2 ms. What survives it lives long, and a search of all objects, which takes 100 ms where thousands of sequences
+# are under way, comes after a number of these searches that is hardly ever reached.
+THRESHOLDS = (5_000, 4, 10_000)
+# After which a thread that renders, tokenizes or plans gives way to the one that answers or computes.
+SWITCH_INTERVAL_S = 0.0005
+
+
+def keep_pauses_short() -> None:
+    """Makes garbage collection rare and turns of threads short, once the replica has been built."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()  # objects of libraries stay for ever, and need not be searched
+    gc.set_threshold(*THRESHOLDS)
+
+
+# Logs of a Serve replica's process, and of a worker's.
+
+
+def configure_replica_logging(config: LogConfig, kind: str, **origin: Any) -> ProcessLog:
+    """Has this process's log lines written where Ray keeps its session's logs. `kind`: "router", "gang" or "worker".
+
+    `origin`: what every line is to say of this process, beside its kind and its node.
+    """
+    node = ray._private.worker._global_node  # Serve finds its own log folder like this
+    return start_process_log(
+        config, kind, {"node": ray.util.get_node_ip_address(), **origin}, Path(node.get_logs_dir_path())
+    )
+
 
 MAX_FAILED_STARTS: Final = 1_000_000  # of a deployment, in a row: Serve begins no other one after them
 AWAY: Final = (RegistryUnavailable, ModelUnavailable, OSError)  # what is needed may be there later
@@ -32,8 +166,6 @@ LONGEST_PAUSE_S = 60.0
 LOG_INTERVAL_S = 300.0
 
 Answer = TypeVar("Answer")
-
-_log = logging.getLogger(__name__)
 
 
 def pause_s(num_failures: int) -> float:

@@ -12,9 +12,8 @@ from msgspec import Meta
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
 from ...router.oidc.oidc_config import is_safe
-from ..logs.log_config import LogFormat, LogLevel
-from .setting import Bytes, CountOrNone, Pairs, Refusal, Setting, Texts, Unit
-from .setting_field import SettingGroup
+from ..logs.process_log import LogFormat, LogLevel
+from .setting_field import Bytes, CountOrNone, Pairs, Refusal, Setting, SettingGroup, Texts, Unit
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 # Those with a public key: with a shared key, every verifier could also issue tokens.

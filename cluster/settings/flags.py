@@ -7,8 +7,7 @@ from typing import Any
 import click
 import msgspec
 
-from .config_error import ConfigError
-from .setting_field import SettingField, fields_of
+from .setting_field import ConfigError, SettingField, fields_of
 
 OTHER_OPTIONS = "Other options"
 

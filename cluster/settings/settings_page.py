@@ -10,8 +10,7 @@ from itertools import groupby
 from pathlib import Path
 
 from .setting_field import SettingField, fields_of
-from .settings import Settings
-from .update_rule import SERVES_OPTIONS
+from .settings import SERVES_OPTIONS, Settings
 
 INTRODUCTION = """\
 # Settings

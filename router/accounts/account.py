@@ -15,7 +15,7 @@ from typing import Protocol
 from ...adapters.adapter import AdapterVersion
 from ...adapters.registry.canary_counts import TrialMember
 from ..openai_api.errors import ApiError
-from ..tenants.identity import Identity
+from ..tenants.auth import Identity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,16 +17,70 @@ from ...adapters.errors import AdapterInvalid, NoSuchKey, RegistryUnavailable
 from ...adapters.names import check_user
 from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.registry.tenants.audit_entry import Actor
-from ...adapters.registry.tenants.records import ALL_OF_A_TENANT, Admission, KeyRecord
-from ..openai_api.errors import invalid_value
+from ...adapters.registry.tenants.records import ALL_OF_A_TENANT, Actor, Admission, KeyRecord, Quota
+from ..openai_api.errors import ApiError, invalid_value
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
 from ..route import route
-from ..tenants.identity import Identity, operators
-from .answers import Deleted, KeyMade, KeyRotated, KeyShown, made_key, rotated_key, shown_key
-from .bodies import KeyBody, KeyChanges, RotationBody, given, quota_of
-from .key_rules import check_not_beyond, within
-from .named_tenant import TENANTS, named_tenant
+from ..tenants.auth import Identity, operators
+from .administration_schema import (
+    TENANTS,
+    Deleted,
+    KeyBody,
+    KeyChanges,
+    KeyMade,
+    KeyRotated,
+    KeyShown,
+    RotationBody,
+    given,
+    made_key,
+    named_tenant,
+    quota_of,
+    rotated_key,
+    shown_key,
+)
+
+# What a key may give to keys that it makes: no more than it has itself.
+
+
+def within(wanted: KeyRecord, body: KeyBody, maker: KeyRecord) -> KeyRecord:
+    """`wanted` with what the maker's own bounds leave of it, where `body` leaves that open.
+
+    Raises 403 for scopes that the maker lacks and for a maker that has a quota, 400 if no scope is left.
+    """
+    _check_unbounded(maker)
+    if body.scopes is None:
+        wanted = structs.replace(wanted, scopes=wanted.scopes & maker.scopes)
+        if not wanted.scopes:
+            raise invalid_value("scopes", "this key may give admin only: name it.")
+    _check_scopes(wanted, maker)
+    expires_at = maker.expires_at
+    if expires_at is not None and wanted.expires_at is not None:
+        expires_at = min(expires_at, wanted.expires_at)
+    return structs.replace(wanted, expires_at=wanted.expires_at if expires_at is None else expires_at)
+
+
+def check_not_beyond(key: KeyRecord, maker: KeyRecord) -> None:
+    """Raises 403 if the key may do what its maker may not: then the maker gets no new one in its place."""
+    _check_unbounded(maker)
+    _check_scopes(key, maker)
+    if maker.expires_at is not None and (key.expires_at is None or key.expires_at > maker.expires_at):
+        message = "This API key ends earlier than the one to be replaced."
+        raise ApiError(403, message, code="missing_scope")
+
+
+def _check_unbounded(maker: KeyRecord) -> None:
+    """Each key has its own quota, so a key with a quota may not make keys: each would be a fresh quota."""
+    if maker.quota != Quota():
+        message = "This API key has a quota, so it can neither make nor rotate keys: use one without a quota."
+        raise ApiError(403, message, code="missing_scope")
+
+
+def _check_scopes(key: KeyRecord, maker: KeyRecord) -> None:
+    lacking = sorted(key.scopes - maker.scopes)
+    if lacking:
+        message = f"This API key lacks the scope {lacking[0]}, and cannot give it to another one."
+        raise ApiError(403, message, code="missing_scope")
+
 
 OWN_KEYS: Final = "/v1/keys"
 _OF_TENANT: Final = f"{TENANTS}/{{tenant}}/keys"

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import partial
 from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.errors import AdapterInvalid
-from ...adapters.names import check_tenant
+from ...adapters.errors import AdapterInvalid, NoSuchUser
+from ...adapters.names import check_tenant, check_user
 from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.registry.tenants.records import TenantRecord
-from ..openai_api.errors import invalid_value
+from ...adapters.registry.tenants.records import Actor, TenantRecord, user_owner
+from ...adapters.sight import FULL_SIGHT, Sight, private_name, user_place
+from ...adapters.upload import UploadService
+from ..batches.batches import Batches
+from ..openai_api.errors import ApiError, invalid_value
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
 from ..route import route
-from ..tenants.identity import operators
-from .answers import AuditShown, Deleted, TenantShown, shown_entry, shown_tenant
-from .bodies import TenantBody, TenantChanges, given, quota_of
-from .named_tenant import TENANTS, named_tenant
+from ..tenants.auth import Identity, operators
+from .administration_schema import (
+    TENANTS,
+    AuditShown,
+    BatchesCancelled,
+    Deleted,
+    TenantBody,
+    TenantChanges,
+    TenantShown,
+    UserShown,
+    given,
+    named_tenant,
+    quota_of,
+    shown_entry,
+    shown_tenant,
+)
 
 _TENANT: Final = f"{TENANTS}/{{tenant}}"
 AUDIT: Final = "/v1/admin/audit"
@@ -149,3 +165,146 @@ def _check_name(name: str) -> None:
 def _is_entry_id(text: str) -> bool:
     match = _ENTRY_ID.fullmatch(text)
     return match is not None and 0 < max(int(match[1]), int(match[2])) < 1 << 64
+
+
+# Users of a tenant: /v1/admin/tenants/{tenant}/users for operators, /v1/users for a tenant's administrators.
+#
+# Users are not created: each name with a key or a private adapter is a user.
+
+_OWN: Final = "/v1/users"
+_OF_TENANT: Final = f"{TENANTS}/{{tenant}}/users"
+_PAGE_SIZE: Final = 100  # users in an answer, each of which is looked up, and adapters that are deleted in a row
+_operator_route: Final = partial(route, scope="operator", no_store=True)
+_own_route: Final = partial(route, scope="admin", no_store=True)
+
+
+class UsersApi:
+    """Reads keys from the router's copy of the registry, after it has caught up with all earlier changes."""
+
+    def __init__(
+        self,
+        administration: Administration,
+        view: RegistryView,
+        uploads: UploadService,
+        batches: Batches | None = None,
+    ) -> None:
+        """`batches`: with files and stored responses; None: there are none."""
+        self._keys, self._view, self._uploads = administration.keys, view, uploads
+        self._batches = batches
+
+    @_operator_route(
+        "GET",
+        _OF_TENANT,
+        summary="List a tenant's users who have a key or a private adapter.",
+        query=PAGE_QUERY,
+        answers={200: ListPage[UserShown]},
+        errors=("tenant_not_found", "registry_unavailable"),
+    )
+    async def list_of_tenant(self, request: Request) -> Response:
+        """At most 100 at once."""
+        return await self._list(request, await named_tenant(request, self._view))
+
+    @_own_route(
+        "GET",
+        _OWN,
+        summary="List your tenant's users who have a key or a private adapter.",
+        query=PAGE_QUERY,
+        answers={200: ListPage[UserShown]},
+        errors=("registry_unavailable",),
+    )
+    async def list_own(self, request: Request, identity: Identity) -> Response:
+        """At most 100 at once."""
+        await self._view.catch_up()
+        return await self._list(request, identity.name)
+
+    @_operator_route(
+        "DELETE",
+        f"{_OF_TENANT}/{{user}}",
+        summary="Delete a tenant's user with keys, private adapters, files, responses, batches.",
+        errors=("tenant_not_found", "user_not_found", "file_in_use", "registry_unavailable"),
+    )
+    async def delete(self, request: Request) -> Deleted:
+        tenant = await named_tenant(request, self._view)
+        return await self._delete(tenant, request.path_params["user"], operators(request))
+
+    @_own_route(
+        "DELETE",
+        f"{_OWN}/{{user}}",
+        summary="Delete a user of your tenant with keys, private adapters and stored work.",
+        errors=("user_not_found", "file_in_use", "registry_unavailable"),
+    )
+    async def delete_own(self, request: Request, identity: Identity) -> Deleted:
+        await self._view.catch_up()
+        return await self._delete(identity.name, request.path_params["user"], identity.actor(request))
+
+    @_operator_route(
+        "POST",
+        f"{_OF_TENANT}/{{user}}/batches/cancel",
+        summary="Cancel all batches of a tenant's user.",
+        errors=("tenant_not_found", "batch_not_found", "registry_unavailable"),
+    )
+    async def cancel_batches(self, request: Request) -> BatchesCancelled:
+        """Also those that were made with a token, which stays valid for its batch."""
+        tenant = await named_tenant(request, self._view)
+        return await self._cancel_batches(tenant, request.path_params["user"], operators(request))
+
+    @_own_route(
+        "POST",
+        f"{_OWN}/{{user}}/batches/cancel",
+        summary="Cancel all batches of a user of your tenant.",
+        errors=("batch_not_found", "registry_unavailable"),
+    )
+    async def cancel_batches_own(self, request: Request, identity: Identity) -> BatchesCancelled:
+        """Also those that were made with a token, which stays valid for its batch."""
+        return await self._cancel_batches(identity.name, request.path_params["user"], identity.actor(request))
+
+    async def _cancel_batches(self, tenant: str, user: str, actor: Actor) -> BatchesCancelled:
+        num = 0 if self._batches is None else await self._batches.cancel_of_user(self._view.tenant(tenant), user, actor)
+        if not num:
+            raise ApiError(404, "This user has no batch that has not ended.", param="user", code="batch_not_found")
+        return BatchesCancelled(user=user, num_batches=num)
+
+    async def _list(self, request: Request, tenant: str) -> Response:
+        wanted = page_request(request)
+        limit, after = min(wanted.limit, _PAGE_SIZE), wanted.after or ""
+        num_keys = Counter(key.user for key in self._view.keys.keys_of(tenant) if key.user)
+        found = {user for user in num_keys if not after or user_place(user) > user_place(after)}
+        found.update(await self._uploads.owners(tenant, after, limit + 1))
+        users = sorted(found, key=user_place)
+        shown = []
+        for user in users[:limit]:
+            _, use = await self._uploads.stored(tenant, user_owner(user))
+            shown.append(
+                UserShown(name=user, num_keys=num_keys[user], adapters=use.adapters, stored_bytes=use.stored_bytes)
+            )
+        return await list_answer(shown, users[:limit], len(users) > limit)
+
+    async def _delete(self, tenant: str, user: str, actor: Actor) -> Deleted:
+        """First the keys go, so that nothing further comes with them, nor of what is under way."""
+        try:
+            check_user(user)
+        except AdapterInvalid as error:
+            raise NoSuchUser("there is no such user") from error
+        keys = self._view.keys.keys_of_user(tenant, user)
+        private = partial(self._uploads.list_page, tenant, private_name(user, ""), sight=Sight(user))
+        if not keys:  # nothing that is under way arrives after the look at what there is
+            await self._keys.delete_of_user(tenant, user, (), None)
+            await self._view.catch_up()
+            keys = self._view.keys.keys_of_user(tenant, user)
+            if not keys and not await private(limit=1) and not await self._deleted_work(tenant, user):
+                raise NoSuchUser("there is no such user")
+        num_keys = num_adapters = 0
+        while True:
+            num_keys += await self._keys.delete_of_user(tenant, user, [key_hash for key_hash, _ in keys], actor)
+            await self._view.catch_up()
+            if not (keys := self._view.keys.keys_of_user(tenant, user)):  # else made since they were listed
+                break
+        while page := await private(limit=_PAGE_SIZE):
+            for adapter in page:
+                num_adapters += await self._uploads.delete(tenant, adapter.name, None, FULL_SIGHT) is not None
+        await self._deleted_work(tenant, user)
+        await self._view.catch_up()
+        return Deleted(id=user, object="user", num_keys=num_keys, num_adapters=num_adapters)
+
+    async def _deleted_work(self, tenant: str, user: str) -> int:
+        return 0 if self._batches is None else await self._batches.delete_of_user(self._view.tenant(tenant), user)

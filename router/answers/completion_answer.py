@@ -9,10 +9,8 @@ from msgspec import UNSET
 from ..generation.choice import Delta
 from ..openai_api.answer_schema import ChunkUsage, Completion, CompletionChoice, CompletionLogprobs, Usage
 from ..text.text import Detokenizer
-from .answer_shape import AnswerHead, WholeChoice
-from .logprobs_json import CompletionLogprobsJson
-from .openai_logprobs import BytesOfToken, completion_logprobs
-from .prompt_logprobs_json import EchoedLogprobs, PromptLogprobs
+from .chunk_form import AnswerHead, WholeChoice
+from .logprobs_json import BytesOfToken, CompletionLogprobsJson, EchoedLogprobs, PromptLogprobs, completion_logprobs
 
 
 class CompletionAnswer:

@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 from starlette.responses import Response
 
-from ...workers.wire.embedding import FLOAT, FLOAT_BYTES, unpacked_vector
+from ...workers.wire.prompt_scores import FLOAT, FLOAT_BYTES, unpacked_vector
 from ..generation.choice import Delta
 from ..openai_api.answer_schema import Usage
-from ..openai_api.embedding_list import Embedding, EmbeddingList, EmbeddingUsage
-from ..openai_api.embedding_request import EncodingFormat
+from ..openai_api.embedding_schema import Embedding, EmbeddingList, EmbeddingUsage, EncodingFormat
 from ..openai_api.errors import ApiError
 
 _NO_DATA: Final = b'"data":[]'

@@ -19,10 +19,9 @@ from ..generation.choice import Delta
 from ..openai_api.answer_schema import CalledToolDelta, Usage
 from ..openai_api.errors import ApiError
 from ..text.response_reader import TextPiece
-from .answer_shape import AnswerHead
+from .answer_form import Spoken, named_event, spoken_in
 from .chat_answer import ChatAnswer
-from .named_event import named_event
-from .spoken import Spoken, spoken_in
+from .chunk_form import AnswerHead
 
 _encode: Final = msgspec.json.Encoder().encode
 _Kind = type[schema.TextBlock] | type[schema.ThinkingBlock] | type[schema.ToolUseBlock]

@@ -6,9 +6,10 @@ A whole answer is the last event's response of the same stream, so both have the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -16,18 +17,138 @@ from starlette.responses import Response as HttpResponse
 
 from ..generation.choice import Delta
 from ..openai_api import response_schema as schema
-from ..openai_api.answer_schema import Usage
+from ..openai_api.answer_schema import ChatTokenLogprob, Usage
 from ..openai_api.errors import ApiError, invalid_value
-from ..openai_api.response_request import ResponseChat
-from ..openai_api.response_schema import StreamEvent
+from ..openai_api.response_schema import ItemStatus, OutputItem, ResponseChat, StreamEvent
+from ..requests.response_chat import input_of
 from ..text.response_reader import TextPiece
-from .answer_shape import AnswerHead
+from .answer_form import Spoken, named_event, spoken_in
 from .chat_answer import ChatAnswer
-from .named_event import named_event
-from .response_items import GrowingCall, GrowingCustomCall, GrowingItem, GrowingMessage, GrowingReasoning, Place
-from .spoken import Spoken, spoken_in
+from .chunk_form import AnswerHead
+
+# The items of a response under way: the events of each item's start, additions and end.
 
 _encode: Final = msgspec.json.Encoder().encode
+
+
+@dataclass
+class Place:
+    """Where an item is in its response."""
+
+    numbers: Iterator[int]  # of all events of the response
+    index: int
+    item_id: str
+
+    def of_item(self) -> dict[str, Any]:
+        """The fields of an event that have the item itself."""
+        return {"sequence_number": next(self.numbers), "output_index": self.index}
+
+    def in_item(self) -> dict[str, Any]:
+        return {**self.of_item(), "item_id": self.item_id}
+
+
+class GrowingItem(Protocol):
+    place: Place
+
+    def item(self, status: ItemStatus) -> OutputItem:
+        """The item so far; it is empty while it is in progress."""
+
+    def opening(self) -> Iterator[StreamEvent]:
+        """The events after `ItemAdded` and before those of the additions."""
+
+    def closing(self) -> Iterator[StreamEvent]:
+        """The events after those of the additions and before `ItemDone`."""
+
+
+@dataclass
+class GrowingMessage:
+    place: Place
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)  # JSON; encoding that of thousands of tokens at once takes long
+
+    def item(self, status: ItemStatus) -> schema.OutputMessage:
+        return schema.OutputMessage(self.place.item_id, status, () if status == "in_progress" else [self._part()])
+
+    def opening(self) -> Iterator[StreamEvent]:
+        yield schema.PartAdded(**self.place.in_item(), part=schema.OutputText(""))
+
+    def add(self, text: str, logprobs: Sequence[ChatTokenLogprob]) -> StreamEvent:
+        self.texts.append(text)
+        if logprobs:
+            self.logprobs.append(_encode(logprobs)[1:-1])
+        return schema.TextDelta(**self.place.in_item(), delta=text, logprobs=logprobs)
+
+    def closing(self) -> Iterator[StreamEvent]:
+        part = self._part()
+        yield schema.TextDone(**self.place.in_item(), text=part.text, logprobs=part.logprobs)
+        yield schema.PartDone(**self.place.in_item(), part=part)
+
+    def _part(self) -> schema.OutputText:
+        return schema.OutputText("".join(self.texts), logprobs=msgspec.Raw(b"[" + b",".join(self.logprobs) + b"]"))
+
+
+@dataclass
+class GrowingReasoning:
+    place: Place
+    texts: list[str] = field(default_factory=list)
+
+    def item(self, status: ItemStatus) -> schema.ReasoningItem:
+        return schema.ReasoningItem(self.place.item_id, status, () if status == "in_progress" else [self._part()])
+
+    def opening(self) -> Iterator[StreamEvent]:
+        yield schema.PartAdded(**self.place.in_item(), part=schema.ReasoningText(""))
+
+    def add(self, text: str) -> StreamEvent:
+        self.texts.append(text)
+        return schema.ReasoningDelta(**self.place.in_item(), delta=text)
+
+    def closing(self) -> Iterator[StreamEvent]:
+        yield schema.ReasoningDone(**self.place.in_item(), text=self._part().text)
+        yield schema.PartDone(**self.place.in_item(), part=self._part())
+
+    def _part(self) -> schema.ReasoningText:
+        return schema.ReasoningText("".join(self.texts))
+
+
+@dataclass
+class GrowingCall:
+    place: Place
+    call_id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+
+    def item(self, status: ItemStatus) -> schema.FunctionCallItem | schema.CustomCallItem:
+        arguments = "".join(self.pieces)
+        return schema.FunctionCallItem(self.place.item_id, status, self.call_id, self.name, arguments)
+
+    def opening(self) -> Iterator[StreamEvent]:
+        return iter(())
+
+    def add(self, arguments: str) -> Iterator[StreamEvent]:
+        self.pieces.append(arguments)
+        yield schema.ArgumentsDelta(**self.place.in_item(), delta=arguments)
+
+    def closing(self) -> Iterator[StreamEvent]:
+        yield schema.ArgumentsDone(**self.place.in_item(), name=self.name, arguments="".join(self.pieces))
+
+
+@dataclass
+class GrowingCustomCall(GrowingCall):
+    """A call whose only argument is a text. It is shown once it is whole."""
+
+    def item(self, status: ItemStatus) -> schema.CustomCallItem:
+        return schema.CustomCallItem(self.place.item_id, status, self.call_id, self.name, self._input())
+
+    def add(self, arguments: str) -> Iterator[StreamEvent]:
+        self.pieces.append(arguments)
+        return iter(())
+
+    def closing(self) -> Iterator[StreamEvent]:
+        yield schema.InputDelta(**self.place.in_item(), delta=self._input())
+        yield schema.InputDone(**self.place.in_item(), input=self._input())
+
+    def _input(self) -> str:
+        return input_of("".join(self.pieces))
 
 
 class ResponseForm:

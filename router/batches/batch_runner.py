@@ -18,15 +18,14 @@ from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.batches.batch_registry import BatchRegistry
 from ...adapters.registry.batches.records import BatchError, BatchRecord, FileRecord
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.registry.tenants.records import KeyRecord
-from ...adapters.registry.tenants.storage_bounds import StorageBound, storage_bounds
+from ...adapters.registry.tenants.records import KeyRecord, StorageBound, storage_bounds
 from ..metrics import Metrics, PauseReason
 from ..uploads.adapters_api import DISK_FULL
 from .batch_input import InputCheck, Line, LineReader, digest_of
 from .batch_results import EXPIRED, BatchResults, LineError, Result
 from .file_store import FileStore
 from .line_call import LineAnswer, LineCaller
-from .pace import BatchPace
+from .schema import BatchPace
 
 _FLUSH_BYTES: Final = 1 << 20
 _MOST_LOST: Final = 5  # gangs that were lost with a line, before it is believed to be the line

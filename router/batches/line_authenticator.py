@@ -15,8 +15,7 @@ from ...adapters.registry.batches.records import BatchRecord
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import KeyRecord, Scope
 from ..openai_api.errors import unknown_key
-from ..tenants.auth import admitted
-from ..tenants.identity import Identity
+from ..tenants.auth import Identity, admitted
 
 _BATCH: Final = "motet.batch"  # in a line's scope, which no client makes
 

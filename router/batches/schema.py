@@ -2,12 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+from starlette.requests import Request
 
 from ...adapters.registry.batches.records import BatchRecord, BatchTokens, FileRecord, Purpose, Status
+from ..openai_api.errors import invalid_value
+from ..tenants.auth import Identity
+
+# How often things are done for batches.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPace:
+    look_s: float = 1.0  # between looks for batches, and after what became of those that run
+    lease_s: float = 20.0  # after which another router takes over the batch of a silent router
+    flush_s: float = 0.5  # for which results are collected before they are written
+    retry_s: float = 1.0  # before a line that was refused for now is tried again; doubled each time
+    longest_retry_s: float = 30.0
+    disk_s: float = 5.0  # before a disk that was full is tried again
+    turn_s: float = 120.0  # after which a batch gives its place to another tenant's that waits
+    stop_s: float = 5.0  # that lines under way have when their router ends
+
+
+# Whose a file or a batch is: they hold prompts and answers, so they are separated as usage is.
+
+Record = TypeVar("Record", FileRecord, BatchRecord)
+ORDER_QUERY: Final = "order"
+
+
+def sees(identity: Identity, record: FileRecord | BatchRecord) -> bool:
+    """A user sees its own, a key of no user those of such keys, an administrator all of the tenant."""
+    return identity.is_admin or record.user == identity.user
+
+
+async def page_of(
+    pages: AsyncIterator[Sequence[Record]], limit: int, is_shown: Callable[[Record], bool]
+) -> tuple[list[Record], bool]:
+    """The first records that are shown, and whether more follow."""
+    shown: list[Record] = []
+    async for page in pages:
+        shown += filter(is_shown, page)
+        if len(shown) > limit:
+            break
+    return shown[:limit], len(shown) > limit
+
+
+def requested_order(request: Request) -> bool:
+    """Whether the oldest are to come first. Raises 400."""
+    order = request.query_params.get(ORDER_QUERY, "desc")
+    if order not in ("asc", "desc"):
+        raise invalid_value(ORDER_QUERY, "it is asc or desc.")
+    return order == "asc"
+
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
 _Key = Annotated[str, Meta(max_length=64)]

@@ -7,12 +7,9 @@ from typing import Final
 
 import msgspec
 
-from ..openai_api.chat_messages import ChatMessage
 from ..openai_api.errors import invalid_value
-from ..openai_api.request_schema import ChatRequest, CompletionRequest
-from ..openai_api.structured_output import FORM_FIELDS
-from ..openai_api.tokenize_schema import DetokenizeRequest
-from ..openai_api.unsupported_fields import refuse_unsupported
+from ..openai_api.json_body import refuse_unsupported
+from ..openai_api.request_schema import FORM_FIELDS, ChatMessage, ChatRequest, CompletionRequest, DetokenizeRequest
 from .packed_request import BodyRequest
 
 # A token of text is about 4 bytes; 12 where JSON escapes each character, as Python's `json` does. Longer tokens (runs

@@ -5,27 +5,191 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
-from ..access.request_record import record_of
+from ...adapters.processes.child_processes import ChildProcesses
+from ..access.access_log import record_of
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError, NoSuchResponse
-from .body_budget import BodyBudget
-from .body_decoder import BodyDecoder
+from ..openai_api.json_body import decode
 from .body_limits import ArrivalPace, check_extent
-from .packed_request import BodyRequest
+from .decode_process import Question, Refusal
+from .packed_request import BodyRequest, PackedRequest, unpacked
 from .request_decoder import BODY_KINDS, MAX_BYTES_ON_LOOP, RequestDecoder
-from .turns import Turns
+
+# A bounded number of turns at once for each tenant.
+
+
+class Turns:
+    """Lets at most `most` of each tenant inside at once; others wait in the order of their arrival.
+
+    It keeps only tenants that have a turn or wait for one. Belongs to one event loop.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._places: dict[str, asyncio.Semaphore] = {}
+        self._num_here: Counter[str] = Counter()
+
+    def num_here(self, tenant: str) -> int:
+        """How many have a turn or wait for one."""
+        return self._num_here[tenant]
+
+    @asynccontextmanager
+    async def of(self, tenant: str) -> AsyncIterator[None]:
+        places = self._places.setdefault(tenant, asyncio.Semaphore(self._most))
+        self._num_here[tenant] += 1
+        try:
+            async with places:
+                yield
+        finally:
+            self._num_here[tenant] -= 1
+            if not self._num_here[tenant]:
+                del self._num_here[tenant], self._places[tenant]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if a tenant is kept that has no turn and waits for none."""
+        assert self._places.keys() == self._num_here.keys()
+        assert all(number > 0 for number in self._num_here.values())
+
+
+# The memory that bodies of requests may take in a router while they arrive and are decoded.
+
+TENANT_SHARE: Final = 4  # one tenant may hold a fourth of a router's budget
+RETRY_AFTER_S: Final = 1
+
+
+class BodyBudget:
+    """Counts bytes that are held, by tenant. Bytes count when they are there: a declared length holds nothing."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_tenant_bytes = max(1, max_bytes // TENANT_SHARE)
+        self._held: Counter[str] = Counter()
+        self._num_held = 0
+
+    @property
+    def num_held(self) -> int:
+        """Bytes of all tenants."""
+        return self._num_held
+
+    def take(self, tenant: str, num_bytes: int) -> None:
+        """Counts bytes that have arrived. Raises 429, and counts nothing, if they are too many."""
+        if not num_bytes:
+            return  # the end of a body: only tenants that hold bytes are kept
+        if self._held[tenant] + num_bytes > self._max_tenant_bytes:
+            raise _full(f"Your requests that are arriving hold {self._held[tenant]} bytes", self._max_tenant_bytes)
+        if self._num_held + num_bytes > self._max_bytes:
+            raise _full("Requests that are arriving hold this router's memory for them", self._max_bytes)
+        self._held[tenant] += num_bytes
+        self._num_held += num_bytes
+
+    def give_back(self, tenant: str, num_bytes: int) -> None:
+        self._held[tenant] -= num_bytes
+        self._num_held -= num_bytes
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if bytes are miscounted, or a tenant that holds nothing is remembered."""
+        assert self._num_held == self._held.total()
+        assert all(0 < held <= self._max_tenant_bytes for held in self._held.values())
+        assert self._num_held <= self._max_bytes
+
+
+def _full(what: str, most: int) -> ApiError:
+    message = f"{what}, of at most {most}: send fewer large requests at once, or try again in a moment."
+    headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}  # its body is not read to the end
+    return ApiError(429, message, code="bodies_full", headers=headers)
+
+
+# Decodes large bodies in processes beside the router.
+
+NUM_PROCESSES: Final = 2
+DEADLINE_S: Final = 60.0  # for one body; the largest take a second or two
+
+_MODULE: Final = "motet.router.bodies.decode_process"
+_log = logging.getLogger(__name__)
+
+R = TypeVar("R", bound=BodyRequest)
+
+
+class BodyDecoder:
+    """Starts its processes at first use; they end with it. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._processes = ChildProcesses(_MODULE, NUM_PROCESSES, DEADLINE_S)
+
+    async def decode(
+        self, body: bytearray, kind: type[R], context: int | None, kept: bytes | None
+    ) -> tuple[R, list[str]]:
+        """The request in the body, checked for its extent, and the fields that its schema lacks.
+
+        `kept`: see `RequestDecoder.decode`.
+
+        Raises ApiError for one that does not fit the schema.
+
+        Raises 413 for a body that cannot be decoded in time or in the memory that is there.
+        """
+
+        def read(frames: list[bytes]) -> tuple[R, list[str]] | Refusal:
+            head, *rest = frames
+            if not rest:
+                return msgspec.msgpack.decode(head, type=Refusal)
+            values, unknown, *pieces = rest
+            request = unpacked(PackedRequest(head, values, pieces), kind)
+            return request, msgspec.msgpack.decode(unknown, type=list[str])
+
+        question = msgspec.msgpack.encode(Question(kind.__name__, context))
+        try:
+            async with self._processes.process() as process:
+                found = await process.ask([question, body, *([] if kept is None else [kept])], read)
+        except (OSError, EOFError, TimeoutError) as error:
+            _log.warning("a body of %d bytes could not be decoded: %r", len(body), error)
+            raise ApiError(413, "The request's body takes too long to decode.", code="request_too_large") from error
+        if isinstance(found, Refusal):
+            refusal = ApiError(found.status_code, found.message, param=found.param, code=found.code)
+            if found.response_ids is not None:
+                refusal = NoSuchResponse(found.param or "", found.response_ids)
+            refusal.is_as_sent = found.is_as_sent
+            raise refusal
+        return found
+
+
+# Bodies of requests that change something: JSON of a few kilobytes, read at once.
+
+T = TypeVar("T")
+MAX_BYTES: Final = 16 << 10
+_DEADLINE_S: Final = 10.0
+
+
+async def small_body(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
+    """The decoded body; an empty one counts as {}. Raises 400, 408 for one that arrives too slowly, and 413."""
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            async for chunk in request.stream():
+                if len(body) + len(chunk) > MAX_BYTES:
+                    message = f"The request's body is larger than {MAX_BYTES} bytes."
+                    raise ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
+                body += chunk
+    except TimeoutError:
+        message = f"The request's body did not come within {_DEADLINE_S:g} s."
+        raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
+    return decode(body or b"{}", decoder)
+
 
 PACE: Final = ArrivalPace(grace_s=10.0, bytes_per_s=32 << 10, deadline_s=120.0)
 TRIM_BYTES: Final = 8 << 20  # of released bodies, after which their memory is returned to the machine
 
-R = TypeVar("R", bound=BodyRequest)
 # JSON of the stored responses with these ids, which has at most so many bytes: see `RequestDecoder.decode`.
 Recall = Callable[[Sequence[str], int], Awaitable[bytes]]
 

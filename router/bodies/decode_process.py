@@ -12,8 +12,14 @@ from typing import IO, Final
 
 import msgspec
 
-from ...adapters.processes.process_bounds import resident_bytes, yield_to_others
-from ...adapters.processes.process_frames import LAST, NOT_LAST, read_frames, write_frames
+from ...adapters.processes.child_processes import (
+    LAST,
+    NOT_LAST,
+    read_frames,
+    resident_bytes,
+    write_frames,
+    yield_to_others,
+)
 from ..openai_api.errors import ApiError, NoSuchResponse, invalid_value
 from .body_limits import check_extent, check_free
 from .packed_request import PackedRequest, packed

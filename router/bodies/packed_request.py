@@ -12,10 +12,16 @@ from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from ..openai_api.chat_messages import ChatMessage, ToolCall
-from ..openai_api.prompt_field import same_kind
-from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
-from ..openai_api.tokenize_schema import DetokenizeRequest, TokenizeRequest
+from ..openai_api.request_schema import (
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    TokenizeRequest,
+    ToolCall,
+    same_kind,
+)
 
 PIECE_CHARS: Final = 128 << 10
 PIECE_IDS: Final = 64 << 10

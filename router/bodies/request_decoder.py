@@ -8,14 +8,12 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from ..anthropic_api.message_request import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
-from ..openai_api.embedding_request import EmbeddingPrompts, EmbeddingsRequest
+from ..anthropic_api.message_schema import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
+from ..openai_api.embedding_schema import EmbeddingPrompts, EmbeddingsRequest
 from ..openai_api.errors import ApiError
-from ..openai_api.json_body import decode
-from ..openai_api.request_schema import ChatRequest, CompletionRequest
-from ..openai_api.response_request import KeptConversation, ResponseChat, ResponsesRequest
-from ..openai_api.tokenize_schema import DetokenizeRequest, TokenizeRequest
-from ..openai_api.unknown_fields import unknown_fields
+from ..openai_api.json_body import decode, unknown_fields
+from ..openai_api.request_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from ..openai_api.response_schema import KeptConversation, ResponseChat, ResponsesRequest
 from ..requests.embedding_prompts import embedding_prompts
 from ..requests.message_chat import counted_chat, message_chat
 from ..requests.response_chat import response_chat

@@ -10,7 +10,7 @@ from typing import Final, get_args
 from prometheus_client.metrics_core import Metric
 
 from ... import __version__
-from ...adapters.registry.starts import Kind
+from ...adapters.registry.launches import Kind
 from ...workers.wire.messages import FinishReason, RefusalReason
 from ..fleet.leader_connection import FaultKind
 from ..metrics import LineResult, Metrics, PauseReason, QuotaCall

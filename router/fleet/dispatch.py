@@ -9,9 +9,11 @@ a moment until that gang reports it. A sequence whose client does not read is pa
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -21,19 +23,124 @@ from ...workers.wire.engine_load import EngineLoad, summed
 from ...workers.wire.messages import (
     AdapterRef,
     GangInfo,
+    SamplingParams,
     SequenceError,
     SequenceRequest,
     SequenceUpdate,
+    SequenceUsage,
 )
-from ...workers.wire.sequence_usage import SequenceUsage
+from ..fairness.fair_queue import QueueUse, is_in_share, tenant_to_preempt
 from .admission import AdmissionConfig, TimeLimit
 from .affinity import RoutingConfig
 from .fleet import STORE_PAUSE_S, Fleet
 from .known_gang import AdapterTier
 from .leader_connection import FaultKind, LeaderConnection
 from .open_sequence import OpenSequence
-from .unread_sequences import UnreadSequences
-from .unsent_sequences import UnsentSequences
+
+# Sequences that no gang computes at present, since their readers have too much unread.
+
+
+class UnreadSequences:
+    """A `SequencePlace`. Belongs to one event loop."""
+
+    def __init__(self, on_read: Callable[[OpenSequence], None]) -> None:
+        """`on_read` gets a sequence when its reader has taken all updates; it has no place then."""
+        self._on_read = on_read
+        self._sequences: dict[OpenSequence, None] = {}
+        self._num_of: Counter[str] = Counter()  # by tenant
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[OpenSequence]:
+        return iter([*self._sequences])
+
+    def num_of(self, tenant: str) -> int:
+        return self._num_of[tenant]
+
+    def add(self, sequence: OpenSequence) -> None:
+        """Adds a sequence that has no place."""
+        sequence.move(None, self)
+        self._sequences[sequence] = None
+        self._num_of[sequence.request.tenant] += 1
+        sequence.when_read(self._resume)
+
+    def remove(self, sequence: OpenSequence) -> None:
+        """Removes the sequence, which has no place then."""
+        sequence.move(self, None)
+        self.cancel(sequence)
+
+    def cancel(self, sequence: OpenSequence) -> None:
+        del self._sequences[sequence]
+        self._num_of[sequence.request.tenant] -= 1
+        if not self._num_of[sequence.request.tenant]:
+            del self._num_of[sequence.request.tenant]
+
+    def _resume(self, sequence: OpenSequence) -> None:
+        self.remove(sequence)
+        self._on_read(sequence)
+
+
+# Sequences that a router has not sent, or must send again, and that wait a bounded time for a gang.
+
+
+class UnsentSequences:
+    """A `SequencePlace`. Iterates over its sequences in the order of their arrival. Belongs to one event loop."""
+
+    def __init__(self, timeout_s: float, on_timeout: Callable[[OpenSequence], None]) -> None:
+        """`on_timeout` gets a sequence that has waited for `timeout_s`, and has no place any more."""
+        self._timeout_s, self._on_timeout = timeout_s, on_timeout
+        self._timers: dict[OpenSequence, asyncio.TimerHandle] = {}
+        self._uses: dict[str, QueueUse] = {}  # by tenant
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def __iter__(self) -> Iterator[OpenSequence]:
+        return iter([*self._timers])
+
+    def num_of(self, tenant: str) -> int:
+        return self._uses[tenant].num if tenant in self._uses else 0
+
+    def has_room(self, sequence: OpenSequence, num_places: int) -> tuple[bool, OpenSequence | None]:
+        """Whether the sequence may be added, and which other one is given up for it, if any.
+
+        `num_places`: for all tenants. A tenant that is within its share of them is admitted in any case.
+        """
+        if len(self) < num_places:
+            return True, None
+        tenant, weight = sequence.request.tenant, sequence.request.weight
+        preempted = tenant_to_preempt(tenant, weight, self._uses)
+        if preempted is None:
+            return is_in_share(tenant, weight, self._uses, num_places), None
+        return True, next(one for one in reversed(self._timers) if one.request.tenant == preempted and one.may_move)
+
+    def add(self, sequence: OpenSequence) -> None:
+        """Adds a sequence that has no place."""
+        sequence.move(None, self)
+        use = self._uses.setdefault(sequence.request.tenant, QueueUse())
+        use.num += 1
+        use.num_committed += not sequence.may_move
+        use.weight = sequence.request.weight
+        self._timers[sequence] = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, sequence)
+
+    def remove(self, sequence: OpenSequence) -> None:
+        """Removes the sequence, which has no place then."""
+        sequence.move(self, None)
+        self.cancel(sequence)
+
+    def cancel(self, sequence: OpenSequence) -> None:
+        self._timers.pop(sequence).cancel()
+        use = self._uses[sequence.request.tenant]
+        use.num -= 1
+        use.num_committed -= not sequence.may_move
+        if not use.num:
+            del self._uses[sequence.request.tenant]
+
+    def _time_out(self, sequence: OpenSequence) -> None:
+        self.remove(sequence)
+        self._on_timeout(sequence)
+
 
 # New sequences that may wait while no gang is connected. Beyond that, the tenant with the longest queue is refused; no
 # tenant is refused because of another one's queue.
@@ -355,3 +462,25 @@ class FleetDispatcher:
 def _seed_of(key: str) -> int:
     """63 random-looking bits, which every router derives from the key alike."""
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest()) >> 1
+
+
+# Asks for one token, to prove that tokens can be served.
+#
+# Where gangs start only when they are requested, this starts one.
+
+PROBE_TENANT = "system"
+_PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+async def probe(dispatcher: Dispatcher) -> str | None:
+    """Why no token was served; None: one was. Waits as long as a gang may take to come; it may be cancelled."""
+    error: SequenceError | None = None
+    stream = dispatcher.submit(SequenceRequest(prompt_token_ids=[0], sampling=_PROBE, tenant=PROBE_TENANT))
+    try:
+        async for update in stream:
+            if update.token_ids:
+                return None
+            error = update.error or error
+    finally:
+        stream.cancel()
+    return f"no token can be served: {error.message if error is not None else 'the sequence ended without one'}"

@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from ...workers.wire.fair_shares import ServedElsewhere, TenantShare
+from ...workers.wire.engine_load import ServedElsewhere, TenantShare
 from ...workers.wire.messages import AdapterRef, Outdated, SequenceError
 from ...workers.wire.page_keys import first_link, next_keys, short_key
-from ..fairness.fleet_shares import FleetShares
+from ..fairness.fair_queue import FleetShares
 from .admission import AdmissionConfig, Admitted, admit
 from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 from .leader_connection import FaultKind, LeaderConnection

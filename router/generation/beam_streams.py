@@ -8,19 +8,128 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
 
-from ...workers.wire.beams import BeamRules
-from ...workers.wire.messages import FinishReason, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
-from ...workers.wire.sequence_usage import SequenceUsage, total_usage
+from ...workers.wire.beams import BeamRound, BeamRules, BeamsSoFar, SearchState, choose, score
+from ...workers.wire.messages import (
+    FinishReason,
+    SamplingParams,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    SequenceUsage,
+    TokenLogprobs,
+    total_usage,
+)
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..loop_share import LoopShare
-from .beam_search import NEW_SEARCH, Beam, BeamSearch, advanced
+from ..text.stop_strings import StopMatcher, StopStrings
+from ..text.text import TextService
+
+# A beam search as its router knows it: the gang's rounds, applied one after the other, make beams of tokens.
+
+
+@dataclass(frozen=True)
+class Beam:
+    token_ids: tuple[int, ...] = ()  # after the prompt; an end token is the last one
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token
+    total: float = 0.0  # the natural log of its probability
+
+    def score(self, rules: BeamRules) -> float:
+        return score(self.total, len(self.token_ids), rules)
+
+
+@dataclass(frozen=True)
+class BeamSearch:
+    """`live` and `finished` beams, the best first. The search is over when none is live."""
+
+    live: tuple[Beam, ...]  # all of one length
+    finished: tuple[Beam, ...]
+
+    def state(self, rules: BeamRules) -> SearchState:
+        """The state of a search that has not ended."""
+        totals, finished = [each.total for each in self.live], [each.score(rules) for each in self.finished]
+        return SearchState(totals, len(self.live[0].token_ids), finished)
+
+    def so_far(self, rules: BeamRules) -> BeamsSoFar | None:
+        """From where a gang goes on with a search that is not over; None: from its begin."""
+        beams = [each.token_ids for each in self.live]
+        return BeamsSoFar.of(self.state(rules), beams) if beams[0] else None
+
+
+NEW_SEARCH: Final = BeamSearch((Beam(),), ())
+
+
+def advanced(
+    search: BeamSearch, one: BeamRound, rules: BeamRules, is_stopped: Callable[[Beam], bool] = lambda _: False
+) -> tuple[BeamSearch, bool]:
+    """The search after a round, and whether a beam was stopped in it: the gang does not know of that."""
+    grown, stopped = dict[int, Beam](), set[int]()
+
+    def beam(index: int) -> Beam:
+        if index not in grown:
+            candidate = one.candidates[index]
+            parent = search.live[candidate.parent]
+            shown = TokenLogprobs(candidate.logprob, candidate.top_ids, candidate.top_logprobs)
+            grown[index] = Beam(
+                (*parent.token_ids, candidate.token_id), (*parent.logprobs, shown), parent.total + candidate.logprob
+            )
+        return grown[index]
+
+    def is_stopped_here(index: int) -> bool:
+        if is_stopped(beam(index)):
+            stopped.add(index)
+        return index in stopped
+
+    choice = choose(search.state(rules), one.candidates, rules, is_stopped_here)
+    finished = [*search.finished, *map(beam, choice.finished)]
+    finished.sort(key=lambda each: each.score(rules), reverse=True)
+    after = BeamSearch(tuple(map(beam, choice.live)), tuple(finished[: rules.width]))
+    return after, bool(stopped)
+
+
+# Stop strings of beams: which beam's last token completes one of them.
+
+_NUM_CONTEXT_TOKENS: Final = 16  # more than a detokenizer looks at
+
+
+class BeamStops:
+    """Remembers how far each beam of the last two rounds has come into a string, so that each token is examined once.
+
+    To be called with the beams of one search, round by round, and with none that an earlier token has stopped.
+    """
+
+    def __init__(
+        self, stop: StopStrings, text: TextService, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
+        self._automaton = stop.automaton if stop.strings else None
+        self._text, self._skip_special_tokens = text, skip_special_tokens
+        self._context = [*prompt_token_ids[-_NUM_CONTEXT_TOKENS:]]
+        self._before: dict[tuple[int, ...], StopMatcher] = {}  # of the beams that are one token shorter
+        self._now: dict[tuple[int, ...], StopMatcher] = {}
+        self._length = 0  # tokens of the beams in `_now`
+
+    def __call__(self, beam: Beam) -> bool:
+        """Whether the beam's last token completes one of the strings."""
+        if self._automaton is None:
+            return False
+        *earlier, last = beam.token_ids
+        if len(beam.token_ids) > self._length:
+            self._before, self._now = self._now, {}
+            self._length = len(beam.token_ids)
+        parent = self._before.get(beam.token_ids[:-1])
+        matcher = StopMatcher(self._automaton) if parent is None else parent.copy()
+        context = [*self._context, *earlier[-_NUM_CONTEXT_TOKENS:]][-_NUM_CONTEXT_TOKENS:]
+        detokenizer = self._text.detokenizer(context, skip_special_tokens=self._skip_special_tokens)
+        found = matcher.find(detokenizer.step(last))
+        self._now[beam.token_ids] = matcher
+        return found is not None
+
 
 _TOO_FEW: Final = "the model gives too few continuations a chance to fill {width} beams: n must be smaller"
 

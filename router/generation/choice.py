@@ -1,16 +1,33 @@
-"""One completion as it grows: takes updates of a sequence, returns text."""
+"""One completion as it grows: takes updates of a sequence, returns text and, of chats, parts of a message."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+from msgspec import structs
 
 from ...workers.wire.messages import FinishReason, SequenceUpdate, TokenLogprobs
 from ...workers.wire.prompt_scores import PromptScores
-from ..text.response_reader import Piece
+from ..text.call_parsing import Call
+from ..text.response_reader import Piece, ResponseReader
 from ..text.stop_strings import StopMatcher, StopStrings
 from ..text.text import Detokenizer
-from .end_rules import PLAIN_ENDS, EndRules
+
+# How a choice's text ends, and whether the end is shown.
+
+
+@dataclass(frozen=True)
+class EndRules:
+    min_tokens: int = 0  # no stop string ends the text with one of them
+    stop_token_ids: frozenset[int] = frozenset()  # the one that stops the choice is its `stop_reason`
+    shows_stop: bool = False  # the stop string or token is part of the text
+    shows_special_tokens: bool = False
+
+
+PLAIN_ENDS: Final = EndRules()
 
 
 class ShownToken(NamedTuple):
@@ -148,3 +165,96 @@ class Choice:
         ]
         token_ids = [token.token_id for token in sent] if self._keep_token_ids else []
         return Delta(text, token_ids, shown if self._keep_logprobs else [], self.finish_reason, self.stop_reason)
+
+
+# One answer of a chat under way: a choice whose text is parsed to thoughts, tool calls and content.
+
+
+class MessageChoice(Choice):
+    """Parses token by token, so what is shown after k tokens depends on these k alone."""
+
+    def __init__(self, reader: ResponseReader, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.num_reasoning_tokens = 0
+        self._reader = reader
+
+    def fold(self, update: SequenceUpdate) -> Delta:
+        pieces: list[Piece] = []
+        token_ids: list[int] = []
+        logprobs: list[ShownToken] = []
+        for one in _by_token(update):
+            was_reasoning = self._reader.is_reasoning
+            delta = super().fold(one)
+            pieces += self._reader.feed(delta.text)
+            self.num_reasoning_tokens += was_reasoning or self._reader.is_reasoning
+            token_ids += delta.token_ids
+            logprobs += delta.logprobs
+            if self.finish_reason is not None:
+                is_cut = self.finish_reason == "length" or isinstance(self.stop_reason, str)
+                pieces += self._reader.finish(is_cut=is_cut)
+                break
+        pieces = _joined(pieces)
+        has_called = self.finish_reason is not None and self._reader.num_calls > 0
+        return Delta("", token_ids, logprobs, self.finish_reason, self.stop_reason, pieces, has_called)
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """With one piece of each call."""
+    joined: list[Piece] = []
+    for number, group in groupby(pieces, lambda piece: piece.number if isinstance(piece, Call) else None):
+        parts = [*group]
+        calls = [part for part in parts if isinstance(part, Call)]
+        joined += parts if number is None else [Call(number, calls[0].name, "".join(one.arguments for one in calls))]
+    return joined
+
+
+def _by_token(update: SequenceUpdate) -> Iterator[SequenceUpdate]:
+    """The same as updates of one token each; the last one has the finish reason."""
+    token_ids, last = update.token_ids, len(update.token_ids) - 1
+    if last <= 0:
+        yield update
+        return
+    for position, token_id in enumerate(token_ids):
+        logprobs = None if update.logprobs is None else update.logprobs[position : position + 1]
+        reason = update.finish_reason if position == last else None
+        yield SequenceUpdate(update.sequence_id, [token_id], logprobs, reason)
+
+
+# An update of many tokens, as it comes of a reader that was slow or resumes a stream, in several of a few tokens.
+
+MAX_TOKENS: Final = 32  # that are taken in at once
+MAX_VALUES: Final = 256  # log-probabilities that are taken in at once: about a millisecond
+
+
+def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
+    """Splits the update into updates of at most `MAX_TOKENS` tokens, and fewer with many log-probabilities.
+
+    Scores of a prompt come before its tokens, of as many at most in an update, too.
+    """
+    if update.prompt_scores is not None:
+        scores, rest = update.prompt_scores, structs.replace(update, prompt_scores=None)
+        limit = _max_tokens(scores.num_top)
+        parts = [scores.part(start, start + limit) for start in range(0, scores.num_rows, limit)]
+        return [*(SequenceUpdate(update.sequence_id, prompt_scores=part) for part in parts), *portions(rest)]
+    token_ids, logprobs = update.token_ids, update.logprobs
+    limit = _max_tokens(len(logprobs[0].top_ids) if logprobs else 0)
+    if len(token_ids) <= limit:
+        return (update,)
+    starts = range(0, len(token_ids), limit)
+    return [
+        SequenceUpdate(
+            update.sequence_id,
+            token_ids[start : start + limit],
+            None if logprobs is None else logprobs[start : start + limit],
+            update.finish_reason if start == starts[-1] else None,
+            update.error if start == starts[-1] else None,
+            update.num_cached_tokens if start == 0 else None,
+            update.computing_s if start == 0 else None,
+            update.usage if start == 0 else None,
+        )
+        for start in starts
+    ]
+
+
+def _max_tokens(num_top: int) -> int:
+    return min(MAX_TOKENS, 1 + MAX_VALUES // (1 + num_top))

@@ -14,8 +14,15 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from ...workers.wire.beams import BeamRules
-from ...workers.wire.messages import AdapterRef, SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
-from ...workers.wire.sequence_usage import SequenceUsage, total_usage
+from ...workers.wire.messages import (
+    AdapterRef,
+    SamplingParams,
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    SequenceUsage,
+    total_usage,
+)
 from ..accounts.account import Progress
 from ..fairness.loop_turns import LoopTurns
 from ..fleet.admission import TimeLimit
@@ -27,12 +34,8 @@ from ..openai_api.stream_position import wrong_position
 from ..text.response_reader import ResponseReader
 from ..text.stop_strings import StopStrings
 from ..text.text import TextService
-from .beam_stops import BeamStops
-from .beam_streams import BeamRun
-from .choice import Choice, Delta
-from .end_rules import PLAIN_ENDS, EndRules
-from .message_choice import MessageChoice
-from .portions import portions
+from .beam_streams import BeamRun, BeamStops
+from .choice import PLAIN_ENDS, Choice, Delta, EndRules, MessageChoice, portions
 
 _LOST = SequenceError("internal", "the sequence ended without saying why")
 _NUM_SEEDS = 2**64

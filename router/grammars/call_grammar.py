@@ -3,13 +3,189 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
-from .bare_json import BareJson, listed
-from .call_texts import CallText, Tags, WantedCalls
-from .lark_pieces import ANY_TEXT, clients_lark, json_value, quoted, regular_expression, text_with_tokens
-from .quoted_lark import quoted_lark, quoted_pattern
+import msgspec
+
+from .lark_pieces import (
+    ANY_TEXT,
+    clients_lark,
+    json_value,
+    quoted,
+    quoted_lark,
+    quoted_pattern,
+    regular_expression,
+    text_with_tokens,
+)
+
+# How models write tool calls, by the names of their formats, where a grammar can say it.
+
+
+class Tags(msgspec.Struct, frozen=True):
+    """The texts around an argument: `{key}` in the opening stands for its name."""
+
+    opening: str
+    closing: str
+
+
+class CallText(msgspec.Struct, frozen=True):
+    """The texts around the arguments. `{name}` in `begin` stands for the tool's name."""
+
+    begin: str
+    end: str = ""
+    first: str = ""  # before the first call
+    between: str = ""  # two calls
+    last: str = ""  # behind the last call
+    trigger: str = ""  # with which only calls begin; empty: there is none
+    tags: Tags | None = None  # around each argument
+    are_keywords: bool = False  # the arguments are `key=value`, with JSON for values
+    text_mark: str = ""  # at both ends of texts, in JSON whose keys have no quotes; empty: texts and keys are JSON
+    is_alone: bool = False  # an answer has one call
+    content: str = ""  # before an answer that is not a call
+    behind_thoughts: str = ""
+
+
+class WantedCalls(msgspec.Struct, frozen=True):
+    """The tool calls that an answer may or must have."""
+
+    text: CallText
+    tools: list[tuple[str, dict[str, Any]]]  # names, and schemas of the arguments
+    must_call: bool
+    is_one: bool  # no more than one call
+    # Of the tools whose only argument `input` is a text of a grammar, by name: its syntax, and the grammar.
+    inputs: dict[str, tuple[Literal["lark", "regex"], str]] = {}
+
+
+_HERMES: Final = '{"name": "{name}", "arguments": '
+_TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
+_SEP, _BEGIN, _END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_FIRST, _LAST = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+_PYTHON, _PYTHON_END = "<|tool_call_start|>", "<|tool_call_end|>"
+_GEMMA: Final = "<|tool_call>"
+_HARMONY: Final = "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+
+CALL_TEXTS: Final[Mapping[str, CallText]] = MappingProxyType(
+    {
+        "hermes": CallText(f"{_TOOL_CALL}\n{_HERMES}", f"}}\n{_TOOL_CALL_END}", between="\n", trigger=_TOOL_CALL),
+        "qwen-xml": CallText(
+            f"{_TOOL_CALL}\n<function={{name}}>\n",
+            f"</function>\n{_TOOL_CALL_END}",
+            between="\n",
+            trigger=_TOOL_CALL,
+            tags=Tags("<parameter={key}>\n", "\n</parameter>\n"),
+        ),
+        "glm": CallText(
+            f"{_TOOL_CALL}{{name}}\n",
+            _TOOL_CALL_END,
+            between="\n",
+            trigger=_TOOL_CALL,
+            tags=Tags("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+        ),
+        "llama-json": CallText('{"name": "{name}", "parameters": ', "}", between="; "),
+        "pythonic": CallText("{name}(", ")", first="[", between=", ", last="]", are_keywords=True),
+        "lfm": CallText(
+            "{name}(",
+            ")",
+            first=f"{_PYTHON}[",
+            between=", ",
+            last=f"]{_PYTHON_END}",
+            trigger=_PYTHON,
+            are_keywords=True,
+        ),
+        "gemma": CallText(f"{_GEMMA}call:{{name}}", "<tool_call|>", trigger=_GEMMA, text_mark='<|"|>'),
+        "gpt-oss": CallText(
+            _HARMONY,
+            is_alone=True,
+            content="<|channel|>final<|message|>",
+            behind_thoughts="<|start|>assistant",
+        ),
+        "mistral": CallText(_HERMES, "}", first="[TOOL_CALLS][", between=", ", last="]", trigger="[TOOL_CALLS]"),
+        "mistral-args": CallText("[TOOL_CALLS]{name}[ARGS]", trigger="[TOOL_CALLS]"),
+        "deepseek": CallText(
+            f"{_BEGIN}function{_SEP}{{name}}\n```json\n",
+            f"\n```{_END}",
+            first=_FIRST,
+            between="\n",
+            last=_LAST,
+            trigger=_FIRST,
+        ),
+        "deepseek-3.1": CallText(f"{_BEGIN}{{name}}{_SEP}", _END, first=_FIRST, last=_LAST, trigger=_FIRST),
+    }
+)
+
+
+# JSON with bare keys, and with marks in the place of quotes, in llguidance's Lark: as Gemma writes arguments.
+
+_BARE_KEY: Final = re.compile(r"\w+")
+_NOTES: Final = frozenset({"title", "description", "default", "examples", "$schema", "$defs", "definitions"})
+_OF_OBJECTS: Final = frozenset({"type", "properties", "required", "additionalProperties"})
+_MAX_DEPTH: Final = 32
+
+
+class BareJson:
+    """Rules for values of one schema. What the notation cannot say, such as a pattern, is written as JSON."""
+
+    def __init__(self, prefix: str, mark: str, text: str, json: Callable[[Any], str]) -> None:
+        """`prefix`: of all rules. `mark`: that begins a text. `text`: what follows up to the mark that ends it.
+
+        Both are pieces of Lark, and `json` makes one of a schema.
+        """
+        self.lines: list[str] = []
+        self._prefix, self._mark, self._text, self._json = prefix, mark, text, json
+
+    def value(self, schema: Any, depth: int = 0) -> str:
+        """The name of its rule."""
+        rule = f"{self._prefix}_{len(self.lines)}"
+        self.lines.append("")  # its place, before those of its parts
+        place = len(self.lines) - 1
+        self.lines[place] = f"{rule}: {self._written(schema, depth)}"
+        return rule
+
+    def _written(self, schema: Any, depth: int) -> str:
+        words = set(schema) - _NOTES if isinstance(schema, dict) else set()
+        kind = schema.get("type") if isinstance(schema, dict) else None
+        if depth < _MAX_DEPTH:
+            if words == {"type"} and kind == "string":
+                return f"{self._mark} {self._text}"
+            if words <= {"type", "enum"} and "enum" in words and kind in (None, "string"):
+                choices = schema["enum"]
+                if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+                    return f"{self._mark} ({' | '.join(map(quoted, choices))}) {self._mark}"
+            if words == {"type", "items"} and kind == "array" and isinstance(schema["items"], dict):
+                item = self.value(schema["items"], depth + 1)
+                return f'"[" ({item} ("," {item})*)? "]"'
+            if words <= _OF_OBJECTS and kind == "object" and isinstance(schema.get("properties"), dict):
+                return self._object(schema["properties"], schema.get("required", ()), depth)
+        return self._json(schema)
+
+    def _object(self, properties: dict[str, Any], required: Sequence[str], depth: int) -> str:
+        members = []
+        for key, schema in properties.items():
+            name = key if _BARE_KEY.fullmatch(key) else f'"{key}"'
+            members.append((f"{quoted(name + ':')} {self.value(schema, depth + 1)}", key in required))
+        rules, written = listed(members, ",", f"{self._prefix}_{len(self.lines)}")
+        self.lines += rules
+        return f'"{{" {written} "}}"'
+
+
+def listed(members: Sequence[tuple[str, bool]], between: str, prefix: str) -> tuple[list[str], str]:
+    """Rules, and a piece of Lark, for a list of members in this order, each with whether it must be there.
+
+    `prefix`: of the rules.
+    """
+    rules: list[str] = []
+    later = first = '""'  # what may follow a member, and the whole list from here on
+    for number, (member, is_needed) in reversed([*enumerate(members)]):
+        begin, goes_on = f"{prefix}_begin_{number}", f"{prefix}_on_{number}"
+        rules.append(f"{begin}: {member} {later}" + ("" if is_needed else f" | {first}"))
+        another = f"{quoted(between)} {member} {later}"
+        rules.append(f"{goes_on}: {another}" + ("" if is_needed else f" | {later}"))
+        first, later = begin, goes_on
+    return rules, first
+
 
 _SPACES: Final = r"(/[\x20\x0A]{1,4}/)?"
 # Python's parser takes JSON, but for these: half of a surrogate pair, and numbers that floats do not hold exactly.

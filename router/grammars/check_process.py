@@ -18,9 +18,17 @@ from typing import IO, Final
 import msgspec
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from ...adapters.processes.process_bounds import bound_cpu, bound_memory, bound_stack, yield_to_others, yield_wholly
-from ...adapters.processes.process_frames import NOT_LAST, read_frames, write_frames
-from ...workers.wire.grammar_limits import GRAMMAR_LIMITS
+from ...adapters.processes.child_processes import (
+    NOT_LAST,
+    bound_cpu,
+    bound_memory,
+    bound_stack,
+    read_frames,
+    write_frames,
+    yield_to_others,
+    yield_wholly,
+)
+from ...workers.wire.messages import GRAMMAR_LIMITS
 from .lark_text import lark_text
 from .wanted_grammar import WantedGrammar
 

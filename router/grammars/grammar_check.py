@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Mapping
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from hashlib import blake2b
@@ -17,9 +19,80 @@ from ...adapters.processes.child_processes import ChildProcesses
 from ...adapters.tenant_places import TenantPlaces
 from ..openai_api.errors import RETRY_AFTER_S, ApiError, invalid_value, unavailable
 from .check_process import MAX_GRAMMAR_BYTES, Question, Verdict
-from .cpu_shares import CpuShares
-from .known_grammars import KnownGrammars
 from .wanted_grammar import WantedGrammar
+
+# How much of a processor each tenant may take, and how long it rests after it has taken more.
+
+
+class CpuShares:
+    """Keeps only tenants that have taken something lately."""
+
+    def __init__(self, share: float, burst_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`share`: of one processor. `burst_s`: seconds of it that may be taken at once."""
+        self._share, self._burst_s, self._clock = share, burst_s, clock
+        self._paid_at: dict[str, float] = {}  # when what a tenant has taken is made up for
+
+    def used_s(self, tenant: str) -> float:
+        """Seconds that the tenant has taken lately beyond its share."""
+        return max(0.0, self._paid_at.get(tenant, 0.0) - self._clock()) * self._share
+
+    def rest_s(self, tenant: str, cpu_s: float) -> float:
+        """The tenant has taken this: how long it must take nothing now."""
+        now = self._clock()
+        self._paid_at = {one: paid_at for one, paid_at in self._paid_at.items() if paid_at > now}
+        self._paid_at[tenant] = paid_at = self._paid_at.get(tenant, now) + cpu_s / self._share
+        return max(0.0, paid_at - now - self._burst_s / self._share)
+
+
+# An LRU cache of grammars that were checked, bounded by bytes.
+
+MAX_TENANT_BYTES: Final = 1 << 20
+MAX_BYTES: Final = 32 << 20
+_FIXED_BYTES: Final = 512  # of each, about
+
+
+class KnownGrammars:
+    """Kept by tenant: the time of an answer shows no tenant what another has requested.
+
+    Beyond the bound of a tenant its least recently used grammars are dropped; beyond the bound of all, those of the
+    tenant that has requested none for longest.
+    """
+
+    def __init__(self) -> None:
+        self._of_tenant: OrderedDict[str, OrderedDict[bytes, Verdict]] = OrderedDict()  # the last used one last
+        self._num_bytes: dict[str, int] = {}
+
+    def get(self, tenant: str, digest: bytes) -> Verdict | None:
+        own = self._of_tenant.get(tenant)
+        verdict = None if own is None else own.get(digest)
+        if own is not None and verdict is not None:
+            own.move_to_end(digest)
+            self._of_tenant.move_to_end(tenant)
+        return verdict
+
+    def put(self, tenant: str, digest: bytes, verdict: Verdict) -> None:
+        own = self._of_tenant.setdefault(tenant, OrderedDict())
+        self._of_tenant.move_to_end(tenant)
+        own[digest] = verdict
+        self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + _num_bytes(verdict)
+        while self._num_bytes[tenant] > MAX_TENANT_BYTES:
+            _, oldest = own.popitem(last=False)
+            self._num_bytes[tenant] -= _num_bytes(oldest)
+        while sum(self._num_bytes.values()) > MAX_BYTES:
+            tenant, _ = self._of_tenant.popitem(last=False)
+            del self._num_bytes[tenant]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if bytes are miscounted, or are too many."""
+        counted = {tenant: sum(map(_num_bytes, own.values())) for tenant, own in self._of_tenant.items()}
+        assert counted == self._num_bytes
+        assert all(0 < num_bytes <= MAX_TENANT_BYTES for num_bytes in counted.values())
+        assert sum(counted.values()) <= MAX_BYTES
+
+
+def _num_bytes(verdict: Verdict) -> int:
+    return _FIXED_BYTES + len(verdict.lark.encode()) + len(verdict.problem)
+
 
 NUM_PROCESSES: Final = 2  # of which a tenant has one
 DEADLINE_S: Final = 30.0  # for one grammar, on a machine that is busy: its CPU is bounded more closely

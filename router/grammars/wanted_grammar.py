@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from .call_texts import WantedCalls
+from .call_grammar import WantedCalls
 from .lark_pieces import SPACES
 
 

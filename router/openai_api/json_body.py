@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Final, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Raw, inspect
 
-from .errors import ApiError, invalid_value
+from .errors import ApiError, invalid_value, unsupported
+from .request_schema import ChatRequest, GenerationFields, RefusedInCompletions, UnsupportedFields
 
 T = TypeVar("T")
 
@@ -40,3 +46,162 @@ def explained(error: msgspec.ValidationError) -> ApiError:
     if not path:
         return ApiError(400, f"The request's body does not fit: {what}.", code="invalid_value")
     return invalid_value(path, f"{what[:1].lower()}{what[1:]}.")
+
+
+# Names in a request's body that its schema does not have, and the header that says that they were ignored.
+#
+# Objects within others are looked into as well, but those that are passed on as they are, such as JSON schemas. A
+# struct's `harmless_names` are what clients send back of an answer, or to spare cost: no answer differs for them.
+
+WARNING_HEADER: Final = b"x-motet-warning"
+MOST_NAMES: Final = 8  # in a header
+_MOST_CHARS: Final = 64  # of a name
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+_OBJECT: Final = msgspec.json.Decoder(dict[str, Raw])
+_LIST: Final = msgspec.json.Decoder(list[Raw])
+
+
+class _Names(NamedTuple):
+    """The names that an object may have, and those of the objects in it, by the names of their fields."""
+
+    own: frozenset[str]
+    parts: Mapping[str, _Names]
+
+
+class _Known(NamedTuple):
+    names: _Names
+    strict: Any  # a type that skims what fits, and takes no other names
+
+
+def _of_struct(kind: inspect.StructType, outer: tuple[type, ...]) -> _Known:
+    """`outer`: the structs that it is a part of. One that is a part of itself is looked into twice."""
+    parts, fields, encoded = dict[str, _Names](), list[tuple[str, Any, Any]](), dict[str, str]()
+    for number, field in enumerate(kind.fields):
+        known = _of_type(field.type, (*outer, kind.cls))
+        if known is not None:
+            parts[field.encode_name] = known.names
+        fields.append((f"f{number}", Raw if known is None else known.strict | None, None))
+        encoded[f"f{number}"] = field.encode_name
+    for name in getattr(kind.cls, "harmless_names", ()):
+        fields.append((f"f{len(fields)}", Raw, None))
+        encoded[fields[-1][0]] = name
+    strict = msgspec.defstruct(f"Skimmed{kind.cls.__name__}", fields, rename=encoded, forbid_unknown_fields=True)
+    return _Known(_Names(frozenset(encoded.values()), parts), strict)
+
+
+def _of_type(kind: inspect.Type, outer: tuple[type, ...]) -> _Known | None:
+    """None: no object of this type is looked into."""
+    match kind:
+        case inspect.Metadata():
+            return _of_type(kind.type, outer)
+        case inspect.StructType() if kind.tag is None and outer.count(kind.cls) < 2:
+            return _of_struct(kind, outer)
+        case inspect.ListType():
+            known = _of_type(kind.item_type, outer)
+            return None if known is None else _Known(known.names, list[known.strict])  # type: ignore[name-defined]
+        case inspect.UnionType():
+            others = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
+            has_objects = any(isinstance(one, inspect.DictType) for one in others)
+            found = [known for one in others if (known := _of_type(one, outer)) is not None]
+            if len(found) != 1 or len(others) > (3 if has_objects else 2):
+                return None
+            beside = str | dict[str, Raw] if has_objects else str
+            return found[0] if len(others) == 1 else _Known(found[0].names, found[0].strict | beside)
+    return None
+
+
+@functools.cache
+def _known(kind: type[msgspec.Struct]) -> tuple[_Names, msgspec.json.Decoder[Any]]:
+    """The decoder takes bodies that have no other names. That is quick: names are looked for only where it fails."""
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.StructType)
+    names, strict = _of_struct(info, ())
+    return names, msgspec.json.Decoder(strict)
+
+
+def unknown_fields(body: bytes | bytearray, kind: type[msgspec.Struct]) -> list[str]:
+    """The unknown names in a body that fits the schema; a few of them if there are many. Values are not decoded."""
+    names, decoder = _known(kind)
+    try:
+        decoder.decode(body)
+    except msgspec.ValidationError:
+        found = dict[str, None]()
+        for name in _unknown(Raw(body.lstrip()), names, ""):
+            found[name] = None
+            if len(found) > MOST_NAMES:
+                break
+        return [*found]
+    return []
+
+
+def _unknown(value: Raw, names: _Names, where: str) -> Iterator[str]:
+    match bytes(memoryview(value)[:1]):
+        case b"{":
+            fields = _OBJECT.decode(value)
+            yield from (where + name for name in fields if name not in names.own)
+            for name, part in names.parts.items():
+                if name in fields:
+                    yield from _unknown(fields[name], part, f"{where}{name}.")
+        case b"[":
+            for one in _LIST.decode(value):
+                yield from _unknown(one, names, f"{where.removesuffix('.')}[].")
+
+
+def warning_header(names: Sequence[str]) -> tuple[bytes, bytes]:
+    """The warning header for these ignored fields; it lists some of very many."""
+    shown = [_UNSAFE.sub("?", name[:_MOST_CHARS]) for name in names[:MOST_NAMES]]
+    more = ", ..." if len(names) > MOST_NAMES else ""
+    return WARNING_HEADER, f"ignored fields: {', '.join(shown)}{more}".encode("ascii")
+
+
+# Which fields of a request are refused, because an answer that ignores them would not be the one requested.
+
+# Values of these fields that are accepted, because they ask for what motet does anyway.
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
+    {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True,),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "documents": ([],),
+        "suffix": ("",),
+        "logits_processors": ([],),
+        "early_stopping": (False, "never"),  # of beam search, which goes on until nothing better can come
+        "spaces_between_special_tokens": (True,),
+        "no_stop_trim": (False,),
+        "separate_reasoning": (True,),
+        "return_hidden_states": (False,),
+        "detokenize": (True,),
+        "vllm_xargs": ({},),
+        "verbosity": ("medium",),
+    }
+)
+
+
+@cache
+def refused_fields(kind: type[GenerationFields]) -> tuple[str, ...]:
+    """The fields of these requests of which only neutral values are accepted."""
+    refused = set(UnsupportedFields.__struct_fields__)
+    if issubclass(kind, RefusedInCompletions):
+        refused |= RefusedInCompletions.__annotations__.keys()
+    return tuple(field for field in kind.__struct_fields__ if field in refused)
+
+
+def refuse_unsupported(request: GenerationFields) -> None:
+    """Raises a 400 that names the first field with a value that is not supported."""
+    for field in refused_fields(type(request)):
+        value = getattr(request, field)
+        # The type counts, because False == 0 in Python.
+        if value is not None and not any(type(value) is type(one) and value == one for one in NEUTRAL.get(field, ())):
+            raise unsupported(field, _advice(field))
+    if isinstance(request, ChatRequest) and request.best_of is not None and request.best_of != (request.n or 1):
+        raise unsupported("best_of", "a chat has none but one equal to n; leave it out.")
+
+
+def _advice(field: str) -> str:
+    accepted = NEUTRAL.get(field)
+    if accepted is None:
+        return "it is not supported here; leave it out."
+    return f"of its values only {' or '.join(repr(value) for value in accepted)} is supported here, or leave it out."

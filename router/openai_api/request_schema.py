@@ -1,18 +1,168 @@
 """Requests of OpenAI's API as data, with vLLM's usual extensions. Answers are in `answer_schema.py`.
 
 A field that is null counts as absent, as in OpenAI's API. Fields that are not listed here change nothing, and a header
-says so (`unknown_fields.py`); those of `UnsupportedFields` are listed so that they can be refused.
+says so (`json_body.py`); those of `UnsupportedFields` are listed so that they can be refused.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
-from .chat_messages import MAX_DOCUMENTS, MAX_TOOLS, ChatMessage, FunctionDefinition, NamedFunction, Tool, ToolChoice
-from .structured_output import Choices, JsonSchema, ResponseFormat, StructuredOutputs
+from .errors import invalid_value
+
+# The field `prompt` of a completion request: a text, a list of texts, of token ids, or of lists of token ids.
+
+T = TypeVar("T")
+
+
+def same_kind(value: object, kind: type[T], position: int) -> T:
+    """The value. Raises a 400 unless it is of the kind that the first one in the list is."""
+    if not isinstance(value, kind):
+        raise invalid_value(f"prompt[{position}]", "texts, token ids and lists of token ids cannot be mixed.")
+    return value
+
+
+# Fields of requests for the format of answers: OpenAI's `response_format`, vLLM's `structured_outputs`.
+
+# Fields of a request, of which at most one may be given.
+FORM_FIELDS: Final = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structural_tag",
+    "json_schema",
+    "regex",
+    "ebnf",
+)
+JsonSchema = dict[str, Any] | bool
+Choices = Annotated[list[str], Meta(min_length=1)]
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    schema: JsonSchema
+    name: str | None = None
+    description: str | None = None
+    strict: Annotated[bool | None, Meta(description="Answers fit the schema either way.")] = None
+
+
+class TagStructure(msgspec.Struct, frozen=True):
+    begin: str
+    end: str
+    schema: JsonSchema | None = None  # None: any JSON
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`structures` with `triggers`, or `format`: of "structural_tag"."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[TagStructure] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the first six; the others are options of `json` and `json_object`."""
+
+    json: Annotated[JsonSchema | str | None, Meta(description="A JSON schema, or its text.")] = None
+    regex: Annotated[str | None, Meta(description="Of the whole answer.")] = None
+    choice: Choices | None = None
+    grammar: Annotated[str | None, Meta(description="GBNF, or Lark as llguidance has it.")] = None
+    json_object: bool | None = None
+    structural_tag: Annotated[str | None, Meta(description="The JSON of such a `response_format`.")] = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: Annotated[str | None, Meta(description="A regular expression.")] = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: Annotated[bool | None, Meta(description="There is no other backend.")] = None
+
+
+# Messages of a chat, and the tools that a model may call in it, as data of OpenAI's API.
+
+MAX_TOOLS = 256  # OpenAI takes 128 functions; agents with several MCP servers have more
+MAX_TOOL_CALLS = 256  # of one message
+MAX_DOCUMENTS = 1024
+
+Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
+Name = Annotated[str, Meta(max_length=1024)]
+# Dots and 128 characters are MCP's; OpenAI takes 64.
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class FunctionDefinition(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fields in the order in which templates write them."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, Meta(description="A JSON schema of an object.")] = None
+    returned: Annotated[dict[str, Any] | None, Meta(description="A JSON schema, as transformers writes it.")] = (
+        msgspec.field(name="return", default=None)
+    )
+    response: Annotated[dict[str, Any] | None, Meta(description="A JSON schema, as Gemma's template reads it.")] = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool of type `function`. Tools of other types are left out."""
+
+    type: str
+    function: FunctionDefinition | None = None
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: FunctionName
+
+
+class NamedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    name: Name
+    arguments: Annotated[str | None, Meta(description="JSON of an object.")] = None
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    function: FunctionCall
+    id: Name | None = None
+    type: Literal["function"] = "function"
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    role: Role
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_call_id: str | None = None
+    function_call: Annotated[FunctionCall | None, Meta(description="A tool call, of old.")] = None
+    reasoning_content: Annotated[str | None, Meta(description="What an assistant thought first.")] = None
+    reasoning: Annotated[str | None, Meta(description="The same; it counts where both are given.")] = None
+    refusal: str | None = None
+    audio: Annotated[Any, Meta(description="Left out of what was said; else refused but null.")] = None
+
 
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]  # text that may become one is held back
 BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -35,7 +185,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class UnsupportedFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that would change the answer and that motet does not support. See `unsupported_fields.py`."""
+    """Fields that would change the answer and that motet does not support. See `json_body.py`."""
 
     audio: Any = None
     modalities: Any = None
@@ -198,3 +348,48 @@ class TranslatedChat(ChatRequest, frozen=True, kw_only=True):
     left_out: list[str] = []  # names, as the client knows them, of what the chat has not
     places: dict[str, str] = {}  # the client's names of calls in the messages, by the chat's
     custom_tools: dict[str, InputFormat] = {}  # those of the tools whose only argument is a text
+
+
+# The fields of requests with one answer, of any API.
+
+_NO = Meta(description="`true` is refused.")
+
+
+class OneAnswerFields(GenerationFields, frozen=True, kw_only=True):
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+    prompt_logprobs: None = None  # an answer of these shows none
+    use_beam_search: Annotated[bool | None, _NO] = None
+    return_token_ids: Annotated[bool | None, _NO] = None
+
+
+# Requests and answers of /tokenize, /detokenize and /version, as vLLM has them.
+
+
+class TokenizeRequest(ChatRequest, frozen=True, kw_only=True):
+    """A text, or a chat's request as it is: what says nothing of its prompt makes no difference."""
+
+    model: Annotated[str, Meta(description="The base's name, or one of your adapters'; by default the base.")] = ""
+    messages: list[ChatMessage] = msgspec.field(default_factory=list)
+    prompt: Annotated[str | None, Meta(description="A text, in place of messages.")] = None
+    return_token_strs: Annotated[bool | None, Meta(description="The tokens as the vocabulary has them, too.")] = None
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: Annotated[str, Meta(description="The base's name, or one of your adapters'; by default the base.")] = ""
+    tokens: list[TokenId]
+
+
+class DetokenizeAnswer(msgspec.Struct, frozen=True):
+    prompt: str
+
+
+class ServerVersion(msgspec.Struct, frozen=True):
+    version: str

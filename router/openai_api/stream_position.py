@@ -1,21 +1,98 @@
 """Positions in a stream of events: the ids of its events, and what a client that resumes the stream sends back.
 
 An id is `<response id>:<tokens of choice 0>.<tokens of choice 1>…:<seal>`: the numbers of tokens that a client has had
-after this event, and the proof that this is so (`event_seal.py`). Events without a token have a suffix behind the
+after this event, and the proof that this is so. Events without a token have a suffix behind the
 numbers that makes their ids unique: `/2` is the second of several events before the first token (the last of them has
 no suffix), `/end` the event with the usage.
 """
 
 from __future__ import annotations
 
+import hmac
 import re
+import secrets
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 
+import msgspec
+
 from .errors import ApiError, invalid_value
-from .event_seal import NUM_SEAL_CHARS, EventSealer, is_sealed
-from .response_id import ResponseId, parse_response_id
+
+# What proves that an event id was sent by a router of this motet: a MAC, with a key that all of its routers share.
+#
+# An id says how many tokens of each choice its client has had. A sequence that has delivered tokens is served on
+# however many others wait, so the numbers must not be a client's to choose. A seal holds for one tenant.
+
+_SEAL_BYTES: Final = 12
+NUM_SEAL_CHARS: Final = 2 * _SEAL_BYTES  # hex
+_PURPOSE: Final = b"motet event id"
+
+
+class EventSealer:
+    """Seals the ids of one answer's events: all of an id but its end is hashed once."""
+
+    def __init__(self, key: bytes, tenant: str, response_id: str) -> None:
+        self._begun = blake2b(key=key, digest_size=_SEAL_BYTES, person=_PURPOSE)
+        self._begun.update(f"{len(tenant)}:{tenant}{response_id}:".encode())
+
+    def seal(self, position: str) -> str:
+        """`NUM_SEAL_CHARS` characters. `position`: the part of the id that is the position."""
+        ended = self._begun.copy()
+        ended.update(position.encode())
+        return ended.hexdigest()
+
+
+def is_sealed(seal: str, keys: Sequence[bytes], tenant: str, response_id: str, position: str) -> bool:
+    """Whether a router with any of these keys made the seal."""
+    own = [EventSealer(key, tenant, response_id).seal(position) for key in keys]
+    return any(hmac.compare_digest(one, seal) for one in own)
+
+
+# The id of an answer, which holds what another router must know to resume its stream.
+
+_CREATED_BYTES: Final = 4
+_FINGERPRINT_BYTES: Final = 7
+_NONCE_BYTES: Final = 16  # random, so that the id of another client's answer cannot be guessed
+_NUM_CHARS: Final = (_CREATED_BYTES + _FINGERPRINT_BYTES + _NONCE_BYTES) * 4 // 3
+_FORM: Final = re.compile(rf"([a-z]+[-_])([A-Za-z0-9_-]{{{_NUM_CHARS}}})")
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True)
+class ResponseId:
+    """Parses an id such as `cmpl-…` or `resp_…`."""
+
+    prefix: str
+    created: int  # when the answer began: Unix time in seconds, up to the year 2106
+    fingerprint: bytes  # of the request
+    nonce: bytes  # makes the id unique
+
+    def __str__(self) -> str:
+        raw = self.created.to_bytes(_CREATED_BYTES) + self.fingerprint + self.nonce
+        return self.prefix + urlsafe_b64encode(raw).decode()
+
+
+def new_response_id(prefix: str, created: int, fingerprint: bytes) -> ResponseId:
+    return ResponseId(prefix, created, fingerprint, secrets.token_bytes(_NONCE_BYTES))
+
+
+def parse_response_id(text: str) -> ResponseId | None:
+    """The id in `text`; None: no router of motet made it."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        return None
+    raw = urlsafe_b64decode(match[2])
+    end = _CREATED_BYTES + _FINGERPRINT_BYTES
+    return ResponseId(match[1], int.from_bytes(raw[:_CREATED_BYTES]), raw[_CREATED_BYTES:end], raw[end:])
+
+
+def fingerprint_of(*parts: object) -> bytes:
+    """A short hash of everything that decides an answer's tokens and text. `parts`: values that msgspec encodes."""
+    return blake2b(_encode(parts), digest_size=_FINGERPRINT_BYTES).digest()
+
 
 LAST_EVENT_ID: Final = "Last-Event-ID"
 AT_USAGE: Final = "end"

@@ -8,11 +8,11 @@ from typing import Literal
 import msgspec
 from starlette.requests import Request
 
-from ...adapters.registry.tenants.storage_bounds import StorageUse, user_owner
+from ...adapters.registry.tenants.records import StorageUse, user_owner
 from ...adapters.upload import UploadService
 from ..route import route
-from ..tenants.identity import Identity
-from .limits import Kind, Level, Owner, quotas_of
+from ..tenants.auth import Identity
+from .grants import Kind, Level, Owner, quotas_of
 from .quotas import Quotas
 
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from ...workers.wire.embedding import Pooling
 from ...workers.wire.messages import GangInfo
-from ..openai_api.embedding_request import EmbeddingPrompts, EmbeddingsRequest, EncodingFormat
+from ...workers.wire.prompt_scores import Pooling
+from ..openai_api.embedding_schema import EmbeddingPrompts, EmbeddingsRequest, EncodingFormat
 from ..openai_api.errors import invalid_value, unsupported
-from ..text.own_pooling import OwnPooling
-from .completion_prompts import count_prompts
+from ..text.model_tokenizer import OwnPooling
+from .chat_prompt import count_prompts
 
 MAX_INPUTS: Final = 2048  # as at OpenAI
 # Numbers of all vectors of an answer, by how they are written: some 20 bytes each, or 6.

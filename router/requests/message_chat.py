@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ..anthropic_api.message_request import (
+from ..anthropic_api.message_schema import (
     Block,
     CountedChat,
     CountTokensRequest,
@@ -18,7 +18,7 @@ from ..anthropic_api.message_request import (
     OutputConfig,
 )
 from ..openai_api.errors import invalid_value, unsupported
-from ..openai_api.one_answer import OneAnswerFields
+from ..openai_api.request_schema import OneAnswerFields
 from .chat_fields import chat_of, left_out_text, needed
 
 NAMES: Final = {  # of a chat's fields: see `renamed`

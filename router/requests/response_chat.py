@@ -6,35 +6,58 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+from pydantic_core import from_json
 
 from ..grammars.call_grammar import INPUT
 from ..openai_api.errors import invalid_value, unsupported
-from ..openai_api.one_answer import OneAnswerFields
-from ..openai_api.request_schema import InputFormat
-from ..openai_api.response_request import (
-    InputItem,
-    InputPart,
-    KeptConversation,
-    ReasoningConfig,
-    ResponseChat,
-    ResponsesRequest,
-    ResponseToolChoice,
-    TextConfig,
-)
+from ..openai_api.request_schema import InputFormat, OneAnswerFields
 from ..openai_api.response_schema import (
     AllowedFunctionTools,
     CustomTool,
     FunctionTool,
+    InputItem,
+    InputPart,
+    KeptConversation,
     NamedCustomTool,
     NamedFunctionTool,
+    ReasoningConfig,
+    ResponseChat,
+    ResponsesRequest,
     ResponseTerms,
+    ResponseToolChoice,
     ShownReasoning,
     ShownText,
+    TextConfig,
     TextFormat,
 )
 from .chat_fields import chat_of, left_out_text, missing, needed
-from .custom_tools import custom_function
 from .stored_items import conversation_items
+
+# Custom tools of OpenAI's Responses API: tools whose input is a text, as functions with one argument.
+
+
+def custom_function(tool: CustomTool) -> dict[str, Any]:
+    """The fields of the function that the model is shown, in the order in which templates print them.
+
+    A grammar is shown behind the description, as it is the only description of the input that many have.
+    """
+    form, description = tool.format, tool.description or ""
+    if form is not None and form.definition is not None:
+        grammar = f"Its {INPUT} is of this {form.syntax} grammar:\n{form.definition}"
+        description = f"{description}\n\n{grammar}" if description else grammar
+    parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+    return {"name": tool.name, "description": description, "parameters": parameters}
+
+
+def input_of(arguments: str) -> str:
+    """The input in the arguments of a call; of one that was cut off what there is of it."""
+    try:
+        found = from_json(arguments, allow_partial="trailing-strings")
+    except ValueError:
+        return ""
+    text = found.get(INPUT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else ""
+
 
 NAMES: Final = {  # of a chat's fields: see `renamed`
     "messages.*": "input",

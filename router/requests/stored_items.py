@@ -10,7 +10,7 @@ import msgspec
 
 from ..openai_api import response_schema as schema
 from ..openai_api.errors import NoSuchResponse, invalid_value
-from ..openai_api.response_request import InputItem, InputPart, KeptConversation, ResponsesRequest
+from ..openai_api.response_schema import InputItem, InputPart, KeptConversation, ResponsesRequest
 from .chat_fields import needed
 
 _ITEM_ID: Final = re.compile(r"[a-z]+_([A-Za-z0-9_-]{1,64})_(i?)([0-9]{1,6})", re.ASCII)

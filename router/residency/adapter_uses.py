@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from ...workers.wire.short_digest import short_digest
+from ...workers.wire.page_keys import short_digest
 
 LATELY_S: Final = 300.0  # after a tenant's last use, in which other tenants' uses of the same content may show
 

@@ -5,17 +5,86 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Protocol
 
 from starlette.requests import Request
 
 from ...adapters.registry.registry_view import RegistryView
-from ...adapters.registry.tenants.records import KeyRecord, Scope
-from ..access.request_record import record_of
+from ...adapters.registry.tenants.records import Actor, Admission, AuditEntry, KeyRecord, Scope, TenantRecord
+from ...adapters.sight import Sight
+from ..access.access_log import record_of
 from ..openai_api.errors import BEARER_CHALLENGE, ApiError, unavailable, unknown_key
-from ..operator_key import OperatorKey
-from .identity import Identity
+
+# The caller: what a request's credentials were found to mean.
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    tenant: TenantRecord
+    key: KeyRecord  # of a token: what it allows
+    subject: str = ""  # whom the issuer of a token means; empty: it is a key
+    last_event: int = 0  # of the registry, that the router had when it admitted the request
+
+    @property
+    def name(self) -> str:
+        """The tenant's."""
+        return self.tenant.name
+
+    @property
+    def user(self) -> str:
+        """The tenant's user; empty: the key belongs to no user."""
+        return self.key.user
+
+    @property
+    def admission(self) -> Admission:
+        """For the request's writes."""
+        return Admission(incarnation=self.tenant.incarnation, last_event=self.last_event, user=self.user)
+
+    @property
+    def is_admin(self) -> bool:
+        return "admin" in self.key.scopes
+
+    @property
+    def sight(self) -> Sight:
+        """Which of the tenant's adapters may be seen."""
+        return Sight(self.user, self.is_admin)
+
+    def actor(self, request: Request) -> Actor:
+        """For the audit log."""
+        request_id = record_of(request.scope).request_id
+        if self.subject:
+            return Actor(kind="token", id=self.subject, tenant=self.name, user=self.user, request_id=request_id)
+        return Actor(kind="key", id=self.key.key_id, tenant=self.name, user=self.user, request_id=request_id)
+
+    def entry(self, request: Request, action: str, target: str) -> AuditEntry:
+        """A change of the tenant's own things, for the audit log."""
+        return AuditEntry(action=action, tenant=self.name, target=target, actor=self.actor(request))
+
+
+def operators(request: Request) -> Actor:
+    """The operators, for the audit log. The caller has seen their key."""
+    return Actor(kind="operator", request_id=record_of(request.scope).request_id)
+
+
+# The key of this motet's operators.
+
+
+class OperatorKey:
+    """The key that counts now. Its maker may put another in its place; readers read it for each request."""
+
+    def __init__(self, key: str) -> None:
+        self.now = key
+
+    @classmethod
+    def of(cls, key: str | OperatorKey) -> OperatorKey:
+        """`key` itself, or one that never changes."""
+        return cls(key) if isinstance(key, str) else key
+
+    def __repr__(self) -> str:
+        return "OperatorKey(…)"
+
 
 _MAX_KEY_CHARS = 1024
 

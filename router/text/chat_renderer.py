@@ -2,14 +2,225 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
-from .control_names import TEMPLATE_ERRORS, Apply
-from .control_tokens import ControlTokens, Marks
+from .control_tokens import TEMPLATE_ERRORS, Apply, ControlTokens, Marks
+
+# In which form a chat template reads what OpenAI's API has one form for, found by rendering probes.
 
 Message = Mapping[str, Any]
+_Form = Literal["object", "text"]
+_FORMS: Final[tuple[_Form, _Form]] = ("object", "text")
+REASONING_NAMES: Final = ("reasoning_content", "reasoning", "thinking")
+THINKING_SWITCHES: Final = ("enable_thinking", "thinking")
+_DEVELOPER: Final = re.compile(r"""["']developer["']""")
+_QUESTION, _ANSWER, _THOUGHT, _RESULT = "Motet's question", "Motet's answer", "Motet's thought", "Motet's result"
+_TEXT: Final = "Motet's text"
+_LATE: Final = "Motet's note"
+_PARTS: Final = ("Motet's first part", "Motet's second part")
+_DUMPED: Final = re.compile(r"""["']type["']: ["']text["']""")
+_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType({"motet_key": "motet value"})
+_NAME: Final = "motet_tool"
+_CALL_ID: Final = "call00001"  # Mistral's templates want nine letters and digits
+
+
+@dataclass(frozen=True)
+class TemplateForms:
+    """What a template knows, and how. A template that shows something in no form gets OpenAI's."""
+
+    arguments: _Form = "object"  # of tool calls
+    takes_text_arguments: bool = False  # besides objects, for arguments that are not JSON
+    empty_content: str | None = None  # of a message that has tool calls and no text
+    roles_of_parts: frozenset[str] = frozenset()  # the content of such messages may be a list of parts
+    roles_of_text: frozenset[str] = frozenset()  # and of such a text
+    reasoning: str = REASONING_NAMES[0]  # the field for what an assistant thought
+    knows_developer: bool = False  # the role
+    shows_tools: bool = False
+    shows_calls: bool = False
+    shows_documents: bool = False
+    knows_effort: bool = False  # the variable `reasoning_effort`
+    thinking_switch: str | None = None  # the variable that turns thinking on and off
+    system_places: Literal["any", "first", "none"] = "any"  # where messages of the role `system` are shown
+    takes_any_turn: bool = True  # a user's message behind another one, and behind a tool's result
+    takes_bare_tools: bool = True  # tools without a description and parameters
+
+
+def template_forms(template: str, apply: Apply) -> TemplateForms:
+    """Renders some thirty small chats. `template`: its source."""
+    probe = _Probe(apply)
+    probe.find_question()
+    arguments, takes_text, empty, shows_calls = probe.call_forms()
+    in_parts, in_text = probe.content_forms(arguments, empty)
+    return TemplateForms(
+        arguments=arguments,
+        takes_text_arguments=takes_text,
+        empty_content=empty,
+        roles_of_parts=in_parts,
+        roles_of_text=in_text,
+        reasoning=probe.reasoning_name(arguments, empty),
+        knows_developer=_DEVELOPER.search(template) is not None,
+        shows_calls=shows_calls,
+        shows_tools=probe.is_changed_by(tools=([_tool()], None)),
+        shows_documents=probe.is_changed_by(documents=([{"title": _QUESTION, "text": _ANSWER}], None)),
+        knows_effort=probe.is_changed_by(reasoning_effort=("low", "high")),
+        thinking_switch=next(
+            (name for name in THINKING_SWITCHES if probe.is_changed_by(**{name: (True, False)})), None
+        ),
+        system_places=probe.system_places(in_parts, in_text),
+        takes_any_turn=probe.takes_any_turn(arguments, empty),
+        takes_bare_tools=probe.takes_bare_tools(),
+    )
+
+
+class _Probe:
+    def __init__(self, apply: Apply) -> None:
+        self._apply = apply
+        self._ask: Message = _message("user", _QUESTION)
+
+    def _text(self, messages: Sequence[Message], **options: Any) -> str | None:
+        """None: the template refuses them."""
+        try:
+            return self._apply(messages, **options)
+        except TEMPLATE_ERRORS:
+            return None
+
+    def find_question(self) -> None:
+        """Has further probes ask in a form that the template shows: some read only lists of parts."""
+        parts = [{"type": "text", "text": _QUESTION}]
+        if _QUESTION not in (self._text([self._ask]) or "") and _QUESTION in (
+            self._text([_message("user", parts)]) or ""
+        ):
+            self._ask = _message("user", parts)
+
+    def content_forms(self, arguments: _Form, empty: str | None) -> tuple[frozenset[str], frozenset[str]]:
+        """The roles whose content may be parts, and those whose content may be a text."""
+        calling = _calling(_arguments_in(arguments), empty)
+        befores: dict[str, list[Message]] = {
+            "user": [], "system": [], "assistant": [self._ask], "tool": [self._ask, calling]
+        }  # fmt: skip
+        in_parts, in_text = set(), set()
+        for role, before in befores.items():
+            after = [self._ask] if role == "system" else []
+            text = self._text([*before, _content(role, _TEXT), *after])
+            in_text |= {role} if _TEXT in (text or "") else set()
+            parts = [{"type": "text", "text": part} for part in _PARTS]
+            text = self._text([*before, _content(role, parts), *after]) or ""
+            is_dumped = _DUMPED.search(text) is not None  # the list as Python or JSON writes it
+            in_parts |= {role} if all(part in text for part in _PARTS) and not is_dumped else set()
+            if role not in in_parts | in_text:  # it refuses the probe; the first is the user's
+                in_parts |= {role} if "user" in in_parts else set()
+                in_text |= {role} if "user" in in_text else set()
+        return frozenset(in_parts), frozenset(in_text)
+
+    def call_forms(self) -> tuple[_Form, bool, str | None, bool]:
+        """The form of arguments, whether they may be any text, the content of a message without one; are they shown?"""
+        of_objects, of_texts = (
+            {empty: self._call_text(_arguments_in(form), empty) for empty in ("", None)} for form in _FORMS
+        )
+        takes_objects = any(_shows_arguments(found) for found in of_objects.values())
+        takes_texts = any(_arguments_in("text") in (found or "") for found in of_texts.values())
+        found = of_texts if takes_texts and not takes_objects else of_objects
+        none, empty = found[None], found[""]
+        is_wrong = _says_none(none, empty) or (_shows_arguments(empty) and not _shows_arguments(none))
+        form: _Form = "text" if found is of_texts else "object"
+        return form, takes_texts, "" if is_wrong else None, takes_objects or takes_texts
+
+    def _call_text(self, arguments: Any, content: str | None) -> str | None:
+        return self._text(
+            [self._ask, _calling(arguments, content), _result(_RESULT)], tools=[_tool()], add_generation_prompt=True
+        )
+
+    def reasoning_name(self, form: _Form, empty: str | None) -> str:
+        """The field of an assistant's message whose text the template shows."""
+        calling = _calling(_arguments_in(form), empty)
+        for name in REASONING_NAMES:
+            thought = {name: _THOUGHT}
+            chats: tuple[list[Message], ...] = (
+                [self._ask, {**calling, **thought}, _result(_RESULT)],
+                [self._ask, {**_message("assistant", _ANSWER), **thought}],
+            )
+            if any(_THOUGHT in (self._text(chat) or "") for chat in chats):
+                return name
+        return REASONING_NAMES[0]
+
+    def system_places(self, in_parts: frozenset[str], in_text: frozenset[str]) -> Literal["any", "first", "none"]:
+        """Where messages of the role `system` may stand: some templates read one at the begin, and refuse others."""
+        of_text = "system" in in_text or "system" not in in_parts
+        first, late = (
+            _message("system", text if of_text else [{"type": "text", "text": text}]) for text in (_TEXT, _LATE)
+        )
+        answer = _message("assistant", _ANSWER)
+        chats = ([first, self._ask, late], [self._ask, answer, late, self._ask], [first, late, self._ask])
+        if all(_LATE in (self._text(chat, add_generation_prompt=True) or "") for chat in chats):
+            return "any"
+        return "first" if _TEXT in (self._text([first, self._ask]) or "") else "none"
+
+    def takes_any_turn(self, form: _Form, empty: str | None) -> bool:
+        called = [self._ask, _calling(_arguments_in(form), empty), _result(_RESULT)]
+        chats = ([self._ask], called)
+        return all(self._text(chat) is None or self._text([*chat, self._ask]) is not None for chat in chats)
+
+    def takes_bare_tools(self) -> bool:
+        """True as well where tools are never shown."""
+        bare = {"type": "function", "function": {"name": _NAME}}
+        shown = self._text([self._ask], tools=[bare], add_generation_prompt=True)
+        return shown is not None or self._text([self._ask], tools=[_tool()], add_generation_prompt=True) is None
+
+    def is_changed_by(self, **options: tuple[Any, Any]) -> bool:
+        """Whether the template makes something else of the one value than of the other, or refuses one."""
+        found = [self._text([self._ask], **one, add_generation_prompt=True) for one in _both(options)]
+        return found[0] != found[1]
+
+
+def _both(options: Mapping[str, tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
+    for which in (0, 1):
+        yield {name: values[which] for name, values in options.items()}
+
+
+def _arguments_in(form: _Form) -> Any:
+    return json.dumps(dict(_ARGUMENTS)) if form == "text" else dict(_ARGUMENTS)
+
+
+def _tool() -> dict[str, Any]:
+    place = {"type": "string", "description": "Where."}
+    parameters = {"type": "object", "properties": {"place": place}}
+    return {"type": "function", "function": {"name": _NAME, "description": "Motet's tool.", "parameters": parameters}}
+
+
+def _message(role: str, content: Any) -> Message:
+    return {"role": role, "content": content}
+
+
+def _calling(arguments: Any, content: str | None) -> Message:
+    call = {"id": _CALL_ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    return {**_message("assistant", content), "tool_calls": [call]}
+
+
+def _result(content: Any) -> Message:
+    return {**_message("tool", content), "tool_call_id": _CALL_ID, "name": _NAME}
+
+
+def _content(role: str, content: Any) -> Message:
+    return _result(content) if role == "tool" else _message(role, content)
+
+
+def _shows_arguments(text: str | None) -> bool:
+    """And not as Python writes an object, nor as a text within JSON."""
+    if text is None or not all(part in text for pair in _ARGUMENTS.items() for part in pair):
+        return False
+    return "{'motet_key'" not in text and '\\"motet_key' not in text
+
+
+def _says_none(text: str | None, other: str | None) -> bool:
+    """Whether a template wrote None where there is no content."""
+    return (text or "").count("None") > (other or "").count("None")
+
+
 _ANSWERER: Final = "assistant"
 
 

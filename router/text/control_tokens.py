@@ -4,12 +4,133 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
-from tokenizers import AddedToken, Tokenizer
+from jinja2 import TemplateError
+from tokenizers import AddedToken, Tokenizer, models
 
-from .added_tokens import AddedTokens, TokenSpan
+# The added tokens of a vocabulary, and where a text names them.
+
+_HALF_CHARACTERS: Final = re.compile("[\ud800-\udfff]")
+_NO_CHARACTER: Final = "\uffff"
+
+
+@dataclass(frozen=True)
+class TokenSpan:
+    """A token that a text names."""
+
+    start: int  # in characters
+    end: int
+    name: str
+
+
+class AddedTokens:
+    """Finds added tokens where the tokenizer does."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self.by_id = {token_id: added[token_id] for token_id in sorted(added) if added[token_id].content}
+        self.names = frozenset(token.content for token in self.by_id.values())
+        self.special = frozenset(token.content for token in self.by_id.values() if token.special)
+        # Others are found only where a text has their name, letter for letter.
+        self.are_normalized = tokenizer.normalizer is not None and any(
+            token.normalized for token in self.by_id.values()
+        )
+        self._splitter = _splitter_of(tokenizer, [*self.by_id.values()])
+        self._names = {self._splitter.token_to_id(name): name for name in self.names}
+        self._pattern = None  # quick, where it finds the same
+        has_rules = any(token.single_word or token.content[0].isspace() for token in self.by_id.values())
+        if not (self.are_normalized or has_rules or tokenizer.encode_special_tokens):
+            self._pattern = re.compile(_longest_of([*self.names]) if self.names else "(?!)")
+
+    def find(self, text: str) -> list[TokenSpan]:
+        """The added tokens that the tokenizer makes of the text, as they come, maybe with spaces that they take along.
+
+        The text may have halves of surrogate pairs.
+        """
+        if self._pattern is not None:
+            return [TokenSpan(*match.span(), match[0]) for match in self._pattern.finditer(text)]
+        # The batch call releases the GIL.
+        [found] = self._splitter.encode_batch([_HALF_CHARACTERS.sub(_NO_CHARACTER, text)], add_special_tokens=False)
+        parts = zip(found.ids, found.offsets, strict=True)
+        return [TokenSpan(*offsets, self._names[token_id]) for token_id, offsets in parts if token_id in self._names]
+
+    def names_in(self, text: str) -> list[str]:
+        """The names of those, as they come."""
+        return [span.name for span in self.find(text)]
+
+
+def _splitter_of(tokenizer: Tokenizer, added: list[AddedToken]) -> Tokenizer:
+    """Finds the tokenizer's added tokens, and takes what is between them for one unknown word each."""
+    splitter = Tokenizer(models.WordLevel({"": 0}, unk_token=""))
+    if tokenizer.normalizer is not None:
+        splitter.normalizer = tokenizer.normalizer
+    splitter.encode_special_tokens = tokenizer.encode_special_tokens
+    splitter.add_tokens(added)
+    return splitter
+
+
+def _longest_of(words: Sequence[str]) -> str:
+    """A pattern for the longest of the words: a tree, as one alternative after the other would be slow."""
+    rests: dict[str, list[str]] = {}
+    for word in words:
+        if word:
+            rests.setdefault(word[0], []).append(word[1:])
+    branches = [re.escape(first) + _longest_of(rest) for first, rest in rests.items()]
+    if "" not in words and len(branches) == 1:
+        return branches[0]
+    return f"(?:{'|'.join(branches)}){'?' if '' in words else ''}" if branches else ""
+
+
+# Which added tokens of a vocabulary are control tokens: what texts in messages must not write.
+
+Apply = Callable[..., str]  # a tokenizer's `apply_chat_template` that makes a text
+TEMPLATE_ERRORS: Final = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+_ANSWER: Final = "Motet's answer"
+_OTHER: Final = "Motet's question"
+# Templates refuse some of these. What follows the second message ends it, and begins one of another role.
+_CHATS: Final = (
+    ("user", "assistant", "user"),
+    ("user", "assistant", "system", "user"),
+    ("user", "assistant", "tool", "user"),
+)
+
+
+@dataclass(frozen=True)
+class ControlNames:
+    """Names of control tokens."""
+
+    in_messages: frozenset[str]
+    # In what assistants have said. Answers show tokens that are not special, such as <think>, and are sent back with
+    # them. So there only those are control tokens that end an answer or begin a message of another role.
+    in_answers: frozenset[str]
+
+
+def control_names(tokens: AddedTokens, template: str, apply: Apply) -> ControlNames:
+    """All special tokens, and of the others those that the template writes. `template`: its source."""
+    names = {name for name in tokens.names if not name.isspace()}
+    special = frozenset(names & tokens.special)
+    others = names - special
+    ends = {name for text in _rendered(apply) for name in tokens.names_in(text.rpartition(_ANSWER)[2])}
+    begins = {name for text in _rendered(apply, add_generation_prompt=True) for name in tokens.names_in(text)}
+    literal = {name for name in others if name in template}
+    return ControlNames(
+        in_messages=special | (others & (ends | begins | literal)),
+        in_answers=special | (others & ends),
+    )
+
+
+def _rendered(apply: Apply, **options: Any) -> Iterator[str]:
+    """What the template makes of chats that hold no control tokens; nothing of chats that it refuses."""
+    for roles in _CHATS:
+        chat = [{"role": role, "content": _ANSWER if role == "assistant" else _OTHER} for role in roles]
+        try:
+            yield apply(chat, **options)
+        except TEMPLATE_ERRORS:
+            continue
+
 
 _MARK: Final = re.compile("[\ud800-\udfff]")
 _FIRST_MARK: Final = 0xD800

@@ -16,8 +16,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 from .answer_format import AnswerFormat
 from .call_parsing import SELF_DELIMITING, Call, KnownTools, calls_of
+from .chat_renderer import REASONING_NAMES
 from .growing_calls import GrowingCalls
-from .template_forms import REASONING_NAMES
 
 Part = Literal["content", "reasoning"]
 MAX_HELD_CHARS: Final = 1024  # of text that may become a mark: longer text is not held back

@@ -16,16 +16,11 @@ from tokenizers.decoders import DecodeStream
 from ...adapters.format.own_tokenizer import template_digest
 from ...adapters.tenant_places import TenantPlaces
 from ..config import TextsWithControlTokens
-from .added_tokens import AddedTokens
 from .answer_format import BY_TEMPLATE, AnswerFormat, answer_format, named_format
-from .chat_renderer import ChatRenderer, ChatTemplateError, RenderedChat
-from .control_names import TEMPLATE_ERRORS, control_names
-from .control_tokens import ControlTokens
-from .model_tokenizer import load_tokenizer
-from .own_pooling import OwnPooling, own_pooling
-from .template_forms import template_forms
-from .token_bytes import NUM_KEPT_TOKENS, TokenBytes
-from .token_span import max_bytes_per_token
+from .chat_renderer import ChatRenderer, ChatTemplateError, RenderedChat, template_forms
+from .control_tokens import TEMPLATE_ERRORS, AddedTokens, ControlTokens, control_names
+from .model_tokenizer import OwnPooling, load_tokenizer, own_pooling
+from .token_bytes import NUM_KEPT_TOKENS, TokenBytes, max_bytes_per_token
 
 T = TypeVar("T")
 

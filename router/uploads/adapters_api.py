@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Final, Literal
@@ -16,14 +17,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.adapter import AdapterVersion
-from ...adapters.base_names import BaseNames
-from ...adapters.errors import AdapterInvalid, CallerGone, NoSuchName, VersionRefused
-from ...adapters.registry.tenants.storage_bounds import storage_bounds
+from ...adapters.errors import AdapterInvalid, CallerGone, NoSuchName, VersionRefused, listed
+from ...adapters.format.own_tokenizer import OwnTokenizer
+from ...adapters.names import BaseNames
+from ...adapters.registry.tenants.records import storage_bounds
 from ...adapters.registry.versions.name_state import VersionNote
 from ...adapters.sight import owner_of
 from ...adapters.tenant_places import TenantPlaces
 from ...adapters.upload import UploadService
-from ..access.request_record import record_of
+from ..access.access_log import record_of
 from ..bodies.body_limits import ArrivalPace
 from ..config import CurrentConfig
 from ..metrics import Metrics
@@ -31,12 +33,32 @@ from ..openai_api.errors import ApiError
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request, read_page
 from ..quotas.quotas import Quotas
 from ..route import route
-from ..tenants.identity import Identity
+from ..tenants.auth import Identity
 from ..text.text import TextService
-from .form_reader import declared_bytes
-from .tokenizer_check import tokenizer_warnings
-from .upload_form import AdapterForm, UploadForm, check_form, receive_upload
-from .upload_spool import UploadRoom, UploadSpool
+from .upload_form import AdapterForm, UploadForm, UploadRoom, UploadSpool, check_form, declared_bytes, receive_upload
+
+# Compares the tokenizer that an adapter was trained with, and that is not served, with the base's.
+
+_NUM_SHOWN: Final = 3
+_OTHER_TEMPLATE: Final = (
+    "the adapter's chat template is not the base's, which renders all chats here: if it was trained on chats in "
+    "another form, train it with the base's template, or send prompts in its form to /v1/completions"
+)
+
+
+def tokenizer_warnings(own: OwnTokenizer, text: TextService) -> tuple[str, ...]:
+    """What the adapter's tenant should know. Raises AdapterInvalid if its tokens are not all the base's."""
+    differing = (token for token, token_id in own.added_tokens.items() if text.token_id(token) != token_id)
+    missing = [*islice(differing, _NUM_SHOWN)]
+    if missing:
+        raise AdapterInvalid(
+            f"the adapter's tokenizer adds tokens that the base's does not have, or has under another id: "
+            f"{listed(missing)}. Only the base's tokens are served: train the adapter without them. If it was trained "
+            "without them already, remove the tokenizer's files from its folder"
+        )
+    differs = bool(own.chat_template) and own.chat_template != text.template_digest
+    return (_OTHER_TEMPLATE,) if differs else ()
+
 
 MAX_WAITING_UPLOADS: Final = 64  # of a tenant at a router, running ones included: each holds a connection
 _name: Final = attrgetter("name")

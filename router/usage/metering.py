@@ -11,9 +11,8 @@ from ...adapters.registry.ledger.entry import Entry, Stage
 from ..accounts.account import Account, AnswerRequest, Ending, Progress
 from ..loop_share import LoopShare
 from ..openai_api.errors import unavailable
-from ..openai_api.response_id import parse_response_id
-from .spool import Spool
-from .spool_lines import FINAL, PARTIAL
+from ..openai_api.stream_position import parse_response_id
+from .spool import FINAL, PARTIAL, Spool
 
 _FIXED_BYTES: Final = 768  # a line's numbers, digest and names of fields, at their longest
 _encode: Final = msgspec.json.Encoder().encode

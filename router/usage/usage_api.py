@@ -2,28 +2,115 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from datetime import UTC, date, datetime, timedelta
 from typing import Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from ...adapters.registry.ledger.entry import Group
 from ...adapters.registry.ledger.ledger import Ledger, Sum
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import TenantRecord, parse_tenant_id
+from ..bodies.body_reader import Turns
 from ..loop_share import LoopShare
+from ..openai_api.errors import RETRY_AFTER_S, ApiError
 from ..route import Answer, route
-from ..tenants.identity import Identity
-from .csv_answer import CsvAnswer
-from .held_sums import HeldSums
-from .prices import Prices
-from .usage_query import UsageQuery, usage_query
-from .usage_rows import UsageList, UsageSums, csv_head, csv_line
-from .usage_turns import UsageTurns
+from ..tenants.auth import Identity
+from .usage_rows import Prices, UsageList, UsageQuery, UsageSums, csv_head, csv_line, usage_query
+
+# A long CSV as an answer: streamed, no faster than its client reads.
+
+LONGEST_S: Final = 300.0  # after which a client that reads too slowly is cut off: what the answer is made of is held
+
+
+class CsvAnswer:
+    """An `Answer` of endpoint.py. It must be called once."""
+
+    status_code = 200
+
+    def __init__(self, parts: AsyncIterator[bytes], held: AsyncExitStack) -> None:
+        """`held`: is closed when the answer has ended, however it ends."""
+        self._parts, self._held = parts, held
+        self.raw_headers: list[tuple[bytes, bytes]] = [(b"content-type", b"text/csv; charset=utf-8")]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            try:
+                async with asyncio.timeout(LONGEST_S):
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    async for part in self._parts:
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                    await send({"type": "http.response.body", "body": b""})
+            except TimeoutError:
+                pass  # the server closes the connection of an answer that has not ended: no client takes it for whole
+
+
+# How many sums all answers for usage hold in a router's memory together: no more than there is room for.
+
+MAX_HELD: Final = 2_000_000  # some 800 MB
+MAX_HELD_FOR_CSV: Final = 1_500_000  # the rest is left to others while clients read their CSV slowly
+_RETRY_AFTER_S: Final = 10
+
+
+class HeldSums:
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.num_held = 0
+
+    @contextmanager
+    def answer(self, *, is_csv: bool) -> Iterator[Callable[[int], None]]:
+        """What is called with how many sums the answer holds by now; they are given back when the block ends.
+
+        It raises a 429 if there is no room for more. What it was called with is counted before it is checked, so that
+        a page of the ledger may be over what there is room for.
+        """
+        own = 0
+
+        def hold(num_sums: int) -> None:
+            nonlocal own
+            grown = num_sums - own
+            own = num_sums
+            self.num_held += grown
+            if grown and self.num_held > (MAX_HELD_FOR_CSV if is_csv else MAX_HELD):
+                message = "Other answers for usage take the memory that is for them: ask again later, or for less time."
+                raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": str(_RETRY_AFTER_S)})
+
+        try:
+            yield hold
+        finally:
+            self.num_held -= own
+
+
+# Which queries for usage run now: those of one caller one after the other, and few of all callers at once.
+#
+# A query may read a great many sums, and holds its answer in memory until its client has it.
+
+MAX_OF_CALLER: Final = 8  # that run or wait; a page with several charts sends one for each
+MAX_READING: Final = 4  # of all callers, that read at once
+
+
+class UsageTurns:
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._queries = Turns(1)
+        # Held for one month or day of a tenant, so that long queries do not block others.
+        self.reading = asyncio.Semaphore(MAX_READING)
+
+    def turn(self, caller: str) -> AbstractAsyncContextManager[None]:
+        """Waits until no other query of the caller runs. Raises a 429 if too many wait already."""
+        if self._queries.num_here(caller) >= MAX_OF_CALLER:
+            message = f"{MAX_OF_CALLER} of your queries for usage are under way: try again when one has been answered."
+            raise ApiError(429, message, code="too_many_requests", headers={"Retry-After": str(RETRY_AFTER_S)})
+        return self._queries.of(caller)
+
 
 _OPERATORS: Final = ""  # which is not a valid name of a tenant
 _QUERY: Final = {"by": str, "from": str, "to": str, "format": str, "limit": int, "after": int}

@@ -4,28 +4,218 @@ from __future__ import annotations
 
 import csv
 import io
+import tomllib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from decimal import Context, Decimal, localcontext
+from fnmatch import fnmatchcase
 from heapq import merge
 from itertools import chain, islice
-from typing import Final
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
+from ...adapters.errors import AdapterInvalid
+from ...adapters.names import check_tenant
 from ...adapters.registry.ledger.entry import NUMBERS, Group
-from ...adapters.registry.ledger.ledger import Sum
+from ...adapters.registry.ledger.ledger import HOURS_KEPT_DAYS, Sum
 from ..loop_share import LoopShare
 from ..openai_api.errors import invalid_value
-from .prices import Price, Prices
-from .usage_query import Dimension, UsageQuery
+
+# Prices of what is counted, from a file of the operators. Amounts are exact: no number here is a float.
+#
+# ``` currency = "EUR"
+#
+# [[price]] # the first whose pattern fits an adapter's name counts adapter = "legal-*" prompt_tokens = 0.40 # for
+# 1,000,000 of them cached_tokens = 0.04 # of the prompts', in place of the price above output_tokens = 1.60
+# kv_device_page_seconds = 0.5 # for 1,000,000 pages of KV for a second each adapter_device_page_seconds = 1 # the
+# same, of adapters
+#
+# [[price]] adapter = "~*" # all private adapters of users output_tokens = 1.00
+#
+# [[price]] adapter = "*" # the base too prompt_tokens = 0.20 ```
+
+_PER: Final = 1_000_000
+_PRICED: Final = {  # what a price is called, what is counted, and how many of that are one of what is priced
+    "requests": ("requests", 1),
+    "prompt_tokens": ("prompt_tokens", 1),
+    "cached_tokens": ("cached_tokens", 1),
+    "output_tokens": ("output_tokens", 1),
+    "kv_device_page_seconds": ("kv_device_page_ms", 1000),
+    "adapter_device_page_seconds": ("adapter_device_page_ms", 1000),
+}
+_PRIVATE: Final = "~(other)"  # what private adapters are added up as
+_EXACT: Final = Context(prec=60)
+
+
+class PricesInvalidError(ValueError):
+    """`str()` names what is wrong in the file and what would be right."""
+
+
+@dataclass(frozen=True)
+class Price:
+    pattern: str  # of adapters' names, with * and ?
+    per_million: Mapping[str, Decimal]  # by what is priced
+
+    def amount(self, numbers: Mapping[str, int]) -> Decimal:
+        """The exact cost of this usage."""
+        with localcontext(_EXACT):
+            amount = Decimal(0)
+            for name, rate in self.per_million.items():
+                counted, per_one = _PRICED[name]
+                number = numbers.get(counted, 0)
+                if name == "prompt_tokens" and "cached_tokens" in self.per_million:
+                    number -= numbers.get("cached_tokens", 0)
+                amount += number * rate / (_PER * per_one)
+            return amount
+
+
+@dataclass(frozen=True)
+class Prices:
+    currency: str
+    prices: Sequence[Price]
+
+    def price_of(self, adapter: str) -> Price | None:
+        """The price of an adapter, or of the base. None: it costs nothing.
+
+        Private adapters have one price: after two months their rows are added up, which must not change amounts.
+        """
+        name = _PRIVATE if adapter.startswith("~") else adapter
+        return next((price for price in self.prices if fnmatchcase(name, price.pattern)), None)
+
+
+def read_prices(path: Path) -> Prices:
+    """Raises PricesInvalidError, and OSError for a file that cannot be read."""
+    try:
+        found = tomllib.loads(path.read_text(), parse_float=Decimal)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PricesInvalidError(f"{path} is not TOML: {error}") from error
+    unknown = found.keys() - {"currency", "price"}
+    if unknown:
+        raise PricesInvalidError(f"{path} has {', '.join(sorted(unknown))}: currency and [[price]] are accepted")
+    currency, prices = found.get("currency"), found.get("price", [])
+    if not (isinstance(currency, str) and currency.isalpha()):
+        raise PricesInvalidError(f'{path}: currency = {currency!r}: letters are needed, like "EUR"')
+    if not (isinstance(prices, list) and all(isinstance(price, dict) for price in prices)):
+        raise PricesInvalidError(f"{path}: each price begins with a line [[price]]")
+    return Prices(currency, [_price(path, price) for price in prices])
+
+
+def _price(path: Path, entry: Mapping[str, Any]) -> Price:
+    rates = {name: value for name, value in entry.items() if name != "adapter"}
+    pattern = entry.get("adapter")
+    if not (isinstance(pattern, str) and pattern):
+        raise PricesInvalidError(f"{path}: a price has adapter = {pattern!r}: a name, or a pattern like * is needed")
+    if pattern.startswith("~") and not fnmatchcase(_PRIVATE, pattern):
+        message = "the private adapters of all users have one price: ~* is needed"
+        raise PricesInvalidError(f"{path}: a price has adapter = {pattern!r}: {message}")
+    found = {}
+    for name, value in rates.items():
+        if name not in _PRICED:
+            raise PricesInvalidError(f"{path}: {name} of {pattern} is not counted: {', '.join(_PRICED)} are")
+        is_number = isinstance(value, int | Decimal) and not isinstance(value, bool)
+        if not (is_number and Decimal(value).is_finite() and value >= 0):
+            raise PricesInvalidError(f"{path}: {name} of {pattern} = {value!r}: a number from 0 on is needed")
+        found[name] = Decimal(value)
+    return Price(pattern, found)
+
+
+# What a request for usage asks for.
+
+Dimension = Literal["hour", "day", "adapter", "key", "user", "tenant"]
+MAX_ROWS: Final = 10_000
+_DEFAULT_DAYS: Final = 30
+_MOST_DAYS: Final = 400
+_DAY: Final = timedelta(days=1)
+
+
+@dataclass(frozen=True)
+class UsageQuery:
+    by: tuple[Dimension, ...]  # in the order in which rows are sorted; empty: one row
+    start: datetime  # UTC
+    end: datetime  # UTC, not included
+    is_csv: bool
+    limit: int | None  # rows; None: all of them
+    after: int  # rows that are left out at the beginning
+    tenant: str | None  # of operators' questions: only this one
+
+    @property
+    def needs_hours(self) -> bool:
+        """Sums of days do not have it."""
+        return "hour" in self.by or any(time.hour for time in (self.start, self.end))
+
+
+def usage_query(params: Mapping[str, str], now: datetime, *, for_operators: bool) -> UsageQuery:
+    """Raises a 400 that says what is accepted. `now`: UTC."""
+    accepted = [one for one in get_args(Dimension) if for_operators or one != "tenant"]
+    by: list[Dimension] = []
+    for word in filter(None, params.get("by", "day").split(",")):
+        if word not in accepted or word in by:
+            raise invalid_value("by", f"{word[:20]!r}: {', '.join(accepted)}, each once, are accepted.")
+        by.append(word)  # type: ignore[arg-type]  # it is one of them
+    if "hour" in by and "day" in by:
+        by.remove("day")  # an hour includes its day
+    midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    end = _time(params, "to") or midnight + _DAY
+    start = _time(params, "from") or end - _DAY * (1 if "hour" in by else _DEFAULT_DAYS)
+    format_ = params.get("format", "json")
+    if format_ not in ("json", "csv"):
+        raise invalid_value("format", f"{format_[:20]!r}: json and csv are accepted.")
+    tenant = params.get("tenant") if for_operators else None
+    if tenant is not None:
+        try:
+            check_tenant(tenant)
+        except AdapterInvalid as error:
+            raise invalid_value("tenant", str(error)) from error
+    is_csv = format_ == "csv"
+    query = UsageQuery(
+        by=tuple(by),
+        start=start,
+        end=end,
+        is_csv=is_csv,
+        limit=None if is_csv and "limit" not in params else _count(params, "limit", MAX_ROWS, 1, MAX_ROWS),
+        after=_count(params, "after", 0, 0, 10**9),
+        tenant=tenant,
+    )
+    most = HOURS_KEPT_DAYS if query.needs_hours else _MOST_DAYS
+    if not timedelta(0) < end - start <= _DAY * most:
+        hint = " (whole days may be more)" if query.needs_hours else ""
+        raise invalid_value(
+            "from", f"the time from 'from' to 'to' must be more than none, and {most} days at most{hint}."
+        )
+    return query
+
+
+def _time(params: Mapping[str, str], name: str) -> datetime | None:
+    text = params.get(name)
+    if text is None:
+        return None
+    try:
+        time = datetime.fromisoformat(text)
+        time = time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+        if (time.minute, time.second, time.microsecond) == (0, 0, 0) and 2000 <= time.year <= 9000:
+            return time
+    except (ValueError, OverflowError):
+        pass
+    accepted = "a day like 2026-11-22 or a full hour like 2026-11-22T13:00 (UTC unless it has an offset) is accepted."
+    raise invalid_value(name, f"{text[:40]!r}: {accepted}")
+
+
+def _count(params: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+    text = params.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
+        raise invalid_value(name, f"{text[:20]!r} is not a whole number from {least} to {most}.")
+    return int(text)
+
 
 MAX_SUMS: Final = 500_000  # that an answer is made of: some 200 MB
 _RUN_LENGTH: Final = 500  # of what is sorted in one piece
 _NUM_PARTS: Final = 64
-_EXACT: Final = Context(prec=60)
 _Place = tuple[str | int, ...]
 _FIELDS: Final[dict[Dimension, tuple[str, ...]]] = {
     "hour": ("start",),

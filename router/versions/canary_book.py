@@ -8,15 +8,55 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Final
+from typing import Final, Generic, TypeVar
+from uuid import uuid4
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.ended_tasks import end_tasks
-from ...adapters.errors import RegistryUnavailable
+from ...adapters.errors import NoSuchName, RegistryUnavailable
 from ...adapters.registry.canary_counts import CanaryCounts, Outcome
-from ...adapters.registry.versions.canary_policy import first_token_bin, per_token_bin
+from ...adapters.registry.tenants.records import Actor, AuditEntry
+from ...adapters.registry.versions.canary_policy import first_token_bin, per_token_bin, why_worse
+from ...adapters.registry.versions.name_state import NameState, without_canary
+from ...adapters.sight import FULL_SIGHT
+from ...adapters.upload import UploadService
 from ..accounts.account import Account, AnswerRequest, Ending
-from .recent_failures import RecentFailures, VersionKey
+from ..loop_share import LoopShare
+
+# What is remembered of versions that failed lately.
+
+VersionKey = tuple[str, str, int]  # tenant, name, version
+_Value = TypeVar("_Value")
+
+
+class RecentFailures(Generic[_Value]):
+    """Values by version, the oldest first. Beyond its bound, a tenant, or all together, lose their oldest."""
+
+    def __init__(self, max_of_tenant: int, max_in_all: int) -> None:
+        self._max_of_tenant = max_of_tenant
+        self._max_in_all = max_in_all
+        self.values: dict[VersionKey, _Value] = {}
+        self._of_tenant: dict[str, dict[VersionKey, None]] = {}
+
+    def put(self, key: VersionKey, value: _Value) -> None:
+        """Replaces the version's value, and makes it the newest."""
+        self.drop(key)
+        own = self._of_tenant.setdefault(key[0], {})
+        self.values[key], own[key] = value, None
+        if len(own) > self._max_of_tenant:
+            self.drop(next(iter(own)))
+        elif len(self.values) > self._max_in_all:
+            self.drop(next(iter(self.values)))
+
+    def drop(self, key: VersionKey) -> None:
+        """No-op for an unknown version."""
+        if self.values.pop(key, self) is self:
+            return
+        own = self._of_tenant[key[0]]
+        del own[key]
+        if not own:
+            del self._of_tenant[key[0]]
+
 
 FLUSH_S: Final = 0.2  # what a router that is killed loses
 MAX_PENDING: Final = 20_000  # answers, while Redis is away; the oldest are lost
@@ -141,3 +181,87 @@ def counted_of(ending: Ending, *, is_resumed: bool = False) -> tuple[str, ...]:
             each_s = max(0.0, ending.duration_s - ending.first_token_s) / num_later
             counted.append(f"per_token {per_token_bin(each_s)}")
     return tuple(counted)
+
+
+# Rolls canaries back that do worse: one of the routers judges the counts of all, four times a second.
+
+JUDGE_S: Final = 0.25
+LEASE_S: Final = 2.0  # after which another router judges in place of one that died
+MAX_AT_ONCE: Final = 64  # trials that are judged together, each in about 0.2 ms
+
+
+class CanaryJudge:
+    """Owned by one event loop. Keeps nothing: whichever router judges next goes on from what Redis has."""
+
+    def __init__(self, uploads: UploadService, counts: CanaryCounts) -> None:
+        self._uploads, self._counts = uploads, counts
+        self._id = uuid4().hex
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._judge_forever(), name="canary judge")
+
+    async def stop(self) -> None:
+        if self._task is None:
+            return
+        await end_tasks(self._task)
+        with suppress(RegistryUnavailable):
+            await self._counts.hold_judging(self._id, 0)
+
+    async def judge(self) -> None:
+        """Judges trials with new counts, unless another router does.
+
+        At most MAX_AT_ONCE of them, of any tenants; the others are judged next time. Raises RegistryUnavailable.
+        """
+        if not await self._counts.hold_judging(self._id, LEASE_S):
+            return
+        updated = await self._counts.updated_trials(MAX_AT_ONCE)
+        trials = await self._counts.read_many([one.canary_id for one in updated]) if updated else []
+        share, bad = LoopShare(), []
+        for one, trial in zip(updated, trials, strict=True):
+            reason = why_worse(trial.arms["stable"], trial.arms["canary"])
+            if reason is not None and trial.adapter_id:
+                bad.append((one, trial.adapter_id, reason))
+            await share.pause()
+        ended = await asyncio.gather(
+            *(self._roll_back(adapter_id, one.canary_id, reason) for one, adapter_id, reason in bad),
+            return_exceptions=True,
+        )
+        unreported = set()
+        for (one, adapter_id, _), end in zip(bad, ended, strict=True):
+            if isinstance(end, RegistryUnavailable):
+                unreported.add(one)
+            elif isinstance(end, Exception):
+                _log.error("the canary of %s cannot be judged", adapter_id, exc_info=end)
+            elif end is not None:
+                raise end
+        await self._counts.mark_judged([one for one in updated if one not in unreported])
+
+    async def _roll_back(self, adapter_id: str, canary_id: str, reason: str) -> None:
+        tenant, name = adapter_id.split("/", 1)
+        is_running = False
+
+        def roll_back(state: NameState, now: float) -> NameState:
+            nonlocal is_running
+            running = state.rollout.canary
+            is_running = running is not None and running.id == canary_id
+            if not is_running:  # it has ended since, or the name is another tenant's by now
+                return state
+            return without_canary(state, "rolled_back", reason, now)
+
+        actor = Actor(kind="judge", tenant=tenant)
+        entry = AuditEntry(action="canary.rolled_back", tenant=tenant, target=name, actor=actor)
+        with suppress(NoSuchName):  # deleted since
+            await self._uploads.change(tenant, name, roll_back, entry, sight=FULL_SIGHT)
+            if is_running:
+                _log.warning("the canary of an adapter was rolled back", extra={"tenant": tenant, "model": name})
+
+    async def _judge_forever(self) -> None:
+        while True:
+            try:
+                await self.judge()
+            except RegistryUnavailable:
+                pass  # the view logs it
+            except Exception:
+                _log.exception("canaries cannot be judged")
+            await asyncio.sleep(JUDGE_S)

@@ -14,15 +14,14 @@ from msgspec import structs
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.registry.canary_counts import Outcome
-from ...adapters.registry.versions.canary_choice import gets_canary
-from ...adapters.registry.versions.rollout import Shadow, version_of
+from ...adapters.registry.versions.rollout import Shadow, gets_canary, version_of
 from ..accounts.account import Accounts, AnswerRequest, Ending
 from ..fleet.dispatch import Dispatcher
 from ..generation.generation import Generation, GenerationRequest, SequenceFailedError
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError, from_sequence_error
-from ..openai_api.response_id import fingerprint_of, new_response_id
-from ..tenants.identity import Identity
+from ..openai_api.stream_position import fingerprint_of, new_response_id
+from ..tenants.auth import Identity
 from ..text.text import TextService
 from .canary_book import CanaryBook, counted_of
 from .version_choice import VersionChoice, adapter_ref

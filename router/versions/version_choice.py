@@ -12,14 +12,22 @@ import msgspec
 from ...adapters.adapter import AdapterVersion
 from ...adapters.names import split_selector
 from ...adapters.registry.canary_counts import TrialMember
-from ...adapters.registry.versions.canary_choice import canary_place, is_below
-from ...adapters.registry.versions.rollout import Canary, Shadow, rollout_of, selected, version_of, versions_of
+from ...adapters.registry.versions.rollout import (
+    Canary,
+    Shadow,
+    canary_place,
+    is_below,
+    rollout_of,
+    selected,
+    version_of,
+    versions_of,
+)
 from ...adapters.sight import owner_of
 from ...workers.wire.messages import AdapterRef
 from ..generation.generation import GenerationRequest
 from ..openai_api.errors import model_not_found
 from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
-from ..tenants.identity import Identity
+from ..tenants.auth import Identity
 
 VERSION_HEADER: Final = b"x-motet-version"
 _encode = msgspec.msgpack.Encoder().encode

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.registry.administration.audit_log import AuditLog
+from motet.adapters.registry.administration.administration import AuditLog
 from motet.adapters.registry.lua_script import LuaScript
 from motet.adapters.registry.registry_keys import AUDIT, AUDIT_ORDER, SCRIPT_KEYS, TENANTS_AUDIT
-from motet.adapters.registry.tenants.audit_entry import Actor, ActorKind, AuditEntry, WrittenEntry, encode_entry
+from motet.adapters.registry.tenants.records import Actor, ActorKind, AuditEntry, WrittenEntry, encode_entry
 
 NUM_OPERATOR_ENTRIES = 100_000  # that are kept
 NUM_TENANT_ENTRIES = 1_000

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from motet.adapters.base_names import BaseNames, base_name, names_of_folder
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.peft import MAX_BASE_CHARS, named_base
+from motet.adapters.names import BaseNames, base_name, names_of_folder
 
 
 @pytest.mark.parametrize(

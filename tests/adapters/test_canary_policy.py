@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from motet.adapters.registry.versions.canary_choice import gets_canary
 from motet.adapters.registry.versions.canary_policy import (
     ANSWERS_A_SHARE,
     FALSE_ALARM,
@@ -21,6 +20,7 @@ from motet.adapters.registry.versions.canary_policy import (
     rate_bounds,
     why_worse,
 )
+from motet.adapters.registry.versions.rollout import gets_canary
 
 
 class Trial:

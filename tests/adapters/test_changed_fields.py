@@ -6,8 +6,7 @@ import pytest
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.versions import name_state
-from motet.adapters.registry.versions.changed_fields import changed_fields
-from motet.adapters.registry.versions.name_state import NameState, VersionNote, with_upload
+from motet.adapters.registry.versions.name_state import NameState, VersionNote, changed_fields, with_upload
 
 
 def uploaded(state: NameState | None, number: int, *, activate: bool = True) -> NameState:

@@ -11,15 +11,13 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.errors import TooManyKeys
-from motet.adapters.registry.administration import ended_keys, record_changes
-from motet.adapters.registry.administration.ended_keys import KEPT_S, PAGE_SIZE, EndedKeys
-from motet.adapters.registry.administration.key_registry import KeyRegistry
+from motet.adapters.registry.administration import key_registry, tenant_registry
+from motet.adapters.registry.administration.key_registry import KEPT_S, PAGE_SIZE, EndedKeys, KeyRegistry
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.registry import Registry, hash_key
 from motet.adapters.registry.registry_keys import API_KEYS, KEY_ENDS, MADE_KEYS
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.registry.tenants.audit_entry import Actor
-from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
+from motet.adapters.registry.tenants.records import Actor, KeyRecord, TenantRecord
 from motet.tests.rigs.patience import eventually_in_loop
 
 OPERATOR = Actor(kind="operator")
@@ -47,7 +45,7 @@ async def test_no_way_leads_past_the_bound(
     keys: KeyRegistry, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not rotation, not many requests at once; and what is deleted makes room."""
-    monkeypatch.setattr(record_changes, "MAX_KEYS", 5)
+    monkeypatch.setattr(tenant_registry, "MAX_KEYS", 5)
     await Registry(redis_client).set_launch_keys("launch", [("acme", "configured")])  # counts for nothing
     tried = await asyncio.gather(*(made(keys) for _ in range(9)), return_exceptions=True)
     good = [one for one in tried if not isinstance(one, BaseException)]
@@ -68,7 +66,7 @@ async def test_no_way_leads_past_the_bound(
 async def test_deleted_tenants_and_keys_count_for_nothing(
     keys: KeyRegistry, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_changes, "MAX_KEYS", 2)
+    monkeypatch.setattr(tenant_registry, "MAX_KEYS", 2)
     tenants = TenantRegistry(redis_client)
     for _ in range(3):
         await tenants.create(TenantRecord(name="acme"), OPERATOR)
@@ -131,7 +129,7 @@ async def test_each_turn_is_short_and_all_go(
     ended = EndedKeys(redis_client)
     assert await ended.forget() is True
     assert await view._registry.num_events() == num_events + PAGE_SIZE
-    monkeypatch.setattr(ended_keys, "_BETWEEN_PAGES_S", 0.01)
+    monkeypatch.setattr(key_registry, "_BETWEEN_PAGES_S", 0.01)
     several: list[Any] = [ended, EndedKeys(redis_client)]
     for one in several:
         one.start()

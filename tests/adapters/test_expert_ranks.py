@@ -3,8 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.adapters.adapter import MAX_RANK, family_of_module
-from motet.adapters.expert_ranks import expert_entries, named_experts
+from motet.adapters.adapter import MAX_RANK, expert_entries, family_of_module, named_experts
 
 UP = "experts.up_proj"
 

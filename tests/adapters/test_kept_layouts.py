@@ -10,9 +10,7 @@ import pytest
 
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.packing import pack
-from motet.adapters.store.kept_layouts import KEPT_S
-from motet.adapters.store.repacked import Repacked
-from motet.adapters.store.store import AdapterStore
+from motet.adapters.store.store import KEPT_S, AdapterStore, Repacked
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 from motet.tests.rigs.tensor_twins import identical
 

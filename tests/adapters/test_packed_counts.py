@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from motet.adapters.errors import NoSuchVersion, QuotaExceeded
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_keys import ADAPTERS, NAMES, PINNED, STORED, VERSIONS
-from motet.adapters.registry.tenants.storage_bounds import StorageBound, StorageUse
+from motet.adapters.registry.tenants.records import StorageBound, StorageUse
 from motet.adapters.registry.versions.name_state import NameState, VersionNote, with_alias, with_pin
 from motet.adapters.registry.versions.rollout import rollout_of, versions_of
 

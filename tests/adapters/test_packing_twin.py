@@ -17,10 +17,9 @@ from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.content import AdapterContent, LoraMatrices
 from motet.adapters.format.tensor_file import BFLOAT16, Tensor, is_finite
 from motet.adapters.format.validation import validate
-from motet.adapters.packing.layout import AdapterLayout, Dtype
+from motet.adapters.packing.layout import AdapterLayout, Dtype, Sharding
 from motet.adapters.packing.packed_file import write_packed
 from motet.adapters.packing.packing import pack, packed_chunks
-from motet.adapters.packing.sharding import Sharding
 from motet.tests.rigs.tensor_twins import as_numpy, identical
 from motet.workers.memory.host_adapter_cache import as_torch
 from motet.workers.models.config import ModelConfig

@@ -14,11 +14,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
-from motet.adapters.format.fused_experts import resolve_parameters
-from motet.adapters.format.patterns import PatternTime
 from motet.adapters.format.peft import parse_config, parse_tensor_name, tensor_name
-from motet.adapters.format.targets import resolve_targets
-from motet.adapters.format.validation import validate
+from motet.adapters.format.targets import PatternTime, resolve_targets
+from motet.adapters.format.validation import resolve_parameters, validate
 from motet.tests.rigs.lora_files import SHAPE
 
 

@@ -16,8 +16,7 @@ from transformers import LlamaForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.content import AdapterContent
-from motet.adapters.format.peft import parse_config
-from motet.adapters.format.peft_fields import COMPUTED, HARMLESS, REFUSED
+from motet.adapters.format.peft import COMPUTED, HARMLESS, REFUSED, parse_config
 from motet.adapters.format.validation import validate
 from motet.tests.adapters.test_peft import llama
 from motet.tests.rigs.lora_files import SHAPE

@@ -15,8 +15,7 @@ from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_keys import PINNED, PINS, TENANTS
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.registry.tenants.audit_entry import Actor
-from motet.adapters.registry.tenants.records import Quota, TenantRecord
+from motet.adapters.registry.tenants.records import Actor, Quota, TenantRecord
 from motet.adapters.registry.versions.name_state import promoted, rolled_back, with_alias, with_pin
 from motet.adapters.registry.versions.rollout import MAX_PINS, MAX_PINS_IN_ALL
 from motet.tests.rigs.patience import eventually_in_loop

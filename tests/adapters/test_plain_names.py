@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.adapters.format.plain_names import PlainNames, named_in, names_found
+from motet.adapters.format.targets import PlainNames, named_in, names_found
 
 PARTS = st.sampled_from(["a", "b", "ab", "a_b", "1", "q-proj"])
 KEYS = st.lists(PARTS, min_size=1, max_size=4).map(".".join)

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.adapter import AdapterVersion
-from motet.adapters.base_identity import BaseIdentity
+from motet.adapters.adapter import AdapterVersion, BaseIdentity
 from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryUnavailable
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
 from motet.adapters.registry.registry import PAGE_SIZE, Position, Registry, connect, hash_key

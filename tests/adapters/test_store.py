@@ -20,16 +20,14 @@ import numpy as np
 import pytest
 import torch
 
-from motet.adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
-from motet.adapters.base_identity import BaseIdentity
+from motet.adapters.adapter import EXPERT_MODULES, BaseIdentity, BaseShape, ExpertShape
 from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, OtherBase, StoreUnavailable
 from motet.adapters.format.content import AdapterContent, LoraMatrices
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.packing.packing import pack, packed_chunks
 from motet.adapters.store import store as store_module
-from motet.adapters.store.repacked import Repacked
-from motet.adapters.store.store import BEGINNINGS, AdapterStore
+from motet.adapters.store.store import BEGINNINGS, AdapterStore, Repacked
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files, name_of
 from motet.tests.rigs.tensor_twins import identical
 
@@ -363,7 +361,7 @@ from pathlib import Path
 from typing import Any
 from motet.adapters.format.validation import validate
 from motet.adapters.store import store as store_module
-from motet.adapters.store.repacked import Repacked
+from motet.adapters.store.store import Repacked
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 folder = Path(sys.argv[1])

@@ -15,8 +15,8 @@ from motet.adapters.errors import QuotaExceeded
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_keys import STORED, STORED_IS_COUNTED, UNSWEPT, UNSWEPT_TENANTS
-from motet.adapters.registry.tenants.audit_entry import Actor
-from motet.adapters.registry.tenants.storage_bounds import (
+from motet.adapters.registry.tenants.records import (
+    Actor,
     StorageBound,
     StorageUse,
     check_pinned,

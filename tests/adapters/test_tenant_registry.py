@@ -10,14 +10,21 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.errors import AdapterInvalid, CallerGone, KeyTaken, NoSuchKey, TenantEnding, TenantExists
-from motet.adapters.registry.administration.audit_log import AuditLog
+from motet.adapters.registry.administration.administration import AuditLog
 from motet.adapters.registry.administration.key_registry import KEY_PREFIX, KeyRegistry
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.registry import Registry, hash_key
 from motet.adapters.registry.registry_keys import ADAPTERS, API_KEYS, LAUNCH_KEYS, NAMES, PREFIX
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.registry.tenants.audit_entry import Actor, AuditEntry, WrittenEntry
-from motet.adapters.registry.tenants.records import Admission, KeyRecord, Quota, TenantRecord
+from motet.adapters.registry.tenants.records import (
+    Actor,
+    Admission,
+    AuditEntry,
+    KeyRecord,
+    Quota,
+    TenantRecord,
+    WrittenEntry,
+)
 from motet.tests.rigs.given_keys import tenant_of_key
 
 OPERATOR = Actor(kind="operator", request_id="req-1")

@@ -31,11 +31,10 @@ from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.packing.packing import pack
 from motet.adapters.processes.child_processes import ChildEnded, ChildProcess
-from motet.adapters.registry.digest_set import DigestSet
-from motet.adapters.registry.registry import Registry, connect
+from motet.adapters.registry.registry import DigestSet, Registry, connect
 from motet.adapters.registry.registry_keys import SWEEP
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.registry.tenants.storage_bounds import StorageBound
+from motet.adapters.registry.tenants.records import StorageBound
 from motet.adapters.registry.versions.rollout import versions_of
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService

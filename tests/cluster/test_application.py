@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from motet.cluster.application.live_settings import live_values
+from motet.cluster.application.application_config import live_values
 from motet.cluster.config import MotetConfig
 from motet.cluster.replicas.application import build_application
-from motet.cluster.settings.setting import Part
-from motet.cluster.settings.setting_field import fields_of
+from motet.cluster.settings.setting_field import Part, fields_of
 from motet.cluster.settings.settings import Settings
 
 LIVE = [field.name for field in fields_of(Settings) if field.mark.change == "live"]

@@ -8,15 +8,10 @@ from typing import Any
 
 import pytest
 
-from motet.cluster.application.application_config import application_config
-from motet.cluster.application.live_settings import live_values, user_config_of
-from motet.cluster.application.setting_keys import written_value
+from motet.cluster.application.application_config import application_config, live_values, user_config_of, written_value
 from motet.cluster.serve_application import build
-from motet.cluster.settings.config_error import ConfigError
-from motet.cluster.settings.setting import Part
-from motet.cluster.settings.setting_field import fields_of
-from motet.cluster.settings.settings import Settings
-from motet.cluster.settings.update_rule import SERVES_OPTIONS, way_to_change
+from motet.cluster.settings.setting_field import ConfigError, Part, fields_of
+from motet.cluster.settings.settings import SERVES_OPTIONS, Settings, way_to_change
 
 MODEL = {"model": "/models/base"}
 SECRETS = {"key": "acme=s3cret", "operator-key": "s3cret", "redis-url": "redis://:s3cret@host"}

@@ -14,10 +14,16 @@ from ray.serve._private.common import DeploymentID, ReplicaID, TimeStampedValue
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingContext
 
-from motet.cluster.replicas.autoscaler import GangAutoscaler, autoscaling_config, fleet_state
-from motet.cluster.replicas.gang_stats import gang_load, gang_stats, growth_per_s
+from motet.cluster.replicas.autoscaler import (
+    GangAutoscaler,
+    autoscaling_config,
+    fleet_state,
+    gang_load,
+    gang_stats,
+    growth_per_s,
+)
 from motet.cluster.scaling import GangLoad
-from motet.cluster.settings.config_error import ConfigError
+from motet.cluster.settings.setting_field import ConfigError
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.part_configs import scaling_config
 

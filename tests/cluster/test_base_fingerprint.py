@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from motet.cluster.application.base_fingerprint import identify_base
+from motet.cluster.application.registration import identify_base
 
 DEMO_BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 WEIGHTS = "model.safetensors"

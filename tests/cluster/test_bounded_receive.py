@@ -10,7 +10,7 @@ from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from ray.serve._private.http_util import ASGIReceiveProxy
 from starlette.types import Message, Receive, Scope, Send
 
-from motet.cluster.replicas.bounded_receive import MAX_MESSAGES, BoundedReceive
+from motet.cluster.replicas.ingress import MAX_MESSAGES, BoundedReceive
 from motet.tests.rigs.patience import PATIENCE_S
 
 NUM_MESSAGES = 500

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from motet.cluster.application.operator_key_watch import OperatorKeyWatch
-from motet.cluster.application.redis_credentials import connect_with_secrets
-from motet.cluster.application.secret_files import SECRETS_VARIABLE, secrets_of_this_node
+from motet.cluster.application.secret_files import (
+    SECRETS_VARIABLE,
+    OperatorKeyWatch,
+    connect_with_secrets,
+    secrets_of_this_node,
+)
 from motet.cluster.launch_secrets import LaunchSecrets
-from motet.router.operator_key import OperatorKey
+from motet.router.tenants.auth import OperatorKey
 
 
 @pytest.fixture

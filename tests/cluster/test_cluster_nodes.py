@@ -10,9 +10,14 @@ import pytest
 
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch import cluster_nodes
-from motet.cluster.launch.cluster_nodes import CannotJoin, check_nodes, check_room
-from motet.cluster.launch.feasibility import Node
-from motet.cluster.launch.node_check import NodeExpectations, problems_of_this_node
+from motet.cluster.launch.cluster_nodes import (
+    CannotJoin,
+    Node,
+    NodeExpectations,
+    check_nodes,
+    check_room,
+    problems_of_this_node,
+)
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from motet.cluster.config import MotetConfig
-from motet.cluster.settings.config_error import ConfigError
+from motet.cluster.settings.setting_field import ConfigError
 from motet.tests.rigs.setting_options import OPTIONS
 
 

@@ -14,15 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 from motet.cluster.commands import foreground
-from motet.cluster.commands.config_file import RereadableCommand, reread_options, take_defaults
-from motet.cluster.commands.serve_command import serve
+from motet.cluster.commands.serve_command import RereadableCommand, reread_options, serve, take_defaults
 from motet.cluster.config import MotetConfig
+from motet.cluster.launch.launch import updated
 from motet.cluster.launch.local_serve import free_ports
-from motet.cluster.launch.update_check import updated
-from motet.cluster.settings.config_error import ConfigError
 from motet.cluster.settings.flags import options_of
-from motet.cluster.settings.setting import Count, Pairs, Setting
-from motet.cluster.settings.setting_field import SettingGroup
+from motet.cluster.settings.setting_field import ConfigError, Count, Pairs, Setting, SettingGroup
 from motet.tests.rigs.running_motet import DEMO
 from motet.tests.rigs.setting_options import OPTIONS
 

@@ -7,17 +7,28 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.doctor.clocks import check_clocks
+from motet.cluster.doctor.examination import check_clocks
 from motet.cluster.doctor.finding import Finding
+from motet.cluster.doctor.folders import (
+    FolderFacts,
+    SecretFile,
+    SecretsFacts,
+    check_folder,
+    check_locks_between,
+    check_secrets,
+    gather_secrets,
+)
 from motet.cluster.doctor.gpus import Gpu, GpuFacts, check_gpus, parse_gpus
-from motet.cluster.doctor.kernels import KernelFacts, check_kernels
-from motet.cluster.doctor.limits import LimitFacts, check_limits
-from motet.cluster.doctor.ports import PortFacts, check_port
+from motet.cluster.doctor.node_facts import KernelFacts, LimitFacts, check_kernels, check_limits, check_versions
 from motet.cluster.doctor.redis import RedisFacts, check_redis
-from motet.cluster.doctor.secrets_folder import SecretFile, SecretsFacts, check_secrets, gather_secrets
-from motet.cluster.doctor.serve_front import NodeServeFacts, RunningServe, check_node_serve, check_running_serve
-from motet.cluster.doctor.shared_folder import FolderFacts, check_folder, check_locks_between
-from motet.cluster.doctor.versions import check_versions
+from motet.cluster.doctor.serve_front import (
+    NodeServeFacts,
+    PortFacts,
+    RunningServe,
+    check_node_serve,
+    check_port,
+    check_running_serve,
+)
 from motet.cluster.edge.serve_variables import LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
 from motet.workers.machine_memory import memory_limit
 

@@ -13,10 +13,9 @@ import ray
 
 from motet.cluster.doctor import examination
 from motet.cluster.doctor.finding import ok
+from motet.cluster.doctor.folders import hold_lock, is_locked_out, redis_url_in, remove_trial
 from motet.cluster.doctor.node_facts import Expectations, Questions, check_node, gather_node
 from motet.cluster.doctor.redis import check_redis, gather_redis
-from motet.cluster.doctor.secrets_folder import redis_url_in
-from motet.cluster.doctor.shared_folder import hold_lock, is_locked_out, remove_trial
 
 
 def test_without_a_folder_of_secrets_no_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,14 +21,24 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from motet.cluster.config import part_config
-from motet.cluster.exposition.exposition_config import ExpositionConfig
-from motet.cluster.exposition.gang_metrics import GangFacts, GangMetrics
-from motet.cluster.exposition.loaded_adapters import MOST_LISTED, loaded_adapters
-from motet.cluster.exposition.lora_requests import MAX_CHARS, lora_requests
-from motet.cluster.exposition.merged_pages import merged_pages
-from motet.cluster.exposition.metrics_server import MAX_CONNECTIONS
-from motet.cluster.exposition.node_page import NodePage, node_folder
-from motet.cluster.exposition.process_page import METRICS_ADDRESS, ProcessPage, targets_of
+from motet.cluster.exposition.gang_metrics import (
+    MAX_CHARS,
+    MOST_LISTED,
+    GangFacts,
+    GangMetrics,
+    loaded_adapters,
+    lora_requests,
+)
+from motet.cluster.exposition.node_page import (
+    MAX_CONNECTIONS,
+    METRICS_ADDRESS,
+    ExpositionConfig,
+    NodePage,
+    ProcessPage,
+    merged_pages,
+    node_folder,
+    targets_of,
+)
 from motet.cluster.launch.local_serve import free_ports
 from motet.router.exposition.families import Families, text_of
 from motet.tests.rigs.leader_rig import TOKEN, Router
@@ -39,10 +49,8 @@ from motet.tests.rigs.prometheus_binaries import promtool
 from motet.tests.rigs.quota_rig import until
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.requested_adapters import RequestedAdapters
-from motet.workers.leader.residency import Residency
-from motet.workers.wire.engine_load import EngineCounters, EngineGauges, EngineLoad
-from motet.workers.wire.fair_shares import TenantShare
+from motet.workers.leader.residency import RequestedAdapters, Residency
+from motet.workers.wire.engine_load import EngineCounters, EngineGauges, EngineLoad, TenantShare
 from motet.workers.wire.messages import (
     AdapterRef,
     Cancel,
@@ -52,7 +60,7 @@ from motet.workers.wire.messages import (
     SequenceRequest,
     Submit,
 )
-from motet.workers.wire.short_digest import short_digest
+from motet.workers.wire.page_keys import short_digest
 
 KEY = {"Authorization": "Bearer secret"}
 
@@ -133,7 +141,7 @@ async def test_two_motets_of_a_machine_share_a_port_and_no_key_opens_both() -> N
 
 
 async def test_who_says_nothing_or_too_much_takes_no_place_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    deadline_s = "motet.cluster.exposition.metrics_server.DEADLINE_S"
+    deadline_s = "motet.cluster.exposition.node_page.DEADLINE_S"
     monkeypatch.setattr(deadline_s, 0.5)
     async with page_of(port := free_port()):
         streams = [await asyncio.open_connection(LOOPBACK, port) for _ in range(MAX_CONNECTIONS)]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.cluster.launch.feasibility import Demand, Node, can_host, places, why_no_place
+from motet.cluster.launch.cluster_nodes import Demand, Node, can_host, places, why_no_place
 from motet.cluster.resources import PLACEMENTS, Placement
 
 LEADER = {"CPU": 0.1}

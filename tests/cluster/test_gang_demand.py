@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Generator
 from typing import Any
 
-from motet.cluster.replicas.gang_demand import POLL_S, GangDemand
+from motet.cluster.replicas.serve_watch import POLL_S, GangDemand
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from motet.cluster.config import MotetConfig
-from motet.cluster.progress_log import ignore_event
+from motet.cluster.progress import ignore_event
 from motet.cluster.replicas.gang import _build_engine
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"

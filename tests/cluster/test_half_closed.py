@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.edge.half_closed import ABORT, SUFFIX, second_backend, second_backends
+from motet.cluster.edge.edge_config import ABORT, SUFFIX, second_backend, second_backends
 from motet.tests.rigs.edge_front import edge_front
 from motet.tests.rigs.part_configs import edge_limits
 from motet.tests.rigs.patience import PATIENCE_S, eventually

@@ -14,12 +14,14 @@ from motet.cluster.edge.edge_limits import EdgeLimits, limits_of_environment
 from motet.cluster.edge.error_answers import error_file_lines, write_error_files
 from motet.cluster.edge.haproxy import (
     SPARE_FILES,
+    BinaryUnknown,
     connections_with_room,
     is_edge_program,
+    json_haproxy,
+    with_json_errors,
     write_edge_program,
     write_haproxy,
 )
-from motet.cluster.edge.haproxy_binary import BinaryUnknown, json_haproxy, with_json_errors
 from motet.cluster.launch.local_serve import LOOPBACK, free_ports
 from motet.tests.rigs.edge_front import listens, raw_answer, write_serves_config
 from motet.tests.rigs.part_configs import edge_limits
@@ -38,7 +40,7 @@ def test_another_haproxy_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_no_directive_replaces_the_pages_in_the_binary(tmp_path: Path) -> None:
-    """A HAProxy that asks its error files here too needs no other binary: then `haproxy_binary.py` can go."""
+    """A HAProxy that asks its error files here too needs no other binary: then `haproxy.py` can go."""
     port = free_ports(1)[0]
     config = write_serves_config(tmp_path, port=port, router_port=None)
     write_error_files(tmp_path)

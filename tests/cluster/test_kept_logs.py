@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.cluster.launch.kept_logs import (
+from motet.cluster.launch.janitor import (
     KEPT_RUNS,
     LOGS_OF_SESSION,
     MAX_FILE_BYTES,

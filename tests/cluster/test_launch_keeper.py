@@ -14,12 +14,11 @@ from motet.adapters.errors import KeyTaken, OtherBase
 from motet.adapters.registry.launches import ExpiredLaunches, Launches
 from motet.adapters.registry.registry import Registry
 from motet.cluster.application.registration import register_router
-from motet.cluster.application.shared_token import shared_token
+from motet.cluster.application.secret_files import shared_token
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch_secrets import LaunchSecrets
 from motet.cluster.replicas.launch_keeper import BEAT_S, LONGEST_GAP_S, SILENCE_S, LaunchKeeper
-from motet.cluster.settings.config_error import ConfigError
-from motet.tests.cluster.test_registration import other_base as other_base
+from motet.cluster.settings.setting_field import ConfigError
 from motet.tests.rigs.given_keys import give_key, tenant_of_key
 from motet.tests.rigs.ray_nodes import DEMO
 

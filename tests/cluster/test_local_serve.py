@@ -18,8 +18,7 @@ from ray.serve._private import constants
 
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch import launch, local_serve
-from motet.cluster.launch.janitor import SESSION_VARIABLE, find_processes, sweep
-from motet.cluster.launch.kept_logs import LOGS_OF_SESSION
+from motet.cluster.launch.janitor import LOGS_OF_SESSION, SESSION_VARIABLE, find_processes, sweep
 from motet.cluster.launch.launch import Deployment, LaunchError
 from motet.cluster.launch.local_serve import (
     NUM_START_ATTEMPTS,
@@ -32,7 +31,7 @@ from motet.cluster.launch.local_serve import (
     set_environment,
     start_serve,
 )
-from motet.cluster.settings.config_error import ConfigError
+from motet.cluster.settings.setting_field import ConfigError
 from motet.tests.rigs.part_configs import edge_limits
 from motet.tests.rigs.running_motet import DEMO
 

@@ -18,14 +18,18 @@ from motet.benchmarks.papers import mig as mig_benchmark
 from motet.benchmarks.rigs.published_bases import BASES, published_base
 from motet.cluster.commands.cli import main
 from motet.cluster.manifests.file_problems import file_problems
-from motet.cluster.planning.mig_manifests import mig_manifests
-from motet.cluster.planning.mig_planner import Demand, choose, fewest_gpus, pack, plan
-from motet.cluster.planning.mig_profiles import (
+from motet.cluster.planning.mig import (
     MIG_GPUS,
+    Demand,
     Placement,
     Profile,
+    choose,
+    fewest_gpus,
     is_valid,
+    mig_manifests,
+    pack,
     placement_of,
+    plan,
     whole_mixes,
     whole_placements,
 )

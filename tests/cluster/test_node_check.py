@@ -13,9 +13,9 @@ import pytest
 from redis import Redis
 
 from motet import __version__
-from motet.cluster.application.base_fingerprint import identify_base
-from motet.cluster.launch import node_check
-from motet.cluster.launch.node_check import NodeExpectations, problems_of_this_node
+from motet.cluster.application.registration import identify_base
+from motet.cluster.launch import cluster_nodes
+from motet.cluster.launch.cluster_nodes import NodeExpectations, problems_of_this_node
 from motet.cluster.worker_device import WorkerDevice
 from motet.workers.device_probe import DeviceFacts
 
@@ -91,8 +91,8 @@ def test_a_node_for_routers_alone_is_not_checked_for_a_device(expected: NodeExpe
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
     """This node has one, of 80 GB, which Ray may hide from processes that did not request it."""
     facts = DeviceFacts("cuda", 80 << 30, capability)
-    monkeypatch.setattr(node_check, "probe_device", lambda name: DeviceFacts("cpu") if name == "cpu" else facts)
-    monkeypatch.setattr(node_check, "probe_counted_device", lambda name: facts)
+    monkeypatch.setattr(cluster_nodes, "probe_device", lambda name: DeviceFacts("cpu") if name == "cpu" else facts)
+    monkeypatch.setattr(cluster_nodes, "probe_counted_device", lambda name: facts)
 
 
 def refusal(expected: NodeExpectations, num_workers: int = 1, **settings: Any) -> str:

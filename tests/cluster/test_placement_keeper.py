@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.cluster.replicas import placement_keeper
-from motet.cluster.replicas.placement_keeper import PlacementKeeper, ownerless
+from motet.cluster.replicas import serve_watch
+from motet.cluster.replicas.serve_watch import PlacementKeeper, ownerless
 
 GANG = "SERVE_REPLICA::motet#gang#"
 
@@ -22,7 +22,7 @@ def table(*names: str, state: str = "CREATED") -> dict[str, dict[str, Any]]:
 @pytest.fixture
 def removed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(placement_keeper, "remove_placement", found.append)
+    monkeypatch.setattr(serve_watch, "remove_placement", found.append)
     return found
 
 
@@ -60,7 +60,7 @@ def test_one_that_cannot_be_removed_keeps_no_other(monkeypatch: pytest.MonkeyPat
             raise RuntimeError("Ray does not know it")
         removed.append(placement_id)
 
-    monkeypatch.setattr(placement_keeper, "remove_placement", remove)
+    monkeypatch.setattr(serve_watch, "remove_placement", remove)
     keeper = PlacementKeeper("motet", "gang", lambda: {"a": "1", "b": "2"})
     keeper.keep()
     keeper.keep()
@@ -73,7 +73,7 @@ def test_what_has_an_owner_at_every_other_look_stays(looks: list[set[str]]) -> N
     removed: list[str] = []
     left = iter([{name: name for name in look} for look in looks])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement_keeper, "remove_placement", removed.append)
+        patch.setattr(serve_watch, "remove_placement", removed.append)
         keeper = PlacementKeeper("motet", "gang", lambda: next(left))
         for _ in looks:
             keeper.keep()

@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 from motet.benchmarks.rigs.published_bases import BASES, published_base
 from motet.cluster.commands.cli import main
 from motet.cluster.manifests.file_problems import file_problems
-from motet.cluster.planning.demand import Adapters, Objectives, Spread, Traffic
-from motet.cluster.planning.gang_capacity import GangCapacity
+from motet.cluster.planning.gang_capacity import Adapters, GangCapacity, Objectives, Spread, Traffic
 from motet.cluster.planning.serving_planner import ServingPlan, best, options
 from motet.tests.rigs.oracle import write_model
 from motet.tests.rigs.trace_files import write_trace
 from motet.workers.costs.devices import DEVICES
+from motet.workers.costs.replay import TracedRequest
 from motet.workers.costs.step_costs import StepCosts, StepShape
-from motet.workers.costs.trace import TracedRequest
 
 H100, A100 = DEVICES["H100 SXM"], DEVICES["A100 SXM 80GB"]
 MODELS = tuple(published_base(name) for name in ("Llama-3-8B", "Mixtral-8x7B"))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.cluster.config import MotetConfig
-from motet.cluster.pod_ends import ENDPOINT_LAG_S, PodEnds, gang_end_s, pod_ends
+from motet.cluster.replicas.application import ENDPOINT_LAG_S, PodEnds, gang_end_s, pod_ends
 from motet.tests.rigs.ray_nodes import DEMO
 
 ROUNDING_S = 1e-6

@@ -17,7 +17,7 @@ from motet.cluster.launch import preflight
 from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.launch.preflight import check_data_dir, check_settings
 from motet.cluster.serve_application import build
-from motet.cluster.settings.config_error import ConfigError
+from motet.cluster.settings.setting_field import ConfigError
 from motet.kernels.gpu.float8 import _MULTIPLE
 from motet.tests.rigs.oracle import write_model
 from motet.workers import device_probe

@@ -8,8 +8,7 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
-from motet.cluster.progress_display import ProgressDisplay
-from motet.cluster.progress_log import step
+from motet.cluster.progress import ProgressDisplay, step
 from motet.tests.rigs.patience import eventually
 
 LONG_S = 3600.0

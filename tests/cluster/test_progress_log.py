@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.progress_log import ProgressReader, ProgressWriter, step
+from motet.cluster.progress import ProgressReader, ProgressWriter, step
 
 
 def test_the_last_event_of_a_name_always_arrives(tmp_path: Path) -> None:

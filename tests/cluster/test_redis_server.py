@@ -23,8 +23,7 @@ from redis.retry import Retry
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.registry import Registry, connect
 from motet.cluster.registry_server import redis_server
-from motet.cluster.registry_server.redis_binary import find_redis_binary
-from motet.cluster.registry_server.redis_server import RedisServer, RedisServerError
+from motet.cluster.registry_server.redis_server import RedisServer, RedisServerError, find_redis_binary
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.small_disk import fill, small_disk
 

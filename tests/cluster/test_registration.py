@@ -15,7 +15,7 @@ from motet.adapters.registry.registry import Registry
 from motet.adapters.store.store import AdapterStore
 from motet.cluster.application.registration import OWNER_FILE, check_objectives, forget_launch_keys, register_launch
 from motet.cluster.config import MotetConfig
-from motet.cluster.settings.config_error import ConfigError
+from motet.cluster.settings.setting_field import ConfigError
 from motet.tests.rigs.given_keys import give_key, tenant_of_key
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, lora_files
 

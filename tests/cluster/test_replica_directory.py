@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from motet.cluster.replicas import replica_directory
-from motet.cluster.replicas.replica_directory import ReplicaDirectory
+from motet.cluster.replicas import serve_watch
+from motet.cluster.replicas.serve_watch import ReplicaDirectory
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 
 
@@ -39,8 +39,8 @@ class Client:
 
 def start(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> ReplicaDirectory:
     monkeypatch.setattr("ray.get_actor", cluster.get_actor)
-    monkeypatch.setattr(replica_directory, "LongPollClient", cluster.listen)
-    monkeypatch.setattr(replica_directory, "CHECK_INTERVAL_S", 0.001)
+    monkeypatch.setattr(serve_watch, "LongPollClient", cluster.listen)
+    monkeypatch.setattr(serve_watch, "CHECK_INTERVAL_S", 0.001)
     directory = ReplicaDirectory("motet", "gang", lambda _: None)
     directory.start()
     return directory

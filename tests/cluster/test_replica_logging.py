@@ -17,12 +17,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.cluster.logs import log_writer
-from motet.cluster.logs.log_config import LogConfig, LogFormat
-from motet.cluster.logs.log_file import LogFile, forget_old_files
-from motet.cluster.logs.log_lines import MAX_CHARS, JsonLines, TextLines
-from motet.cluster.logs.log_writer import LogWriter, to_descriptor
-from motet.cluster.logs.process_log import FOLDER, TO_STDERR, start_process_log
+from motet.cluster.logs import process_log
+from motet.cluster.logs.process_log import (
+    FOLDER,
+    MAX_CHARS,
+    TO_STDERR,
+    JsonLines,
+    LogConfig,
+    LogFile,
+    LogFormat,
+    LogWriter,
+    TextLines,
+    forget_old_files,
+    start_process_log,
+    to_descriptor,
+)
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 
 ORIGIN = {"process": "router", "node": "10.0.0.1", "replica": "r1"}
@@ -33,7 +42,7 @@ ANYTHING = st.text() | st.sampled_from(
 
 @pytest.fixture(autouse=True)
 def patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_writer, "CLOSE_S", PATIENCE_S)  # what is written is looked at, on a busy machine too
+    monkeypatch.setattr(process_log, "CLOSE_S", PATIENCE_S)  # what is written is looked at, on a busy machine too
 
 
 def record(message: str, *args: Any, logger: str = "motet.router.x", **fields: Any) -> logging.LogRecord:
@@ -143,7 +152,7 @@ def test_a_process_ends_though_its_log_cannot_be_written(tmp_path: Path) -> None
     code = f"""
 import logging, sys
 from pathlib import Path
-from motet.cluster.logs.log_config import LogConfig
+from motet.cluster.logs.process_log import LogConfig
 from motet.cluster.logs.process_log import start_process_log
 log = start_process_log(LogConfig(log_format="json", log_level="info"), "router", {{}}, Path({str(tmp_path)!r}))
 for _ in range(20000):

@@ -14,13 +14,13 @@ import httpx
 import pytest
 
 from motet.adapters.errors import RegistryUnavailable
+from motet.adapters.registry.launches import KEPT_S, Kind, StartReport, Starts
 from motet.adapters.registry.registry import connect
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.registry.starts import KEPT_S, Kind, StartReport, Starts
 from motet.cluster.application.model_source import ModelUnavailable
 from motet.cluster.config import MotetConfig, part_config
 from motet.cluster.edge.serve_variables import LASTING_STARTS
-from motet.cluster.exposition.exposition_config import ExpositionConfig
+from motet.cluster.exposition.node_page import ExpositionConfig
 from motet.cluster.launch.local_serve import free_ports
 from motet.cluster.launch_secrets import LaunchSecrets
 from motet.cluster.registry_server.redis_server import RedisServer
@@ -28,10 +28,8 @@ from motet.cluster.replicas import gang, ingress
 from motet.cluster.replicas.gang import GangReplica
 from motet.cluster.replicas.ingress import RouterReplica
 from motet.cluster.replicas.launch_keeper import LaunchKeeper
-from motet.cluster.replicas.replica_start import MAX_FAILED_STARTS, ReplicaStart
-from motet.cluster.replicas.running_parts import RunningParts
-from motet.cluster.replicas.start_page import StartPage
-from motet.cluster.settings.config_error import ConfigError
+from motet.cluster.replicas.replica_start import MAX_FAILED_STARTS, ReplicaStart, RunningParts, StartPage
+from motet.cluster.settings.setting_field import ConfigError
 from motet.tests.rigs.part_configs import DEFAULTS
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.ray_nodes import DEMO

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from motet.cluster.commands.serve_command import serve
 from motet.cluster.config import MotetConfig
-from motet.cluster.replicas.gang_workers import interface_of
+from motet.cluster.replicas.gang import interface_of
 from motet.cluster.resources import Resources, actor_options
-from motet.cluster.settings.config_error import ConfigError
+from motet.cluster.settings.setting_field import ConfigError
 from motet.tests.rigs.setting_options import OPTIONS
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"

@@ -13,13 +13,12 @@ import pytest
 from ray.serve._private.deployment_state import DeploymentState
 from ray.serve.schema import ServeDeploySchema
 
+from motet.adapters.registry.launches import Kind, Rollouts, StartReport, Starts
 from motet.adapters.registry.registry import connect
-from motet.adapters.registry.rollouts import Rollouts
-from motet.adapters.registry.starts import Kind, StartReport, Starts
 from motet.cluster.launch.launch import why_not_running
 from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.replicas.launch_keeper import RolloutKeeper, last_line, num_failed_starts
 from motet.cluster.replicas.replica_start import MAX_FAILED_STARTS
-from motet.cluster.replicas.rollout_keeper import RolloutKeeper, last_line, num_failed_starts
 
 REASON = "ConfigError: --threads = 10000000000: too many"
 TRACE = f"ray::ServeReplica\n  File gang.py\n{REASON}\n"

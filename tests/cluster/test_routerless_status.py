@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 from redis import Redis
 
+from motet.adapters.registry.launches import StartReport
 from motet.adapters.registry.registry_keys import STARTS
-from motet.adapters.registry.starts import StartReport
 from motet.cluster.client import client as client_module
 from motet.cluster.commands.cli import main
 from motet.cluster.commands.routerless_status import routerless_status

@@ -11,23 +11,22 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from motet.adapters.registry.administration.ended_keys import EndedKeys
+from motet.adapters.registry.administration.key_registry import EndedKeys
 from motet.adapters.registry.registry_view import RegistryView
 from motet.cluster.config import MotetConfig
-from motet.cluster.exposition.process_page import ProcessPage
+from motet.cluster.exposition.node_page import ProcessPage
 from motet.cluster.launch_secrets import LaunchSecrets
 from motet.cluster.replicas import ingress
 from motet.cluster.replicas.ingress import RouterReplica
 from motet.cluster.replicas.launch_keeper import LaunchKeeper
-from motet.cluster.replicas.running_parts import RunningParts
+from motet.cluster.replicas.replica_start import RunningParts
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.loop_watchdog import LoopWatchdog
 from motet.router.quotas.quotas import Quotas
 from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
-from motet.router.versions.canary_book import CanaryBook
-from motet.router.versions.canary_judge import CanaryJudge
+from motet.router.versions.canary_book import CanaryBook, CanaryJudge
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.ray_nodes import DEMO
 

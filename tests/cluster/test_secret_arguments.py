@@ -11,8 +11,8 @@ from typing import Any
 import click
 import pytest
 
-from motet.cluster.client.key_file import operator_key_of, read_key, read_keys
-from motet.cluster.commands.secret_arguments import settings_with_secrets, without_secrets
+from motet.cluster.client.client_options import operator_key_of, read_key, read_keys
+from motet.cluster.commands.serve_command import settings_with_secrets, without_secrets
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch_secrets import LaunchSecrets, operator_key_in
 from motet.tests.rigs.running_motet import DEMO

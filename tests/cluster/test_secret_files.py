@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from motet.cluster.application.secret_files import SECRETS_VARIABLE, secrets_of_this_node
-from motet.cluster.settings.config_error import ConfigError
+from motet.cluster.settings.setting_field import ConfigError
 
 URL = "redis://:s3cret@host:6379"
 

@@ -7,7 +7,7 @@ import psutil
 import pytest
 from ray.serve._private import replica as serves_replica
 
-from motet.cluster.replicas.serve_port import EVERYWHERE, serve_only_at
+from motet.cluster.replicas.replica_start import EVERYWHERE, serve_only_at
 from motet.tests.rigs.listening_sockets import place_of
 
 LOOPBACK = "127.0.0.1"

@@ -10,7 +10,7 @@ import pytest
 
 from motet.cluster.replicas import serve_watch
 from motet.cluster.replicas.serve_watch import ServeWatch
-from motet.router.serve_facts import ServeFacts
+from motet.router.metrics import ServeFacts
 from motet.tests.rigs.patience import PATIENCE_S
 
 

@@ -13,16 +13,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from motet.cluster.commands.config_file import take_defaults
-from motet.cluster.commands.serve_command import ServeCommand, serve
+from motet.cluster.commands.serve_command import ServeCommand, serve, take_defaults
 from motet.cluster.config import part_config
-from motet.cluster.settings.config_error import ConfigError
 from motet.cluster.settings.flags import options_of
-from motet.cluster.settings.setting import Bytes, Count, Setting
-from motet.cluster.settings.setting_field import SettingGroup, fields_of, groups_of
-from motet.cluster.settings.settings import Settings
+from motet.cluster.settings.setting_field import Bytes, ConfigError, Count, Setting, SettingGroup, fields_of, groups_of
+from motet.cluster.settings.settings import Settings, check_update
 from motet.cluster.settings.settings_page import settings_page
-from motet.cluster.settings.update_rule import check_update
 from motet.tests.rigs.setting_options import OPTIONS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from redis.asyncio import Redis
 
 from motet.adapters.registry.ledger.entry import Entry, Stage
-from motet.cluster.client_commands.given import bound, lifetime_s
+from motet.cluster.client_commands.tenant_commands import bound, lifetime_s
 from motet.cluster.commands.cli import main
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.lora_files import lora_files

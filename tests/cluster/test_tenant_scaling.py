@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.cluster.replicas.gang_stats import COMPUTED_TOKENS, gang_load, gang_stats
+from motet.cluster.replicas.autoscaler import COMPUTED_TOKENS, gang_load, gang_stats
 from motet.cluster.scaling import FleetState, GangLoad, TenantLoad, gangs_needed
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.part_configs import scaling_config
-from motet.workers.wire.fair_shares import TenantShare
+from motet.workers.wire.engine_load import TenantShare
 
 HALF = scaling_config(min_gangs=0, max_gangs=8, tenant_scaling_share=0.5)
 ALL = scaling_config(min_gangs=0, max_gangs=8)

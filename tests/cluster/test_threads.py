@@ -9,7 +9,7 @@ import pytest
 
 from motet.cluster import config as config_module
 from motet.cluster.config import MotetConfig
-from motet.cluster.threads import cpu_quota, threads_of_a_worker, usable_cores
+from motet.cluster.resources import cpu_quota, threads_of_a_worker, usable_cores
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"
 

@@ -8,8 +8,16 @@ import pytest
 from rich.console import Console
 
 from motet.cluster.client.client import MotetClient
-from motet.cluster.demo.demo_report import print_answers, print_next_steps, print_speeds
-from motet.cluster.demo.voices import Inquiry, Reply, Voice, ask_all, speed_of
+from motet.cluster.demo.run_demo import (
+    Inquiry,
+    Reply,
+    Voice,
+    ask_all,
+    print_answers,
+    print_next_steps,
+    print_speeds,
+    speed_of,
+)
 from motet.tests.rigs.fake_motet import BASE, KEY, FakeMotet, running_fake
 
 VOICE = Voice(BASE, "base", "acme")

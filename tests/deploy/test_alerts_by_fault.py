@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from motet.adapters.registry.launches import Starts
 from motet.adapters.registry.registry import Registry, connect
-from motet.adapters.registry.starts import Starts
 from motet.cluster.launch_secrets import LaunchSecrets
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.cluster.replicas.replica_start import ReplicaStart

@@ -14,7 +14,7 @@ import yaml
 from motet.cluster.application.secret_files import SECRETS_VARIABLE
 from motet.cluster.edge.serve_variables import HUGE_PAGES, LASTING_STREAMS, PATIENT_STARTS, SERVE_FLAGS
 from motet.cluster.logs.process_log import FOLDER
-from motet.cluster.manifests.serve_config import arguments, serve_config
+from motet.cluster.manifests.file_problems import arguments, serve_config
 from motet.cluster.settings.setting_field import fields_of
 from motet.cluster.settings.settings import Settings
 from motet.tests.rigs.image_variables import image_variables

@@ -15,7 +15,7 @@ from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, P
 from motet.kernels.plain.expert_lora import HostExpertLora
 from motet.kernels.plain.experts import PlainExperts
 from motet.kernels.plain.lora import PlainLora
-from motet.workers.models.experts import choose_experts
+from motet.workers.models.layers import choose_experts
 
 CPU = torch.device("cpu")
 KERNELS = triton_kernels(CPU, torch.float32)

@@ -9,7 +9,7 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import triton_kernels, with_float8_kv
 from motet.kernels.float8_kv import Float8KV, float8_view
 from motet.kernels.plain import float8_kv as twin
-from motet.workers.execution.inputs import make_inputs
+from motet.workers.execution.device_rows import make_inputs
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed

@@ -11,8 +11,7 @@ from motet.benchmarks.gpu.engine_bench import DRY_SIZE, RANK, Bench
 from motet.benchmarks.gpu.machine import Machine
 from motet.kernels.backend import triton_kernels
 from motet.workers.execution.device_rows import MOST_ROWS
-from motet.workers.execution.graphs import Compute
-from motet.workers.execution.mixed_graphs import mixed_sizes
+from motet.workers.execution.graphs import Compute, mixed_sizes
 from motet.workers.plan import Residence, SamplePlan, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import SamplingParams
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from motet.kernels.plain.attention import paged_attention, write_kv
 from motet.tests.rigs.given_back import poison_before_window
-from motet.workers.execution.inputs import make_inputs
+from motet.workers.execution.device_rows import make_inputs
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed, unpacked

@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 
 from motet.kernels.backend import plain_kernels
 from motet.kernels.plain.experts import PlainExperts
-from motet.workers.models.experts import choose_experts
+from motet.workers.models.layers import choose_experts
 
 HIDDEN, WIDTH = 12, 8
 # bfloat16 keeps 8 bits of each product.

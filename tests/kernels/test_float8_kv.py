@@ -13,7 +13,7 @@ from motet.kernels.pages import copy_runs, read_pages, write_pages
 from motet.kernels.plain import attention as plain_attention
 from motet.kernels.plain.float8_kv import numbers_of, paged_attention, write_kv
 from motet.tests.rigs.given_back import poison_before_window
-from motet.workers.execution.inputs import make_inputs
+from motet.workers.execution.device_rows import make_inputs
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed

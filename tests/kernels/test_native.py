@@ -25,7 +25,7 @@ from motet.kernels.native.build import COMPILERS, NativeUnavailable, load_librar
 from motet.kernels.plain import attention as plain_attention
 from motet.tests.rigs.given_back import poison_before_window
 from motet.tests.rigs.native_builds import DTYPES, EXAMPLES, HERE, TOLERANCE, close, load_build
-from motet.workers.execution.inputs import make_inputs
+from motet.workers.execution.device_rows import make_inputs
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed

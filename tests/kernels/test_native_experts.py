@@ -19,7 +19,7 @@ from motet.kernels.native.experts import NativeExperts, PackedExperts
 from motet.kernels.native.linear import NativeLinear
 from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, SANITIZERS, Build, close
-from motet.workers.models.experts import choose_experts
+from motet.workers.models.layers import choose_experts
 
 
 def load(build: Build) -> NativeExperts:

@@ -37,8 +37,8 @@ from motet.kernels.step import (
     WriteKV,
 )
 from motet.tests.rigs.native_builds import TOLERANCE
-from motet.workers.execution.inputs import make_inputs
-from motet.workers.models.experts import choose_experts
+from motet.workers.execution.device_rows import make_inputs
+from motet.workers.models.layers import choose_experts
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed

@@ -32,11 +32,10 @@ from motet.adapters.registry.ledger.archive import LedgerArchive
 from motet.adapters.registry.ledger.entry import Entry, Stage
 from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
-from motet.router.access.request_record import begin_record
+from motet.router.access.access_log import begin_record
 from motet.router.accounts.account import Account, Accounts, AnswerRequest, Ending
 from motet.router.answers.answer_form import AnswerForm
-from motet.router.answers.answer_shape import AnswerHead
-from motet.router.answers.chunk_form import ChunkForm, StreamStyle
+from motet.router.answers.chunk_form import AnswerHead, ChunkForm, StreamStyle
 from motet.router.answers.completion_answer import CompletionAnswer
 from motet.router.answers.generation_response import GenerationResponse
 from motet.router.fleet.dispatch import FleetDispatcher
@@ -45,25 +44,24 @@ from motet.router.generation.generation import Generation, GenerationRequest, Pr
 from motet.router.metrics import Metrics
 from motet.router.openai_api.answer_schema import Usage
 from motet.router.openai_api.errors import ApiError
-from motet.router.openai_api.response_id import fingerprint_of, new_response_id
-from motet.router.openai_api.stream_position import EventIds
+from motet.router.openai_api.stream_position import EventIds, fingerprint_of, new_response_id
 from motet.router.quotas.grant_sender import RedisAway
-from motet.router.quotas.limits import PERIOD_US, limits_of
+from motet.router.quotas.grants import PERIOD_US, limits_of
 from motet.router.quotas.quotas import Quotas, redis_key
-from motet.router.tenants.identity import Identity
+from motet.router.tenants.auth import Identity
 from motet.router.text.stop_strings import StopStrings
 from motet.router.text.text import TextService
-from motet.router.usage.ledger_keeper import ADOPT_INTERVAL_S, PROGRESS_INTERVAL_S, LedgerKeeper
 from motet.router.usage.metering import Metering
 from motet.router.usage.spool import Spool
+from motet.router.usage.usage import ADOPT_INTERVAL_S, PROGRESS_INTERVAL_S, LedgerKeeper
 from motet.tests.rigs.inline_redis import InlineRedis
 from motet.tests.rigs.part_configs import admission_config
 from motet.tests.rigs.simulated_gang import TOKEN, SimulatedGang
 from motet.tests.rigs.simulated_network import SimulatedNetwork
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.wire.beams import BeamRules
-from motet.workers.wire.embedding import unpacked_vector
 from motet.workers.wire.messages import AdapterRef, SamplingParams
+from motet.workers.wire.prompt_scores import unpacked_vector
 
 TROUBLE_S = 12.0  # for so long things go wrong
 NETWORK_S = 0.5  # a report that is older has come to its router

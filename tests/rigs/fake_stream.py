@@ -6,8 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from motet.workers.wire.messages import SequenceUpdate
-from motet.workers.wire.sequence_usage import SequenceUsage
+from motet.workers.wire.messages import SequenceUpdate, SequenceUsage
 
 
 class FakeStream:

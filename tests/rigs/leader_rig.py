@@ -12,7 +12,7 @@ import msgspec
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.stand_in_engine import StandInEngine
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.wire.fair_shares import ServedElsewhere
+from motet.workers.wire.engine_load import ServedElsewhere
 from motet.workers.wire.messages import (
     AdapterRef,
     Cancel,

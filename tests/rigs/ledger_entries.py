@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from redis.asyncio import Redis
 
 from motet.adapters.registry.ledger.entry import Entry, Stage
-from motet.adapters.registry.ledger.ledger_keys import prefix_of
-from motet.router.openai_api.response_id import new_response_id
+from motet.adapters.registry.ledger.ledger import prefix_of
+from motet.router.openai_api.stream_position import new_response_id
 
 MIDNIGHT = int(datetime(2026, 11, 22, tzinfo=UTC).timestamp())
 

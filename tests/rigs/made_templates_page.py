@@ -16,7 +16,7 @@ from typing import Final
 
 import transformers
 
-from motet.router.text.template_forms import TemplateForms
+from motet.router.text.chat_renderer import TemplateForms
 from motet.tests.rigs.chat_cases import CASES, TemplateRig
 
 FOLDER: Final = Path(__file__).resolve().parents[2] / ".venv" / "chat_templates"

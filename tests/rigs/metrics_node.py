@@ -18,8 +18,7 @@ from prometheus_client import Metric
 
 from motet.cluster.config import part_config
 from motet.cluster.exposition import node_page
-from motet.cluster.exposition.exposition_config import ExpositionConfig
-from motet.cluster.exposition.process_page import ProcessPage
+from motet.cluster.exposition.node_page import ExpositionConfig, ProcessPage
 from motet.router.exposition.families import Families
 from motet.tests.rigs.part_configs import DEFAULTS
 

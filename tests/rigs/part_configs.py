@@ -13,7 +13,7 @@ from motet.router.config import RouterConfig
 from motet.router.fleet.admission import AdmissionConfig
 from motet.workers.config import EngineConfig
 from motet.workers.costs.step_defaults import step_limits
-from motet.workers.leader.leader_config import LeaderConfig
+from motet.workers.leader.served_engine import LeaderConfig
 
 DEFAULTS = Settings()
 CPU_LIMITS = step_limits(False, None, None)

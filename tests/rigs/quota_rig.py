@@ -14,7 +14,7 @@ from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantReco
 from motet.router.accounts.account import Account, AnswerRequest, Ending, Progress
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas.quotas import Quotas
-from motet.router.tenants.identity import Identity
+from motet.router.tenants.auth import Identity
 from motet.tests.rigs.patience import PATIENCE_S
 
 NUMBERS = itertools.count()

@@ -30,14 +30,14 @@ from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.router.accounts.account import Accountant
 from motet.router.batches.batches import Batches
-from motet.router.batches.pace import BatchPace
+from motet.router.batches.schema import BatchPace
 from motet.router.config import CurrentConfig
 from motet.router.fleet.dispatch import Dispatcher
 from motet.router.metrics import Metrics
 from motet.router.quotas.quotas import Quotas
 from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
-from motet.router.tenants.identity import Identity
+from motet.router.tenants.auth import Identity
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.router.versions.canary_book import CanaryBook

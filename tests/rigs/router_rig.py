@@ -26,8 +26,7 @@ from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
-from motet.adapters.registry.tenants.storage_bounds import StorageUse
+from motet.adapters.registry.tenants.records import KeyRecord, Quota, StorageUse, TenantRecord
 from motet.adapters.upload import UploadService
 from motet.router.accounts.account import Accountant
 from motet.router.batches.batches import Batches
@@ -36,7 +35,7 @@ from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.metrics import Metrics
-from motet.router.openai_api.event_seal import EventSealer
+from motet.router.openai_api.stream_position import EventSealer
 from motet.router.quotas.quotas import Quotas
 from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
@@ -48,7 +47,6 @@ from motet.tests.rigs.fake_stream import FakeStream
 from motet.tests.rigs.operators import with_operator_key_in_loop
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.workers.wire.embedding import packed_vector
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import (
     GangInfo,
@@ -58,7 +56,7 @@ from motet.workers.wire.messages import (
     SequenceUpdate,
     TokenLogprobs,
 )
-from motet.workers.wire.prompt_scores import packed_scores
+from motet.workers.wire.prompt_scores import packed_scores, packed_vector
 
 BASE = "tiny/base"  # with a slash, as hub ids have
 KEYS = {"key-of-acme": "acme", "key-of-zenith": "zenith"}

@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 
 from motet.workers.decoding.token_counts import PenalisedSequences
-from motet.workers.execution.gang_messages import Execute
-from motet.workers.execution.plan_deltas import DeltaDecoder, DeltaEncoder
+from motet.workers.execution.gang_executor import DeltaDecoder, DeltaEncoder, Execute
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import (
     INT32_BYTES,
@@ -29,10 +28,9 @@ from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.wire.embedding import packed_vector
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
 from motet.workers.wire.page_keys import PageKey, dense_key, first_link, next_keys
-from motet.workers.wire.prompt_scores import PromptScores, row_bytes
+from motet.workers.wire.prompt_scores import PromptScores, packed_vector, row_bytes
 
 EOS = 99
 

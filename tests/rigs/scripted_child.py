@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
-from motet.adapters.processes.process_bounds import bound_cpu, bound_memory, resident_bytes
-from motet.adapters.processes.process_frames import LAST, NOT_LAST, read_frames, write_frames
+from motet.adapters.processes.child_processes import (
+    LAST,
+    NOT_LAST,
+    bound_cpu,
+    bound_memory,
+    read_frames,
+    resident_bytes,
+    write_frames,
+)
 
 MEMORY_BYTES = 256 << 20
 

@@ -19,15 +19,20 @@ from motet.workers.engine import Engine
 from motet.workers.engine_messages import EngineMessage
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.served_engine import OnStep, StepReport
+from motet.workers.loop import StepTimes
 from motet.workers.plan import INT32_BYTES, SampledToken, ScorePlan, SequencePlan, StepPlan, StepResult
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
-from motet.workers.step_times import StepTimes
-from motet.workers.wire.embedding import packed_vector
-from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, Submit, TokenLogprobs
-from motet.workers.wire.prompt_scores import PromptScores, packed_scores
-from motet.workers.wire.sequence_usage import SequenceUsage
+from motet.workers.wire.messages import (
+    SequenceError,
+    SequenceRequest,
+    SequenceUpdate,
+    SequenceUsage,
+    Submit,
+    TokenLogprobs,
+)
+from motet.workers.wire.prompt_scores import PromptScores, packed_scores, packed_vector
 
 TOKEN = "a secret"
 VOCAB_SIZE = 1000

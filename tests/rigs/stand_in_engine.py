@@ -14,8 +14,7 @@ import msgspec
 from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.engine_messages import End, EngineMessage, GiveUpWaiting, PinChanges
 from motet.workers.leader.served_engine import OnStep, StepReport
-from motet.workers.wire.engine_load import EngineLoad
-from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
+from motet.workers.wire.engine_load import EngineLoad, ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
     CANCELLED,
     AdapterRef,
@@ -26,12 +25,11 @@ from motet.workers.wire.messages import (
     SequenceError,
     SequenceRequest,
     SequenceUpdate,
+    SequenceUsage,
     Submit,
     TokenLogprobs,
 )
-from motet.workers.wire.page_keys import first_link, next_keys, short_key
-from motet.workers.wire.sequence_usage import SequenceUsage
-from motet.workers.wire.short_digest import short_digest
+from motet.workers.wire.page_keys import first_link, next_keys, short_digest, short_key
 
 INFO = GangInfo(
     gang_id="stand-in",

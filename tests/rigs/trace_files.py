@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from motet.workers.costs.trace import TracedRequest
+from motet.workers.costs.replay import TracedRequest
 
 
 def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:

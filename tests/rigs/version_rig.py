@@ -21,8 +21,7 @@ from motet.router.config import CurrentConfig
 from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
-from motet.router.versions.canary_book import CanaryBook
-from motet.router.versions.canary_judge import CanaryJudge
+from motet.router.versions.canary_book import CanaryBook, CanaryJudge
 from motet.tests.rigs.given_keys import give_key
 from motet.tests.rigs.lora_files import LAYOUT, lora_files
 from motet.tests.rigs.part_configs import router_config

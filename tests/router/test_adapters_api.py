@@ -20,7 +20,7 @@ from motet.adapters.errors import AdapterInvalid, RegistryUnavailable, UploadToo
 from motet.adapters.format.own_tokenizer import template_digest
 from motet.router.text.text import TextService
 from motet.router.uploads import adapters_api
-from motet.router.uploads.upload_spool import UploadSpool
+from motet.router.uploads.upload_form import UploadSpool
 from motet.tests.rigs.patience import PATIENCE_S, eventually, eventually_in_loop
 from motet.tests.rigs.router_rig import CHAT_TEMPLATE, HEADERS, RouterRig, serving, text_service
 

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 import pytest
 
-from motet.router.grammars.call_texts import CALL_TEXTS, WantedCalls
+from motet.router.grammars.call_grammar import CALL_TEXTS, WantedCalls
 from motet.router.grammars.check_process import GrammarTrial
 from motet.router.grammars.lark_text import lark_text
 from motet.router.grammars.wanted_grammar import WantedGrammar

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from motet.router.openai_api.json_body import refused_fields
 from motet.router.openai_api.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -14,8 +15,7 @@ from motet.router.openai_api.request_schema import (
     RefusedInCompletions,
     UnsupportedFields,
 )
-from motet.router.openai_api.unsupported_fields import refused_fields
-from motet.router.openapi.error_codes import ERRORS
+from motet.router.openapi.document import ERRORS
 from motet.tests.rigs.api_tables import with_tables
 from motet.tests.rigs.made_api_page import made_page
 

@@ -23,7 +23,7 @@ import pytest
 from motet.adapters.registry.batches.records import BatchRecord
 from motet.adapters.registry.ledger.entry import Stage
 from motet.router.accounts.account import AnswerRequest, Ending
-from motet.router.usage import ledger_keeper
+from motet.router.usage import usage as usage_module
 from motet.tests.rigs.batch_client import BatchClient, line
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.quota_rig import until
@@ -65,8 +65,8 @@ class _Line:
 
 def router_process(redis_url: str, folder: Path, lines: Path, name: str, most: int) -> None:
     """A router that works off batches, until it is killed."""
-    ledger_keeper.PROGRESS_INTERVAL_S = 0.05  # type: ignore[misc]
-    ledger_keeper.ADOPT_INTERVAL_S = 0.2  # type: ignore[misc]
+    usage_module.PROGRESS_INTERVAL_S = 0.05  # type: ignore[misc]
+    usage_module.ADOPT_INTERVAL_S = 0.2  # type: ignore[misc]
 
     async def run() -> None:
         accountants = [ComputedLines(lines, name, most)]

@@ -674,7 +674,7 @@ async def test_tenants_share_a_router(front: RealFront, charges: Charges) -> Non
 
 
 async def test_a_batch_gives_its_turn_to_others(front: RealFront, charges: Charges, monkeypatch: Any) -> None:
-    monkeypatch.setattr("motet.router.batches.batch_worker.MOST_BATCHES", 1)
+    monkeypatch.setattr("motet.router.batches.batches.MOST_BATCHES", 1)
     charges.wait_s = 0.02
     front.config.now = replace(front.config.now, max_batch_lines=1)
     owner, asker = BatchClient(front), BatchClient(front, ASKER_KEY)

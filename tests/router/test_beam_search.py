@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.router.generation.beam_search import NEW_SEARCH, Beam, BeamSearch
-from motet.router.generation.beam_search import advanced as followed
+from motet.router.generation.beam_streams import NEW_SEARCH, Beam, BeamSearch
+from motet.router.generation.beam_streams import advanced as followed
 from motet.workers.wire.beams import BeamRules, BeamsSoFar, SearchPath, SearchState, best_candidates, forks
 from motet.workers.wire.messages import TokenLogprobs
 

@@ -10,8 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from motet.router.grammars.call_grammar import after_thought, with_calls
-from motet.router.grammars.call_texts import CALL_TEXTS, WantedCalls
+from motet.router.grammars.call_grammar import CALL_TEXTS, WantedCalls, after_thought, with_calls
 from motet.router.grammars.lark_pieces import SPACES
 from motet.router.text.answer_format import named_format
 from motet.router.text.call_parsing import KnownTools

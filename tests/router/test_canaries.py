@@ -244,7 +244,7 @@ async def test_feedback_on_a_private_adapter_is_its_users_and_the_administrators
 async def test_feedback_may_come_as_soon_as_its_answer_and_at_another_router(
     rigs: Sequence[VersionRig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("motet.router.versions.trials_api.NEW_ANSWER_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr("motet.router.versions.versions_api.NEW_ANSWER_WAIT_S", PATIENCE_S)
     await on_trial(rigs)
     for number in range(5):
         response = await rigs[0].complete(user=f"u{number}")

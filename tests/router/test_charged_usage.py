@@ -12,20 +12,18 @@ import pytest
 
 from motet.adapters.registry.ledger.entry import Entry, merged
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
-from motet.router.access.request_record import begin_record
+from motet.router.access.access_log import begin_record
 from motet.router.accounts.account import Account, Accounts, AnswerRequest, Ending
 from motet.router.answers import generation_response
-from motet.router.answers.answer_shape import AnswerHead
-from motet.router.answers.chunk_form import ChunkForm, StreamStyle
+from motet.router.answers.chunk_form import AnswerHead, ChunkForm, StreamStyle
 from motet.router.answers.completion_answer import CompletionAnswer
 from motet.router.answers.generation_response import GenerationResponse
 from motet.router.fleet import open_sequence
 from motet.router.generation import generation as generation_module
 from motet.router.generation.generation import Generation, GenerationRequest, Prompt
 from motet.router.metrics import Metrics
-from motet.router.openai_api.response_id import fingerprint_of, new_response_id
-from motet.router.openai_api.stream_position import EventIds
-from motet.router.tenants.identity import Identity
+from motet.router.openai_api.stream_position import EventIds, fingerprint_of, new_response_id
+from motet.router.tenants.auth import Identity
 from motet.router.text.stop_strings import StopStrings
 from motet.router.usage.metering import Metering
 from motet.tests.rigs.router_rig import text_service

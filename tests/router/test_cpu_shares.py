@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.router.grammars.cpu_shares import CpuShares
+from motet.router.grammars.grammar_check import CpuShares
 
 SHARE, BURST_S = 0.25, 2.0
 PIECES = st.tuples(st.sampled_from("ab"), st.floats(0.001, 3.0), st.floats(0.0, 20.0))

@@ -13,13 +13,13 @@ import numpy as np
 import openai
 import pytest
 
-from motet.router.text.own_pooling import OwnPooling, own_pooling
+from motet.router.text.model_tokenizer import OwnPooling, own_pooling
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.openai_client import openai_client
 from motet.tests.rigs.oracle import RECIPES, Oracle, write_adapters, write_model
 from motet.tests.rigs.router_rig import BASE, RouterRig, posted, text_service
-from motet.workers.wire.embedding import pooled_positions
+from motet.workers.wire.prompt_scores import pooled_positions
 
 ADAPTER = RECIPES[0].name
 PROMPTS = [[5, 80, 33, 120, 7, 99, 140, 2], [66, 12, 150, 41, 23]]

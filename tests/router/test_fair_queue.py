@@ -11,7 +11,7 @@ from motet.router.fairness.fair_queue import FairQueue
 from motet.router.fleet.affinity import RoutingConfig, RoutingRequest
 from motet.router.fleet.known_gang import KnownGang
 from motet.tests.rigs.engine_loads import engine_load
-from motet.workers.wire.fair_shares import TenantShare
+from motet.workers.wire.engine_load import TenantShare
 from motet.workers.wire.messages import Frame
 
 counters = st.integers(0, 4000).map(float)

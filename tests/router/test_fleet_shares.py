@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.router.fairness import fleet_shares
-from motet.router.fairness.fleet_shares import FleetShares
-from motet.workers.wire.fair_shares import TenantShare
+from motet.router.fairness import fair_queue
+from motet.router.fairness.fair_queue import FleetShares
+from motet.workers.wire.engine_load import TenantShare
 
 GANGS, TENANTS = "xyz", "abc"
 
@@ -86,7 +86,7 @@ def test_routers_that_began_to_receive_at_different_times_send_the_same() -> Non
 
 
 def test_tenants_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_shares, "_MAX_TENANTS", 2)
+    monkeypatch.setattr(fair_queue, "_MAX_TENANTS", 2)
     shares = FleetShares()
     shares.receive("x", [served("a", 1), served("b", 1), served("a", 2), served("c", 1)])
     assert [shares.elsewhere("y", tenant) for tenant in "abc"] == [2, 0, 1]

@@ -18,8 +18,7 @@ from redis.asyncio import Redis
 from redis.exceptions import OutOfMemoryError
 
 from motet.adapters.errors import RegistryFull
-from motet.adapters.registry.launches import Launches
-from motet.adapters.registry.lease import Lease
+from motet.adapters.registry.launches import Launches, Lease
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_keys import CLUSTER_TOKEN, STORED_IS_COUNTED, STREAM_KEY, UPDATED_TRIALS
 from motet.cluster.application.registration import register_router

@@ -19,8 +19,20 @@ from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 
-from motet.router.quotas.grants import EXCHANGE, IDLE_US, LEASE_US, Grant, Message, Taken, Waiter, spare_target
-from motet.router.quotas.limits import PERIOD_US, Kind, Level, Limit
+from motet.router.quotas.grants import (
+    EXCHANGE,
+    IDLE_US,
+    LEASE_US,
+    PERIOD_US,
+    Grant,
+    Kind,
+    Level,
+    Limit,
+    Message,
+    Taken,
+    Waiter,
+    spare_target,
+)
 
 NUM_ROUTERS = 4
 RENEW_US = 5e6

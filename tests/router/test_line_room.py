@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.router import completions_api
-from motet.router.batches.line_room import LineRoom, ReservedRoom
+from motet.router.batches.line_call import LineRoom, ReservedRoom
 from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line
 from motet.tests.rigs.real_front import RealFront, real_front

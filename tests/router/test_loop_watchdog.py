@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
-from motet.router.histogram import Histogram
 from motet.router.loop_watchdog import LoopWatchdog
+from motet.router.metrics import Histogram
 from motet.tests.rigs.patience import eventually_in_loop
 
 BOUND_S = 0.005

@@ -15,7 +15,7 @@ from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.ledger.entry import Stage
 from motet.adapters.registry.registry import connect
 from motet.cluster.registry_server.redis_server import RedisServer
-from motet.router.usage import ledger_keeper
+from motet.router.usage import usage as usage_module
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.router_rig import HEADERS, RouterRig, chunks_of, counts_of, events_of, failing, text_service
@@ -35,7 +35,7 @@ def usage_of(client: Redis, folder: Path, **given: Any) -> Usage:
 async def usage(redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Usage]:
     """Lines are sent, and progress is written, when the test does so and not in the midst of what it looks at."""
     for interval in ("SHIP_INTERVAL_S", "PROGRESS_INTERVAL_S"):
-        monkeypatch.setattr(ledger_keeper, interval, 3600.0)
+        monkeypatch.setattr(usage_module, interval, 3600.0)
     usage = usage_of(redis_client, tmp_path)
     await usage.start()
     yield usage
@@ -176,7 +176,7 @@ async def test_without_room_for_its_line_an_answer_is_refused(
 
 async def test_redis_away_nothing_is_lost_and_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its server is killed in the middle, and once its answer is lost after it took all in."""
-    monkeypatch.setattr(ledger_keeper, "SHIP_INTERVAL_S", 0.01)
+    monkeypatch.setattr(usage_module, "SHIP_INTERVAL_S", 0.01)
     server = RedisServer(tmp_path / "redis")
     client = connect(server.start())
     usage = usage_of(client, tmp_path)

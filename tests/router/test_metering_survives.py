@@ -29,7 +29,7 @@ from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.config import CurrentConfig
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app
-from motet.router.usage import ledger_keeper
+from motet.router.usage import usage as usage_module
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.part_configs import admission_config, leader_config, router_config
 from motet.tests.rigs.patience import PATIENCE_S
@@ -53,8 +53,8 @@ from motet.workers.leader.frame_server import FrameServer
 
 def router_process(redis_url: str, folder: Path, gangs: list[str], pipe: Any) -> None:
     """Runs a router until it is killed; sends its URL through the pipe."""
-    ledger_keeper.PROGRESS_INTERVAL_S = 0.05  # type: ignore[misc]
-    ledger_keeper.ADOPT_INTERVAL_S = 0.2  # type: ignore[misc]
+    usage_module.PROGRESS_INTERVAL_S = 0.05  # type: ignore[misc]
+    usage_module.ADOPT_INTERVAL_S = 0.2  # type: ignore[misc]
 
     async def run() -> None:
         usage = Usage(

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from motet.router.fleet.affinity import GangCosts
-from motet.router.fleet.observed_costs import ObservedCosts
+from motet.router.fleet.known_gang import ObservedCosts
 from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.wire.engine_load import EngineLoad
 

@@ -23,12 +23,11 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from redis.asyncio import Redis
 
 from motet.adapters.registry.administration.administration import Administration
-from motet.adapters.registry.tenants.audit_entry import Actor
-from motet.adapters.registry.tenants.records import TenantRecord
-from motet.router.oidc import issuer_keys, token_verifier
-from motet.router.oidc.issuer_keys import IssuerError, IssuerKeys, public_keys
+from motet.adapters.registry.tenants.records import Actor, TenantRecord
+from motet.router.oidc import token_verifier
+from motet.router.oidc import token_verifier as token_verifier_module
 from motet.router.oidc.oidc_config import OidcConfig, is_safe
-from motet.router.oidc.token_verifier import LEEWAY_S, MAX_CACHED, TokenVerifier
+from motet.router.oidc.token_verifier import LEEWAY_S, MAX_CACHED, IssuerError, IssuerKeys, TokenVerifier, public_keys
 from motet.router.tenants.auth import TokensUnavailable
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.tenants_rig import TenantsRig
@@ -254,7 +253,7 @@ async def test_a_token_is_verified_once(
 async def test_keys_that_rotate_are_taken_over(
     provider: Provider, tokens: TokenVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(issuer_keys, "REQUESTED_GAP_S", 0.3)
+    monkeypatch.setattr(token_verifier_module, "REQUESTED_GAP_S", 0.3)
     old = provider.token()
     assert tokens.verify(old) is not None
     provider.keys = [jwk(OTHER_RSA_KEY, "three")]
@@ -265,8 +264,8 @@ async def test_keys_that_rotate_are_taken_over(
 
 
 async def test_keys_are_fetched_again_without_requests(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(issuer_keys, "REFRESH_S", 0.05)
-    monkeypatch.setattr(issuer_keys, "REQUESTED_GAP_S", 0.0)
+    monkeypatch.setattr(token_verifier_module, "REFRESH_S", 0.05)
+    monkeypatch.setattr(token_verifier_module, "REQUESTED_GAP_S", 0.0)
     tokens = TokenVerifier(config(provider.issuer))
     await tokens.start()
     (issuer,) = tokens.issuers.values()
@@ -284,7 +283,7 @@ async def test_no_request_waits_for_the_provider_and_no_token_is_reported(
 ) -> None:
     """While the provider hangs, no token is accepted, known key or not, and none is logged."""
     caplog.set_level(logging.DEBUG)
-    monkeypatch.setattr(issuer_keys, "FETCH_S", 3600.0)
+    monkeypatch.setattr(token_verifier_module, "FETCH_S", 3600.0)
     tokens = TokenVerifier(config(provider.issuer))
     await tokens.start()
     async with TenantsRig(redis_client, tmp_path, tokens) as rig:
@@ -313,7 +312,7 @@ async def test_no_request_waits_for_the_provider_and_no_token_is_reported(
 async def test_unknown_keys_do_not_flood_the_provider(
     provider: Provider, tokens: TokenVerifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(issuer_keys, "REQUESTED_GAP_S", 3600.0)
+    monkeypatch.setattr(token_verifier_module, "REQUESTED_GAP_S", 3600.0)
     (issuer,) = tokens.issuers.values()
     before = issuer.num_fetches
     for number in range(200):
@@ -332,7 +331,7 @@ async def test_the_last_good_keys_stay(mode: str, provider: Provider, monkeypatc
     await issuer.fetch()
     keys = issuer.keys
     assert keys is not None and set(keys) == {"one", "two"}
-    monkeypatch.setattr(issuer_keys, "FETCH_S", 0.5)
+    monkeypatch.setattr(token_verifier_module, "FETCH_S", 0.5)
     provider.mode, provider.keys = mode, []
     with pytest.raises((IssuerError, OSError, TimeoutError, httpx.HTTPError)):
         await issuer.fetch()
@@ -345,9 +344,9 @@ async def test_without_keys_a_good_token_is_not_called_wrong(
 ) -> None:
     """And a provider that hangs holds up neither a request nor the start."""
     monkeypatch.setattr(token_verifier, "_FIRST_WAIT_S", 0.1)
-    monkeypatch.setattr(issuer_keys, "_FIRST_BACKOFF_S", 0.05)
-    monkeypatch.setattr(issuer_keys, "_MAX_BACKOFF_S", 0.2)
-    monkeypatch.setattr(issuer_keys, "FETCH_S", 1.0)
+    monkeypatch.setattr(token_verifier_module, "_FIRST_BACKOFF_S", 0.05)
+    monkeypatch.setattr(token_verifier_module, "_MAX_BACKOFF_S", 0.2)
+    monkeypatch.setattr(token_verifier_module, "FETCH_S", 1.0)
     provider.mode = mode
     tokens = TokenVerifier(config(provider.issuer))
     await tokens.start()

@@ -13,10 +13,9 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from motet.router.openapi.document import openapi_document, operation_id
-from motet.router.openapi.error_codes import ERRORS, codes_of
+from motet.router.openapi.document import ERRORS, codes_of, openapi_document, operation_id
 from motet.router.route import RouteSpec
-from motet.router.tenants.identity import Identity
+from motet.router.tenants.auth import Identity
 from motet.router.text.text import TextService
 from motet.tests.rigs.all_routes import rig_with_all_routes
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
@@ -86,7 +85,7 @@ def test_a_route_that_is_not_described_is_found() -> None:
     bare = RouteSpec(method="GET", path="/v1/admin/x", handler=handler, scope="admin")
     assert [problem.split(":")[0] for problem in problems(bare)] == ["summary", "scope", "answers (or texts)"]
     unseen = RouteSpec(method="GET", path="/v1/admin/x", handler=handler, scope="public", errors=("unheard_of",))
-    with pytest.raises(KeyError, match=r"GET /v1/admin/x: .*'unheard_of'.*error_codes.py"):
+    with pytest.raises(KeyError, match=r"GET /v1/admin/x: .*'unheard_of'.*document.py"):
         openapi_document([unseen])
 
 

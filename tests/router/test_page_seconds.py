@@ -13,15 +13,14 @@ from redis.asyncio import Redis
 
 from motet.router.generation import generation
 from motet.router.text.text import TextService
-from motet.router.usage.prices import Price, Prices
 from motet.router.usage.usage import Usage
+from motet.router.usage.usage_rows import Price, Prices
 from motet.tests.rigs import fake_stream
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
-from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, TokenLogprobs
-from motet.workers.wire.sequence_usage import SequenceUsage
+from motet.workers.wire.messages import SequenceError, SequenceRequest, SequenceUpdate, SequenceUsage, TokenLogprobs
 
 PROMPT = list(range(10, 31))
 

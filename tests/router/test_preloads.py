@@ -16,7 +16,7 @@ from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.tenants.records import TenantRecord
 from motet.router.openai_api.errors import ApiError
 from motet.router.text.text import TextService
-from motet.router.versions.preloader import MAX_IN_ALL, MAX_OF_TENANT, Preloader, may_begin, reason_of
+from motet.router.versions.residency_api import MAX_IN_ALL, MAX_OF_TENANT, Preloader, may_begin, reason_of
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.router_rig import failing, text_service
 from motet.tests.rigs.version_rig import VersionRig, version_rigs

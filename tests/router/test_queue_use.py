@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.router.fairness.queue_use import QueueUse, is_in_share, tenant_to_preempt
+from motet.router.fairness.fair_queue import QueueUse, is_in_share, tenant_to_preempt
 from motet.router.fleet import dispatch
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher

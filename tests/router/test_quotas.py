@@ -14,9 +14,9 @@ from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantReco
 from motet.router.accounts.account import Account
 from motet.router.openai_api.errors import ApiError
 from motet.router.quotas import grants
-from motet.router.quotas.limits import PERIOD_US, limits_of
+from motet.router.quotas.grants import PERIOD_US, limits_of
 from motet.router.quotas.quotas import MAX_TAKEOVERS, Quotas, redis_key
-from motet.router.tenants.identity import Identity
+from motet.router.tenants.auth import Identity
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.quota_rig import ending, identity, is_left, left, progress, routers, try_open, until
 from motet.tests.rigs.quota_rig import requested as asked

@@ -20,9 +20,9 @@ from motet.adapters.registry.tenants.records import Quota
 from motet.cluster.registry_server.redis_server import RedisServer
 from motet.router.accounts.account import Progress
 from motet.router.openai_api.errors import ApiError
-from motet.router.quotas.limits import PERIOD_US
+from motet.router.quotas.grants import PERIOD_US
 from motet.router.quotas.quotas import Quotas
-from motet.router.tenants.identity import Identity
+from motet.router.tenants.auth import Identity
 from motet.tests.rigs.late_redis import late_redis
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.router.grammars.quoted_lark import quoted_lark, quoted_pattern
+from motet.router.grammars.lark_pieces import quoted_lark, quoted_pattern
 from motet.tests.clients.agent_requests import PATCH
 from motet.tests.rigs.grammar_matcher import accepts
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from motet.router.fleet.probe import PROBE_TENANT
+from motet.router.fleet.dispatch import PROBE_TENANT
 from motet.router.text.text import TextService
 from motet.tests.rigs.router_rig import BASE, RouterRig, failing, text_service, token_by_token
 from motet.workers.wire.messages import SequenceRequest, SequenceUpdate

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.router.fleet.affinity import GangCosts
-from motet.router.fleet.relocation import (
+from motet.router.fleet.relocator import (
     GangQueue,
     Relocation,
     RelocationConfig,

@@ -15,10 +15,9 @@ from hypothesis import given as given_values
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
-from motet.router.text.answer_format import NO_FORMAT, answer_format, known_format, named_format
-from motet.router.text.answer_formats import FORMATS
+from motet.router.text.answer_format import FORMATS, NO_FORMAT, answer_format, known_format, named_format
 from motet.router.text.call_parsing import Call, KnownTools
-from motet.router.text.growing_arguments import GrowingArguments
+from motet.router.text.growing_calls import GrowingArguments
 from motet.router.text.response_reader import MAX_HELD_CHARS, Piece, Reading, ResponseReader
 from motet.tests.rigs.answer_samples import SAMPLES, TOOLS, message_of, message_of_sample, reader_of
 

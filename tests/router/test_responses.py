@@ -13,10 +13,10 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from motet.adapters.registry.ledger.ledger_keys import entry_of, field_of
+from motet.adapters.registry.ledger.ledger import entry_of, field_of
 from motet.router.bodies.request_decoder import MAX_OBJECTS
-from motet.router.openai_api.response_request import InputItem, ResponseChat, ResponsesRequest
-from motet.router.openai_api.structured_output import ResponseFormat
+from motet.router.openai_api.request_schema import ResponseFormat
+from motet.router.openai_api.response_schema import InputItem, ResponseChat, ResponsesRequest
 from motet.router.requests.response_chat import response_chat
 from motet.router.text.text import TextService
 from motet.router.usage.metering import Metering

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from motet.router.fleet import awaiting_reconnect, dispatch
+from motet.router.fleet import dispatch, open_sequence
 from motet.router.fleet.dispatch import FleetDispatcher, SequenceStream
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.tests.rigs.part_configs import admission_config, leader_config
@@ -299,7 +299,7 @@ async def test_a_broken_connection_costs_nothing_that_has_a_key(
     cluster: Cluster, num_gangs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gang still runs: it continues with the sequences that it has, and no other gang computes them again."""
-    monkeypatch.setattr(awaiting_reconnect, "RECONNECT_WAIT_S", PATIENCE_S)  # it will be back, on a slow machine later
+    monkeypatch.setattr(open_sequence, "RECONNECT_WAIT_S", PATIENCE_S)  # it will be back, on a slow machine later
     gangs = [await cluster.add() for _ in range(num_gangs)]
     await eventually(lambda: len(cluster.dispatcher.gangs()) == num_gangs)
     readers = [Reader(cluster.submit(100 * n, 400, key=f"answer/{n}"), 100 * n) for n in range(6)]

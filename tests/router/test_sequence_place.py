@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from motet.router.fleet.admission import TimeLimit
-from motet.router.fleet.awaiting_reconnect import AwaitingReconnect, CutOffSequence
-from motet.router.fleet.open_sequence import OpenSequence
-from motet.router.fleet.unsent_sequences import UnsentSequences
+from motet.router.fleet.dispatch import UnsentSequences
+from motet.router.fleet.open_sequence import AwaitingReconnect, CutOffSequence, OpenSequence
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, SequenceUpdate
 

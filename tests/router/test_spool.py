@@ -18,13 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.adapters.registry.ledger.entry import Entry, Stage
-from motet.router.usage import orphaned_spools
-from motet.router.usage.ledger_keeper import LedgerKeeper
+from motet.router.usage import usage
 from motet.router.usage.metering import Metering
-from motet.router.usage.orphaned_spools import entries_in, orphaned_spool
-from motet.router.usage.spool import Spool
-from motet.router.usage.spool_lines import FINAL, PARTIAL, line_of, read_lines
-from motet.router.usage.usage import LEDGERS_PART
+from motet.router.usage.spool import FINAL, PARTIAL, Spool, line_of, read_lines
+from motet.router.usage.usage import LEDGERS_PART, LedgerKeeper, entries_in, orphaned_spool
 from motet.tests.rigs.loop_holds import measured_holds
 from motet.tests.rigs.patience import PATIENCE_S, eventually, eventually_in_loop
 
@@ -165,7 +162,7 @@ async def test_a_spool_of_another_machine_is_taken_when_it_was_not_touched_for_l
     await dead.close()
     with orphaned_spool(tmp_path, own.lock_path) as files:
         assert files is None
-    past = own.lock_path.stat().st_mtime - orphaned_spools.SILENT_S - 1
+    past = own.lock_path.stat().st_mtime - usage.SILENT_S - 1
     os.utime(dead.lock_path, (past, past))
     with orphaned_spool(tmp_path, own.lock_path) as files:
         assert files is not None

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from motet.router.text.answer_formats import FORMATS
+from motet.router.text.answer_format import FORMATS
 from motet.router.text.model_tokenizer import load_tokenizer
 from motet.router.text.text import TextService
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of

@@ -12,8 +12,7 @@ import pytest
 
 from motet.router.grammars import grammar_check
 from motet.router.grammars.check_process import Verdict
-from motet.router.grammars.grammar_check import MAX_WAITING, GrammarCheck
-from motet.router.grammars.known_grammars import MAX_TENANT_BYTES, KnownGrammars
+from motet.router.grammars.grammar_check import MAX_TENANT_BYTES, MAX_WAITING, GrammarCheck, KnownGrammars
 from motet.router.grammars.wanted_grammar import WantedGrammar
 from motet.router.openai_api.errors import ApiError
 from motet.tests.rigs.grammar_matcher import accepts
@@ -170,7 +169,7 @@ async def test_a_tenant_rests_after_a_costly_grammar_and_others_do_not(monkeypat
 
 def test_known_grammars_are_bounded_by_tenant_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     known = KnownGrammars()
-    monkeypatch.setattr("motet.router.grammars.known_grammars.MAX_BYTES", 2 * MAX_TENANT_BYTES)
+    monkeypatch.setattr("motet.router.grammars.grammar_check.MAX_BYTES", 2 * MAX_TENANT_BYTES)
     large = Verdict(lark="x" * (MAX_TENANT_BYTES // 4))
     known.put("acme", b"first", Verdict(problem="p"))
     for number in range(10):

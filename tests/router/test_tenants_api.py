@@ -14,9 +14,9 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters import names
-from motet.adapters.registry.administration import record_changes
+from motet.adapters.registry.administration import tenant_registry
 from motet.adapters.registry.registry import hash_key
-from motet.adapters.registry.tenants.audit_entry import LOGGER
+from motet.adapters.registry.tenants.records import LOGGER
 from motet.cluster.client_commands.tenant_commands import path_of
 from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.patience import eventually_in_loop
@@ -210,7 +210,7 @@ async def test_a_key_with_a_quota_of_its_own_gets_no_other_one_by_a_new_key(
 
 
 async def test_rotation_is_no_way_past_the_bound(rig: TenantsRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_changes, "MAX_KEYS", 3)
+    monkeypatch.setattr(tenant_registry, "MAX_KEYS", 3)
     admin = await rig.make_key("acme", "admin", "infer")
     for _ in range(2):
         last = await rig.done("POST", f"{OWN}/{hash_key(admin)[:16]}/rotate", admin, json={"overlap_s": 600})

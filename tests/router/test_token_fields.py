@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from motet.router.generation.choice import Choice
-from motet.router.generation.end_rules import EndRules
+from motet.router.generation.choice import Choice, EndRules
 from motet.router.text.stop_strings import StopStrings
 from motet.router.text.text import TextService
 from motet.tests.rigs.router_rig import BASE, CONTEXT, EOS, RouterRig, chunks_of, text_service
-from motet.workers.wire.messages import SequenceUpdate
-from motet.workers.wire.token_rules import TokenRules
+from motet.workers.wire.messages import SequenceUpdate, TokenRules
 
 ANSWER = "the quick brown fox"
 

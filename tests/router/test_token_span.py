@@ -7,7 +7,7 @@ import unicodedata
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from motet.router.text.token_span import max_bytes_per_token
+from motet.router.text.token_bytes import max_bytes_per_token
 from motet.tests.rigs.router_rig import byte_level_tokenizer
 
 

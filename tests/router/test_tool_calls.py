@@ -14,7 +14,7 @@ from motet.router.text.text import TextService
 from motet.tests.rigs.grammar_matcher import accepts
 from motet.tests.rigs.openai_client import openai_client
 from motet.tests.rigs.router_rig import BASE, RouterRig, chunks_of, events_of, text_service
-from motet.workers.wire.token_rules import ThinkingBudget, TokenRules
+from motet.workers.wire.messages import ThinkingBudget, TokenRules
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"

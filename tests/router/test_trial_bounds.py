@@ -12,18 +12,16 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.errors import RegistryUnavailable
-from motet.adapters.registry.administration.audit_log import AuditLog
+from motet.adapters.registry.administration.administration import AuditLog
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
 from motet.adapters.registry.registry_keys import CANARIES
-from motet.adapters.registry.tenants.audit_entry import Actor
-from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
+from motet.adapters.registry.tenants.records import Actor, KeyRecord, TenantRecord
 from motet.adapters.registry.versions.canary_policy import MIN_ANSWERS
 from motet.router.accounts.account import Ending, Progress
-from motet.router.tenants.identity import Identity
+from motet.router.tenants.auth import Identity
 from motet.router.text.text import TextService
-from motet.router.versions.canary_book import MAX_FAILED_OF_TENANT, CanaryBook, counted_of
-from motet.router.versions.canary_judge import MAX_AT_ONCE, CanaryJudge
+from motet.router.versions.canary_book import MAX_AT_ONCE, MAX_FAILED_OF_TENANT, CanaryBook, CanaryJudge, counted_of
 from motet.tests.rigs.given_keys import give_key
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.quota_rig import requested

@@ -13,7 +13,7 @@ import pytest
 
 from motet.router.text.text import TextService
 from motet.router.uploads.adapters_api import MAX_WAITING_UPLOADS
-from motet.router.uploads.upload_spool import UploadSpool
+from motet.router.uploads.upload_form import UploadSpool
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.router_rig import RouterRig, text_service
 

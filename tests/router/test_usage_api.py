@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from motet.adapters.registry.ledger.entry import Entry, Stage
-from motet.router.usage.prices import Price, Prices, PricesInvalidError, read_prices
 from motet.router.usage.usage import Usage
+from motet.router.usage.usage_rows import Price, Prices, PricesInvalidError, read_prices
 from motet.tests.rigs.router_rig import OPERATORS, RouterRig, text_service
 
 TEXT = text_service()

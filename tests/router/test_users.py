@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from safetensors.torch import save
 
 from motet.adapters.registry.ledger.entry import Entry, Stage
-from motet.cluster.client_commands.limits_command import limit_lines
+from motet.cluster.client_commands.usage_commands import limit_lines
 from motet.router.quotas.quotas import Quotas
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.lora_files import lora_files

@@ -11,11 +11,10 @@ from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.canary_counts import TrialMember
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.adapters.registry.versions import rollout as rollouts
-from motet.adapters.registry.versions.canary_choice import canary_place
-from motet.adapters.registry.versions.rollout import Canary, Rollout, Shadow, VersionFacts
+from motet.adapters.registry.versions.rollout import Canary, Rollout, Shadow, VersionFacts, canary_place
 from motet.router.openai_api.errors import ApiError
 from motet.router.openai_api.request_schema import CompletionRequest
-from motet.router.tenants.identity import Identity
+from motet.router.tenants.auth import Identity
 from motet.router.versions.version_choice import VersionChoice, choose_version
 
 IDENTITY = Identity(TenantRecord(name="acme"), KeyRecord(key_id="key", tenant="acme"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from motet.router.generation.beam_search import NEW_SEARCH, BeamSearch, advanced
+from motet.router.generation.beam_streams import NEW_SEARCH, BeamSearch, advanced
 from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.gang_rig import ANYWHERE, gang, run_worker_in_nano_batches
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Oracle, write_adapters, write_model

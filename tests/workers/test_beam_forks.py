@@ -27,8 +27,7 @@ from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.window_pages import FullLayers
 from motet.workers.wire.beams import BeamRound, BeamRules, BeamsSoFar
-from motet.workers.wire.messages import Cancel, SequenceRequest
-from motet.workers.wire.sequence_usage import SequenceUsage
+from motet.workers.wire.messages import Cancel, SequenceRequest, SequenceUsage
 
 WAYS = ["one by one", "overlapping", "feeding"]
 

@@ -19,8 +19,7 @@ from motet.workers.grammar.constraints import Constraints
 from motet.workers.plan import SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.wire.beams import BeamRules
-from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, TokenLogprobs
-from motet.workers.wire.sequence_usage import SequenceUsage
+from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, SequenceUsage, TokenLogprobs
 
 
 class LateMasks:

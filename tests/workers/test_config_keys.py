@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import VARIANTS, write_model
 from motet.workers.models.config import ModelConfig
-from motet.workers.models.decoder_keys import DECODER_KEYS
+from motet.workers.models.config_keys import DECODER_KEYS
 from motet.workers.wire.messages import SamplingParams
 
 PROMPT = [(7 * place + 3) % 150 for place in range(40)]

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.workers.copies import copy_thread
-from motet.workers.copies.copy_thread import CopyThread
+from motet.workers.copies import page_mover
+from motet.workers.copies.page_mover import CopyThread
 
 
 class Copied:
@@ -34,7 +34,7 @@ def test_calls_are_made_in_order_whatever_fails_and_nothing_is_kept() -> None:
 
 
 def test_it_is_closed_although_a_call_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_thread, "_CLOSING_S", 0.01)
+    monkeypatch.setattr(page_mover, "_CLOSING_S", 0.01)
     thread, begun, goes_on, done = CopyThread("test-copies"), threading.Event(), threading.Event(), list[int]()
 
     def hang() -> None:

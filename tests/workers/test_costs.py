@@ -28,9 +28,18 @@ from motet.benchmarks.rigs.published_bases import BASES, published_base
 from motet.cluster.commands.cli import main
 from motet.tests.rigs.oracle import VARIANTS
 from motet.workers.costs.devices import DEVICES, Device
-from motet.workers.costs.measured_device import measured_device
-from motet.workers.costs.model_size import attention_flops, gang_weights_bytes, kv_bytes_of_a_token, model_size
-from motet.workers.costs.operations import Batch, Chunk, Formats, Operation, step_operations
+from motet.workers.costs.measured_steps import measured_device
+from motet.workers.costs.operations import (
+    Batch,
+    Chunk,
+    Formats,
+    Operation,
+    attention_flops,
+    gang_weights_bytes,
+    kv_bytes_of_a_token,
+    model_size,
+    step_operations,
+)
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from motet.tests.rigs.part_configs import engine_config
 from motet.workers import worker_builder
 from motet.workers.config import default_kv_host_bytes
-from motet.workers.memory.pool import PoolGeometry
+from motet.workers.memory.page_arrays import PoolGeometry
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.worker_builder import tier_sizes
 

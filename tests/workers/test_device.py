@@ -19,7 +19,7 @@ from motet.kernels.plain.attention import paged_attention
 from motet.workers import device_probe
 from motet.workers.device import resolve_device
 from motet.workers.device_probe import DeviceFacts
-from motet.workers.execution.inputs import make_inputs
+from motet.workers.execution.device_rows import make_inputs
 from motet.workers.plan import SequencePlan, StepPlan, packed
 
 BASE = Path(__file__).resolve().parents[2] / "examples" / "demo" / "base"

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
-from motet.workers.checkpoint import file_ranges
-from motet.workers.checkpoint.device_checkpoint import DeviceCheckpoint
-from motet.workers.checkpoint.load_progress import LoadProgress
+from motet.workers.checkpoint import device_checkpoint
+from motet.workers.checkpoint.device_checkpoint import DeviceCheckpoint, LoadProgress
 from motet.workers.checkpoint.stored_tensor import stored_tensors
 from motet.workers.models.weights import Checkpoint, open_checkpoint
 
@@ -234,10 +233,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, gpu: StandInGpu, monkeypatch
 
 def test_large_pieces_are_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where one of them fails, its error is reported when all have ended."""
-    monkeypatch.setattr(file_ranges, "_LEAST_BYTES", 1000)
+    monkeypatch.setattr(device_checkpoint, "_LEAST_BYTES", 1000)
     folder = write(tmp_path, torch.bfloat16, first=(7,), weight=(61, 101))
     stored = next(each for each in stored_tensors(folder / "part-000.safetensors") if each.name == "weight")
-    files, target = file_ranges.FileRanges(), bytearray(61 * 101 * 2 - 100)
+    files, target = device_checkpoint.FileRanges(), bytearray(61 * 101 * 2 - 100)
     files.read(stored, 100, memoryview(target))
     expected = Checkpoint(folder, torch.bfloat16, CPU).take("weight", (61, 101)).view(torch.uint8).flatten()[100:]
     assert torch.equal(torch.frombuffer(target, dtype=torch.uint8), expected)
@@ -267,7 +266,7 @@ def test_tensors_that_do_not_fit_the_model(tmp_path: Path, gpu: StandInGpu) -> N
 def test_progress_is_reported_by_percent_and_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
     now, reported = [0.0], []
     progress = LoadProgress(4000 << 20, lambda *each: reported.append(each), lambda: now[0])
-    with caplog.at_level(logging.INFO, "motet.workers.checkpoint.load_progress"):
+    with caplog.at_level(logging.INFO, "motet.workers.checkpoint.device_checkpoint"):
         for _ in range(4000):  # of which this worker reads a half, at 512 MiB a second
             now[0] += 1 / 1024
             progress.read(1 << 19)

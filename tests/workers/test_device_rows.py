@@ -10,9 +10,7 @@ import torch
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.joint_sampling import ChoicesUnderWay, RowChoice
 from motet.workers.execution.begun_step import BegunStep
-from motet.workers.execution.device_rows import DeviceInputs, DeviceRows
-from motet.workers.execution.inputs import StepInputs, make_inputs
-from motet.workers.execution.page_tables import PageTables
+from motet.workers.execution.device_rows import DeviceInputs, DeviceRows, PageTables, StepInputs, make_inputs
 from motet.workers.plan import SamplePlan, SequencePlan, StepPlan, packed
 from motet.workers.wire.messages import SamplingParams
 

@@ -13,8 +13,8 @@ from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, Oracle, write_adapters, write_model
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
-from motet.workers.wire.embedding import Pooling, pooled_positions, unpacked_vector
 from motet.workers.wire.messages import SamplingParams, SequenceUpdate
+from motet.workers.wire.prompt_scores import Pooling, pooled_positions, unpacked_vector
 
 pytestmark = pytest.mark.slow  # models of transformers, and engines
 TOLERANCE = 1e-4  # in float32

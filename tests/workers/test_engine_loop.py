@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.workers import step_deadline
+from motet.workers import loop as loop_module
 from motet.workers.engine_messages import EngineMessage, GiveUpWaiting, PinChanges, TokenInterval
 from motet.workers.leader.served_engine import StepReport
-from motet.workers.loop import EngineLoop
-from motet.workers.step_deadline import StepDeadline
-from motet.workers.wire.engine_load import EngineLoad
-from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
+from motet.workers.loop import EngineLoop, StepDeadline
+from motet.workers.wire.engine_load import EngineLoad, ServedElsewhere, TenantShare
 from motet.workers.wire.messages import (
     Cancel,
     Outdated,
@@ -215,8 +213,8 @@ def test_a_failing_engine_fails_its_sequences_and_counts_as_dead() -> None:
 def test_an_engine_that_hangs_counts_as_dead_long_before_the_longest_step_that_may_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_deadline, "LEAST_S", 0.5)
-    monkeypatch.setattr(step_deadline, "FACTOR", 0.0)  # steps of this busy machine may be long
+    monkeypatch.setattr(loop_module, "LEAST_S", 0.5)
+    monkeypatch.setattr(loop_module, "FACTOR", 0.0)  # steps of this busy machine may be long
     engine, loop, listener = started()
     loop.receive(Submit(request(1)))
     listener.wait_for(1)
@@ -235,8 +233,8 @@ def test_a_deadline_is_above_what_steps_took(steps_s: list[float]) -> None:
     assert deadline.seconds == 120.0
     for step_s in steps_s:
         deadline.observe(step_s)
-        assert step_deadline.LEAST_S <= deadline.seconds <= 120.0
-    assert deadline.seconds == 120.0 or deadline.seconds >= step_deadline.FACTOR * max(steps_s)
+        assert loop_module.LEAST_S <= deadline.seconds <= 120.0
+    assert deadline.seconds == 120.0 or deadline.seconds >= loop_module.FACTOR * max(steps_s)
 
 
 def test_shares_are_reported_a_few_times_a_second() -> None:

@@ -24,7 +24,8 @@ from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, write_adapter
 from motet.tests.rigs.stand_in_gpu.gpu_worker import UNEVEN_BYTES, gpu_of_twins, run_worker_on_gpu, twins
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu
 from motet.tests.rigs.stand_in_gpu.tally import Wait
-from motet.workers import device, device_memory, window_pages, worker_builder
+from motet.workers import device, window_pages, worker_builder
+from motet.workers import worker_builder as worker_builder_module
 from motet.workers.costs.step_defaults import cpu_pool_bytes
 from motet.workers.decoding.token_choice import uniform
 from motet.workers.decoding.token_counts import TokenCounts
@@ -192,7 +193,7 @@ def test_the_host_waits_for_a_steps_tokens_alone(llama: Stock, monkeypatch: pyte
 
 
 def test_what_a_worker_takes_of_its_gpu_is_measured(llama: Stock, caplog: pytest.LogCaptureFixture) -> None:
-    with gpu_of_twins() as gpu, caplog.at_level(logging.INFO, "motet.workers.device_memory"):
+    with gpu_of_twins() as gpu, caplog.at_level(logging.INFO, "motet.workers.worker_builder"):
         with llama.engine(60, device="cuda"):
             taken = gpu.streams.num_allocated_bytes
         assert "the GPU's memory: weights 0.00 GiB, the pool 0.00 GiB, chunks of prompts" in caplog.text
@@ -237,15 +238,17 @@ def test_the_benchmark_for_gpus_runs_with_its_tiers() -> None:
 
 def test_the_pool_of_a_gpu_is_what_is_left(llama: Stock, caplog: pytest.LogCaptureFixture) -> None:
     """All pages that have room beside the weights, the largest step and what is stated for later; and no more."""
-    total = device_memory.LATER_BYTES + (1 << 27)
-    with gpu_of_twins() as gpu, caplog.at_level(logging.INFO, "motet.workers.device_memory"):
+    total = worker_builder_module.LATER_BYTES + (1 << 27)
+    with gpu_of_twins() as gpu, caplog.at_level(logging.INFO, "motet.workers.worker_builder"):
         gpu.streams.total_bytes = total
         with llama.engine(60, device="cuda", pool_bytes=None, device_memory_share=0.999) as rig:
             num_pages = rig.engine.info.num_pages
             pool_bytes, allocated = num_pages * llama.page_bytes, gpu.streams.num_allocated_bytes
             there = ask_all(rig, prompts(4))
-            assert gpu.streams.num_peak_bytes <= int(0.999 * total) - device_memory.LATER_BYTES + llama.page_bytes
-    left = int(0.999 * total) - device_memory.LATER_BYTES - allocated
+            assert (
+                gpu.streams.num_peak_bytes <= int(0.999 * total) - worker_builder_module.LATER_BYTES + llama.page_bytes
+            )
+    left = int(0.999 * total) - worker_builder_module.LATER_BYTES - allocated
     assert 0 <= left < 0.1 * pool_bytes, "what the largest step takes for a while, and a part of a page"
     assert "the pool gets" in caplog.text
     with llama.engine(60) as rig:
@@ -254,7 +257,7 @@ def test_the_pool_of_a_gpu_is_what_is_left(llama: Stock, caplog: pytest.LogCaptu
 
 def test_a_gpu_with_nothing_left_says_what_is_there(llama: Stock) -> None:
     with gpu_of_twins() as gpu:
-        gpu.streams.total_bytes = device_memory.LATER_BYTES
+        gpu.streams.total_bytes = worker_builder_module.LATER_BYTES
         output = r"no room for a pool: device_memory_share = 0\.9 .* weights .* a larger share"
         with pytest.raises(ValueError, match=output):
             llama.engine(60, device="cuda", pool_bytes=None)

@@ -19,12 +19,12 @@ from motet.benchmarks.scarce.fair_adapters import AdapterMix, fair_adapters
 from motet.benchmarks.scarce.long_prompts import long_prompts, shares_of_long_and_short
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, scheduler
 from motet.tests.workers.test_fair_scheduling import Gang
-from motet.workers.fairness.prices import CACHED_TOKEN, OUTPUT_TOKEN, SCORED_TOKEN, load_price
+from motet.workers.fairness.tenant_counters import CACHED_TOKEN, OUTPUT_TOKEN, SCORED_TOKEN, load_price
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.growing_sequence import GrowingSequence
-from motet.workers.scheduling.planned_step import PlannedChunk
 from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.scheduling.running_sequences import PlannedChunk
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import SamplingParams
 

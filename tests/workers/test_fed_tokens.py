@@ -21,10 +21,9 @@ from motet.tests.rigs.router_rig import BASE
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu
 from motet.tests.rigs.stand_in_gpu.timeline import OrderError
-from motet.workers.execution.feeding_executor import FeedingExecutor
+from motet.workers.execution.executor import FeedingExecutor
 from motet.workers.execution.runner import Runner
-from motet.workers.wire.messages import SamplingParams
-from motet.workers.wire.token_rules import ThinkingBudget, TokenRules
+from motet.workers.wire.messages import SamplingParams, ThinkingBudget, TokenRules
 
 ADAPTER = RECIPES[0].name
 PROMPT = [random.Random(7).randrange(VOCAB_SIZE) for _ in range(11)]

@@ -17,9 +17,9 @@ from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
-from motet.workers.leader import unsent_updates
+from motet.workers.leader import router_stream
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.unsent_updates import FRAME_BYTES, UnsentUpdates, tenants_to_give_back
+from motet.workers.leader.router_stream import FRAME_BYTES, UnsentUpdates, tenants_to_give_back
 from motet.workers.wire.messages import (
     Frame,
     SamplingParams,
@@ -83,7 +83,7 @@ async def test_many_resumed_streams_with_log_probabilities(leader: Leader, monke
     await lost.read()
     num_streams, num_steps = 50, 12
     leader.engine.num_wordy_steps = num_steps
-    monkeypatch.setattr(unsent_updates, "MAX_UNREAD_VALUES", 1 << 30)  # the lost router reads nothing
+    monkeypatch.setattr(router_stream, "MAX_UNREAD_VALUES", 1 << 30)  # the lost router reads nothing
     await lost.send(*[wordy(number, None) for number in range(num_streams)])
     await eventually(lambda: len(leader.engine.submitted) == num_streams)
     num_turns = leader.engine.num_turns
@@ -126,7 +126,7 @@ async def test_a_router_that_reads_nothing_is_given_its_sequences_back(
     leader: Leader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their tokens so far come first. Another router's stream goes on all the while."""
-    monkeypatch.setattr(unsent_updates, "MAX_UNREAD_VALUES", 1 << 18)
+    monkeypatch.setattr(router_stream, "MAX_UNREAD_VALUES", 1 << 18)
     slow, quick = Router(leader.address), Router(leader.address)
     await slow.read()
     await quick.read()
@@ -158,7 +158,7 @@ async def test_a_router_that_reads_nothing_is_given_its_sequences_back(
 
 async def test_only_those_are_given_back_who_have_most_unread(leader: Leader, monkeypatch: pytest.MonkeyPatch) -> None:
     """A router reads nothing: one tenant's log-probabilities fill what it may leave unread, another one goes on."""
-    monkeypatch.setattr(unsent_updates, "MAX_UNREAD_VALUES", 1 << 18)
+    monkeypatch.setattr(router_stream, "MAX_UNREAD_VALUES", 1 << 18)
     slow = Router(leader.address)
     await slow.read()
     neighbour = SequenceRequest(

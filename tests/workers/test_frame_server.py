@@ -15,7 +15,7 @@ from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.wire.fair_shares import ServedElsewhere, TenantShare
+from motet.workers.wire.engine_load import ServedElsewhere, TenantShare
 from motet.workers.wire.messages import Cancel, Frame, FromLeader, Hello
 
 

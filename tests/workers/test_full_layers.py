@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from motet.kernels.pages import copy_slabs
 from motet.tests.rigs.scheduler_rig import Worker, asking, run, scheduler
-from motet.workers.memory.pool import PoolGeometry, kv_layers, make_pool
+from motet.workers.memory.page_arrays import PoolGeometry, kv_layers, make_pool
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler

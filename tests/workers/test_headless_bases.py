@@ -17,8 +17,8 @@ from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import ALL_LINEAR, VOCAB_SIZE, write_model
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
-from motet.workers.wire.embedding import pooled_positions, unpacked_vector
 from motet.workers.wire.messages import SamplingParams, SequenceUpdate
+from motet.workers.wire.prompt_scores import pooled_positions, unpacked_vector
 
 pytestmark = pytest.mark.slow  # models of transformers, and engines
 PROMPTS = [[5, 80, 33, 120, 7, 99, 140, 2, 17, 4, 88], [66, 12, 150, 41, 23]]

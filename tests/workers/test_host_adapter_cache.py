@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from motet.adapters.errors import AdapterCorrupt
 from motet.adapters.format.tensor_file import BFLOAT16, Tensor
-from motet.workers.memory.host_adapter_cache import HostAdapterCache, as_torch
-from motet.workers.memory.host_pins import FULL, kept_pins
+from motet.workers.memory.host_adapter_cache import FULL, HostAdapterCache, as_torch, kept_pins
 
 
 class Disk:

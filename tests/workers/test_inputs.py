@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from motet.kernels.lora import PagedAdapter
-from motet.workers.execution.inputs import make_inputs
+from motet.workers.execution.device_rows import make_inputs
 from motet.workers.plan import SequencePlan, StepPlan, packed
 
 BLOCK = 16

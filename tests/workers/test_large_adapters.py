@@ -19,8 +19,7 @@ from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.workers.copies import store_readers
 from motet.workers.memory import host_adapter_cache
-from motet.workers.memory.host_adapter_cache import HostAdapterCache, as_torch
-from motet.workers.memory.host_pins import FULL
+from motet.workers.memory.host_adapter_cache import FULL, HostAdapterCache, as_torch
 from motet.workers.wire.messages import SamplingParams, SequenceError
 
 SHORT = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

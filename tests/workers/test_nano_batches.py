@@ -18,15 +18,15 @@ from motet.kernels.lora import ABSENT, LoraSegment, PagedAdapter
 from motet.tests.rigs.oracle import VOCAB_SIZE, write_model
 from motet.tests.rigs.part_configs import engine_config
 from motet.workers import worker_builder
-from motet.workers.costs.nano_batches import LEAST_GAIN, LEAST_ROWS, StepTimes, first_rows, first_rows_of
+from motet.workers.costs.step_costs import LEAST_GAIN, LEAST_ROWS, StepTimes, first_rows, first_rows_of
 from motet.workers.execution import runner as execution
-from motet.workers.execution.inputs import StepInputs, make_inputs
-from motet.workers.execution.nano_batches import split_rows
-from motet.workers.gang_steps import measured_steps, note_of
+from motet.workers.execution.device_rows import StepInputs, make_inputs
+from motet.workers.execution.runner import split_rows
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.passes import Pass, alone, in_turn
 from motet.workers.parallel import Alone
 from motet.workers.plan import Residence, SamplePlan, SequencePlan, StepPlan, packed
+from motet.workers.step_measurements import measured_steps, note_of
 from motet.workers.wire.messages import SamplingParams
 from motet.workers.worker_builder import build_executor
 

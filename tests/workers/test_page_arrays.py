@@ -13,8 +13,15 @@ import torch
 from motet.kernels.pages import read_pages, write_pages
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.workers.copies.page_mover import PageMover
-from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages, PageArray, PageLostError
-from motet.workers.memory.pool import PoolGeometry, make_pool
+from motet.workers.memory.page_arrays import (
+    DevicePages,
+    DiskPages,
+    HostPages,
+    PageArray,
+    PageLostError,
+    PoolGeometry,
+    make_pool,
+)
 from motet.workers.plan import MoveEnd, PageMove
 
 NUM_PAGES = 10

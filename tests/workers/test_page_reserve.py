@@ -13,9 +13,17 @@ from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import EOS, asking, request, scheduler
 from motet.tests.workers.test_scheduling_cost import num_calls
 from motet.workers.plan import SampledToken, StepPlan, StepResult
-from motet.workers.scheduling.answer_lengths import NUM_BUCKETS, STARTS, AnswerLengths, bucket_of
 from motet.workers.scheduling.growing_sequence import GrowingSequence
-from motet.workers.scheduling.page_reserve import PageReserve, growth, margin, survival
+from motet.workers.scheduling.page_reserve import (
+    NUM_BUCKETS,
+    STARTS,
+    AnswerLengths,
+    PageReserve,
+    bucket_of,
+    growth,
+    margin,
+    survival,
+)
 from motet.workers.scheduling.request_limits import GangLimits, pages_for
 from motet.workers.scheduling.scheduler import Scheduler
 

@@ -18,8 +18,7 @@ from motet.workers.leader.sequence_journal import SequenceJournal
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.wire.messages import SequenceUpdate
-from motet.workers.wire.sequence_usage import SequenceUsage
+from motet.workers.wire.messages import SequenceUpdate, SequenceUsage
 
 
 class Gang:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, run, scheduler
-from motet.workers.memory.partial_page_index import PartialPageIndex, min_common_tokens
+from motet.workers.memory.prefix_cache import PartialPageIndex, min_common_tokens
 from motet.workers.plan import unpacked
 from motet.workers.scheduling.scheduler import Scheduler
 

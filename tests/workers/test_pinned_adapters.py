@@ -12,12 +12,11 @@ from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.patience import eventually
-from motet.workers.copies import pin_reader
+from motet.workers.copies import adapter_loader
 from motet.workers.engine_messages import PinChanges
-from motet.workers.memory.host_pins import FULL
-from motet.workers.memory.pinned_adapters import FORGET_S, PinnedAdapters
+from motet.workers.memory.host_adapter_cache import FORGET_S, FULL, PinnedAdapters
 from motet.workers.wire.messages import Pinned, ResidencyChange, SamplingParams
-from motet.workers.wire.short_digest import short_digest
+from motet.workers.wire.page_keys import short_digest
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
@@ -78,7 +77,7 @@ def test_a_pinned_adapter_comes_by_itself_and_is_read_once_whatever_else_is_requ
 
 def test_what_cannot_be_kept_says_why(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
     small, *_, large = sorted(stock.refs, key=lambda name: num_bytes(stock, name))
-    monkeypatch.setattr(pin_reader, "AGAIN_S", 0.01)
+    monkeypatch.setattr(adapter_loader, "AGAIN_S", 0.01)
     with stock.engine(num_pages=60, host_bytes=2 * num_bytes(stock, small)) as rig:
         host = Host(rig)
         rig.engine.receive(PinChanges({stock.refs[large].digest: True, stock.refs[small].digest: True, "f" * 64: True}))
@@ -91,7 +90,7 @@ def test_what_cannot_be_kept_says_why(stock: Stock, monkeypatch: pytest.MonkeyPa
 
 def test_a_store_that_is_away_delays_a_pin(stock: Stock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = next(iter(stock.refs))
-    monkeypatch.setattr(pin_reader, "AGAIN_S", 0.01)
+    monkeypatch.setattr(adapter_loader, "AGAIN_S", 0.01)
     is_away = True
     load_packed = AdapterStore.load_packed
 

@@ -20,7 +20,7 @@ from motet.tests.rigs.trace_files import write_trace
 from motet.workers.costs.devices import DEVICES
 from motet.workers.costs.measured_steps import RecordingExecutor, costs_of, load_each, random_adapters, wait_a_little
 from motet.workers.costs.operations import Batch, step_operations
-from motet.workers.costs.replay import Replayed, VirtualExecutor, replay
+from motet.workers.costs.replay import Replayed, TracedRequest, VirtualExecutor, read_trace, replay
 from motet.workers.costs.step_costs import StepCosts, StepShape, fit_line, fit_steps, non_negative_least_squares
 from motet.workers.costs.step_defaults import (
     CPU_MEMORY_SHARE,
@@ -30,7 +30,6 @@ from motet.workers.costs.step_defaults import (
     cpu_pool_bytes,
     step_limits,
 )
-from motet.workers.costs.trace import TracedRequest, read_trace
 from motet.workers.engine_builder import build_virtual_engine
 from motet.workers.wire.messages import AdapterRef
 

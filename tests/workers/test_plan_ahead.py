@@ -7,9 +7,8 @@ import pytest
 
 from motet.tests.rigs.scheduler_rig import FeedingExecutor, Worker, WorkerExecutor, limits, request, scheduler
 from motet.tests.rigs.stand_in_engine import INFO
-from motet.workers.engine import Engine
+from motet.workers.engine import Engine, PlanAhead
 from motet.workers.plan import PageCopy, StepResult
-from motet.workers.plan_ahead import PlanAhead
 
 
 def test_its_tokens_are_those_that_the_plan_before_chooses() -> None:

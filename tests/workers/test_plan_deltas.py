@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.workers.execution.gang_messages import Execute, ToWorker
-from motet.workers.execution.plan_deltas import DeltaDecoder, DeltaEncoder, PlanMismatchError
+from motet.workers.execution.gang_executor import DeltaDecoder, DeltaEncoder, Execute, PlanMismatchError, ToWorker
 from motet.workers.plan import INT32_BYTES, Int32s, SamplePlan, SequencePlan, StepPlan, packed, unpacked
 from motet.workers.wire.messages import SamplingParams
 

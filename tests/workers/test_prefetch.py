@@ -15,7 +15,7 @@ from motet.workers.engine import Engine
 from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.plan import StepPlan
 from motet.workers.scheduling.growing_sequence import GrowingSequence
-from motet.workers.scheduling.prefetch_policy import MAX_LOADS_UNDER_WAY, FreeLoads, WaitingNeeds, choose_prefetch
+from motet.workers.scheduling.prefetcher import MAX_LOADS_UNDER_WAY, FreeLoads, WaitingNeeds, choose_prefetch
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import SequenceUpdate, Submit

@@ -12,7 +12,7 @@ from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.wire.messages import Outdated, SamplingParams, SequenceRequest, Submit
-from motet.workers.wire.short_digest import short_digest
+from motet.workers.wire.page_keys import short_digest
 
 ONE = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from motet.benchmarks.scarce.calls import worst_step_over_interval
 from motet.tests.rigs.scheduler_rig import asking, quick_result
-from motet.workers.fairness import prompt_bursts
-from motet.workers.fairness.prompt_budget import PromptBudget, divide_prompt_tokens, prompt_seconds
-from motet.workers.fairness.prompt_bursts import PromptBursts
+from motet.workers.fairness import prompt_budget
+from motet.workers.fairness.prompt_budget import PromptBudget, PromptBursts, divide_prompt_tokens, prompt_seconds
 from motet.workers.fairness.tenant_counters import TenantCounter
 from motet.workers.scheduling.measured_costs import StepCosts
 from motet.workers.scheduling.request_limits import GangLimits
@@ -249,7 +248,7 @@ def test_who_decodes_has_tokens_in_time_while_prompts_burst_in(token_s: float) -
 def first_tokens_s(num_tenants: int, stretches: bool, slower: float, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """When each of 32 prompts that come at once has its first token, in order. A decode takes as long as 8 tokens."""
     if not stretches:
-        monkeypatch.setattr(prompt_bursts, "_MAX_STRETCH", 1)
+        monkeypatch.setattr(prompt_budget, "_MAX_STRETCH", 1)
     s = gang(token_interval_s=0.1)
     device = Device(s, random.Random(2), slower * 0.00066, decode_s=slower * 0.0055)
     for begin, number, max_tokens in ((1000, 8, 20), (0, 32, 80)):  # the first ones show what steps cost

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.tests.rigs.part_configs import leader_config
-from motet.workers.fairness.max_queue import MaxQueue
+from motet.workers.fairness.priority_queues import MaxQueue
 from motet.workers.leader import queue_limit
 from motet.workers.leader.queue_limit import QueueLimit
-from motet.workers.leader.sequence_timers import SequenceTimers
+from motet.workers.leader.routed_sequences import SequenceTimers
 from motet.workers.wire.messages import SamplingParams, SequenceError, SequenceRequest, SequenceUpdate
 
 tenants = st.sampled_from(["acme", "globex"])

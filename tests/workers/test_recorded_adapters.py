@@ -22,12 +22,11 @@ from motet.tests.rigs.oracle import write_model
 from motet.tests.rigs.specialisations import recorded_gpu
 from motet.tests.rigs.stand_in_gpu import streams
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import stand_in_gpu
-from motet.workers import device_memory
-from motet.workers.device_memory import DeviceMemory
-from motet.workers.execution.graphs import bucket_sizes
-from motet.workers.execution.recorded_adapters import RecordedAdapters
+from motet.workers import worker_builder
+from motet.workers.execution.graphs import RecordedAdapters, bucket_sizes
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.step_adapters import AdapterTables, StepAdapters
+from motet.workers.worker_builder import DeviceMemory
 
 CPU = torch.device("cpu")
 ENTRY_BYTES = 8  # of a page in a table
@@ -98,8 +97,8 @@ def test_a_start_leaves_room_for_the_tables_of_all_pages(
     stocks: dict[str, Stock], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The trial, which has a pool of one page, has tables as large as they can get."""
-    caplog.set_level(logging.INFO, "motet.workers.device_memory")
-    monkeypatch.setattr(device_memory, "LATER_BYTES", 1 << 20)
+    caplog.set_level(logging.INFO, "motet.workers.worker_builder")
+    monkeypatch.setattr(worker_builder, "LATER_BYTES", 1 << 20)
     monkeypatch.setattr(streams, "TOTAL_BYTES", 200 << 20)
     small: dict[str, Any] = {"max_num_sequences": 2, "max_tokens_per_step": 16}
     small |= {"pool_bytes": None, "host_bytes": 0}
@@ -109,7 +108,7 @@ def test_a_start_leaves_room_for_the_tables_of_all_pages(
     trial, ready = parts
     assert num_pages > 1000 and ready["the pool"] == num_pages * stocks["llama"].page_bytes
     assert ready["graphs"] <= trial["graphs"] < ready["graphs"] + 0.1 * ready["the pool"]
-    assert free >= device_memory.LATER_BYTES
+    assert free >= worker_builder.LATER_BYTES
     # Of decodes two sizes, of steps with prompts one in four pieces, of three layers; without and with adapters.
     assert re.search(r"graphs \d+\.\d+ GiB \(12 graphs in \d+\.\d s\)", caplog.text)
 

@@ -16,10 +16,10 @@ from motet.kernels.plain.lora import PlainLora
 from motet.tests.rigs.oracle import write_model
 from motet.workers.decoding.token_choice import begin_sample
 from motet.workers.execution.begun_step import BegunStep
-from motet.workers.execution.feeding_executor import FeedingExecutor
+from motet.workers.execution.executor import FeedingExecutor
 from motet.workers.execution.graphs import Compute, bucket_sizes
 from motet.workers.execution.runner import Runner
-from motet.workers.memory.pool import make_pool, pool_of
+from motet.workers.memory.page_arrays import make_pool, pool_of
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import load_decoder
 from motet.workers.models.rotary import rotary_tables

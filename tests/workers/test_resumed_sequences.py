@@ -13,8 +13,7 @@ import torch
 from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import VOCAB_SIZE, write_adapters, write_model
-from motet.workers.wire.messages import SamplingParams
-from motet.workers.wire.token_rules import ThinkingBudget, TokenRules
+from motet.workers.wire.messages import SamplingParams, ThinkingBudget, TokenRules
 
 TOLERANCE = 1e-3  # of log-probabilities in float32
 ADAPTERS = ("rank8", "rank16_rslora")

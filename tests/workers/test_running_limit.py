@@ -11,7 +11,7 @@ from motet.tests.rigs.part_configs import leader_config
 from motet.tests.rigs.patience import eventually_in_loop as eventually
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine
 from motet.workers.leader.frame_server import FrameServer
-from motet.workers.leader.running_limit import RunningLimit
+from motet.workers.leader.queue_limit import RunningLimit
 from motet.workers.wire.beams import BeamRules
 from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest, Submit
 

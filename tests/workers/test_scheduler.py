@@ -23,15 +23,22 @@ from motet.tests.rigs.scheduler_rig import (
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
 from motet.workers.engine_messages import GiveUpWaiting
-from motet.workers.fairness.prompt_bursts import PromptBursts
+from motet.workers.fairness.prompt_budget import PromptBursts
 from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.page_reserve import PageReserve
 from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.running_sequences import RunningSequences
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.wire.messages import Cancel, ResidencyChange, SamplingParams, SequenceError, SequenceRequest, Submit
-from motet.workers.wire.sequence_usage import SequenceUsage
+from motet.workers.wire.messages import (
+    Cancel,
+    ResidencyChange,
+    SamplingParams,
+    SequenceError,
+    SequenceRequest,
+    SequenceUsage,
+    Submit,
+)
 
 
 @settings(deadline=None, max_examples=150)

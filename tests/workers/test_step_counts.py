@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 
 from motet.tests.rigs.stand_in_gpu.step_counts import MEASURED, Counts, Load, count
-from motet.workers.execution.recorded_adapters import RecordedAdapters
+from motet.workers.execution.graphs import RecordedAdapters
 
 FEW = Load(2, context=20, num_steps=24, max_tokens=120, pool_bytes=8 << 20)
 MANY = replace(FEW, num_sequences=6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from motet.tests.rigs.engine_loads import engine_load
-from motet.workers.step_times import StepTimes
+from motet.workers.loop import StepTimes
 
 
 class Clock:

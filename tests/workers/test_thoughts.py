@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.workers.decoding.thoughts import Thoughts
-from motet.workers.wire.token_rules import ThinkingBudget
+from motet.workers.decoding.token_counts import Thoughts
+from motet.workers.wire.messages import ThinkingBudget
 
 TOKENS = st.integers(0, 3)
 MARKS = st.lists(TOKENS, min_size=1, max_size=3).map(tuple)

@@ -21,7 +21,7 @@ from motet.kernels.native.linear import NativeLinear
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.workers import worker_builder
-from motet.workers.thread_choice import (
+from motet.workers.step_measurements import (
     CLEARLY_SLOWER,
     LEAST_GAIN,
     NUM_ROUNDS,

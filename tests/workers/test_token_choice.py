@@ -20,13 +20,11 @@ from motet.kernels.plain.sampling import PlainSampling, draw_alone
 from motet.kernels.sampling import Draw, Penalty
 from motet.tests.rigs.native_builds import HERE, load_build
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import stand_in_gpu
-from motet.workers.decoding.bad_words import BadWords
 from motet.workers.decoding.token_choice import sample as sample_with
 from motet.workers.decoding.token_choice import uniform
-from motet.workers.decoding.token_counts import TokenCounts
+from motet.workers.decoding.token_counts import BadWords, TokenCounts
 from motet.workers.plan import SamplePlan, SeenTokens, packed
-from motet.workers.wire.messages import SamplingParams
-from motet.workers.wire.token_rules import ThinkingBudget, TokenRules
+from motet.workers.wire.messages import SamplingParams, ThinkingBudget, TokenRules
 
 VOCAB = 3000
 # Gives a SampledToken for each row, None for one that is not finite.

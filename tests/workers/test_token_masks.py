@@ -18,8 +18,7 @@ from motet.workers.decoding.mask_source import mask_of
 from motet.workers.decoding.token_choice import sample
 from motet.workers.decoding.token_counts import TokenCounts
 from motet.workers.plan import SamplePlan, SeenTokens, packed
-from motet.workers.wire.messages import SamplingParams
-from motet.workers.wire.token_rules import TokenRules
+from motet.workers.wire.messages import SamplingParams, TokenRules
 
 VOCAB = 1003  # not a whole number of words
 WAYS: tuple[dict[str, Any], ...] = (

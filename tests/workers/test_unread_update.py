@@ -9,9 +9,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.workers.wire.messages import SequenceError, SequenceUpdate, TokenLogprobs
+from motet.workers.wire.messages import SequenceError, SequenceUpdate, SequenceUsage, TokenLogprobs
 from motet.workers.wire.prompt_scores import PromptScores, row_bytes
-from motet.workers.wire.sequence_usage import SequenceUsage
 from motet.workers.wire.unread_update import UnreadUpdate, update_bytes
 
 F32 = st.floats(width=32, allow_nan=False)

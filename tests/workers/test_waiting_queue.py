@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.tests.rigs.scheduler_rig import request
-from motet.workers.fairness.prompt_bursts import PromptBursts
+from motet.workers.fairness.prompt_budget import PromptBursts
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.waiting_queue import WaitingQueue
 

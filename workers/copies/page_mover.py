@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -14,10 +15,81 @@ import torch
 
 from ..memory.page_arrays import MOST_AT_ONCE, PageArray
 from ..plan import MoveEnd, PageMove, Tier
-from .copy_thread import CopyThread
-from .side_stream import Mark, SideStream
+
+# One thread that copies, one call after the other.
 
 _log = logging.getLogger(__name__)
+_CLOSING_S = 1.0  # for a copy that is under way at the end; one that hangs is left behind
+
+
+class CopyThread:
+    """A daemon, since a process must be able to end while a read or a write hangs."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Calls it in the thread, after all earlier ones. No-op once closed."""
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """Ends the thread after the current call, which it does not wait for if that hangs; forgets the others."""
+        self._closed.set()
+        self._calls.put(None)
+        self._thread.join(_CLOSING_S)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None and not self._closed.is_set():
+            try:
+                call()
+            except Exception:
+                _log.exception("a copy failed")
+            del call  # what it copied may be needed for something else
+
+
+# Copies while steps run: on a GPU on their own stream, on the CPU only in their own thread.
+
+Mark = torch.cuda.Event | None  # None: on the CPU, where nothing is asynchronous
+
+
+class SideStream:
+    """The stream of one thread that copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+
+    def mark(self) -> Mark:
+        """A point in time after all that the calling thread has launched.
+
+        A copy waits for it: kernels of steps that were launched may still use pages that a later plan gave to the copy.
+        """
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    @contextmanager
+    def after(self, mark: Mark) -> Iterator[None]:
+        """What is launched within this context runs after the mark, and is done when the context ends."""
+        if self._stream is None or mark is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            try:
+                yield
+            finally:  # a copy that was launched goes on after an exception
+                self._stream.synchronize()
+
+    def finish(self) -> None:
+        """Waits for all that was launched here."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
 DISK_DEADLINE_S = 10.0  # for a disk to read or write MOST_AT_ONCE pages
 
 

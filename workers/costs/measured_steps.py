@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
+import torch
 
 from ...adapters.adapter import EXPERT_MODULES, BaseShape
 from ...adapters.format.content import AdapterContent, LoraMatrices
@@ -22,9 +24,43 @@ from ..engine import Engine
 from ..execution.executor import Executor
 from ..plan import StepPlan, StepResult
 from ..wire.messages import AdapterRef, GangInfo
-from .replay import Replayed, replay
+from .devices import Device
+from .replay import Replayed, TracedRequest, replay
 from .step_costs import StepCosts, StepShape, fit_line, fit_steps
-from .trace import TracedRequest
+
+# The limits of this machine's device, measured in a second or two: a large product and a large copy.
+
+_REPETITIONS = 5
+_SIDES = {"cuda": 8192, "cpu": 1024}  # of square matrices
+_BANDWIDTH_BYTES = {"cuda": 1 << 31, "cpu": 1 << 28}
+
+
+def measured_device(device: torch.device) -> Device:
+    """Medians of a few repetitions, with as many threads as torch has. The network is not measured."""
+    side = _SIDES[device.type]
+    a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    source = torch.ones(_BANDWIDTH_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    product_s = _seconds(lambda: torch.mm(a, b), device)
+    copy_s = _seconds(lambda: target.copy_(source), device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory_bytes = properties.name, properties.total_memory
+    else:
+        name, memory_bytes = f"this machine, {torch.get_num_threads()} threads", psutil.virtual_memory().total
+    return Device(name, 2 * side**3 / product_s, 2 * source.nbytes / copy_s, memory_bytes)
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    times = []
+    for _ in range(_REPETITIONS + 1):
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])  # the first allocates
+
 
 RANKS = (8, 16, 32, 64)  # of the adapters that steps are measured with, in turn
 _COPIED_BYTES = 64 << 20

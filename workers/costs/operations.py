@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
 
 from ...adapters.adapter import EXPERT_MODULES
 from ..models.config import ModelConfig
+from ..plan import StepPlan
 from .devices import Device
 
 _ROW_PARALLEL = ("o_proj", "down_proj", EXPERT_MODULES[2])  # cut along their inputs, the others along their outputs
@@ -228,3 +230,106 @@ def _triangle(num_tokens: int, window: int | None) -> int:
     """Pairs of one of the first tokens and one that it sees."""
     full = min(num_tokens, window or num_tokens)
     return full * (full + 1) // 2 + (num_tokens - full) * full
+
+
+# The size of a base: parameters, bytes, and floating-point operations of a token. By config.json alone.
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters by part. `active`: those that compute one token, the embedding left out."""
+
+    embedding: int
+    attention: int
+    mlp: int  # experts included
+    norms: int
+    head: int  # 0: the embedding is used
+    active: int
+
+    @property
+    def num_parameters(self) -> int:
+        return self.embedding + self.attention + self.mlp + self.norms + self.head
+
+    def weights_bytes(self, element_bytes: int = 2) -> int:
+        return self.num_parameters * element_bytes
+
+    @property
+    def flops_of_a_token(self) -> int:
+        """Of products; attention adds `attention_flops`."""
+        return 2 * self.active
+
+
+def model_size(model: ModelConfig) -> ModelSize:
+    hidden, layers, dim = model.hidden_size, model.num_layers, model.head_dim
+    query, kv = model.num_heads * dim, model.num_kv_heads * dim
+    products = hidden * (query + 2 * kv) + query * hidden
+    biases = (query + 2 * kv) * model.qkv_bias + hidden * model.output_bias
+    dense = 3 * hidden * model.intermediate_size
+    dense_bias = (2 * model.intermediate_size + hidden) * model.mlp_bias
+    experts, num_sparse, sparse, chosen = model.experts, 0, 0, 0
+    if experts is not None:
+        num_sparse, shared = sum(experts.layers), experts.shared_intermediate_size or 0
+        always = hidden * experts.num_experts + 3 * hidden * shared + (hidden if shared else 0)
+        one = 3 * hidden * experts.intermediate_size
+        sparse, chosen = always + experts.num_experts * one, always + experts.top_k * one
+    num_dense = layers - num_sparse
+    embedding = model.vocab_size * hidden
+    norms = layers * (hidden * (4 if model.family.post_norms else 2) + 2 * dim * model.family.qk_norm) + hidden
+    return ModelSize(
+        embedding=embedding,
+        attention=layers * (products + biases),
+        mlp=num_dense * (dense + dense_bias) + num_sparse * sparse,
+        norms=norms,
+        head=0 if model.tie_word_embeddings else embedding,
+        active=layers * products + num_dense * dense + num_sparse * chosen + embedding,
+    )
+
+
+def gang_weights_bytes(model: ModelConfig, degree: int, element_bytes: int = 2) -> int:
+    """Of all workers together. Those that hold the same KV head hold its projections too; the rest counts once."""
+    copied = 2 * model.num_layers * model.hidden_size * model.num_kv_heads * model.head_dim
+    return model_size(model).weights_bytes(element_bytes) + (kv_copies(model, degree) - 1) * copied * element_bytes
+
+
+def kv_bytes_of_a_token(model: ModelConfig, formats: Formats | None = None, degree: int = 1) -> int:
+    """Of all layers, on all workers of a gang of so many."""
+    return kv_copies(model, degree) * model.num_layers * (formats or Formats()).kv_bytes(model)
+
+
+def attention_flops(model: ModelConfig, context: int) -> int:
+    """Of one token that sees so many, itself included."""
+    seen = sum(min(context, window or context) for window in model.sliding_windows)
+    return 4 * seen * model.num_heads * model.head_dim
+
+
+# What plans take on a device of the catalogue: the limits of its data sheet, and one efficiency.
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """Costs of a gang of `degree` devices. Adapters and KV are copied at `host_bytes_per_s`, from any tier."""
+
+    model: ModelConfig
+    device: Device
+    degree: int
+    efficiency: float
+    host_bytes_per_s: float
+    page_bytes: int  # of a worker
+
+    def step_s(self, plan: StepPlan) -> float:
+        decodes, chunks = list[int](), list[Chunk]()
+        for part in plan.sequences:
+            if len(part.token_ids) == 1:
+                decodes.append(part.start + 1)
+            else:
+                chunks.append(Chunk(part.start, len(part.token_ids)))
+        ranks = [fmean(residence.module_ranks.values()) for residence in plan.adapters]
+        batch = Batch(tuple(decodes), tuple(chunks), len(ranks), fmean(ranks) if ranks else 1)
+        operations = step_operations(self.model, batch, self.degree)
+        return sum([operation.seconds(self.device, self.degree) for operation in operations]) / self.efficiency
+
+    def load_s(self, num_pages: int, *, from_store: bool) -> float:
+        return self.move_s(num_pages)
+
+    def move_s(self, num_pages: int) -> float:
+        return num_pages * self.page_bytes / self.host_bytes_per_s

@@ -14,8 +14,7 @@ import torch
 from ...kernels.joint_sampling import ChoicesUnderWay, Chosen, RowChoice
 from ...kernels.sampling import NO_MASKS, NOT_FINITE, Draw, Penalty, SamplingKernels
 from ..plan import SampledToken, SamplePlan
-from ..wire.messages import TokenLogprobs
-from ..wire.token_rules import TokenRules
+from ..wire.messages import TokenLogprobs, TokenRules
 from .mask_source import TokenMask, mask_of
 from .token_counts import TokenCounts
 

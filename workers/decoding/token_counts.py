@@ -4,15 +4,78 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
 
 from ..plan import SampledToken, SamplePlan, SeenTokens, StepPlan, unpacked
-from .bad_words import BadWords
-from .thoughts import Thoughts
+from ..wire.messages import ThinkingBudget, Word
+
+# Matches a sequence's output against bad words of several tokens.
+
+
+class BadWords:
+    """The bad words of one sequence."""
+
+    def __init__(self, words: Iterable[Word], output: Sequence[int]) -> None:
+        """`words`: with at least two tokens each. `output`: the sequence's generated tokens so far."""
+        self._by_last: dict[int, list[Word]] = {}  # by the last token before the one that would complete it
+        for word in words:
+            self._by_last.setdefault(word[-2], []).append(word)
+        most = max((len(word) - 1 for words in self._by_last.values() for word in words), default=0)
+        self._recent = deque(output[max(len(output) - most, 0) :], maxlen=most)
+
+    def add(self, token_id: int) -> None:
+        """Adds an output token."""
+        self._recent.append(token_id)
+
+    def banned(self) -> list[int]:
+        """The tokens that would complete a word now."""
+        words = self._by_last.get(self._recent[-1]) if self._recent else None
+        if words is None:
+            return []
+        recent = (*self._recent,)
+        return [word[-1] for word in words if recent[1 - len(word) :] == word[:-1]]
+
+
+# Whether a sequence thinks, and which token must come once it has thought enough.
+
+
+class Thoughts:
+    """The reasoning of one sequence."""
+
+    def __init__(self, budget: ThinkingBudget, output: Iterable[int]) -> None:
+        """`output`: the sequence's generated tokens so far."""
+        self._budget = budget
+        self._is_thinking = budget.has_begun
+        self._num_tokens = 0  # of thoughts, and of ends that have begun
+        self._num_matched = 0  # the last tokens that match the mark that would begin or end a thought
+        for token_id in output:
+            self.add(token_id)
+
+    def add(self, token_id: int) -> None:
+        """Adds an output token."""
+        mark = self._budget.end if self._is_thinking else self._budget.begin
+        self._num_tokens += self._is_thinking
+        self._num_matched = _matched(mark, (*mark[: self._num_matched], token_id))
+        if self._num_matched == len(mark):
+            self._is_thinking, self._num_matched = not self._is_thinking, 0
+
+    @property
+    def forced(self) -> int | None:
+        """The token that must come next; None: any may."""
+        if not self._is_thinking or self._num_tokens < self._budget.num_tokens:
+            return None
+        return self._budget.end[self._num_matched]
+
+
+def _matched(mark: Word, recent: Word) -> int:
+    """How many of the last tokens are the mark's first."""
+    while recent != mark[: len(recent)]:
+        recent = recent[1:]
+    return len(recent)
 
 
 class TokenCounts:

@@ -7,8 +7,7 @@ from functools import cached_property
 import torch
 
 from ...kernels.joint_sampling import ChoicesUnderWay
-from ..decoding.prompt_pooling import PoolingUnderWay
-from ..decoding.prompt_scoring import ScoresUnderWay
+from ..decoding.prompt_scoring import PoolingUnderWay, ScoresUnderWay
 from ..decoding.token_choice import sampled
 from ..plan import SampledToken
 from ..wire.prompt_scores import PromptScores

@@ -7,22 +7,152 @@ in recorded passes too.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, groupby, repeat
 
 import torch
 
 from ...kernels.attention import AttentionBatch
 from ...kernels.lora import LoraSegment, PagedAdapter
 from ...kernels.staging import staged
-from ..decoding.prompt_pooling import PooledRows, pooled_rows
-from ..decoding.prompt_scoring import ScoredRows, scored_rows
-from ..plan import INT32_BYTES, SamplePlan, SequencePlan, StepPlan
+from ..decoding.prompt_scoring import PooledRows, ScoredRows, pooled_rows, scored_rows
+from ..plan import INT32_BYTES, Int32s, SamplePlan, SequencePlan, StepPlan, unpacked
 from .begun_step import BegunStep
-from .inputs import segments_of
-from .page_tables import PageTables
+
+# Sequences' lists of pages, kept on a device: a step copies only new pages there.
+
+
+class PageTables:
+    """A table for each sequence of a step, all in one tensor that never moves: `pages`, int32, one after the other.
+
+    A sequence keeps its table until another one needs it. What lies beyond its last page is any valid page.
+    """
+
+    def __init__(self, num_sequences: int, most_pages: int, device: torch.device) -> None:
+        """`num_sequences`: the most of a step; `most_pages`: of a sequence."""
+        self.num_sequences, self.most_pages = num_sequences, most_pages
+        self.pages = torch.zeros(num_sequences * most_pages, dtype=torch.int32, device=device)
+        self._known: dict[int, tuple[int, Int32s]] = {}  # by sequence id: where its table begins, and its pages there
+        self._free = [table * most_pages for table in range(num_sequences - 1, -1, -1)]
+
+    def update(self, sequences: Sequence[SequencePlan]) -> tuple[list[int], array[int], array[int]]:
+        """The start of each table, and what must be written: indices in `pages`, and the pages for them.
+
+        The caller writes these after all earlier steps and before the step of these sequences.
+        """
+        places, pages, starts = array("q"), array("i"), []
+        for sequence in sequences:
+            start, known = self._known.get(sequence.sequence_id) or (self._take(sequences), b"")
+            if known is not sequence.pages:
+                kept = len(known) if sequence.pages.startswith(known) else 0
+                new = unpacked(sequence.pages[kept:])
+                first = start + kept // INT32_BYTES
+                assert kept // INT32_BYTES + len(new) <= self.most_pages, "a sequence has more pages than a table"
+                places.extend(range(first, first + len(new)))
+                pages.extend(new)
+                self._known[sequence.sequence_id] = (start, sequence.pages)
+            starts.append(start)
+        return starts, places, pages
+
+    def _take(self, sequences: Sequence[SequencePlan]) -> int:
+        """A table that none of these sequences has."""
+        if not self._free:
+            here = {sequence.sequence_id for sequence in sequences}
+            for sequence_id in self._known.keys() - here:
+                self._free.append(self._known.pop(sequence_id)[0])
+        return self._free.pop()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if two sequences share a table, or one holds other pages than is known."""
+        taken = [start for start, _ in self._known.values()]
+        assert sorted([*taken, *self._free]) == list(range(0, len(self.pages), self.most_pages))
+        content = self.pages.tolist()
+        for start, known in self._known.values():
+            pages = unpacked(known).tolist()
+            assert content[start : start + len(pages)] == pages, "a table on the device is behind"
+
+
+# A plan's tensors: all rows of a step, one after the other, without padding.
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    token_ids: torch.Tensor  # [num_rows] int64
+    attention: AttentionBatch
+    segments: tuple[LoraSegment, ...]
+    sample_rows: torch.Tensor  # [num_samples] int64, the row after which a token is chosen
+    sample_ids: tuple[int, ...]  # sequence ids, in the order of sample_rows
+    samples: tuple[SamplePlan, ...]
+    scored: tuple[ScoredRows, ...] = ()
+    pooled: tuple[PooledRows, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+
+def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: int, device: torch.device) -> StepInputs:
+    """Lays out a plan with at least one sequence; neighbours share an adapter where they can."""
+    sequences = sorted(plan.sequences, key=lambda sequence: sequence.adapter or "")
+    query_starts = tuple(accumulate((len(s.token_ids) for s in sequences), initial=0))
+    sampled = [(row_end - 1, s) for s, row_end in zip(sequences, query_starts[1:], strict=True) if s.sample is not None]
+    most_pages = max(len(s.pages) for s in sequences) // INT32_BYTES
+    token_ids, sample_rows, page_starts, positions, row_pages, row_slots, pages = staged(
+        device,
+        _ints(chain.from_iterable(s.token_ids for s in sequences)),
+        torch.tensor([row for row, _ in sampled], dtype=torch.int64),
+        *_places(sequences, query_starts, block_size),
+    )
+    context_lens = tuple(s.start + len(s.token_ids) for s in sequences)
+    return StepInputs(
+        token_ids,
+        AttentionBatch(query_starts, context_lens, pages, page_starts, most_pages, positions, row_pages, row_slots),
+        segments_of(sequences, query_starts, adapters),
+        sample_rows,
+        tuple(s.sequence_id for _, s in sampled),
+        tuple(s.sample for _, s in sampled if s.sample is not None),
+        scored_rows(sequences, query_starts) if len(sampled) < query_starts[-1] else (),
+        pooled_rows(sequences, query_starts) if len(sampled) < query_starts[-1] else (),
+    )
+
+
+def _ints(numbers: Iterable[int]) -> torch.Tensor:
+    """At least one number as int64; several times faster than `torch.tensor` of a long list."""
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)
+
+
+def _places(
+    sequences: list[SequencePlan], query_starts: tuple[int, ...], block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where each sequence's pages begin in the list of all; each row's position, page and token of that page; the list.
+
+    The lists of pages are only put together, as the bytes that they are in the plan, whatever their lengths.
+    """
+    pages = torch.frombuffer(bytearray().join([s.pages for s in sequences]), dtype=torch.int32)
+    page_starts = _ints(accumulate((len(s.pages) // INT32_BYTES for s in sequences[:-1]), initial=0))
+    lengths = torch.tensor([len(s.token_ids) for s in sequences])
+    row_sequences = torch.arange(len(sequences)).repeat_interleave(lengths)
+    first_rows = torch.tensor(query_starts[:-1])
+    starts = torch.tensor([s.start for s in sequences])
+    positions = torch.arange(query_starts[-1]) + (starts - first_rows)[row_sequences]
+    row_pages = pages[page_starts[row_sequences] + positions // block_size].long()
+    return page_starts, positions, row_pages, positions % block_size, pages
+
+
+def segments_of(
+    sequences: Sequence[SequencePlan], query_starts: Sequence[int], adapters: Mapping[str, PagedAdapter]
+) -> tuple[LoraSegment, ...]:
+    """The rows of each adapter, where neighbours with the same one are one segment."""
+    rows = zip(sequences, query_starts, query_starts[1:], strict=False)
+    segments = []
+    for digest, group in groupby(rows, key=lambda row: row[0].adapter):
+        if digest is not None:
+            neighbours = list(group)
+            segments.append(LoraSegment(neighbours[0][1], neighbours[-1][2], adapters[digest]))
+    return tuple(segments)
+
 
 _POSITION, _TABLE, _SOURCE, _TOKEN = range(4)  # of each row; _SOURCE is a row of the step before, or _GIVEN
 _GIVEN = -1  # the row's token is in _TOKEN

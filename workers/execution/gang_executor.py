@@ -2,18 +2,261 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 import msgspec
 
 from ..decoding.mask_source import MaskSource, NoMasks
-from ..plan import AdapterFailure, MoveEnd, SampledToken, StepPlan, StepResult
-from .connection import Connection, ConnectionLostError
+from ..plan import (
+    INT32_BYTES,
+    AdapterFailure,
+    HostAdapterStats,
+    Int32s,
+    MoveEnd,
+    SampledToken,
+    SequencePlan,
+    StepPlan,
+    StepResult,
+    packed,
+    unpacked,
+)
+from ..wire.prompt_scores import PromptScores
 from .executor import WorkerLostError
-from .gang_messages import Done, Failed, FromWorker, LoadEnded, Masks, MoveEnded, Stop, WantMasks
-from .plan_deltas import DeltaEncoder
+
+# Whole messages over a socket between a gang's leader and one of its workers.
+
+_LENGTH = struct.Struct("!Q")
+_MAX_MESSAGE_BYTES = 1 << 30
+# A peer whose host or network is gone is noticed after some 10 s, whether or not it owes an acknowledgement; the kernel
+# answers for a process that computes or hangs, so only deadlines notice that.
+_VANISHED_PEER = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 10_000}
+
+
+class ConnectionLostError(Exception):
+    """The other side is gone, or sent something that is no message."""
+
+
+class Connection:
+    """Sends from any thread, receives from one. TCP, because workers may be on other nodes."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _VANISHED_PEER.items():
+            if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
+                connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._socket = connected
+        self._sending = threading.Lock()
+
+    def send(self, message: bytes) -> None:
+        try:
+            with self._sending:
+                self._socket.sendall(_LENGTH.pack(len(message)) + message)
+        except OSError as error:
+            raise ConnectionLostError(str(error)) from error
+
+    def receive(self) -> bytes:
+        """The next message. Waits for it as long as `set_timeout` says."""
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if length > _MAX_MESSAGE_BYTES:
+            raise ConnectionLostError(f"a message of {length} bytes is announced: none is that long")
+        return self._exactly(length)
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        self._socket.settimeout(timeout_s)
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the other side has closed it already
+        self._socket.close()
+
+    def _exactly(self, num_bytes: int) -> bytes:
+        received = bytearray()
+        while len(received) < num_bytes:
+            try:
+                piece = self._socket.recv(min(num_bytes - len(received), 1 << 20))
+            except OSError as error:
+                raise ConnectionLostError(str(error)) from error
+            if not piece:
+                raise ConnectionLostError("the other side has closed the connection")
+            received += piece
+        return bytes(received)
+
+
+# Messages between a gang's leader and its workers, as msgpack over one connection each.
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """A worker's first message. `secret`: the gang's, so that no other process joins."""
+
+    rank: int
+    secret: str
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    what: str
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The worker's part of the base is loaded. `num_pages`: of its pool, the same on every worker.
+
+    `num_host_pages`: that its host memory has room for; the gang uses as many as all have.
+    """
+
+    kernels: str
+    device: str
+    num_pages: int
+    num_host_pages: int
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """A step is computed. Only the first worker sends the tokens, the scores and what is pooled."""
+
+    step: int
+    tokens: dict[int, SampledToken | None]
+    host_adapter_stats: HostAdapterStats = HostAdapterStats()
+    scores: dict[int, PromptScores | None] = {}
+    pooled: dict[int, bytes | None] = {}
+
+
+class LoadEnded(msgspec.Struct, frozen=True, tag="load_ended"):
+    digest: str
+    failure: AdapterFailure | None
+
+
+class MoveEnded(msgspec.Struct, frozen=True, tag="move_ended"):
+    end: MoveEnd
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The worker has failed and ends."""
+
+    problem: str
+
+
+class WantMasks(msgspec.Struct, frozen=True, tag="want_masks"):
+    """The first worker is about to choose tokens, and asks for the masks that are made: `MaskSource.take`.
+
+    Only the masks are sent: for each sequence and step the vocabulary's size in bits.
+    """
+
+    wanted: list[tuple[int, int]]
+
+
+class Masks(msgspec.Struct, frozen=True, tag="masks"):
+    """The answer, by sequence id."""
+
+    made: dict[int, bytes]
+
+
+class Execute(msgspec.Struct, frozen=True, tag="execute"):
+    """A plan whose sequences have only those of their pages that follow the ones that the worker keeps.
+
+    Made and read by `gang_executor.py`.
+    """
+
+    plan: StepPlan
+    num_kept_pages: Int32s  # of each of its sequences
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    pass
+
+
+FromWorker = Join | Progress | Ready | Done | LoadEnded | MoveEnded | Failed | WantMasks
+ToWorker = Execute | Masks | Stop
+
+
+# Plans on their way to workers in other processes, which keep the page tables of the sequences that run.
+#
+# The leader sends the pages that a sequence has got since the last plan with it, and its whole table where the workers
+# have none, or where it does not begin with the one that they have. What workers keep follows from the messages alone,
+# and all get the same ones. Tables of runs that have ended are dropped.
+
+
+class PlanMismatchError(Exception):
+    """A worker does not keep what the leader says: it would compute on wrong pages."""
+
+
+class DeltaEncoder:
+    """The leader's side: knows the tables that every worker keeps."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Int32s] = {}  # page tables, by sequence id
+
+    def encode(self, plan: StepPlan) -> Execute:
+        """The message for the plan. It must be sent, after those for earlier plans."""
+        kept = self.kept
+        for sequence_id in plan.ended_runs:
+            kept.pop(sequence_id, None)
+        parts, num_kept = list[SequencePlan](), array("i")
+        for part in plan.sequences:
+            table, pages = kept.get(part.sequence_id, b""), part.pages
+            new = b""
+            if pages is not table:  # most sequences do not grow in a step
+                if not pages.startswith(table):
+                    table = b""
+                new = pages[len(table) :]
+                kept[part.sequence_id] = pages
+            num_kept.append(len(table) // INT32_BYTES)
+            parts.append(_with_pages(part, new))
+        return Execute(msgspec.structs.replace(plan, sequences=tuple(parts)), packed(num_kept))
+
+    def check_integrity(self, workers: DeltaDecoder) -> None:
+        """Raises AssertionError if these workers, which have read all messages, keep other tables."""
+        assert self.kept == workers.kept, "leader and workers keep different tables"
+
+
+class DeltaDecoder:
+    """A worker's side: keeps the tables."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Int32s] = {}  # page tables, by sequence id
+
+    def decode(self, message: Execute) -> StepPlan:
+        """The plan, whose sequences have all of their pages.
+
+        Raises PlanMismatchError if another number of a sequence's pages is kept than the leader says.
+        """
+        kept, plan = self.kept, message.plan
+        for sequence_id in plan.ended_runs:
+            kept.pop(sequence_id, None)
+        parts = list[SequencePlan]()
+        for part, num_kept in zip(plan.sequences, unpacked(message.num_kept_pages), strict=True):
+            table = kept.get(part.sequence_id, b"") if num_kept else b""
+            if len(table) != num_kept * INT32_BYTES:
+                raise PlanMismatchError(
+                    f"step {plan.step}: the leader says that this worker keeps {num_kept} pages of sequence "
+                    f"{part.sequence_id}, and it keeps {len(table) // INT32_BYTES}"
+                )
+            if part.pages:
+                table += part.pages
+                kept[part.sequence_id] = table
+            parts.append(_with_pages(part, table))
+        return msgspec.structs.replace(plan, sequences=tuple(parts))
+
+
+def _with_pages(part: SequencePlan, pages: Int32s) -> SequencePlan:
+    return SequencePlan(
+        part.sequence_id,
+        part.token_ids,
+        part.start,
+        pages,
+        part.adapter,
+        part.sample,
+        part.is_fed,
+        part.scores,
+        part.pool,
+    )
 
 
 class GangExecutor:

@@ -16,10 +16,45 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.attention import AttentionBatch
+from ...kernels.attention import AttentionBatch, LayerKV, PagedAttention
 from ..models.step_adapters import StepAdapters
-from .device_rows import DeviceInputs, DeviceRows
-from .recorded_adapters import RecordedAdapters
+from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows
+
+# The adapters' tables that recorded steps read, shared by all recordings, which never run at the same time.
+
+
+class Reserved(Protocol):
+    """The part of `AdapterTables` that recordings need."""
+
+    def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None: ...
+
+    def part(self, reserved: StepAdapters, num_rows: int, num_segments: int) -> StepAdapters: ...
+
+    def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool: ...
+
+
+class RecordedAdapters:
+    """Room for the adapters of the largest recorded step, of which each recording reads as much as its own rows need.
+
+    Tables name every page that an adapter may lie in: a room for each recording would take a good part of a GPU.
+    """
+
+    def __init__(self, tables: Reserved, max_rows: int, max_segments: int) -> None:
+        self._tables = tables
+        self._room = tables.reserve(max_rows, max_segments)
+        self._held: tuple[StepAdapters, StepAdapters] | None = None  # a part, and the step whose adapters it holds
+
+    def part(self, num_rows: int, num_segments: int) -> StepAdapters | None:
+        """The tables for a recording of this size; None: recordings cannot hold adapters of this base."""
+        return None if self._room is None else self._tables.part(self._room, num_rows, num_segments)
+
+    def hold(self, part: StepAdapters, step: StepAdapters) -> bool:
+        """Copies a step's adapters into a part, valid until the next call. False: they do not fit."""
+        # Beyond a smaller part may be data of an earlier step, so another part with the same adapters is refilled.
+        if self._held is None or self._held[0] is not part or self._held[1] is not step:
+            self._held = (part, step) if self._tables.refill(part, step) else None
+        return self._held is not None
+
 
 _log = logging.getLogger(__name__)
 _INTERVAL_S = 5.0  # between two lines of the log
@@ -180,3 +215,108 @@ class _CudaRecording:
             between()
         self.graphs[-1].replay()
         return self.output
+
+
+# Steps with prompts recorded as CUDA graphs, one from each layer's attention to the next.
+#
+# What attention launches depends on how long prompts and contexts are: it is launched in each step, between the
+# graphs. All else depends on the number of rows alone, and is recorded for some of these. Rows that a step does not
+# fill are padding: nothing is written for them, and their results are not read.
+
+_ROWS_APART = 64  # between two buckets: so padding costs little even where products are bound by computing
+
+# The last layer's states of all rows, with this attention in place of the kernels' own.
+MixedForward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None, PagedAttention], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Widths of the tensors between two graphs."""
+
+    num_heads: int  # of this worker
+    head_dim: int
+    hidden: int
+
+
+class MixedGraphs:
+    """Recordings for a device, by number of rows, without and with adapters."""
+
+    def __init__(
+        self,
+        forward: MixedForward,
+        attend: PagedAttention,
+        widths: Widths,
+        dtype: torch.dtype,
+        adapters: RecordedAdapters,
+        rows: DeviceRows,
+        max_rows: int,
+        record: Record,
+    ) -> None:
+        """Records all of them. `max_rows`: of a step; `record`: see `CudaRecorder`."""
+        self._forward, self._attend, self._adapters, self._record = forward, attend, adapters, record
+        self._rows = rows
+        self._batch: AttentionBatch | None = None  # of the step under way
+        sizes = mixed_sizes(max_rows)
+        heads, device = (sizes[-1], widths.num_heads, widths.head_dim), rows.tables.pages.device
+        # Buffers between graphs and attention, shared by all recordings, which never run at the same time. Padding of
+        # `_attended` is zero, or has rows of an earlier, larger step.
+        self._queries = torch.zeros(heads, dtype=dtype, device=device)
+        self._attended = torch.zeros(heads, dtype=dtype, device=device)
+        self._hidden = torch.zeros((sizes[-1], widths.hidden), dtype=dtype, device=device)
+        # The largest first, so that the smaller ones fit into its memory.
+        self._buckets = {
+            (size, has_adapters): self._recorded(size, has_adapters)
+            for size in reversed(sizes)
+            for has_adapters in (False, True)
+        }
+        self._sizes = sizes
+
+    def hidden_states(self, inputs: DeviceInputs, adapters: StepAdapters | None) -> torch.Tensor | None:
+        """`[num_rows, hidden]`, valid until the next call; None: the rows or their adapters do not fit."""
+        num_rows = inputs.rows.shape[1]
+        size = next((size for size in self._sizes if size >= num_rows), None)
+        bucket = None if size is None else self._buckets[size, adapters is not None]
+        if size is None or bucket is None or not bucket.fill(adapters, self._adapters):
+            return None
+        self._rows.fill(inputs.rows, size)
+        self._batch = inputs.attention
+        return bucket.recording.replay()[:num_rows]
+
+    def _recorded(self, size: int, has_adapters: bool) -> Bucket | None:
+        adapters = None
+        if has_adapters:
+            adapters = self._adapters.part(size, num_segments=min(size, self._rows.tables.num_sequences))
+            if adapters is None:
+                return None
+
+        def compute(cut: Cut) -> torch.Tensor:
+            token_ids, batch = self._rows.fixed(size)
+
+            def attend(
+                q: torch.Tensor,
+                kv: LayerKV,
+                batch: AttentionBatch,
+                scale: float,
+                window: int | None,
+                softcap: float | None = None,
+            ) -> torch.Tensor:
+                self._queries[:size].copy_(q)
+                cut(lambda: self._attend_rows(kv, scale, window, softcap))
+                return self._attended[:size]
+
+            return self._hidden[:size].copy_(self._forward(token_ids, batch, adapters, attend))
+
+        return Bucket(adapters, self._record(compute))
+
+    def _attend_rows(self, kv: LayerKV, scale: float, window: int | None, softcap: float | None) -> None:
+        """Attention of the step under way."""
+        assert self._batch is not None, "what is recorded is replayed for a step"
+        num_rows = len(self._batch.positions)
+        attended = self._attend(self._queries[:num_rows], kv, self._batch, scale, window, softcap)
+        self._attended[:num_rows].copy_(attended)
+
+
+def mixed_sizes(max_rows: int) -> list[int]:
+    """Rows of each recording, ascending."""
+    most = min(max_rows, MOST_ROWS)
+    return [*range(_ROWS_APART, most, _ROWS_APART), most]

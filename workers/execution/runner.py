@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from ...adapters.adapter import EXPERT_MODULES, MODULES
 from ...adapters.packing.layout import AdapterLayout
-from ...kernels.attention import AttentionBatch, PagedAttention
+from ...kernels.attention import AttentionBatch, PagedAttention, split_batch
 from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ...kernels.pages import copy_slabs
 from ..decoding.mask_source import MaskSource, NoMasks, TokenMask
-from ..decoding.prompt_pooling import PoolingUnderWay
-from ..decoding.prompt_scoring import ScoredRows, ScoresUnderWay, most_rows
+from ..decoding.prompt_scoring import PoolingUnderWay, ScoredRows, ScoresUnderWay, most_rows
 from ..decoding.token_choice import begin_sample, sample
 from ..decoding.token_counts import PenalisedSequences, TokenCounts
-from ..memory.pool import PoolGeometry, kv_layers
-from ..models.context import ForwardContext
+from ..memory.page_arrays import PoolGeometry, kv_layers
 from ..models.decoder import Decoder
+from ..models.layers import ForwardContext
 from ..models.passes import in_turn
 from ..models.step_adapters import AdapterTables, StepAdapters
 from ..models.step_program import prepare_step
@@ -30,14 +29,39 @@ from ..parallel import Parallel
 from ..plan import Residence, SampledToken, SeenTokens, StepPlan, packed
 from ..wire.prompt_scores import PromptScores
 from .begun_step import BegunStep
-from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows
-from .graphs import DecodeGraphs, Record
-from .inputs import StepInputs, make_inputs
-from .mixed_graphs import MixedGraphs, Widths
-from .nano_batches import split_rows
-from .page_tables import PageTables
-from .recorded_adapters import RecordedAdapters
+from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows, PageTables, StepInputs, make_inputs
+from .graphs import DecodeGraphs, MixedGraphs, Record, RecordedAdapters, Widths
 from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
+
+# A step's rows in two nano-batches, which are computed in turn (`models/passes.py`).
+
+
+@dataclass(frozen=True)
+class NanoBatch:
+    token_ids: torch.Tensor  # [num_rows] int64
+    attention: AttentionBatch
+    segments: tuple[LoraSegment, ...]
+
+
+def split_rows(
+    token_ids: torch.Tensor, attention: AttentionBatch, segments: Sequence[LoraSegment], row: int
+) -> tuple[NanoBatch, NanoBatch]:
+    """The rows before `row`, and the others. A prompt's chunk may be in both, its earlier tokens in the first."""
+    first, second = split_batch(attention, row)
+    return (
+        NanoBatch(token_ids[:row], first, _moved(segments, 0, row)),
+        NanoBatch(token_ids[row:], second, _moved(segments, row, len(token_ids))),
+    )
+
+
+def _moved(segments: Sequence[LoraSegment], start: int, stop: int) -> tuple[LoraSegment, ...]:
+    """What segments have of these rows, which are numbered from 0 then."""
+    return tuple(
+        LoraSegment(max(segment.start, start) - start, min(segment.end, stop) - start, segment.adapter)
+        for segment in segments
+        if segment.start < stop and segment.end > start
+    )
+
 
 _MASK_GRACE = 0.02  # of a forward pass on a CPU, that masks may take longer
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..plan import Residence, SamplePlan, ScorePlan, SequencePlan, StepPlan, packed
-from ..wire.messages import SamplingParams
-from ..wire.token_rules import TokenRules
+from ..wire.messages import SamplingParams, TokenRules
 
 _LONG_SEGMENT = 257  # rows with one adapter, for which LoRA's kernels take taller tiles
 _MOST_TOP = 20  # likeliest tokens that a request may ask for

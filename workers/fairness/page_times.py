@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..wire.sequence_usage import SequenceUsage
+from ..wire.messages import SequenceUsage
 
 
 class _SharedPages:

@@ -2,7 +2,7 @@
 
 A token costs microseconds here because nothing is done per token but a list append: the engine's thread hands a whole
 step over with one `call_soon_threadsafe`, the event loop sorts it by router, and a router that is slower than the
-engine gets the steps that piled up merged into one frame, or into several if there is much (`unsent_updates.py`). One
+engine gets the steps that piled up merged into one frame, or into several if there is much (`router_stream.py`). One
 that reads far too slowly is given its sequences back, so that nothing grows without end. Each stream has one reader and
 one writer, since concurrent writes to a gRPC stream may hang.
 
@@ -23,9 +23,8 @@ import grpc
 import msgspec
 
 from ..engine_messages import PinChanges
-from ..memory.pinned_adapters import PinnedAdapters
-from ..wire.engine_load import EngineGauges, EngineLoad
-from ..wire.fair_shares import ServedElsewhere, TenantShare
+from ..memory.host_adapter_cache import PinnedAdapters
+from ..wire.engine_load import EngineGauges, EngineLoad, ServedElsewhere, TenantShare
 from ..wire.messages import (
     Cancel,
     Disown,
@@ -46,14 +45,10 @@ from ..wire.stream_options import (
     STREAM_SERVICE,
     TOKEN_KEY,
 )
-from .known_shares import KnownShares
-from .leader_config import LeaderConfig
-from .requested_adapters import RequestedAdapters
-from .residency import Residency
+from .residency import KnownShares, RequestedAdapters, Residency
 from .routed_sequences import RoutedSequences
-from .router_stream import RouterStream
-from .served_engine import ServedEngine, StepReport
-from .unsent_updates import UnsentUpdates
+from .router_stream import RouterStream, UnsentUpdates
+from .served_engine import LeaderConfig, ServedEngine, StepReport
 
 _BEAT_S = 0.25
 _FAREWELL_S = 2.0  # how long routers may take to read their last frames

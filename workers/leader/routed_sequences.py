@@ -8,24 +8,109 @@ router that comes back or for another one that requests it (`sequence_journal.py
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from ..engine_messages import End, GiveUpWaiting
 from ..wire.messages import CANCELLED, Cancel, SequenceError, SequenceRequest, SequenceUpdate, Submit
-from .leader_config import LeaderConfig
-from .queue_limit import QueueLimit
-from .requested_adapters import RequestedAdapters
-from .router_stream import RouterStream
-from .running_limit import RunningLimit
+from .queue_limit import QueueLimit, RunningLimit
+from .residency import RequestedAdapters
+from .router_stream import RouterStream, tenants_to_give_back
 from .sequence_journal import SequenceJournal
-from .sequence_log import log_arrival, log_end
-from .sequence_timers import SequenceTimers
-from .served_engine import ServedEngine
-from .unsent_updates import tenants_to_give_back
+from .served_engine import LeaderConfig, ServedEngine
+
+# A gang's log lines on single sequences: failures, and at level debug arrivals and ends.
+#
+# The request's id links them to the router's lines.
+
+FAULTS: Final = frozenset({"adapter_failed", "store_unavailable", "gang_lost", "internal"})  # not the client's doing
+
+_log = logging.getLogger(__name__)
+
+
+def log_arrival(request: SequenceRequest) -> None:
+    """A router has submitted it, or requested it again."""
+    if _log.isEnabledFor(logging.DEBUG):
+        adapter = "" if request.adapter is None else request.adapter.digest
+        counts = {"prompt_tokens": len(request.prompt_token_ids), "had_tokens": len(request.generated_token_ids)}
+        _log.debug("a sequence arrived", extra=_fields(request.request_id, request.tenant, adapter=adapter, **counts))
+
+
+def log_end(request_id: str, tenant: str, update: SequenceUpdate) -> None:
+    """Its last update is on its way to the router."""
+    kind = "" if update.error is None else update.error.kind
+    if kind in FAULTS:
+        _log.warning("a sequence failed", extra=_fields(request_id, tenant, error=kind))
+    elif _log.isEnabledFor(logging.DEBUG):
+        _log.debug("a sequence ended", extra=_fields(request_id, tenant, finish=update.finish_reason, error=kind))
+
+
+def _fields(request_id: str, tenant: str, **others: Any) -> dict[str, Any]:
+    fields = {"request_id": request_id, "tenant": tenant, **others}
+    return {"fields": {name: value for name, value in fields.items() if value not in (None, "")}}
+
+
+# How long sequences may wait at their leader, and how long they may take in all, by the leader's own clock.
+
+
+@dataclass(eq=False, slots=True)
+class _Timers:
+    wait: asyncio.TimerHandle | None
+    total: asyncio.TimerHandle | None
+
+
+class SequenceTimers:
+    """Follows sequences from their arrival to their end, by the engine's id, and keeps the `QueueLimit` informed.
+
+    Belongs to the event loop that runs when sequences start.
+    """
+
+    def __init__(
+        self, queue_limit: QueueLimit, on_wait_end: Callable[[int], None], on_timeout: Callable[[int], None]
+    ) -> None:
+        """`on_wait_end`: a sequence has no token when its `wait_s` is over. `on_timeout`: its `timeout_s` is over."""
+        self._queue_limit, self._on_wait_end, self._on_timeout = queue_limit, on_wait_end, on_timeout
+        self._timers: dict[int, _Timers] = {}
+
+    def __len__(self) -> int:
+        return len(self._timers)
+
+    def start(self, engine_id: int, request: SequenceRequest) -> None:
+        loop = asyncio.get_running_loop()
+        may_go = not (request.has_begun or request.was_admitted or request.generated_token_ids)
+        num_tokens = len(request.prompt_token_ids)
+        self._queue_limit.enter(engine_id, request.tenant, num_tokens, loop.time(), request.weight, may_go)
+        if request.wait_s is not None or request.timeout_s is not None:
+            self._timers[engine_id] = _Timers(
+                None if request.wait_s is None else loop.call_later(request.wait_s, self._on_wait_end, engine_id),
+                None if request.timeout_s is None else loop.call_later(request.timeout_s, self._on_timeout, engine_id),
+            )
+
+    def follow(self, update: SequenceUpdate) -> None:
+        """Takes in an update of the engine: the sequence has a token, or has ended."""
+        if update.finish_reason is not None or update.error is not None:
+            self.end(update.sequence_id)
+        elif update.token_ids:
+            self._queue_limit.leave(update.sequence_id)
+            timers = self._timers.get(update.sequence_id)
+            if timers is not None and timers.wait is not None:
+                timers.wait.cancel()
+                timers.wait = None
+
+    def end(self, engine_id: int) -> None:
+        """The sequence has ended or was cancelled. Unknown ids are ignored."""
+        self._queue_limit.leave(engine_id)
+        timers = self._timers.pop(engine_id, None)
+        if timers is not None:
+            for timer in (timers.wait, timers.total):
+                if timer is not None:
+                    timer.cancel()
+
 
 _MAX_ID = (1 << 63) - 1
 _HANDED_OVER = SequenceError("handed_over", "the gang is shutting down")

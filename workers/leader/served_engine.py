@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from ..engine_messages import EngineMessage
-from ..wire.engine_load import EngineLoad
-from ..wire.fair_shares import TenantShare
+from ..wire.engine_load import EngineLoad, TenantShare
 from ..wire.messages import ResidencyChange, SequenceUpdate
+
+# Settings of a gang's leader that its engine does not read.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderConfig:
+    """What may wait in one gang, and how long it remembers and keeps sequences."""
+
+    max_waiting_sequences: int  # that have no token yet; more are refused
+    max_waiting_tokens: int  # of their prompts, some 50 bytes of the leader's memory each; one may always wait
+    tenant_queue_share: float  # of both, that one tenant may take; one of its sequences may always wait
+    max_num_sequences: int  # that run at once
+    tenant_running_share: float  # of these, that one tenant may have in the engine; 1: there is no bound
+    drain_s: float  # how long sequences may go on once the gang is to stop
+    orphan_s: float  # from the end of their router's stream: long enough to replace a router
+    finished_s: float  # from their end, while their router's stream goes on
+    max_finished: int  # sequences that have ended and are kept
+    max_finished_values: int  # tokens and log-probabilities of those, together
+
+    @property
+    def max_tenant_running(self) -> int | None:
+        """Sequences of one tenant that the engine may have at once; None: no limit."""
+        if self.tenant_running_share == 1:
+            return None
+        return max(1, int(self.tenant_running_share * self.max_num_sequences))
 
 
 class StepReport(msgspec.Struct, frozen=True):

@@ -8,9 +8,8 @@ from enum import Enum
 
 from ..plan import AdapterLoad, Residence
 from ..wire.messages import AdapterRef
-from .idle_order import IdleOrder
+from .idle_order import IdleOrder, UseCount
 from .page_allocator import PageAllocator
-from .use_count import UseCount
 
 
 class AdapterState(Enum):

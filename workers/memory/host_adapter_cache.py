@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Final
 
 import numpy as np
 import torch
@@ -15,8 +18,218 @@ from ...adapters.packing.layout import AdapterLayout
 from ...adapters.packing.packed_file import PagesPart
 from ...adapters.store.store import AdapterStore
 from ...kernels.pages import write_pages
-from .host_pins import FULL, HostPins
-from .pinned_memory import PinnedArena
+from ..plan import StepPlan
+from ..wire.messages import Pinned
+from .page_arrays import PinnedArena
+
+# Adapters that are never evicted from host memory, and which of them find room there.
+
+FULL = "host memory of gangs is full of pins"
+
+
+def kept_pins(free_bytes: int, waiting: Mapping[str, int]) -> list[str]:
+    """Which pinned adapters that wait for room get it, in the order of digests; `waiting`: bytes by digest.
+
+    Adapters that have room keep it.
+    """
+    kept = []
+    for digest in sorted(waiting):
+        if waiting[digest] <= free_bytes:
+            free_bytes -= waiting[digest]
+            kept.append(digest)
+    return kept
+
+
+class HostPins:
+    """At most `max_bytes` of pinned adapters. Its owner locks it, and evicts nothing that is here."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._wanted: set[str] = set()
+        self._kept: dict[str, torch.Tensor] = {}
+        self._lacking: dict[str, None] = {}  # to be read from the store, in order of arrival
+        self._without_room: dict[str, int] = {}  # bytes
+        self._failed: dict[str, str] = {}  # reasons
+        self._news: dict[str, str] = {}  # reasons that changed since the last report; empty: recovered
+        self.num_bytes = 0
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._wanted
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, digest: str) -> torch.Tensor | None:
+        return self._kept.get(digest)
+
+    def add(self, digest: str) -> None:
+        """Pins the adapter, which is to be read until `keep` gets it."""
+        if digest not in self._wanted:
+            self._wanted.add(digest)
+            self._lacking[digest] = None
+
+    def remove(self, digest: str) -> torch.Tensor | None:
+        """Unpins the adapter, and returns what was kept of it. Others that had no room may now be read."""
+        self._wanted.discard(digest)
+        self._lacking.pop(digest, None)
+        self._without_room.pop(digest, None)
+        self._note_recovered(digest)
+        packed = self._kept.pop(digest, None)
+        if packed is not None:
+            self.num_bytes -= packed.nbytes
+            for other in kept_pins(self._max_bytes - self.num_bytes, self._without_room):
+                del self._without_room[other]
+                self._lacking[other] = None
+                self._note_recovered(other)
+        return packed
+
+    def keep(self, digest: str, packed: torch.Tensor) -> bool:
+        """Keeps a pinned adapter. False: there is no room for it among the pins."""
+        self._lacking.pop(digest, None)
+        if not kept_pins(self._max_bytes - self.num_bytes, {digest: packed.nbytes}):
+            self.lack_room(digest, packed.nbytes)
+            return False
+        self._without_room.pop(digest, None)
+        self._kept[digest] = packed
+        self.num_bytes += packed.nbytes
+        self._note_recovered(digest)
+        return True
+
+    def lack_room(self, digest: str, num_bytes: int) -> None:
+        """There is no room for a pinned adapter of `num_bytes`, which is to be read once there may be."""
+        if digest in self._wanted:
+            self._without_room[digest] = num_bytes
+            self._note_failed(digest, FULL)
+
+    def fail(self, digest: str, reason: str, *, again: bool) -> None:
+        """A pinned adapter could not be read. `again`: retry after all others; else when a sequence loads it."""
+        if digest in self._wanted and digest not in self._kept and digest not in self._without_room:
+            self._note_failed(digest, reason)
+            if again:
+                self._lacking[digest] = None
+
+    def take_lacking(self) -> str | None:
+        """Removes and returns the next adapter to read; None: there is none."""
+        digest = next(iter(self._lacking), None)
+        if digest is not None:
+            del self._lacking[digest]
+        return digest
+
+    def take_news(self) -> dict[str, str]:
+        """Reasons of pins that have failed since the last call; empty for those that have recovered."""
+        news, self._news = self._news, {}
+        return news
+
+    def _note_failed(self, digest: str, reason: str) -> None:
+        if self._failed.get(digest) != reason:
+            self._failed[digest] = self._news[digest] = reason
+
+    def _note_recovered(self, digest: str) -> None:
+        if self._failed.pop(digest, None) is not None:
+            self._news[digest] = ""
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if an invariant is broken."""
+        assert self.num_bytes == sum(packed.nbytes for packed in self._kept.values()) <= self._max_bytes
+        states = [*self._kept, *self._lacking, *self._without_room]
+        assert len(states) == len(set(states)) and set(states) <= self._wanted
+
+
+# Which adapters the gang keeps in host memory: those that any of its routers has pinned.
+
+FORGET_S: Final = 30.0  # a router's pins last this long after its stream has ended, as it may reconnect
+
+
+class PinnedAdapters:
+    """Pins of each router. Methods return changes for the engine: True is pinned, False is unpinned."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pins: dict[str, set[str]] = {}  # digests, by router
+        self._num_routers: Counter[str] = Counter()  # that pin it, by digest
+        self._left_at: dict[str, float] = {}  # routers whose streams have ended
+
+    @property
+    def digests(self) -> AbstractSet[str]:
+        """Of all adapters that a router has pinned."""
+        return self._num_routers.keys()
+
+    def receive(self, router: str, message: Pinned) -> dict[str, bool]:
+        """Takes a router's message; returns the changes."""
+        self._left_at.pop(router, None)
+        pins = self._pins.setdefault(router, set())
+        came = set(message.came) - pins
+        went = (pins - set(message.came)) if message.is_whole else pins.intersection(message.went)
+        return self._change(router, came, went)
+
+    def leave(self, router: str) -> None:
+        """The router's stream has ended."""
+        if router in self._pins:
+            self._left_at[router] = self._clock()
+
+    def expire(self) -> dict[str, bool]:
+        """Drops the pins of routers that have been away for FORGET_S; returns the changes."""
+        changes: dict[str, bool] = {}
+        if self._left_at:
+            since = self._clock() - FORGET_S
+            for router in [router for router, left_at in self._left_at.items() if left_at <= since]:
+                del self._left_at[router]
+                changes |= self._change(router, (), set(self._pins[router]))
+        return changes
+
+    def _change(self, router: str, came: Iterable[str], went: Iterable[str]) -> dict[str, bool]:
+        pins, changes = self._pins[router], dict[str, bool]()
+        for digest in sorted(came):
+            pins.add(digest)
+            self._num_routers[digest] += 1
+            if self._num_routers[digest] == 1:
+                changes[digest] = True
+        for digest in sorted(went):
+            pins.discard(digest)
+            self._num_routers[digest] -= 1
+            if not self._num_routers[digest]:
+                del self._num_routers[digest]
+                changes[digest] = False
+        if not pins:
+            del self._pins[router]
+        return changes
+
+
+# Updates about adapters in the workers' host memory that the next plan carries.
+
+_MAX_OUTDATED = 1024  # digests that wait for a step; the oldest beyond are dropped
+
+
+class PendingHostUpdates:
+    def __init__(self) -> None:
+        self._outdated: list[str] = []
+        self._pins: dict[str, bool] = {}
+
+    def outdate(self, digest: str) -> None:
+        """The adapter has no name any more."""
+        self._outdated = [*self._outdated[-_MAX_OUTDATED:], digest]
+
+    def pin(self, changes: Mapping[str, bool]) -> None:
+        """Pins (True) or unpins adapters in host memory."""
+        self._pins |= changes
+
+    def take(self, *, computes: bool) -> tuple[tuple[str, ...], dict[str, bool]]:
+        """The outdated digests and the pins for a plan. `computes`: it has sequences."""
+        pins, self._pins = (self._pins, {}) if self._pins else ({}, self._pins)
+        if not computes:
+            return (), pins
+        outdated, self._outdated = tuple(self._outdated), []
+        return outdated, pins
+
+    def put_back(self, plan: StepPlan) -> None:
+        """Restores the updates of a plan that is not executed."""
+        self._outdated = [*plan.outdated, *self._outdated]
+        self._pins = {**plan.pins, **self._pins}
+
 
 PART_BYTES = 16 << 20  # of an adapter that is read in parts; smaller ones are read whole
 

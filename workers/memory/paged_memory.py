@@ -7,8 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from ..plan import AdapterLoad
 from ..wire.messages import AdapterRef, ResidencyChange
-from ..wire.page_keys import PageKey, short_key
-from ..wire.short_digest import short_digest
+from ..wire.page_keys import PageKey, short_digest, short_key
 from .adapter_cache import AdapterCache
 from .idle_order import IdleOrder, Item
 from .page_allocator import PageAllocator

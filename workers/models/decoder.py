@@ -7,12 +7,161 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
-from .context import ForwardContext
-from .layer_loader import load_layer, load_norm
-from .layers import DecoderLayer
+from .layers import (
+    DOWN,
+    GATE_UP,
+    OUTPUT,
+    QKV,
+    Attention,
+    DecoderLayer,
+    ExpertMlp,
+    ForwardContext,
+    GatedMlp,
+    HeadNorm,
+    LoraLinear,
+    SharedExpert,
+)
 from .passes import Pass, alone
 from .sharding import ModelSharding, Range
-from .weight_source import WeightSource
+from .weights import WeightSource
+
+# Reads one worker's part of a decoder layer from a checkpoint.
+
+
+def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels) -> DecoderLayer:
+    """The layer. Raises ValueError for missing and misshapen tensors."""
+    loader, config = _LayerLoader(index, sharding, checkpoint, kernels), sharding.config
+    has_experts = config.experts is not None and config.experts.layers[index]
+    has_post_norms = config.family.post_norms
+    return DecoderLayer(
+        index,
+        loader.attention(),
+        loader.experts() if has_experts else loader.mlp(),
+        attention_norm=loader.norm("input_layernorm"),
+        mlp_norm=loader.norm("pre_feedforward_layernorm" if has_post_norms else "post_attention_layernorm"),
+        attention_post_norm=loader.norm("post_attention_layernorm") if has_post_norms else None,
+        mlp_post_norm=loader.norm("post_feedforward_layernorm") if has_post_norms else None,
+        norm_eps=config.norm_eps,
+    )
+
+
+def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: WeightSource) -> torch.Tensor:
+    """A norm's weights. Families that store them less `norm_offset` compute them in float32, so these are float32."""
+    weight, offset = checkpoint.take(f"{name}.weight", (width,)), sharding.config.family.norm_offset
+    return weight.float() + offset if offset else weight
+
+
+class _LayerLoader:
+    def __init__(self, index: int, sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels) -> None:
+        self.prefix = f"model.layers.{index}."
+        self._index, self._sharding, self._checkpoint = index, sharding, checkpoint
+        self._config, self._pack, self._pack_experts = sharding.config, kernels.pack_linear, kernels.pack_experts
+        self._float8 = kernels.float8
+        self._pack_layer = kernels.pack_linear if kernels.float8 is None else kernels.float8.pack
+
+    def norm(self, name: str) -> torch.Tensor:
+        return load_norm(f"{self.prefix}{name}", self._config.hidden_size, self._sharding, self._checkpoint)
+
+    def attention(self) -> Attention:
+        config, sharding, dim, hidden = self._config, self._sharding, self._config.head_dim, self._config.hidden_size
+        query, kv = ((start * dim, stop * dim) for start, stop in (sharding.heads, sharding.kv_heads))
+        num_query, num_kv = config.num_heads * dim, config.num_kv_heads * dim
+        sizes = {"q_proj": (num_query, query), "k_proj": (num_kv, kv), "v_proj": (num_kv, kv)}
+        weights = [self._rows(f"self_attn.{name}", hidden, size, own) for name, (size, own) in sizes.items()]
+        biases = [
+            self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=own)
+            for name, (size, own) in sizes.items()
+            if config.qkv_bias
+        ]
+        return Attention(
+            qkv=LoraLinear(self._pack_layer(torch.cat(weights)), torch.cat(biases) if biases else None, QKV),
+            output=self._row_linear("self_attn.o_proj", num_query, query, OUTPUT, config.output_bias),
+            head_norm=self._head_norm(),
+            num_heads=sharding.heads[1] - sharding.heads[0],
+            num_kv_heads=sharding.num_kv_heads,
+            head_dim=dim,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            window=config.sliding_windows[self._index],
+        )
+
+    def mlp(self) -> GatedMlp:
+        config, own, width = self._config, self._sharding.intermediate, self._config.intermediate_size
+        names = ("mlp.gate_proj", "mlp.up_proj")
+        biases = [
+            self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=own) for name in names if config.mlp_bias
+        ]
+        weight = torch.cat([self._rows(name, config.hidden_size, width, own) for name in names])
+        return GatedMlp(
+            LoraLinear(self._pack_layer(weight), torch.cat(biases) if biases else None, GATE_UP),
+            self._row_linear("mlp.down_proj", width, own, DOWN, config.mlp_bias),
+            config.activation,
+        )
+
+    def experts(self) -> ExpertMlp:
+        config, names = self._config.experts, self._config.family.experts
+        assert config is not None
+        assert names is not None
+        hidden, width = self._config.hidden_size, config.intermediate_size
+        (first, stop), own = self._sharding.experts, self._sharding.expert_features
+        gate_up, down = [], []
+        for expert in range(config.num_experts):
+            path = f"{names.block}.experts.{expert}."
+            if first <= expert < stop:
+                halves = [self._rows(path + name, hidden, width, own) for name in (names.gate, names.up)]
+                gate_up.append(torch.cat(halves))
+                down.append(self._columns(path + names.down, width, hidden, own))
+            else:  # an expert of another worker: its shapes are checked, and nothing is read
+                for name in (names.gate, names.up):
+                    self._rows(path + name, hidden, width, (0, 0))
+                self._rows(path + names.down, width, hidden, (0, 0))
+        return ExpertMlp(
+            router=self._pack(self._rows(f"{names.block}.gate", hidden, config.num_experts, None)),
+            gate_up=self._pack_experts(torch.stack(gate_up)),
+            down=self._pack_experts(torch.stack(down)),
+            first=first,
+            num_experts=stop - first,
+            top_k=config.top_k,
+            normalized=config.normalized,
+            activation=self._config.activation,
+            shared=self._shared_expert(f"{names.block}.shared_expert"),
+        )
+
+    def _shared_expert(self, path: str) -> SharedExpert | None:
+        config, hidden, own = self._config.experts, self._config.hidden_size, self._sharding.shared_features
+        if config is None or config.shared_intermediate_size is None:
+            return None
+        width = config.shared_intermediate_size
+        return SharedExpert(
+            self._pack(torch.cat([self._rows(f"{path}.{name}_proj", hidden, width, own) for name in ("gate", "up")])),
+            self._pack(self._columns(f"{path}.down_proj", width, hidden, own)),
+            self._pack(self._rows(f"{path}_gate", hidden, 1, None)),
+        )
+
+    def _head_norm(self) -> HeadNorm | None:
+        config = self._config
+        if not config.family.qk_norm:
+            return None
+        q, k = (
+            load_norm(f"{self.prefix}self_attn.{name}_norm", config.head_dim, self._sharding, self._checkpoint)
+            for name in "qk"
+        )
+        return HeadNorm(q, k, config.norm_eps)
+
+    def _row_linear(self, name: str, num_in: int, own: Range, modules: tuple[int, ...], has_bias: bool) -> LoraLinear:
+        hidden = self._config.hidden_size
+        if self._float8 is None:
+            packed = self._pack(self._columns(name, num_in, hidden, own))
+        else:  # a row's scale is that of all its inputs, so that gangs of all sizes have the same weights
+            packed = self._float8.pack(self._rows(name, num_in, hidden, None), own)
+        bias = self._checkpoint.take(f"{self.prefix}{name}.bias", (hidden,)) if has_bias else None
+        return LoraLinear(packed, bias if self._sharding.rank == 0 else None, modules)
+
+    def _rows(self, name: str, num_in: int, num_out: int, own: Range | None) -> torch.Tensor:
+        return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), rows=own)
+
+    def _columns(self, name: str, num_in: int, num_out: int, own: Range) -> torch.Tensor:
+        return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), columns=own)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...adapters.adapter import EXPERT_MODULES
-from ...adapters.packing.layout import AdapterLayout, Dtype
+from ...adapters.packing.layout import AdapterLayout, Dtype, Sharding
 from ...adapters.packing.packing import PAGE_DTYPES
-from ...adapters.packing.sharding import Sharding
 from ..config import ExpertSharding, KVDtype
 from .config import ModelConfig, slab_of_head
 

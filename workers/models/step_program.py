@@ -32,10 +32,7 @@ from ...kernels.step import (
 )
 from ..parallel import Parallel
 from .decoder import Decoder
-from .experts import DOWN as EXPERT_DOWN
-from .experts import GATE_UP as EXPERT_GATE_UP
-from .experts import ExpertMlp
-from .layers import Attention, DecoderLayer, GatedMlp, LoraLinear
+from .layers import EXPERT_DOWN, EXPERT_GATE_UP, Attention, DecoderLayer, ExpertMlp, GatedMlp, LoraLinear
 
 _log = logging.getLogger(__name__)
 

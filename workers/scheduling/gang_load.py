@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from ..fairness.tenant_counters import TenantCounter
 from ..memory.paged_memory import PagedMemory
 from ..plan import HostAdapterStats
-from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad
-from ..wire.fair_shares import TenantShare
+from ..wire.engine_load import EngineCounters, EngineGauges, EngineLoad, TenantShare
 from .prefix_reuse import PrefixReuse
 from .running_sequences import RunningSequences
 from .tier_traffic import TierTraffic

@@ -16,13 +16,12 @@ from ..fairness.page_times import HeldPages
 from ..fairness.tenant_counters import TenantCounter
 from ..plan import INT32_BYTES, Int32s, PoolPlan, SamplePlan, ScorePlan, SeenTokens, packed
 from ..window_pages import FullLayers
-from ..wire.embedding import packed_vector, pooled_positions, unpacked_vector
-from ..wire.messages import SamplingParams, SequenceRequest
+from ..wire.messages import SamplingParams, SequenceRequest, SequenceUsage
 from ..wire.page_keys import PageKey
-from ..wire.sequence_usage import SequenceUsage
+from ..wire.prompt_scores import packed_vector, pooled_positions, unpacked_vector
 
 if TYPE_CHECKING:
-    from .beam_group import BeamGroup
+    from .beam_searches import BeamGroup
 
 ARRIVAL_STEP = 1 << 24  # between the arrivals of two sequences; sequences that are promoted have values in between
 

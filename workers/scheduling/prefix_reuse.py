@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from itertools import islice, repeat, takewhile
 from weakref import WeakValueDictionary
 
-from ..fairness.passing_over import PrefixHere
+from ..fairness.sequence_order import PrefixHere
 from ..memory.idle_order import Item
-from ..memory.partial_page_index import common_prefix_len, min_common_tokens
-from ..memory.prefix_cache import PrefixCache
+from ..memory.prefix_cache import PrefixCache, common_prefix_len, min_common_tokens
 from ..plan import FullLayersCopy, PageCopy
 from ..wire.page_keys import PageKey, dense_key, first_link, next_keys
 from .growing_sequence import GrowingSequence

@@ -7,10 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
 
 from ..fairness.page_times import PageTimes
-from ..fairness.preemption import Rank, should_preempt
-from ..fairness.prices import OUTPUT_TOKEN, SCORED_TOKEN, load_price, prompt_price
 from ..fairness.prompt_budget import PromptBudget, divide_prompt_tokens
-from ..fairness.tenant_counters import TenantCounter, TenantCounters
+from ..fairness.sequence_order import Rank, should_preempt
+from ..fairness.tenant_counters import (
+    OUTPUT_TOKEN,
+    SCORED_TOKEN,
+    TenantCounter,
+    TenantCounters,
+    load_price,
+    prompt_price,
+)
 from ..memory.adapter_cache import AdapterState
 from ..memory.paged_memory import PagedMemory
 from ..plan import INT32_BYTES
@@ -18,11 +24,10 @@ from ..wire.messages import AdapterRef
 from ..wire.page_keys import PageKey
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence, by_arrival
-from .planned_step import PlannedChunk, plan_chunk
 from .prefetcher import Prefetcher
 from .prefix_reuse import FoundPrefix, HeldByOthers, PrefixReuse
 from .request_limits import GangLimits, pages_for
-from .running_sequences import RunningSequences
+from .running_sequences import PlannedChunk, RunningSequences, plan_chunk
 from .waiting_queue import WaitingQueue
 
 _MAX_LOOKED_AT = 1024  # ready sequences, in the search for candidates

@@ -16,33 +16,27 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from ..fairness.page_times import PageTimes
-from ..fairness.prompt_budget import PromptBudget, prompt_seconds
-from ..fairness.prompt_bursts import PromptBursts
+from ..fairness.prompt_budget import PromptBudget, PromptBursts, prompt_seconds
 from ..fairness.tenant_counters import Scheduling, TenantCounters
 from ..grammar.constraints import Constraints
 from ..memory.adapter_cache import AdapterState
+from ..memory.host_adapter_cache import PendingHostUpdates
 from ..memory.paged_memory import PagedMemory
-from ..memory.pending_host_updates import PendingHostUpdates
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, PoolPlan, SampledToken, StepPlan, StepResult
-from ..wire.engine_load import EngineLoad
-from ..wire.fair_shares import TenantShare
-from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate
+from ..wire.engine_load import EngineLoad, TenantShare
+from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, SequenceUsage
 from ..wire.page_keys import PageKey
-from ..wire.sequence_usage import SequenceUsage
-from .beam_group import BeamGroup
-from .beam_searches import BeamSearches
-from .decodes import Decodes
+from .beam_searches import BeamGroup, BeamSearches
+from .decodes import Decodes, finish_reason, max_length, not_finite, stop_ids
 from .gang_load import StepCounts, gang_load, tenant_share
 from .growing_sequence import ARRIVAL_STEP, GrowingSequence
 from .measured_costs import MeasuredCosts, StepCosts
 from .page_reserve import PageReserve
-from .planned_step import PlannedChunk, PlannedStep
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
 from .prompt_planner import LatencyMode, PromptPlanner
 from .request_limits import GangLimits, pages_for, refusal
-from .running_sequences import RunningSequences
-from .stopping import finish_reason, max_length, not_finite, stop_ids
+from .running_sequences import PlannedChunk, PlannedStep, RunningSequences
 from .tier_traffic import TierSizes, TierTraffic
 from .waiting_queue import WaitingQueue
 

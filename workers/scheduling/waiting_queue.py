@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
-from ..fairness.min_queue import Key, MinQueue
-from ..fairness.passing_over import PrefixHere, most_passed_over, to_promote
-from ..fairness.prices import prompt_price
-from ..fairness.prompt_bursts import PromptBursts
-from ..fairness.tenant_counters import TenantCounter
+from ..fairness.priority_queues import Key, MinQueue
+from ..fairness.prompt_budget import PromptBursts
+from ..fairness.sequence_order import PrefixHere, most_passed_over, to_promote
+from ..fairness.tenant_counters import TenantCounter, prompt_price
 from ..memory.idle_order import Item
 from ..wire.page_keys import PageKey
 from .growing_sequence import ARRIVAL_STEP, GrowingSequence, by_arrival, remove_by_arrival

@@ -6,17 +6,98 @@ step; it holds the tokens of every sequence that this router submitted.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, Literal
 
 import msgspec
+from llguidance import LLParserLimits
 
 from .beams import BeamRound, BeamRules, BeamsSoFar
-from .embedding import Pooling
-from .engine_load import EngineLoad
-from .fair_shares import ServedElsewhere, TenantShare
-from .prompt_scores import PromptScores
-from .sequence_usage import SequenceUsage
-from .token_rules import TokenRules
+from .engine_load import EngineLoad, ServedElsewhere, TenantShare
+from .prompt_scores import Pooling, PromptScores
+
+# Which tokens a sequence may have, whatever the model says.
+
+Word = tuple[int, ...]
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """After this number of thinking tokens, those of the end are forced, whatever other rules say."""
+
+    num_tokens: int  # of all thoughts together, without the marks around them
+    begin: Word
+    end: Word
+    has_begun: bool = False  # the prompt ends in the midst of a thought
+
+
+class TokenRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """By token ids alone. Some token is always left, unless there is a grammar: the router has made sure of that."""
+
+    allowed_token_ids: tuple[int, ...] = ()  # no others; empty: all
+    bad_words: tuple[Word, ...] = ()  # the last token of one may not follow those before it, all of them generated
+    min_tokens: int = 0  # generated before the first of `late_token_ids`
+    late_token_ids: tuple[int, ...] = ()
+    thinking: ThinkingBudget | None = None
+
+    @property
+    def looks_back(self) -> bool:
+        """What may come depends on the tokens before it."""
+        return self.thinking is not None or any(len(word) > 1 for word in self.bad_words)
+
+
+# What a sequence has cost: tokens that gangs computed for it, and pages that it held.
+
+
+class SequenceUsage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Cumulative, over all runs of a sequence and all gangs that computed it.
+
+    Each position of the prompt is counted once, as computed or as cached, and each generated token once.
+    """
+
+    kv_page_s: float = 0.0  # pages of KV times seconds; a page that several sequences hold counts for each
+    adapter_page_s: float = 0.0  # its share: an adapter's pages are divided among the sequences that run with it
+    num_kv_pages: int = 0  # that it holds now; 0: it does not run
+    num_adapter_pages: float = 0.0  # its share of its adapter's pages now
+    num_computed_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0  # found in the prefix cache instead
+    num_generated_tokens: int = 0
+    num_recomputed_tokens: int = 0  # computed again after a preemption, a move or a lost gang, or in vain
+    attempt: int = 0  # `SequenceRequest.attempt` of the request that began the sequence
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """All that gangs have computed: charged tokens, and those that were computed again."""
+        return self.num_computed_prompt_tokens + self.num_generated_tokens + self.num_recomputed_tokens
+
+    def after(self, seconds: float) -> SequenceUsage:
+        """The usage `seconds` later, if the sequence has held the same pages all the time."""
+        if not seconds:
+            return self
+        return msgspec.structs.replace(
+            self,
+            kv_page_s=self.kv_page_s + self.num_kv_pages * seconds,
+            adapter_page_s=self.adapter_page_s + self.num_adapter_pages * seconds,
+        )
+
+    def with_generated(self, num_tokens: int) -> SequenceUsage:
+        """With at least `num_tokens` generated ones: more may have arrived since the last report."""
+        if num_tokens <= self.num_generated_tokens:
+            return self
+        return msgspec.structs.replace(self, num_generated_tokens=num_tokens)
+
+
+def total_usage(usages: Iterable[SequenceUsage]) -> SequenceUsage:
+    """The sum of several sequences' usage, of no attempt."""
+    columns = zip(*map(msgspec.structs.astuple, usages), strict=True)
+    return msgspec.structs.replace(SequenceUsage(*map(sum, columns)), attempt=0)
+
+
+# What llguidance may take for one grammar: a router tries it within the same as a gang compiles it.
+
+GRAMMAR_LIMITS: Final = LLParserLimits(  # the library's own, but for memory, and without the grammar in messages
+    max_lexer_states=20_000, verbose_errors=False
+)
+
 
 FinishReason = Literal["stop", "length"]
 # "gang_lost": its engine has failed. "handed_over": its leader stopped before the sequence had ended. A router

@@ -16,6 +16,14 @@ from hashlib import blake2b
 
 from .messages import SequenceRequest
 
+# An adapter's digest in few bytes, for lists of many.
+
+
+def short_digest(digest: str) -> int:
+    """64 bits of it: enough to say which adapters are somewhere, and too few to load one by."""
+    return int.from_bytes(blake2b(digest.encode(), digest_size=8).digest(), "big")
+
+
 KEY_BYTES = 16
 PageKey = bytes  # of length KEY_BYTES
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -63,3 +63,33 @@ def _row_type(num_top: int) -> np.dtype[Any]:
     return np.dtype(
         [("logprob", _FLOAT), ("rank", _INT), ("top_ids", _INT, (num_top,)), ("top_logprobs", _FLOAT, (num_top,))]
     )
+
+
+# Vectors of embeddings, as the bytes that they take in frames, and which rows of a prompt they are made of.
+
+Pooling = Literal["last", "mean", "first"]  # of the last layer's states of a prompt
+FLOAT: Final = "<f4"
+FLOAT_BYTES: Final = 4
+
+
+def pooled_positions(pooling: Pooling, num_prompt_tokens: int) -> range:
+    """The tokens of a prompt whose states are averaged."""
+    match pooling:
+        case "mean":
+            return range(num_prompt_tokens)
+        case "last":
+            return range(num_prompt_tokens - 1, num_prompt_tokens)
+        case "first":
+            return range(1)
+
+
+def packed_vector(vector: npt.NDArray[Any]) -> bytes | None:
+    """The numbers in float32, little endian; None: one is not finite."""
+    with np.errstate(over="ignore"):
+        numbers = vector.astype(FLOAT)
+    return numbers.tobytes() if np.isfinite(numbers).all() else None
+
+
+def unpacked_vector(data: bytes) -> npt.NDArray[np.float32]:
+    """What `packed_vector` was given."""
+    return np.frombuffer(data, FLOAT)

@@ -12,9 +12,8 @@ import msgspec
 
 from .beams import BeamRound
 from .kept_logprobs import KeptLogprobs
-from .messages import SequenceUpdate
+from .messages import SequenceUpdate, SequenceUsage
 from .prompt_scores import PromptScores, row_bytes
-from .sequence_usage import SequenceUsage
 
 # The most that msgpack makes of an update without tokens, of a token, of its log-probability, and of a likely token.
 _UPDATE_BYTES: Final = 112

@@ -12,7 +12,7 @@ from msgspec import structs
 from redis.asyncio import Redis
 
 from ...errors import CallerGone, NoSuchFile, QuotaExceeded
-from ..lease import Lease
+from ..launches import Lease
 from ..redis_deadline import answered_within
 from ..registry_keys import (
     BATCH_LEASE,
@@ -25,8 +25,7 @@ from ..registry_keys import (
     bind_script,
 )
 from ..stored_counts import bound_args
-from ..tenants.audit_entry import AuditEntry, encode_entry, log_entry
-from ..tenants.storage_bounds import StorageBound
+from ..tenants.records import AuditEntry, StorageBound, encode_entry, log_entry
 from .records import BatchRecord, FileRecord
 
 MAX_BATCHES: Final = 300  # of a tenant; the oldest ones that have ended are forgotten

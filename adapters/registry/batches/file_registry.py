@@ -11,7 +11,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from ...errors import CallerGone, FileInUse, NoSuchFile, QuotaExceeded
-from ..lease import Lease
+from ..launches import Lease
 from ..redis_deadline import answered_within
 from ..registry_keys import (
     BATCH_QUEUE,
@@ -26,8 +26,7 @@ from ..registry_keys import (
     bind_script,
 )
 from ..stored_counts import bound_args, use_of
-from ..tenants.records import parse_tenant_id
-from ..tenants.storage_bounds import StorageBound, check_storage
+from ..tenants.records import StorageBound, check_storage, parse_tenant_id
 from .records import FileRecord, place_of
 
 MAX_FILES: Final = 1000  # of a tenant

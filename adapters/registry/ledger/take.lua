@@ -1,7 +1,7 @@
 -- Takes in entries of one tenant. Returns how many changed something.
 --
 -- An entry is merged with the record of its id, as `merged` in entry.py does, and the sums of its hour and day change by
--- the difference. ledger_keys.py says what each key holds.
+-- the difference. ledger.py says what each key holds.
 -- include: packed_map.lua, without_user.lua
 -- KEYS: prefix
 -- ARGV: hour_seconds, day_seconds, max_groups, max_user_groups, others, digest_digits, entries[]

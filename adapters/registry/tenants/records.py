@@ -1,10 +1,14 @@
-"""What is known of a tenant, and of an API key, wherever they are needed: plain data."""
+"""Records of tenants, API keys and audit entries, and the bounds of their storage, as plain data."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import msgspec
+
+from ...errors import QuotaExceeded
 
 _INCARNATION: Final = "~"  # which no tenant's name has
 Scope = Literal["infer", "upload", "admin", "metrics"]
@@ -81,3 +85,132 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     created_at: float = 0.0  # Unix time, seconds; 0: it was configured
     expires_at: float | None = None  # Unix time, seconds; None: never
     quota: Quota = Quota()  # beside its tenant's
+
+
+# How much a tenant and its keys may keep: adapters, bytes of them, and bytes that stay in host memory.
+
+
+@dataclass(frozen=True, slots=True)
+class StorageBound:
+    """The most that may be stored by a tenant, with one of its keys, or of a user's. None: any amount."""
+
+    owner: str  # id of the key, or ~user; empty: of the tenant
+    adapters: int | None
+    stored_bytes: int | None
+
+    @property
+    def is_open(self) -> bool:
+        return self.adapters is None and self.stored_bytes is None
+
+
+@dataclass(frozen=True, slots=True)
+class StorageUse:
+    """Adapters are counted by name; bytes are those of versions, also ones that wait for a sweep, and of files."""
+
+    adapters: int = 0
+    stored_bytes: int = 0
+
+
+def storage_bounds(tenant: TenantRecord, key: KeyRecord, user: str) -> tuple[StorageBound, ...]:
+    """The bounds of the tenant, of the key, and of the adapter's `user`; empty: it has no user."""
+    of_user = StorageBound(user_owner(user), tenant.user_quota.adapters, tenant.user_quota.stored_bytes)
+    return (
+        StorageBound("", tenant.quota.adapters, tenant.quota.stored_bytes),
+        StorageBound(key.key_id, key.quota.adapters, key.quota.stored_bytes),
+        *((of_user,) if user else ()),
+    )
+
+
+def user_owner(user: str) -> str:
+    """As which a user's share is counted."""
+    return f"~{user}"
+
+
+def check_storage(bound: StorageBound, use: StorageUse, more: StorageUse) -> None:
+    """Raises QuotaExceeded if `more` on top of `use` is over the bound. What adds nothing is always right.
+
+    `more` may be negative: old versions go as new ones come.
+    """
+    whose = "this tenant's" if not bound.owner else "this user's" if bound.owner.startswith("~") else "this key's"
+    adapters, num_bytes = use.adapters + more.adapters, use.stored_bytes + more.stored_bytes
+    if bound.adapters is not None and more.adapters > 0 and adapters > bound.adapters:
+        raise QuotaExceeded(
+            f"{use.adapters} adapters are stored, and {whose} quota is {bound.adapters}: delete one, or ask for more"
+        )
+    if bound.stored_bytes is not None and more.stored_bytes > 0 and num_bytes > bound.stored_bytes:
+        raise QuotaExceeded(
+            f"{use.stored_bytes} bytes are stored, and {more.stored_bytes} more are over {whose} quota of "
+            f"{bound.stored_bytes}: delete files, or adapters, which count until they have left the disk (within two "
+            "hours), or ask for more"
+        )
+
+
+def check_pinned(bound: int | None, new_total: int) -> None:
+    """Raises QuotaExceeded if no more than `bound` bytes of adapters may be pinned, and `new_total` would be."""
+    if bound is not None and new_total > bound:
+        raise QuotaExceeded(
+            f"{new_total} bytes of adapters would be pinned, and the quota is {bound}: unpin one, or ask for more"
+        )
+
+
+# Entries of the audit log: who changed what. They never hold a key, nor anything that a client generated with one.
+
+LOGGER: Final = "motet.adapters.audit"
+ActorKind = Literal["operator", "key", "token", "configuration", "judge"]
+_log = logging.getLogger(LOGGER)
+
+
+class Actor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The originator of a change."""
+
+    kind: ActorKind
+    id: str = ""  # of the key, or the subject of the token; empty: the operators
+    tenant: str = ""  # whose key or token it is; empty: the operators'
+    user: str = ""  # of the tenant, whose key or token it is
+    request_id: str = ""
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One change that was requested and done."""
+
+    action: str  # such as "key.create"
+    tenant: str  # whose things have changed; empty: all tenants
+    target: str = ""  # id of a key, name of an adapter; empty: the tenant itself
+    changed: dict[str, object] = {}  # fields and new values; of settings and versions: {"from": …, "to": …} each
+    actor: Actor
+
+
+class WrittenEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An entry as the log has it."""
+
+    id: str  # later entries have later ids
+    at: float  # Unix time of Redis, seconds
+    result: str = ""  # such as the version that an upload has made
+    entry: AuditEntry
+
+
+def encode_entry(entry: AuditEntry | None) -> str:
+    """For a script, which writes it with the change; None: nothing is written."""
+    return "" if entry is None else msgspec.json.encode(entry).decode()
+
+
+def decode_entry(entry_id: str, entry: str, result: str) -> WrittenEntry:
+    milliseconds, _, _ = entry_id.partition("-")
+    found = msgspec.json.decode(entry, type=AuditEntry)
+    return WrittenEntry(id=entry_id, at=int(milliseconds) / 1000, result=result, entry=found)
+
+
+def log_entry(entry: AuditEntry, result: str = "") -> None:
+    """One line in this process's log, which is kept where logs are, for as long as they are."""
+    actor = entry.actor
+    fields = {
+        "action": entry.action,
+        "tenant": entry.tenant,
+        "target": entry.target,
+        "result": result,
+        "actor": actor.kind,
+        "actor_id": actor.id,
+        "user": actor.user,
+        "request_id": actor.request_id,
+    }
+    _log.info("audit", extra={"fields": {name: value for name, value in fields.items() if value}})

@@ -14,7 +14,8 @@ from motet.kernels import pages
 from motet.kernels.backend import Kernels, plain_kernels
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
 from motet.tests.rigs.stand_in_gpu.symmetric_memory import symmetric_memory
-from motet.workers import device_memory, worker_builder
+from motet.workers import worker_builder
+from motet.workers import worker_builder as worker_builder_module
 from motet.workers.worker import WorkerSettings, run_worker
 
 UNEVEN_BYTES = 48 << 20  # that the GPU of each worker of a gang has less than the one before
@@ -58,7 +59,7 @@ def run_worker_on_gpu(settings: WorkerSettings, least_sums: int = 2) -> None:
     Its workers' GPUs have different sizes, a little over `device_memory.LATER_BYTES`.
     """
     with gpu_of_twins() as gpu, gloo_for_nccl(least_sums):
-        gpu.streams.total_bytes = device_memory.LATER_BYTES + (10 - settings.rank) * UNEVEN_BYTES
+        gpu.streams.total_bytes = worker_builder_module.LATER_BYTES + (10 - settings.rank) * UNEVEN_BYTES
         run_worker(settings)
 
 

@@ -21,7 +21,7 @@ from motet.tests.rigs.stand_in_gpu.tally import product_line
 from motet.tests.rigs.stand_in_gpu.timeline import GpuProblem, Work
 from motet.tests.rigs.stand_in_gpu.watched_memory import WatchedMemory
 
-_POOL = "workers/memory/pool.py"  # where it is made
+_POOL = "workers/memory/page_arrays.py"  # where it is made
 
 
 class GridError(GpuProblem):
