@@ -9,6 +9,7 @@ from typing import cast
 
 import httpx
 import msgspec
+from fastapi import FastAPI
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.registry_view import RegistryView
@@ -29,14 +30,14 @@ from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import Cancel, GangInfo, SequenceRequest, Submit
 
 
-def client_of(
+def app_of(
     dispatcher: Dispatcher,
     stock: Stock,
     *adapters: str,
     usage: Usage | None = None,
     text: TextService | None = None,
-) -> httpx.AsyncClient:
-    """The client of a router in front of this engine, or of gangs, for a tenant that has these adapters.
+) -> FastAPI:
+    """A router in front of this engine, or of gangs, for a tenant that has these adapters.
 
     `usage`: counts answers. `text`: of the model; None: of the rig's tokenizer, for a model that has none.
     """
@@ -44,7 +45,7 @@ def client_of(
     for name in adapters:
         ref = stock.refs[name]
         view.adapters["acme", name] = AdapterVersion("acme", name, 1, ref.digest, ref.module_ranks, 1, 1.7e9)
-    app = create_app(
+    return create_app(
         config=CurrentConfig(router_config(BASE, stock.store_path.parent / "spool")),
         dispatcher=dispatcher,
         view=cast(RegistryView, view),
@@ -54,6 +55,17 @@ def client_of(
         accountants=() if usage is None else (usage.metering,),
         more_routes=(lambda view: ()) if usage is None else usage.routes,
     )
+
+
+def client_of(
+    dispatcher: Dispatcher,
+    stock: Stock,
+    *adapters: str,
+    usage: Usage | None = None,
+    text: TextService | None = None,
+) -> httpx.AsyncClient:
+    """A client of `app_of`, with the tenant's key."""
+    app = app_of(dispatcher, stock, *adapters, usage=usage, text=text)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://router", headers=HEADERS)
 
 
