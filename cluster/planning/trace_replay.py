@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...workers.config import EngineConfig
-from ...workers.costs.operations import DeviceCosts
+from ...workers.costs.device_costs import DeviceCosts
 from ...workers.costs.replay import PlanCosts, Replayed, TracedRequest, VirtualExecutor, replay
 from ...workers.costs.step_costs import StepCosts
 from ...workers.costs.step_defaults import cpu_pool_bytes

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
-import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,25 +12,7 @@ from starlette.types import Scope
 
 from ..config import CurrentConfig
 from ..openai_api.json_body import warning_header
-
-# The id of a request: its client's own if that is harmless, else a new one. It is in the answer and in the logs.
-
-REQUEST_ID_HEADER: Final = "x-request-id"
-# What UUIDs, ULIDs, base64 and the trace ids of clouds consist of: nothing that ends a line, a header or a quoted text.
-ID_PATTERN: Final = "[A-Za-z0-9._:=+/@~-]{1,128}"
-_GOOD: Final = re.compile(ID_PATTERN)
-_RAW_HEADER: Final = REQUEST_ID_HEADER.encode()
-
-
-def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The id in the headers of an ASGI scope. A new one if there is none, more than one, or one with odd characters."""
-    given = [value for name, value in headers if name == _RAW_HEADER]
-    if len(given) == 1:
-        text = given[0].decode("latin-1")
-        if _GOOD.fullmatch(text):
-            return text
-    return str(uuid.uuid4())
-
+from .request_id import REQUEST_ID_HEADER, request_id_of
 
 # What is known of one request, for its line in the access log and for lines that are about it.
 #
@@ -40,6 +20,7 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 # the model, the number of tokens. Nothing in it is content: no prompt, no key, no text of a client's choice but names
 # that the registry knows, and `ignored`, which only the answer contains.
 
+_RAW_HEADER: Final = REQUEST_ID_HEADER.encode()
 _KEY: Final = "motet.request"
 # Of an answer's id these characters are random. Those before them are derived from the prompt.
 NUM_ANSWER_CHARS: Final = 21

@@ -19,6 +19,7 @@ from motet.cluster.config import MotetConfig
 from motet.cluster.launch_secrets import LaunchSecrets
 from motet.cluster.replicas.launch_keeper import BEAT_S, LONGEST_GAP_S, SILENCE_S, LaunchKeeper
 from motet.cluster.settings.setting_field import ConfigError
+from motet.tests.cluster.test_registration import other_base as other_base
 from motet.tests.rigs.given_keys import give_key, tenant_of_key
 from motet.tests.rigs.ray_nodes import DEMO
 

@@ -35,7 +35,7 @@ loaded()
 LAUNCHER = """
 from motet.cluster.commands import cli, foreground, serve_command
 from motet.cluster.config import MotetConfig
-from motet.cluster.application import base_fingerprint, model_source
+from motet.cluster.application import model_source, registration
 from motet.cluster.launch import joined_cluster, launch, local_serve, preflight
 from motet.cluster.launch.local_serve import free_ports, serve_environment, set_environment
 limits = MotetConfig.of(model_path=demo / "base").edge
@@ -46,7 +46,7 @@ model_path = model_source.resolve_model(str(demo / "base"), folder, print)
 config = MotetConfig.of(model_path=model_path, data_dir=folder, port=free_ports(1)[0], pool_bytes=64 << 20)
 config = config.with_redis_url("redis://nowhere")
 preflight.check_settings(config)
-base_fingerprint.identify_base(model_path, "demo")
+registration.identify_base(model_path, "demo")
 assert config.num_cpus_of_a_gang == 1
 routers = build_application(config, folder / "secrets", folder / "progress")
 for deployment in (routers, routers._bound_deployment.init_args[2]):  # as Serve sends them to its controller

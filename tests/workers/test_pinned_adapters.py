@@ -14,7 +14,8 @@ from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.patience import eventually
 from motet.workers.copies import adapter_loader
 from motet.workers.engine_messages import PinChanges
-from motet.workers.memory.host_adapter_cache import FORGET_S, FULL, PinnedAdapters
+from motet.workers.memory.host_adapter_cache import FULL
+from motet.workers.memory.pinned_adapters import FORGET_S, PinnedAdapters
 from motet.workers.wire.messages import Pinned, ResidencyChange, SamplingParams
 from motet.workers.wire.page_keys import short_digest
 

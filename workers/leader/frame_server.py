@@ -23,7 +23,7 @@ import grpc
 import msgspec
 
 from ..engine_messages import PinChanges
-from ..memory.host_adapter_cache import PinnedAdapters
+from ..memory.pinned_adapters import PinnedAdapters
 from ..wire.engine_load import EngineGauges, EngineLoad, ServedElsewhere, TenantShare
 from ..wire.messages import (
     Cancel,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from ..checkpoint.stored_tensor import check_float, has_other_head, lacks_head, named_in_full, shards, stored_tensors
