@@ -182,14 +182,14 @@ def _pages_of_all(ready: Sequence[Ready]) -> int:
 def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[Connection]:
     """A connection of each worker, by rank. Raises WorkerLostError if one does not come in time."""
     decoder = msgspec.msgpack.Decoder(FromWorker)
-    found: dict[int, Connection] = {}
+    by_rank: dict[int, Connection] = {}
     deadline = time.monotonic() + config.start_deadline_s
-    while len(found) < config.tensor_parallel:
+    while len(by_rank) < config.tensor_parallel:
         listener.settimeout(max(deadline - time.monotonic(), 0.01))
         try:
             connection = Connection(listener.accept()[0])
         except TimeoutError:
-            missing = sorted(set(range(config.tensor_parallel)) - found.keys())
+            missing = sorted(set(range(config.tensor_parallel)) - by_rank.keys())
             raise WorkerLostError(f"workers {missing} did not come within {config.start_deadline_s:g} s") from None
         connection.set_timeout(10.0)
         try:
@@ -199,10 +199,10 @@ def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[
             continue
         if isinstance(message, Join) and secrets.compare_digest(message.secret, secret):
             connection.set_timeout(None)
-            found[message.rank] = connection
+            by_rank[message.rank] = connection
         else:
             connection.close()
-    return [found[rank] for rank in range(config.tensor_parallel)]
+    return [by_rank[rank] for rank in range(config.tensor_parallel)]
 
 
 def _await_all_ready(connections: Sequence[Connection], on_progress: Progress | None) -> list[Ready]:

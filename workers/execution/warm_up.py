@@ -55,8 +55,8 @@ class StepLimits:
 
 def warm_up_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
     """Steps that make each kernel compile all its variants."""
-    most = min(limits.max_tokens, limits.max_sequences * limits.longest)
-    for num_tokens in doubled(2, most):
+    max_prompt_tokens = min(limits.max_tokens, limits.max_sequences * limits.longest)
+    for num_tokens in doubled(2, max_prompt_tokens):
         yield tuple(_chunks(num_tokens, limits))
     decodes = min(limits.max_tokens, limits.max_sequences)
     starts = [context - 1 for context in doubled(1, limits.longest)]
@@ -66,7 +66,7 @@ def warm_up_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
     for start in starts:
         yield (Rows(1, start, 0),)
     for count in doubled(1, decodes - 1):
-        chunk = tuple(_chunks(max(min(_LONG_SEGMENT, most - count), 2), limits))
+        chunk = tuple(_chunks(max(min(_LONG_SEGMENT, max_prompt_tokens - count), 2), limits))
         room = min(count, limits.max_tokens - sum(rows.num_tokens for rows in chunk), limits.max_sequences - len(chunk))
         if room > 0:
             yield (*chunk, *_decodes(room, limits, first_adapter=1))
@@ -104,8 +104,8 @@ def as_plan(
         num_pages = -(-(rows.start + rows.num_tokens) // block_size)
         sequence_id = number * len(adapters) + index
         digest, tokens = adapters[rows.adapter].digest, (0,) * rows.num_tokens
-        own = min(num_scored, rows.num_tokens - 1) if index == 0 else 0
-        scores = ScorePlan(_MOST_TOP, 0, packed([0]) * own) if own else None
+        num_scores = min(num_scored, rows.num_tokens - 1) if index == 0 else 0
+        scores = ScorePlan(_MOST_TOP, 0, packed([0]) * num_scores) if num_scores else None
         pages = packed([0]) * num_pages
         sequences.append(SequencePlan(sequence_id, tokens, rows.start, pages, digest, _SAMPLE, scores=scores))
     used = {sequence.adapter for sequence in sequences}

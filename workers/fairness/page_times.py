@@ -57,48 +57,50 @@ class PageTimes:
         self._clock = clock
         self._shared: dict[str, _SharedPages] = {}  # by digest; only adapters with running sequences
 
-    def start(self, held: HeldPages, num_pages: int, adapter: str | None = None, num_adapter_pages: int = 0) -> None:
+    def start(
+        self, page_use: HeldPages, num_pages: int, adapter: str | None = None, num_adapter_pages: int = 0
+    ) -> None:
         """A sequence begins to run, on `num_pages` pages and with the adapter of this digest."""
-        assert not held.num_pages and held.adapter is None
+        assert not page_use.num_pages and page_use.adapter is None
         now = self._clock()
-        held.num_pages, held.taken_s = num_pages, num_pages * now
+        page_use.num_pages, page_use.taken_s = num_pages, num_pages * now
         if adapter is not None:
             shared = self._shared.get(adapter)
             if shared is None:
                 shared = self._shared[adapter] = _SharedPages(adapter, num_adapter_pages)
-            held.adapter, held.adapter_from = shared, shared.change_users(1, now)
+            page_use.adapter, page_use.adapter_from = shared, shared.change_users(1, now)
 
-    def grow(self, held: HeldPages, num_pages: int) -> None:
+    def grow(self, page_use: HeldPages, num_pages: int) -> None:
         """A running sequence takes `num_pages` more pages."""
-        held.num_pages += num_pages
-        held.taken_s += num_pages * self._clock()
+        page_use.num_pages += num_pages
+        page_use.taken_s += num_pages * self._clock()
 
-    def shrink(self, held: HeldPages, num_pages: int) -> None:
+    def shrink(self, page_use: HeldPages, num_pages: int) -> None:
         """A running sequence gives `num_pages` of its pages back."""
         now = self._clock()
-        held.kv_s += held.num_pages * now - held.taken_s
-        held.num_pages -= num_pages
-        held.taken_s = held.num_pages * now  # the rest is counted from here on
+        page_use.kv_s += page_use.num_pages * now - page_use.taken_s
+        page_use.num_pages -= num_pages
+        page_use.taken_s = page_use.num_pages * now  # the rest is counted from here on
 
-    def stop(self, held: HeldPages) -> None:
+    def stop(self, page_use: HeldPages) -> None:
         """The sequence stops running and releases all its pages."""
-        now, shared = self._clock(), held.adapter
-        held.kv_s += held.num_pages * now - held.taken_s
-        held.num_pages, held.taken_s = 0, 0.0
+        now, shared = self._clock(), page_use.adapter
+        page_use.kv_s += page_use.num_pages * now - page_use.taken_s
+        page_use.num_pages, page_use.taken_s = 0, 0.0
         if shared is not None:
-            held.adapter_s += shared.change_users(-1, now) - held.adapter_from
-            held.adapter = None
+            page_use.adapter_s += shared.change_users(-1, now) - page_use.adapter_from
+            page_use.adapter = None
             if not shared.num_users:
                 del self._shared[shared.digest]
 
-    def usage(self, held: HeldPages) -> SequenceUsage:
+    def usage(self, page_use: HeldPages) -> SequenceUsage:
         """The part of the sequence's usage that is of pages."""
-        now, shared = self._clock(), held.adapter
-        kv_s = held.kv_s + held.num_pages * now - held.taken_s
+        now, shared = self._clock(), page_use.adapter
+        kv_s = page_use.kv_s + page_use.num_pages * now - page_use.taken_s
         if shared is None:
-            return SequenceUsage(kv_s, held.adapter_s, held.num_pages)
-        adapter_s = held.adapter_s + shared.each_s(now) - held.adapter_from
-        return SequenceUsage(kv_s, adapter_s, held.num_pages, shared.num_pages / shared.num_users)
+            return SequenceUsage(kv_s, page_use.adapter_s, page_use.num_pages)
+        adapter_s = page_use.adapter_s + shared.each_s(now) - page_use.adapter_from
+        return SequenceUsage(kv_s, adapter_s, page_use.num_pages, shared.num_pages / shared.num_users)
 
     def users(self) -> dict[str, int]:
         """Sequences that run by their adapters' digests, for integrity checks."""
