@@ -99,18 +99,18 @@ class _Leader:
 
     def follow(self, plan: StepPlan, fed: Mapping[int, SampledToken | None]) -> None: ...
 
-    def take(self, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
+    def take(self, positions: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
         """Between two plans: the answer is the next message."""
-        found = dict[int, TokenMask]()
+        masks = dict[int, TokenMask]()
         while True:
             over = is_over()
-            self.send(WantMasks([each for each in wanted if each[0] not in found]))
+            self.send(WantMasks([each for each in positions if each[0] not in masks]))
             answer = self._decoder.decode(self._connection.receive())
             if not isinstance(answer, Masks):
                 raise ConnectionLostError("the leader stops the worker while it computes")
-            found |= answer.made
-            if over or len(found) == len(wanted):
-                return found
+            masks |= answer.made
+            if over or len(masks) == len(positions):
+                return masks
             time.sleep(_POLL_S)
 
 

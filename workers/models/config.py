@@ -174,12 +174,12 @@ def slab_of_head(head_dim: int, block_size: int, kv_dtype: KVDtype, element_byte
 
 def _object_of(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ValueError(f"{path} holds no JSON object")
-    return found
+    return document
 
 
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
@@ -260,7 +260,7 @@ def _number(value: Any) -> float | None:
 
 def _token_ids(value: Any) -> set[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    for one in ids:
-        if isinstance(one, bool) or not isinstance(one, int):
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise ValueError(f"eos_token_id = {value!r}: a whole number, a list of them or null is needed")
     return {*ids}
