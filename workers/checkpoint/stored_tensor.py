@@ -42,9 +42,7 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
     try:
         described: dict[str, Any] = json.loads(header)
         tensors = [
-            _described(path, name, first, entry, num_bytes)
-            for name, entry in described.items()
-            if name != "__metadata__"
+            _described(path, name, first, meta, num_bytes) for name, meta in described.items() if name != "__metadata__"
         ]
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path} is damaged: its header is not that of a safetensors file: {error!r}") from error

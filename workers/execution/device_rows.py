@@ -46,12 +46,10 @@ class PageTables:
         for sequence in sequences:
             start, table = self._tables.get(sequence.sequence_id) or (self._take(sequences), b"")
             if table is not sequence.pages:
-                prefix_bytes = len(table) if sequence.pages.startswith(table) else 0
-                new = unpacked(sequence.pages[prefix_bytes:])
-                first = start + prefix_bytes // INT32_BYTES
-                assert prefix_bytes // INT32_BYTES + len(new) <= self.most_pages, (
-                    "a sequence has more pages than a table"
-                )
+                prefix_len = len(table) if sequence.pages.startswith(table) else 0
+                new = unpacked(sequence.pages[prefix_len:])
+                first = start + prefix_len // INT32_BYTES
+                assert prefix_len // INT32_BYTES + len(new) <= self.most_pages, "a sequence has more pages than a table"
                 places.extend(range(first, first + len(new)))
                 pages.extend(new)
                 self._tables[sequence.sequence_id] = (start, sequence.pages)

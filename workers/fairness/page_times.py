@@ -57,50 +57,48 @@ class PageTimes:
         self._clock = clock
         self._shared: dict[str, _SharedPages] = {}  # by digest; only adapters with running sequences
 
-    def start(
-        self, page_use: HeldPages, num_pages: int, adapter: str | None = None, num_adapter_pages: int = 0
-    ) -> None:
+    def start(self, pages: HeldPages, num_pages: int, adapter: str | None = None, num_adapter_pages: int = 0) -> None:
         """A sequence begins to run, on `num_pages` pages and with the adapter of this digest."""
-        assert not page_use.num_pages and page_use.adapter is None
+        assert not pages.num_pages and pages.adapter is None
         now = self._clock()
-        page_use.num_pages, page_use.taken_s = num_pages, num_pages * now
+        pages.num_pages, pages.taken_s = num_pages, num_pages * now
         if adapter is not None:
             shared = self._shared.get(adapter)
             if shared is None:
                 shared = self._shared[adapter] = _SharedPages(adapter, num_adapter_pages)
-            page_use.adapter, page_use.adapter_from = shared, shared.change_users(1, now)
+            pages.adapter, pages.adapter_from = shared, shared.change_users(1, now)
 
-    def grow(self, page_use: HeldPages, num_pages: int) -> None:
+    def grow(self, pages: HeldPages, num_pages: int) -> None:
         """A running sequence takes `num_pages` more pages."""
-        page_use.num_pages += num_pages
-        page_use.taken_s += num_pages * self._clock()
+        pages.num_pages += num_pages
+        pages.taken_s += num_pages * self._clock()
 
-    def shrink(self, page_use: HeldPages, num_pages: int) -> None:
+    def shrink(self, pages: HeldPages, num_pages: int) -> None:
         """A running sequence gives `num_pages` of its pages back."""
         now = self._clock()
-        page_use.kv_s += page_use.num_pages * now - page_use.taken_s
-        page_use.num_pages -= num_pages
-        page_use.taken_s = page_use.num_pages * now  # the rest is counted from here on
+        pages.kv_s += pages.num_pages * now - pages.taken_s
+        pages.num_pages -= num_pages
+        pages.taken_s = pages.num_pages * now  # the rest is counted from here on
 
-    def stop(self, page_use: HeldPages) -> None:
+    def stop(self, pages: HeldPages) -> None:
         """The sequence stops running and releases all its pages."""
-        now, shared = self._clock(), page_use.adapter
-        page_use.kv_s += page_use.num_pages * now - page_use.taken_s
-        page_use.num_pages, page_use.taken_s = 0, 0.0
+        now, shared = self._clock(), pages.adapter
+        pages.kv_s += pages.num_pages * now - pages.taken_s
+        pages.num_pages, pages.taken_s = 0, 0.0
         if shared is not None:
-            page_use.adapter_s += shared.change_users(-1, now) - page_use.adapter_from
-            page_use.adapter = None
+            pages.adapter_s += shared.change_users(-1, now) - pages.adapter_from
+            pages.adapter = None
             if not shared.num_users:
                 del self._shared[shared.digest]
 
-    def usage(self, page_use: HeldPages) -> SequenceUsage:
+    def usage(self, pages: HeldPages) -> SequenceUsage:
         """The part of the sequence's usage that is of pages."""
-        now, shared = self._clock(), page_use.adapter
-        kv_s = page_use.kv_s + page_use.num_pages * now - page_use.taken_s
+        now, shared = self._clock(), pages.adapter
+        kv_s = pages.kv_s + pages.num_pages * now - pages.taken_s
         if shared is None:
-            return SequenceUsage(kv_s, page_use.adapter_s, page_use.num_pages)
-        adapter_s = page_use.adapter_s + shared.each_s(now) - page_use.adapter_from
-        return SequenceUsage(kv_s, adapter_s, page_use.num_pages, shared.num_pages / shared.num_users)
+            return SequenceUsage(kv_s, pages.adapter_s, pages.num_pages)
+        adapter_s = pages.adapter_s + shared.each_s(now) - pages.adapter_from
+        return SequenceUsage(kv_s, adapter_s, pages.num_pages, shared.num_pages / shared.num_users)
 
     def users(self) -> dict[str, int]:
         """Sequences that run by their adapters' digests, for integrity checks."""

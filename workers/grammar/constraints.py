@@ -85,10 +85,7 @@ class CompiledGrammars:
     def check_integrity(self) -> None:
         """Raises AssertionError if bytes are miscounted."""
         with self._lock:
-            counted = {
-                tenant: sum(entry.num_bytes for entry in tenant_grammars.values())
-                for tenant, tenant_grammars in self._by_tenant.items()
-            }
+            counted = {tenant: sum(each.num_bytes for each in lru.values()) for tenant, lru in self._by_tenant.items()}
             assert counted == self._bytes and sum(counted.values()) <= self._most_bytes
 
 

@@ -302,12 +302,8 @@ class QueueLimit:
 
     def _filled_of(self, tenant: str) -> float:
         """How much of the queue it has, if it can give up any of it."""
-        count = self._tenants.get(tenant)
-        return (
-            self.filled(count.num_sequences, count.num_tokens, count.weight)
-            if count is not None and count.may_go
-            else 0.0
-        )
+        use = self._tenants.get(tenant)
+        return self.filled(use.num_sequences, use.num_tokens, use.weight) if use is not None and use.may_go else 0.0
 
     def _tenant_problem(self, count: _Count, num_tokens: int, times: int) -> str | None:
         if count.num_sequences >= times * self._tenant_sequences:

@@ -126,11 +126,9 @@ class UnsentUpdates:
         return updates
 
     def _count(self) -> None:
-        unread = [
-            (key in self._ended, update) for key, update in self._by_id.items() if isinstance(update, UnreadUpdate)
-        ]
-        self._num_unread_values = sum(update.num_added_values for has_ended, update in unread if not has_ended)
-        self.num_left_values = sum(update.num_added_values for has_ended, update in unread if has_ended)
+        unread = [(key in self._ended, each) for key, each in self._by_id.items() if isinstance(each, UnreadUpdate)]
+        self._num_unread_values = sum(each.num_added_values for has_ended, each in unread if not has_ended)
+        self.num_left_values = sum(each.num_added_values for has_ended, each in unread if has_ended)
 
     def _merge(self, before: SequenceUpdate | UnreadUpdate, update: SequenceUpdate) -> None:
         if not isinstance(before, UnreadUpdate):

@@ -53,14 +53,13 @@ class KeptSequence:
 
     def answers(self, request: SequenceRequest) -> bool:
         """Whether this sequence is what a request with its name asks for."""
-        journal_request, so_far = self.request, request.generated_token_ids
+        original, so_far = self.request, request.generated_token_ids
         return (
-            journal_request.prompt_token_ids == request.prompt_token_ids
-            and journal_request.sampling == request.sampling
-            and (journal_request.adapter and journal_request.adapter.digest)
-            == (request.adapter and request.adapter.digest)
+            original.prompt_token_ids == request.prompt_token_ids
+            and original.sampling == request.sampling
+            and (original.adapter and original.adapter.digest) == (request.adapter and request.adapter.digest)
             and self.token_ids[: len(so_far)] == so_far
-            and (journal_request.sampling.num_logprobs is None or len(so_far) >= self.num_without_logprobs)
+            and (original.sampling.num_logprobs is None or len(so_far) >= self.num_without_logprobs)
         )
 
     def drop_logprobs(self) -> None:

@@ -37,7 +37,7 @@ class PlannedStep:
         """`beams`: beams of searches, whose newest tokens are known."""
         self.decodes, self.chunks, self.beams = decodes, chunks, beams or []
         self.late: set[GrowingSequence] = set()  # sequences that were dropped from the step: their masks were late
-        self.removals: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
+        self.drops: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
 
     def prompts(self) -> list[tuple[int, int]]:
         """First position and number of tokens of each chunk."""
@@ -49,9 +49,9 @@ class PlannedStep:
         `chosen`: tokens of the plan before, which is not committed yet, by sequence id. None: they are fed on the
         device; what is computed after a token that ends its sequence is discarded.
         """
-        removals, decodes, parts = self.removals, self.decodes, list[SequencePlan]()
-        if removals:
-            decodes = [sequence for sequence in decodes if sequence not in removals]
+        drops, decodes, parts = self.drops, self.decodes, list[SequencePlan]()
+        if drops:
+            decodes = [sequence for sequence in decodes if sequence not in drops]
         self.decodes = going_on = list[GrowingSequence]()
         for sequence in decodes:
             start = sequence.num_computed + sequence.num_planned - 1
@@ -80,11 +80,11 @@ class PlannedStep:
             parts.append(
                 SequencePlan(sequence.sequence_id, (token_id,), start, pages, digest, sample, is_fed, pool=pool)
             )
-        if removals:
-            self.beams = [sequence for sequence in self.beams if sequence not in removals]
+        if drops:
+            self.beams = [sequence for sequence in self.beams if sequence not in drops]
         parts += map(_beam_part, self.beams)
-        if removals:
-            self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in removals]
+        if drops:
+            self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in drops]
         return (*parts, *[chunk.part for chunk in self.chunks])
 
 

@@ -321,11 +321,9 @@ class Scheduler:
         )
         beams = self._decodes.continue_beams(groups, max_beams)
         planned.beams += beams
-        plan_digests = {residence.digest for residence in plan.adapters}
+        plan_ids = {residence.digest for residence in plan.adapters}
         digests = dict.fromkeys([beam.adapter_digest for beam in beams])
-        more = [
-            self._adapters.residence(digest) for digest in digests if digest is not None and digest not in plan_digests
-        ]
+        more = [self._adapters.residence(digest) for digest in digests if digest is not None and digest not in plan_ids]
         return msgspec.structs.replace(
             plan, copies=(*plan.copies, *self._prefixes.take_copies()), adapters=(*plan.adapters, *more)
         )
@@ -359,7 +357,7 @@ class Scheduler:
         self._commit_beams(planned, result)
         self._commit_decodes(planned, result, updates)
         for chunk in planned.chunks:
-            if chunk.sequence not in planned.removals:
+            if chunk.sequence not in planned.drops:
                 self._commit_chunk(chunk, result, updates)
             elif chunk.sequence in planned.late and not self._take_scores(chunk, result, updates):
                 updates.append(self._fail(chunk.sequence))
@@ -465,7 +463,7 @@ class Scheduler:
     def _count_dropped(self, sequence: GrowingSequence) -> None:
         """Counts what begun plans compute for a running sequence, or a beam, whose run ends now."""
         for planned in self._uncommitted.values():
-            if sequence in planned.removals:
+            if sequence in planned.drops:
                 continue
             for chunk in planned.chunks:
                 if chunk.sequence is sequence and chunk.part.sample is not None:
@@ -516,11 +514,7 @@ class Scheduler:
         planned = self._uncommitted[result.step]
         lengths = {chunk.sequence: len(chunk.part.token_ids) for chunk in planned.chunks if chunk.part.sample}
         for sequence in (*planned.decodes, *lengths):
-            if (
-                sequence.is_constrained
-                and sequence.sequence_id not in result.tokens
-                and sequence not in planned.removals
-            ):
+            if sequence.is_constrained and sequence.sequence_id not in result.tokens and sequence not in planned.drops:
                 num_tokens = lengths.get(sequence, 1)
                 sequence.put_back_late(num_tokens)
                 self._counts.num_late_masks += 1
@@ -529,14 +523,14 @@ class Scheduler:
                 self._give_back(sequence)
                 planned.late.add(sequence)
                 for each in self._uncommitted.values():
-                    each.removals.add(sequence)
+                    each.drops.add(sequence)
 
     def _leave(self, sequence: GrowingSequence) -> None:
         """Ends the run of a sequence: releases its pages and its adapter."""
         self._running.remove(sequence)
         self._counts.num_recomputed_tokens += sequence.end_run()
         for planned in self._uncommitted.values():
-            planned.removals.add(sequence)
+            planned.drops.add(sequence)
         sequence.num_planned = sequence.num_coming = sequence.num_at_start = 0
         sequence.awaits_mask = False
         self._times.stop(sequence.page_use)
@@ -546,10 +540,10 @@ class Scheduler:
 
     def _commit_decodes(self, planned: PlannedStep, result: StepResult, updates: list[SequenceUpdate]) -> None:
         """Takes in the tokens of decodes: little work for each, since there may be thousands."""
-        block_size, chosen, removals = self._limits.block_size, result.tokens, planned.removals
+        block_size, chosen, drops = self._limits.block_size, result.tokens, planned.drops
         report_tokens = USAGE_REPORT_PAGES * block_size
         for sequence in planned.decodes:
-            if removals and sequence in removals:
+            if drops and sequence in drops:
                 continue
             sequence.num_computed = num_computed = sequence.num_computed + 1
             sequence.num_planned -= 1
@@ -582,7 +576,7 @@ class Scheduler:
         """
         groups = dict[BeamGroup, None]()
         for beam in planned.beams:
-            if beam not in planned.removals:
+            if beam not in planned.drops:
                 beam.num_computed += 1
                 beam.num_planned -= 1
                 self._running.num_uncomputed -= 1
