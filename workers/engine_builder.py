@@ -18,8 +18,16 @@ from .checkpoint.stored_tensor import folder_lacks_head
 from .config import EngineConfig
 from .engine import Engine
 from .execution.executor import Executor, LocalExecutor, WorkerLostError, compute_thread
-from .execution.gang_executor import Connection, ConnectionLostError, Failed, FromWorker, GangExecutor, Join, Ready
-from .execution.gang_executor import Progress as ProgressMessage
+from .execution.gang_executor import (
+    Connection,
+    ConnectionLostError,
+    FromWorker,
+    GangExecutor,
+    Join,
+    Ready,
+    WorkerFailed,
+    WorkerProgress,
+)
 from .fairness.prompt_budget import token_interval_of
 from .grammar.constraints import Constraints
 from .loop import EngineLoop
@@ -228,9 +236,9 @@ def _await_ready(rank: int, connection: Connection, on_progress: Progress | None
             raise WorkerLostError(f"worker {rank} was lost while it loaded the model: {error}") from error
         if isinstance(message, Ready):
             return message
-        if isinstance(message, Failed):
+        if isinstance(message, WorkerFailed):
             raise WorkerLostError(f"worker {rank} could not load the model: {message.problem}")
-        if isinstance(message, ProgressMessage) and on_progress is not None:
+        if isinstance(message, WorkerProgress) and on_progress is not None:
             on_progress(message.what, message.done, message.total)
 
 

@@ -21,16 +21,16 @@ from .execution.gang_executor import (
     DeltaDecoder,
     Done,
     Execute,
-    Failed,
     FromWorker,
     Join,
     LoadEnded,
     Masks,
     MoveEnded,
-    Progress,
     Ready,
     ToWorker,
     WantMasks,
+    WorkerFailed,
+    WorkerProgress,
 )
 from .parallel import ProcessGroup
 from .plan import SampledToken, StepPlan
@@ -69,7 +69,7 @@ def run_worker(settings: WorkerSettings) -> None:
         _log.warning("the leader is gone, and this worker with it: %s", error)
     except Exception as error:
         _log.exception("worker %d failed", settings.rank)
-        leader.send(Failed(f"{type(error).__name__}: {error}"))
+        leader.send(WorkerFailed(f"{type(error).__name__}: {error}"))
         raise
     finally:
         leader.close()
@@ -126,7 +126,7 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
         resolve_device(config.device),
         config.small_sums,
     )
-    on_progress = (lambda *progress: leader.send(Progress(*progress))) if settings.rank == 0 else None
+    on_progress = (lambda *progress: leader.send(WorkerProgress(*progress))) if settings.rank == 0 else None
     executor = build_executor(config, group, on_progress)
 
     def send_ended() -> None:

@@ -41,7 +41,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """What a step computes. Its rows are shared out evenly to `num_adapters` different adapters; 0: to the base."""
 
     contexts: tuple[int, ...] = ()  # of each sequence that decodes: tokens that it sees, its new one included
@@ -109,7 +109,7 @@ def kv_copies(model: ModelConfig, degree: int) -> int:
 
 
 def step_operations(
-    model: ModelConfig, batch: Batch, degree: int = 1, formats: Formats | None = None
+    model: ModelConfig, batch: StepBatch, degree: int = 1, formats: Formats | None = None
 ) -> tuple[Operation, ...]:
     """The operations of one step, without those that have nothing to do.
 
@@ -127,7 +127,7 @@ def step_operations(
 @dataclass(frozen=True)
 class _Parts:
     model: ModelConfig
-    batch: Batch
+    batch: StepBatch
     degree: int
     formats: Formats
 
@@ -324,7 +324,7 @@ class DeviceCosts:
             else:
                 chunks.append(Chunk(part.start, len(part.token_ids)))
         ranks = [fmean(residence.module_ranks.values()) for residence in plan.adapters]
-        batch = Batch(tuple(decodes), tuple(chunks), len(ranks), fmean(ranks) if ranks else 1)
+        batch = StepBatch(tuple(decodes), tuple(chunks), len(ranks), fmean(ranks) if ranks else 1)
         operations = step_operations(self.model, batch, self.degree)
         return sum([operation.seconds(self.device, self.degree) for operation in operations]) / self.efficiency
 

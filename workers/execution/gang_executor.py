@@ -100,7 +100,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     secret: str
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class WorkerProgress(msgspec.Struct, frozen=True, tag="progress"):
     what: str
     done: int
     total: int
@@ -137,7 +137,7 @@ class MoveEnded(msgspec.Struct, frozen=True, tag="move_ended"):
     end: MoveEnd
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The worker has failed and ends."""
 
     problem: str
@@ -172,7 +172,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
-FromWorker = Join | Progress | Ready | Done | LoadEnded | MoveEnded | Failed | WantMasks
+FromWorker = Join | WorkerProgress | Ready | Done | LoadEnded | MoveEnded | WorkerFailed | WantMasks
 ToWorker = Execute | Masks | Stop
 
 
@@ -361,7 +361,7 @@ class GangExecutor:
                 elif isinstance(message, WantMasks):
                     reply = Masks(dict(self.masks.take(message.wanted, lambda: True)))
                     self._connections[rank].send(msgspec.msgpack.encode(reply))
-                elif isinstance(message, Failed):
+                elif isinstance(message, WorkerFailed):
                     raise ConnectionLostError(message.problem)
         except (ConnectionLostError, msgspec.MsgspecError) as error:
             if not self._closing:

@@ -31,7 +31,7 @@ from ..wire.prompt_scores import PromptScores
 from .begun_step import BegunStep
 from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows, PageTables, StepInputs, make_inputs
 from .graphs import DecodeGraphs, MixedGraphs, Record, RecordedAdapters, Widths
-from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
+from .warm_up import ALL_WAYS, WarmUpLimits, as_plan, largest_steps, warm_up_steps
 
 # A step's rows in two nano-batches, which are computed in turn (`models/passes.py`).
 
@@ -198,7 +198,7 @@ class Runner:
         The last steps are the largest that can be, and choose tokens in all ways, so that what they take is measured
         before requests come. May be called only before the first plan: it writes to pages, which are free then.
         """
-        limits = StepLimits(max_tokens, max_num_sequences, longest=len(self._rotary[0]))
+        limits = WarmUpLimits(max_tokens, max_num_sequences, longest=len(self._rotary[0]))
         modules = self._layout.shape.modules
         ranks = dict.fromkeys(modules, 16)
         pages = (0,) * self._layout.num_pages(ranks)
@@ -280,9 +280,8 @@ class Runner:
         if device.type == "cuda":
             is_over = torch.cuda.current_stream(device).record_event().query
         masks_by_id = self.masks.take([(sequence_id, index) for sequence_id, (_, index) in rows.items()], is_over)
-        return {rows[sequence_id][0]: mask for sequence_id, mask in masks_by_id.items()}, frozenset(
-            rows.keys() - masks_by_id.keys()
-        )
+        late = frozenset(rows.keys() - masks_by_id.keys())
+        return {rows[sequence_id][0]: mask for sequence_id, mask in masks_by_id.items()}, late
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:

@@ -45,7 +45,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class StepLimits:
+class WarmUpLimits:
     """The largest sizes of steps."""
 
     max_tokens: int
@@ -53,7 +53,7 @@ class StepLimits:
     longest: int  # tokens of a sequence
 
 
-def warm_up_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
+def warm_up_steps(limits: WarmUpLimits) -> Iterator[tuple[Rows, ...]]:
     """Steps that make each kernel compile all its variants."""
     max_prompt_tokens = min(limits.max_tokens, limits.max_sequences * limits.longest)
     for num_tokens in doubled(2, max_prompt_tokens):
@@ -75,7 +75,7 @@ def warm_up_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
             yield (Rows(2, 0, 0), Rows(1, start, 1))
 
 
-def largest_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
+def largest_steps(limits: WarmUpLimits) -> Iterator[tuple[Rows, ...]]:
     """The steps that take the most memory: the most prompt tokens, then a token of each sequence."""
     yield tuple(_chunks(min(limits.max_tokens, limits.max_sequences * limits.longest), limits))
     yield (Rows(1, 0, 0),) * min(limits.max_tokens, limits.max_sequences)
@@ -112,14 +112,14 @@ def as_plan(
     return StepPlan(number, tuple(sequences), tuple(each for each in adapters if each.digest in used), ())
 
 
-def _decodes(count: int, limits: StepLimits, first_adapter: int = 0) -> Iterator[Rows]:
+def _decodes(count: int, limits: WarmUpLimits, first_adapter: int = 0) -> Iterator[Rows]:
     """As many sequences, on an adapter each. Kernels choose by the longest, so one is as long as can be, and no other:
     tables of them all would take minutes and memory that no request asks for."""
     for index in range(count):
         yield Rows(1, limits.longest - 1 if index == 0 else 0, first_adapter + index)
 
 
-def _chunks(num_tokens: int, limits: StepLimits) -> Iterator[Rows]:
+def _chunks(num_tokens: int, limits: WarmUpLimits) -> Iterator[Rows]:
     """Prompts of `num_tokens` together, on one adapter, in as few sequences as can be."""
     for _ in range(limits.max_sequences):
         length = min(num_tokens, limits.longest)

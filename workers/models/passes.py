@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from ..parallel import Parallel, Sum
+from ..parallel import Parallel, PendingSum
 
 T = TypeVar("T")
 # Yields each partial sum of this worker, is sent the sum of all workers' in return, and returns its result.
@@ -35,7 +35,7 @@ def in_turn(passes: Sequence[Pass[T]], parallel: Parallel) -> list[T]:
     ones have written their KV then. The order depends on nothing else, so it is the same on all workers.
     """
     outputs: list[T] = []
-    under_way: deque[tuple[Pass[T], Sum | None]] = deque((forward, None) for forward in passes)
+    under_way: deque[tuple[Pass[T], PendingSum | None]] = deque((forward, None) for forward in passes)
     while under_way:
         forward, pending = under_way.popleft()
         try:

@@ -1,8 +1,8 @@
 """Beams fork and die in the scheduler: how their sequences share pages, begin and leave.
 
 Beams that fork share all pages, the last one too, which is not full. A beam that writes to a page that others have
-copies it first (`Decodes`). A preempted search leaves with all beams, and waits as one sequence: it begins again with
-its root alone, and the other beams join it (`Decodes.join_beams`) once the pages that they have in common are there.
+copies it first (`DecodePlanner`). A preempted search leaves with all beams, and waits as one sequence: it begins again
+with its root alone, and the other beams join it (`DecodePlanner.join_beams`) once their common pages are there.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def not_finite(sequence: GrowingSequence) -> SequenceError:
 _MOST_CONDENSED = 64  # dense pages that a step fills
 
 
-class Decodes:
+class DecodePlanner:
     """Plans decodes, and takes pages for sequences as they grow."""
 
     def __init__(

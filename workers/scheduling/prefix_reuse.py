@@ -62,9 +62,7 @@ class PrefixReuse:
         """`waiting` is notified of pages that its sequences need not await any more."""
         self._cache, self._tiers, self._waiting = cache, tiers, waiting
         self._limits, self._block_size, self._enabled = limits, limits.block_size, enabled
-        self._by_first_page: WeakValueDictionary[PageKey, GrowingSequence] = (
-            WeakValueDictionary()
-        )  # the last one, by its first page's key
+        self._by_first_page: WeakValueDictionary[PageKey, GrowingSequence] = WeakValueDictionary()  # the last one
         # Full pages that running sequences are about to compute, or (None) that are being copied into the pool.
         self._pending: dict[PageKey, GrowingSequence | None] = {}
         # Running sequences whose last page has some tokens of their prompts and is not full, by the key before it. Of

@@ -27,10 +27,10 @@ from ..wire.engine_load import EngineLoad, TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, SequenceUsage
 from ..wire.page_keys import PageKey
 from .beam_searches import BeamGroup, BeamSearches
-from .decodes import Decodes, finish_reason, max_length, not_finite, stop_ids
+from .decodes import DecodePlanner, finish_reason, max_length, not_finite, stop_ids
 from .gang_load import StepCounts, gang_load, tenant_share
 from .growing_sequence import ARRIVAL_STEP, GrowingSequence
-from .measured_costs import MeasuredCosts, StepCosts
+from .measured_costs import MeasuredCosts, MeasuredStepCosts
 from .page_reserve import PageReserve
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
@@ -72,7 +72,7 @@ class Scheduler:
         """
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
         self._clock, self.token_interval_s = clock, token_interval_s
-        self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
+        self._costs, self._step_costs = MeasuredCosts(limits.block_size), MeasuredStepCosts()
         self._times = PageTimes(clock)
         self._bursts = PromptBursts()
         self._waiting = WaitingQueue(self._bursts)
@@ -120,7 +120,7 @@ class Scheduler:
             limits.max_num_sequences,
         )
         self._beam_updates: list[SequenceUpdate] = []  # of rounds that were chosen before their step's commit
-        self._decodes = Decodes(
+        self._decodes = DecodePlanner(
             self.memory,
             self._waiting,
             self._running,

@@ -59,7 +59,7 @@ class SearchState(NamedTuple):
     finished: Sequence[float]  # scores of the best finished beams, the best first
 
 
-class Choice(NamedTuple):
+class BeamChoice(NamedTuple):
     """Indices of candidates, the best first."""
 
     live: list[int]
@@ -110,7 +110,7 @@ def _continuations(parent: int, total: float, row: TokenLogprobs) -> Iterator[tu
 
 def choose(
     state: SearchState, candidates: Sequence[BeamCandidate], rules: BeamRules, is_stopped: Callable[[int], bool]
-) -> Choice:
+) -> BeamChoice:
     """The next beams.
 
     Among the best `width` candidates, those with an end token are finished. Of those without one the best `width` go
@@ -140,7 +140,7 @@ def choose(
     if len(scores) == rules.width and live and _bound(totals[0], num_tokens, rules) <= scores[-1]:
         live.clear()
         totals.clear()
-    return Choice(live, finished, SearchState(totals, num_tokens, scores))
+    return BeamChoice(live, finished, SearchState(totals, num_tokens, scores))
 
 
 def _bound(total: float, num_tokens: int, rules: BeamRules) -> float:
