@@ -41,8 +41,8 @@ def default_kv_host_bytes(pool_bytes: int, memory_bytes: int, tensor_parallel: i
     Conversations that come back find little in a tier of a few hundredths of the pool, and most in one of a quarter.
     `memory_bytes`: of the machine, on which all workers of the gang may be.
     """
-    wanted = max(_LEAST_KV_HOST_BYTES, int(_KV_HOST_SHARE * pool_bytes))
-    return min(wanted, int(_MAX_KV_HOST_SHARE * memory_bytes) // tensor_parallel)
+    target_bytes = max(_LEAST_KV_HOST_BYTES, int(_KV_HOST_SHARE * pool_bytes))
+    return min(target_bytes, int(_MAX_KV_HOST_SHARE * memory_bytes) // tensor_parallel)
 
 
 def why_not_float8(capability: tuple[int, int] | None, part: Float8Part) -> str | None:

@@ -162,9 +162,9 @@ class Engine:
         if usage is not None:
             self._ended.append(SequenceUpdate(sequence_id, error=error, usage=usage))
 
-    def take_shares(self, most: int) -> list[TenantShare]:
-        """Shares of at most `most` tenants that have changed since they were last taken."""
-        return self._scheduler.take_shares(most)
+    def take_shares(self, max_tenants: int) -> list[TenantShare]:
+        """Shares of at most `max_tenants` tenants that have changed since they were last taken."""
+        return self._scheduler.take_shares(max_tenants)
 
     def has_work(self) -> bool:
         return bool(self._ended) or self._ahead.has_plan or self._scheduler.has_work()

@@ -18,8 +18,16 @@ from .checkpoint.stored_tensor import folder_lacks_head
 from .config import EngineConfig
 from .engine import Engine
 from .execution.executor import Executor, LocalExecutor, WorkerLostError, compute_thread
-from .execution.gang_executor import Connection, ConnectionLostError, Failed, FromWorker, GangExecutor, Join, Ready
-from .execution.gang_executor import Progress as ProgressMessage
+from .execution.gang_executor import (
+    Connection,
+    ConnectionLostError,
+    FromWorker,
+    GangExecutor,
+    Join,
+    Ready,
+    WorkerFailed,
+    WorkerProgress,
+)
 from .fairness.prompt_budget import token_interval_of
 from .grammar.constraints import Constraints
 from .loop import EngineLoop
@@ -182,14 +190,14 @@ def _pages_of_all(ready: Sequence[Ready]) -> int:
 def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[Connection]:
     """A connection of each worker, by rank. Raises WorkerLostError if one does not come in time."""
     decoder = msgspec.msgpack.Decoder(FromWorker)
-    found: dict[int, Connection] = {}
+    by_rank: dict[int, Connection] = {}
     deadline = time.monotonic() + config.start_deadline_s
-    while len(found) < config.tensor_parallel:
+    while len(by_rank) < config.tensor_parallel:
         listener.settimeout(max(deadline - time.monotonic(), 0.01))
         try:
             connection = Connection(listener.accept()[0])
         except TimeoutError:
-            missing = sorted(set(range(config.tensor_parallel)) - found.keys())
+            missing = sorted(set(range(config.tensor_parallel)) - by_rank.keys())
             raise WorkerLostError(f"workers {missing} did not come within {config.start_deadline_s:g} s") from None
         connection.set_timeout(10.0)
         try:
@@ -199,10 +207,10 @@ def _accept(listener: socket.socket, config: EngineConfig, secret: str) -> list[
             continue
         if isinstance(message, Join) and secrets.compare_digest(message.secret, secret):
             connection.set_timeout(None)
-            found[message.rank] = connection
+            by_rank[message.rank] = connection
         else:
             connection.close()
-    return [found[rank] for rank in range(config.tensor_parallel)]
+    return [by_rank[rank] for rank in range(config.tensor_parallel)]
 
 
 def _await_all_ready(connections: Sequence[Connection], on_progress: Progress | None) -> list[Ready]:
@@ -228,9 +236,9 @@ def _await_ready(rank: int, connection: Connection, on_progress: Progress | None
             raise WorkerLostError(f"worker {rank} was lost while it loaded the model: {error}") from error
         if isinstance(message, Ready):
             return message
-        if isinstance(message, Failed):
+        if isinstance(message, WorkerFailed):
             raise WorkerLostError(f"worker {rank} could not load the model: {message.problem}")
-        if isinstance(message, ProgressMessage) and on_progress is not None:
+        if isinstance(message, WorkerProgress) and on_progress is not None:
             on_progress(message.what, message.done, message.total)
 
 

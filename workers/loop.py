@@ -43,7 +43,7 @@ class StepDeadline:
 # Times of a gang's steps and loads, from which routers estimate waits.
 
 
-class StepTimes:
+class EngineTimes:
     """Seconds inside steps, and seconds of adapters' loads, since the engine's start.
 
     An adapter counts from the beginning of the step that starts its load to the end of the step that commits it, as
@@ -97,7 +97,7 @@ class EngineLoop:
         self._progress_at = time.monotonic()
         self._submitted: set[int] = set()  # unfinished sequences; the loop's thread owns it
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._times = StepTimes()
+        self._times = EngineTimes()
         self._shares_due_at = 0.0
         self._on_step: OnStep = lambda report: None
         engine.wake_on_copy_end(self._copy_ended)

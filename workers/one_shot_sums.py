@@ -64,7 +64,7 @@ def one_shot_sums(
         flags = gather(torch.tensor([problem is None], dtype=torch.int32, device=device))
         return bool(flags.all())
 
-    most_bytes = next((size for most, size in MOST_BYTES.items() if degree <= most), None)
+    most_bytes = next((size for max_degree, size in MOST_BYTES.items() if degree <= max_degree), None)
     if most_bytes is None:  # with more workers NCCL is faster
         return None
     homes = gather(torch.tensor([_home()], dtype=torch.int64, device=device)).flatten()
@@ -91,9 +91,9 @@ def one_shot_sums(
 def _wrong_sum(sums: OneShotSums, rank: int, degree: int, device: torch.device) -> str | None:
     """What a sum gives that is known, of as many numbers as there may be; None: it is right."""
     numbers = torch.arange(sums._buffer.numel(), device=device) % 16
-    found = sums.sum((numbers + rank).to(DTYPE))
+    gpu_sum = sums.sum((numbers + rank).to(DTYPE))
     right = (numbers * degree + degree * (degree - 1) // 2).to(DTYPE)  # below 256: exact
-    return None if torch.equal(found, right) else "a sum that is known came out wrong"
+    return None if torch.equal(gpu_sum, right) else "a sum that is known came out wrong"
 
 
 def _home() -> int:

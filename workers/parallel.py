@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LOOK_AGAIN_S = 0.05  # for a worker that others wait for
 
 
-class Sum(Protocol):
+class PendingSum(Protocol):
     """An all-reduce that was begun. Its input is undefined until it has ended."""
 
     def wait(self) -> torch.Tensor:
@@ -35,7 +35,7 @@ class Parallel(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all workers' x, in whose memory it may be."""
 
-    def begin_all_reduce(self, x: torch.Tensor) -> Sum:
+    def begin_all_reduce(self, x: torch.Tensor) -> PendingSum:
         """The same, under way while this worker computes."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Parallel(Protocol):
         """Returns when all workers have called it, however late one is. Once, before a step's deadline applies."""
 
 
-class Traffic:
+class CollectiveTraffic:
     """Collectives that a worker took part in, and bytes that it sends if it sends in a ring: the least they can take.
 
     What a CUDA graph replays is not counted again.
@@ -122,7 +122,7 @@ class ProcessGroup:
         """
         self.rank, self.degree = rank, degree
         self._store = store
-        self.traffic = Traffic()
+        self.traffic = CollectiveTraffic()
         torch.distributed.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             rank=rank,
@@ -147,7 +147,7 @@ class ProcessGroup:
             torch.distributed.all_reduce(x)
         return x
 
-    def begin_all_reduce(self, x: torch.Tensor) -> Sum:
+    def begin_all_reduce(self, x: torch.Tensor) -> PendingSum:
         if x.numel() == 0 or (self._one_shot is not None and self._one_shot.fits(x)):
             return EndedSum(self.all_reduce(x))
         self.traffic.count_all_reduce(x, self.degree)

@@ -30,8 +30,8 @@ Measure = Callable[[int], Speeds | None]  # with this number of threads; None: a
 
 def fewest_of_the_fast(speeds: Mapping[int, float]) -> int:
     """The number of threads to compute with, of the speed with each; more threads must be faster by `LEAST_GAIN`."""
-    chosen, *others = sorted(speeds)
-    for count in others:
+    chosen, *counts = sorted(speeds)
+    for count in counts:
         if speeds[count] >= speeds[chosen] * LEAST_GAIN:
             chosen = count
     return chosen
@@ -48,17 +48,17 @@ def by_kind(speeds: Mapping[int, Speeds]) -> dict[str, dict[int, float]]:
     return {kind: {count: of[kind] for count, of in speeds.items()} for kind in kinds}
 
 
-def numbers_to_measure(most: int) -> tuple[int, ...]:
+def numbers_to_measure(limit: int) -> tuple[int, ...]:
     """The most, and the powers of two below it, down to 1."""
-    return (most, *(1 << power for power in reversed(range(most.bit_length())) if 1 << power < most))
+    return (limit, *(1 << power for power in reversed(range(limit.bit_length())) if 1 << power < limit))
 
 
-def measure_threads(most: int, measure: Measure, on_progress: Progress) -> dict[int, Speeds]:
-    """The best speeds of several rounds, by number of threads; empty if steps with `most` are too long to measure.
+def measure_threads(max_threads: int, measure: Measure, on_progress: Progress) -> dict[int, Speeds]:
+    """The best speeds of several rounds, by number of threads; empty if steps with `max_threads` are too long.
 
     From most threads downward, as far as fewer may be as fast.
     """
-    counts, found, num_done = numbers_to_measure(most), dict[int, Speeds](), 0
+    counts, best_speeds, num_done = numbers_to_measure(max_threads), dict[int, Speeds](), 0
 
     def next_speeds(count: int) -> Speeds | None:
         nonlocal num_done
@@ -70,15 +70,15 @@ def measure_threads(most: int, measure: Measure, on_progress: Progress) -> dict[
         speeds = next_speeds(count)
         if speeds is None:
             break
-        found[count] = speeds
-        if any(speed * CLEARLY_SLOWER < max(of[kind] for of in found.values()) for kind, speed in speeds.items()):
+        best_speeds[count] = speeds
+        if any(speed * CLEARLY_SLOWER < max(of[kind] for of in best_speeds.values()) for kind, speed in speeds.items()):
             break
-    for _ in range(NUM_ROUNDS - 1 if len(found) > 1 else 0):
-        for count, before in found.items():
+    for _ in range(NUM_ROUNDS - 1 if len(best_speeds) > 1 else 0):
+        for count, before in best_speeds.items():
             again = next_speeds(count) or before
-            found[count] = {kind: max(speed, again[kind]) for kind, speed in before.items()}
+            best_speeds[count] = {kind: max(speed, again[kind]) for kind, speed in before.items()}
     on_progress("measuring threads", NUM_ROUNDS * len(counts), NUM_ROUNDS * len(counts))
-    return found
+    return best_speeds
 
 
 class SpeedMeter:

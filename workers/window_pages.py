@@ -29,8 +29,8 @@ class FullLayers:
     @property
     def slab_order(self) -> tuple[int, ...]:
         """By layer: which slab of a page has its KV."""
-        others = [layer for layer in range(self.num_layers) if layer not in self.layers]
-        order = [*self.layers, *others]
+        window_layers = [layer for layer in range(self.num_layers) if layer not in self.layers]
+        order = [*self.layers, *window_layers]
         return tuple(order.index(layer) for layer in range(self.num_layers))
 
     @property

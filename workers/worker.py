@@ -21,16 +21,16 @@ from .execution.gang_executor import (
     DeltaDecoder,
     Done,
     Execute,
-    Failed,
     FromWorker,
     Join,
     LoadEnded,
     Masks,
     MoveEnded,
-    Progress,
     Ready,
     ToWorker,
     WantMasks,
+    WorkerFailed,
+    WorkerProgress,
 )
 from .parallel import ProcessGroup
 from .plan import SampledToken, StepPlan
@@ -69,7 +69,7 @@ def run_worker(settings: WorkerSettings) -> None:
         _log.warning("the leader is gone, and this worker with it: %s", error)
     except Exception as error:
         _log.exception("worker %d failed", settings.rank)
-        leader.send(Failed(f"{type(error).__name__}: {error}"))
+        leader.send(WorkerFailed(f"{type(error).__name__}: {error}"))
         raise
     finally:
         leader.close()
@@ -99,18 +99,18 @@ class _Leader:
 
     def follow(self, plan: StepPlan, fed: Mapping[int, SampledToken | None]) -> None: ...
 
-    def take(self, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
+    def take(self, positions: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
         """Between two plans: the answer is the next message."""
-        found = dict[int, TokenMask]()
+        masks = dict[int, TokenMask]()
         while True:
             over = is_over()
-            self.send(WantMasks([each for each in wanted if each[0] not in found]))
+            self.send(WantMasks([each for each in positions if each[0] not in masks]))
             answer = self._decoder.decode(self._connection.receive())
             if not isinstance(answer, Masks):
                 raise ConnectionLostError("the leader stops the worker while it computes")
-            found |= answer.made
-            if over or len(found) == len(wanted):
-                return found
+            masks |= answer.made
+            if over or len(masks) == len(positions):
+                return masks
             time.sleep(_POLL_S)
 
 
@@ -126,7 +126,7 @@ def _build(settings: WorkerSettings, leader: _Leader) -> LocalExecutor:
         resolve_device(config.device),
         config.small_sums,
     )
-    on_progress = (lambda *progress: leader.send(Progress(*progress))) if settings.rank == 0 else None
+    on_progress = (lambda *progress: leader.send(WorkerProgress(*progress))) if settings.rank == 0 else None
     executor = build_executor(config, group, on_progress)
 
     def send_ended() -> None:

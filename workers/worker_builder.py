@@ -91,14 +91,14 @@ class DeviceMemory:
                 f"the GPU has no room for {name}: {self._summary()}, and {self._gib(self.total_bytes)} in all; "
                 "a smaller pool_bytes or, where that is unset, a smaller device_memory_share leaves more"
             ) from problem
-        kept = torch.cuda.memory_allocated(self._device) - before
-        self._parts[name] = kept
-        most = torch.cuda.max_memory_allocated(self._device)
-        self._most_allocated_bytes = max(self._most_allocated_bytes, most)
-        transient = most - before - kept
+        part_bytes = torch.cuda.memory_allocated(self._device) - before
+        self._parts[name] = part_bytes
+        peak_bytes = torch.cuda.max_memory_allocated(self._device)
+        self._most_allocated_bytes = max(self._most_allocated_bytes, peak_bytes)
+        transient = peak_bytes - before - part_bytes
         if recurs:
             self._transient_bytes = max(self._transient_bytes, transient)
-        if transient > kept:
+        if transient > part_bytes:
             self._parts[f"{name}, while it ran"] = transient
 
     def note(self, name: str, note: str) -> None:
@@ -115,13 +115,13 @@ class DeviceMemory:
         free, total = torch.cuda.mem_get_info(self._device)
         # Reserved memory includes that of graphs, which nothing else can use; transient memory is added to it.
         reserved = torch.cuda.memory_reserved(self._device)
-        most = max(reserved + self._transient_bytes, self._most_allocated_bytes)
-        taken = total - free - reserved + most - trial_bytes
-        room = int(share * total) - taken - LATER_BYTES
+        peak_bytes = max(reserved + self._transient_bytes, self._most_allocated_bytes)
+        used_bytes = total - free - reserved + peak_bytes - trial_bytes
+        room = int(share * total) - used_bytes - LATER_BYTES
         if room > 0:
             _log.info(
                 "the GPU's memory: %s of %s may be used, %s are used, %s are reserved for later: the pool gets %s",
-                *map(self._gib, (int(share * total), total, taken, LATER_BYTES, room)),
+                *map(self._gib, (int(share * total), total, used_bytes, LATER_BYTES, room)),
             )
         return room
 
@@ -149,8 +149,8 @@ class DeviceMemory:
 
     def _summary(self) -> str:
         parts = [
-            f"{name} {self._gib(taken)}" + (f" ({self._notes[name]})" if name in self._notes else "")
-            for name, taken in self._parts.items()
+            f"{name} {self._gib(num_bytes)}" + (f" ({self._notes[name]})" if name in self._notes else "")
+            for name, num_bytes in self._parts.items()
         ]
         return ", ".join(parts) or "nothing yet"
 
@@ -252,8 +252,8 @@ def build_executor(
         pool = runner.pool
 
         def runner_of(num_threads: int) -> Runner:
-            own = kernels_of(num_threads)
-            return Runner(decoder, own, parallel, pool, geometry, layout, rotary, geometry.num_pages)
+            thread_kernels = kernels_of(num_threads)
+            return Runner(decoder, thread_kernels, parallel, pool, geometry, layout, rotary, geometry.num_pages)
 
         num_threads = _fastest_threads(runner_of, config, min(config.block_size, context), on_progress)
         runner = runner_of(num_threads)
@@ -299,10 +299,10 @@ def _fastest_threads(
 
 def _log_huge_pages() -> None:
     """How much of the weights and of what the pool holds so far lies in huge pages, in which it is read faster."""
-    found = huge_page_bytes()
-    if found is None or found[0] < _LEAST_IN_HUGE_PAGES:
+    sizes = huge_page_bytes()
+    if sizes is None or sizes[0] < _LEAST_IN_HUGE_PAGES:
         return
-    total, huge = found
+    total, huge = sizes
     level = logging.INFO if 2 * huge >= total else logging.WARNING
     _log.log(
         level,
@@ -340,7 +340,7 @@ def _num_pages_left(
     return num_pages
 
 
-def _ignore(what: str, done: int, total: int) -> None:
+def _ignore(stage: str, done: int, total: int) -> None:
     """The default of `on_progress`."""
 
 

@@ -14,7 +14,7 @@ from motet.benchmarks.gpu.machine import Machine, Row
 from motet.benchmarks.gpu.roofline import component_of
 from motet.benchmarks.gpu.step_profile import StepProfile
 from motet.kernels.backend import Kernels, choose_kernels
-from motet.workers.costs.operations import Batch, Chunk, step_operations
+from motet.workers.costs.operations import Chunk, StepBatch, step_operations
 from motet.workers.execution.runner import Runner
 
 _PROMPT, _SEQUENCES = 512, 128
@@ -39,7 +39,7 @@ def time_prompts(machine: Machine, kernels: Kernels | None) -> Iterator[Record]:
         host_s, host_cpu_s = map(statistics.median, zip(*launches[before : before + watched], strict=True))
         num_decodes = (before + watched // 2) * size.max_tokens // size.context
         num_chunks = (size.max_tokens - num_decodes) // size.context
-        batch = Batch((size.context,) * num_decodes, (Chunk(0, size.context),) * num_chunks, num_adapters, RANK)
+        batch = StepBatch((size.context,) * num_decodes, (Chunk(0, size.context),) * num_chunks, num_adapters, RANK)
         operations = step_operations(bench.model, batch)
         limits = machine.limits
         floor_s = None if limits is None else sum(operation.seconds(limits) for operation in operations)

@@ -21,7 +21,7 @@ if __name__ == "__main__":
     _LINK = tempfile.TemporaryDirectory(prefix="motet-bench-")
     make_importable(Path(_LINK.name))
 from motet.workers.costs.devices import DEVICES, Device
-from motet.workers.costs.operations import Batch, Formats, step_operations
+from motet.workers.costs.operations import Formats, StepBatch, step_operations
 
 if TYPE_CHECKING:
     from motet.workers.models.config import ModelConfig
@@ -74,7 +74,7 @@ def roofline(model: ModelConfig, step: DecodeStep, limits: Device) -> Floor:
     """
     if model.experts is not None:
         raise ValueError("a model with experts has no floor that is known before a batch chooses its experts")
-    batch = Batch(step.contexts, num_adapters=step.num_adapters, rank=step.rank)
+    batch = StepBatch(step.contexts, num_adapters=step.num_adapters, rank=step.rank)
     formats = Formats(step.element_bytes, step.weights_in_float8, step.kv_in_float8)
     operations = {operation.name: operation for operation in step_operations(model, batch, formats=formats)}
 

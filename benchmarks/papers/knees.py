@@ -24,8 +24,19 @@ from motet.benchmarks.papers.policies import Continuous
 from motet.benchmarks.papers.virtual_load import BLOCK_SIZE, Job, run
 from motet.benchmarks.rigs.published_bases import published_base
 from motet.benchmarks.scarce.page_reserve import LENGTHS, Lengths
+<<<<<<< HEAD
 from motet.workers.costs.device_costs import DeviceCosts
 from motet.workers.costs.operations import Batch, Chunk, kv_bytes_of_a_token, model_size, step_operations
+=======
+from motet.workers.costs.operations import (
+    Chunk,
+    DeviceCosts,
+    StepBatch,
+    kv_bytes_of_a_token,
+    model_size,
+    step_operations,
+)
+>>>>>>> names_workers
 from motet.workers.plan import StepPlan
 
 MODEL = published_base("Llama-2-70B")
@@ -82,7 +93,7 @@ def full_tokens_per_s(load: str) -> float:
     contexts, num_prompts = (round(prompt + answer / 2),) * num_decodes, (NUM_ROWS - num_decodes) / prompt
     chunks = (Chunk(0, round(prompt)),) * int(num_prompts)
     rest = NUM_ROWS - num_decodes - sum(chunk.num_tokens for chunk in chunks)
-    batch = Batch(contexts, (*chunks, Chunk(0, rest)) if rest else chunks)
+    batch = StepBatch(contexts, (*chunks, Chunk(0, rest)) if rest else chunks)
     return NUM_ROWS / sum(one.seconds(A100, DEGREE) for one in step_operations(MODEL, batch, DEGREE)) * EFFICIENCY
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from motet.benchmarks.rigs.published_bases import published_base
 from motet.workers.costs.devices import DEVICES, Device
-from motet.workers.costs.operations import Batch, Chunk, Operation, kv_copies, model_size, step_operations
+from motet.workers.costs.operations import Chunk, Operation, StepBatch, kv_copies, model_size, step_operations
 from motet.workers.models.config import ModelConfig
 
 ELEMENT_BYTES = 2
@@ -38,7 +38,7 @@ class Prefill:
 
 def prefill(model: ModelConfig, num_tokens: int, device: Device, degree: int) -> Prefill:
     """The least time of a prompt of so many tokens in one step, cut in each way."""
-    batch = Batch(chunks=(Chunk(0, num_tokens),))
+    batch = StepBatch(chunks=(Chunk(0, num_tokens),))
     by_heads = step_operations(model, batch, degree)
     copies = kv_copies(model, degree)
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

@@ -30,7 +30,7 @@ from motet.cluster.config import MotetConfig
 from motet.workers import worker_builder
 from motet.workers.costs.step_costs import LEAST_ROWS, StepTimes, first_rows, first_rows_of
 from motet.workers.engine_builder import rendezvous
-from motet.workers.parallel import EndedSum, ProcessGroup, Sum
+from motet.workers.parallel import EndedSum, PendingSum, ProcessGroup
 from motet.workers.plan import SamplePlan, SequencePlan, StepPlan, packed
 from motet.workers.step_measurements import measured_steps
 from motet.workers.wire.messages import SamplingParams
@@ -50,7 +50,7 @@ class Group(ProcessGroup):
 
     overlaps = True
 
-    def begin_all_reduce(self, x: torch.Tensor) -> Sum:
+    def begin_all_reduce(self, x: torch.Tensor) -> PendingSum:
         begun = super().begin_all_reduce(x)
         return begun if self.overlaps else EndedSum(begun.wait())
 

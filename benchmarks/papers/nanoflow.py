@@ -20,7 +20,7 @@ from motet.benchmarks.papers.step_balance import (
 )
 from motet.benchmarks.rigs.published_bases import published_base
 from motet.workers.costs.devices import DEVICES
-from motet.workers.costs.operations import Batch, Chunk, step_operations
+from motet.workers.costs.operations import Chunk, StepBatch, step_operations
 
 DEGREE = 8
 A100 = replace(DEVICES["A100 SXM 80GB"], bytes_per_s=2e12)  # as the paper rounds it
@@ -30,7 +30,7 @@ LENGTHS = {  # means of the paper's three loads, table 4
     "ShareGPT": Lengths(246, 322),
 }
 # B = 2,048 of prompts of 512 tokens and answers of 1,024, halfway through: two of three rows decode.
-BATCH = Batch((512 + 1024 // 2,) * 1365, (Chunk(0, 512), Chunk(0, 171)))
+BATCH = StepBatch((512 + 1024 // 2,) * 1365, (Chunk(0, 512), Chunk(0, 171)))
 
 
 @dataclass(frozen=True)

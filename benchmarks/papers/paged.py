@@ -21,7 +21,7 @@ from motet.benchmarks.papers.virtual_load import Job, Outcome, run
 from motet.benchmarks.rigs.published_bases import published_base
 from motet.benchmarks.scarce.page_reserve import LENGTHS
 from motet.workers.costs.devices import DEVICES
-from motet.workers.costs.operations import Batch, Chunk, kv_bytes_of_a_token, step_operations
+from motet.workers.costs.operations import Chunk, StepBatch, kv_bytes_of_a_token, step_operations
 from motet.workers.scheduling import scheduler
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.page_reserve import PageReserve
@@ -62,7 +62,7 @@ def swapped_and_recomputed(block_size: int) -> tuple[float, float, float]:
     model = published_base("Llama-2-7B")
     moved_s = 2 * SWAPPED_TOKENS * kv_bytes_of_a_token(model) / PCIE_BYTES_PER_S
     num_pages = 2 * -(-SWAPPED_TOKENS // block_size)
-    chunk = Batch(chunks=(Chunk(0, SWAPPED_TOKENS),))
+    chunk = StepBatch(chunks=(Chunk(0, SWAPPED_TOKENS),))
     computed_s = sum(each.seconds(DEVICES["A100 SXM 40GB"]) for each in step_operations(model, chunk))
     return moved_s + num_pages * COPY_S, moved_s + num_pages * 2 * model.num_layers * COPY_S, computed_s
 

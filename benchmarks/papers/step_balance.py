@@ -7,9 +7,9 @@ from typing import Literal
 
 from motet.workers.costs.devices import Device
 from motet.workers.costs.operations import (
-    Batch,
     Chunk,
     Formats,
+    StepBatch,
     gang_weights_bytes,
     kv_bytes_of_a_token,
     step_operations,
@@ -51,7 +51,7 @@ class Balance:
 
 
 def step_balance(
-    model: ModelConfig, batch: Batch, device: Device, degree: int = 1, formats: Formats | None = None
+    model: ModelConfig, batch: StepBatch, device: Device, degree: int = 1, formats: Formats | None = None
 ) -> Balance:
     """Sums over the operations of a step."""
     times = [operation.times_s(device, degree) for operation in step_operations(model, batch, degree, formats)]
@@ -61,7 +61,7 @@ def step_balance(
 
 def full_batch(
     model: ModelConfig, device: Device, lengths: Lengths, degree: int = 1, formats: Formats | None = None
-) -> Batch:
+) -> StepBatch:
     """A step of as many sequences as the gang's memory holds beside the weights, halfway through their answers.
 
     For each token that they decode it computes as many prompt tokens as the load has. Raises ValueError where no
@@ -75,7 +75,7 @@ def full_batch(
         raise ValueError(f"{degree} of {device.name} cannot hold the weights and a sequence of {context} tokens")
     num_prompts, rest = divmod(num_sequences * lengths.prompt // lengths.answer, lengths.prompt)
     chunks = (Chunk(0, lengths.prompt),) * num_prompts + ((Chunk(0, rest),) if rest else ())
-    return Batch((context,) * num_sequences, chunks)
+    return StepBatch((context,) * num_sequences, chunks)
 
 
 def memory_over_compute(device: Device, num_parameters: float, num_rows: int) -> float:

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from motet.router.fleet.affinity import RoutingRequest
-from motet.workers.loop import StepTimes
+from motet.workers.loop import EngineTimes
 from motet.workers.wire.engine_load import EngineCounters, EngineGauges, EngineLoad
 from motet.workers.wire.messages import Frame, ResidencyChange
 
@@ -85,7 +85,7 @@ class SimulatedGang:
         self._num_steps = self._num_computed = self._num_generated = self._num_loads = self._num_loaded_pages = 0
         self._num_evictions = 0
         self._now = 0.0
-        self._times = StepTimes(clock=lambda: self._now)
+        self._times = EngineTimes(clock=lambda: self._now)
 
     def next_step_at(self, now: float) -> float | None:
         """When the next step can begin: at once, or when a job arrives; None: there is nothing to do or to come."""

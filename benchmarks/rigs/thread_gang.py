@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from motet.workers.parallel import EndedSum, Traffic
+from motet.workers.parallel import CollectiveTraffic, EndedSum
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class ThreadGroup:
 
     def __init__(self, rank: int, board: list[torch.Tensor | None], barrier: threading.Barrier) -> None:
         self.rank, self.degree = rank, len(board)
-        self.traffic = Traffic()
+        self.traffic = CollectiveTraffic()
         self._board, self._barrier = board, barrier
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ def kept(shape: Shape, num_tokens: int) -> Kept:
     _add(scheduler, 0, num_tokens)
     while scheduler.has_work():
         scheduler.commit(plan := scheduler.schedule(), _result(plan))
-        held = [sequence.held.num_pages for sequence in scheduler._running.by_id.values()]
+        held = [sequence.page_use.num_pages for sequence in scheduler._running.by_id.values()]
         most, last = max([most, *held]), held[0] if held else last
     num_at_once = 0
     scheduler = Scheduler(shape.limits(2 * num_whole, NUM_SEQUENCES), frozenset(), lambda _: 0)

@@ -268,8 +268,8 @@ def costs(
     if not decodes and not prompt_tokens:
         raise click.UsageError("give --decodes or --prompt-tokens")
     from ...workers.costs.operations import (
-        Batch,
         Chunk,
+        StepBatch,
         gang_weights_bytes,
         kv_bytes_of_a_token,
         model_size,
@@ -283,7 +283,7 @@ def costs(
         config = ModelConfig.from_folder(model)
         ModelSharding(config, degree)  # refuses a degree that motet would refuse
         device = _device(name)
-        batch = Batch((context,) * decodes, chunks, adapters, rank)
+        batch = StepBatch((context,) * decodes, chunks, adapters, rank)
         operations = step_operations(config, batch, degree)
         rows: list[dict[str, Any]] = [
             asdict(operation) | {"seconds": operation.seconds(device, degree)} for operation in operations

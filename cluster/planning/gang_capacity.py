@@ -21,9 +21,9 @@ from ...adapters.packing.layout import AdapterLayout
 from ...workers.config import LATER_BYTES
 from ...workers.costs.devices import Device
 from ...workers.costs.operations import (
-    Batch,
     Chunk,
     Operation,
+    StepBatch,
     gang_weights_bytes,
     kv_bytes_of_a_token,
     step_operations,
@@ -354,7 +354,7 @@ class GangCapacity:
 
     def _operations(self, num_sequences: int, prompts: int, prompt_tokens: int) -> tuple[Operation, ...]:
         adapters = self.traffic.adapters
-        batch = Batch(
+        batch = StepBatch(
             (self._context,) * num_sequences,
             (Chunk(0, prompt_tokens),) * prompts,
             adapters.num_used(num_sequences + prompts),

@@ -367,7 +367,7 @@ def run(s: Scheduler, worker: Worker, max_steps: int = 2000) -> list[SequenceUpd
             return updates
         plan = s.schedule()
         result = worker.execute(plan)
-        assert worker.deltas.kept.keys() <= s._running.by_id.keys(), "a table is kept of a sequence that does not run"
+        assert worker.deltas.tables.keys() <= s._running.by_id.keys(), "a table is kept of a sequence that does not run"
         updates += s.commit(plan, result)
         s.check_integrity()
     raise AssertionError("the scheduler made no end")

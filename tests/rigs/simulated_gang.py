@@ -19,7 +19,7 @@ from motet.workers.engine import Engine
 from motet.workers.engine_messages import EngineMessage
 from motet.workers.leader.frame_server import FrameServer
 from motet.workers.leader.served_engine import OnStep, StepReport
-from motet.workers.loop import StepTimes
+from motet.workers.loop import EngineTimes
 from motet.workers.plan import INT32_BYTES, SampledToken, ScorePlan, SequencePlan, StepPlan, StepResult
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.request_limits import GangLimits
@@ -113,7 +113,7 @@ class SimulatedEngine:
         self.parts: list[tuple[SequenceRequest, SequencePlan, bool, tuple[int, ...]]] = []
         self._beams: dict[int, GrowingSequence] = {}  # all that ever ran
         self.reports: list[tuple[float, SequenceRequest, SequenceUsage]] = []  # and when each was made
-        self._times = StepTimes(loop.time)
+        self._times = EngineTimes(loop.time)
         self._inbox: list[EngineMessage] = []
         self._on_step: OnStep = lambda report: None
         self._timer: asyncio.TimerHandle | None = None

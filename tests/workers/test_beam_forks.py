@@ -93,7 +93,7 @@ class Bench:
             self.step()
         assert not self.engine.has_work() and not self.scheduler._uncommitted
         self.engine.step()
-        assert not self.worker.deltas.kept, "workers keep tables of beams that have ended"
+        assert not self.worker.deltas.tables, "workers keep tables of beams that have ended"
         gauges, num_pages = self.scheduler.load().gauges, self.scheduler._limits.num_pages
         assert gauges.num_free_pages + gauges.num_adapter_pages + gauges.num_prefix_pages == num_pages
         assert gauges.num_idle_prefix_pages == gauges.num_prefix_pages

@@ -127,7 +127,7 @@ def test_a_journal_has_it_for_a_client_that_resumes() -> None:
     journal.record(SequenceUpdate(1, [6]), 0.0)
     found = journal.attach(request(), 11, 0.0)
     assert found is not None
-    assert found.rest.take_all() == SequenceUpdate(3, [5, 6], num_cached_tokens=4)
+    assert found.unread.take_all() == SequenceUpdate(3, [5, 6], num_cached_tokens=4)
 
 
 def test_it_costs_a_frame_a_byte_and_older_leaders_leave_it_out() -> None:

@@ -30,10 +30,10 @@ from motet.tests.rigs.oracle import VARIANTS
 from motet.workers.costs.devices import DEVICES, Device
 from motet.workers.costs.measured_steps import measured_device
 from motet.workers.costs.operations import (
-    Batch,
     Chunk,
     Formats,
     Operation,
+    StepBatch,
     attention_flops,
     gang_weights_bytes,
     kv_bytes_of_a_token,
@@ -50,7 +50,7 @@ LINEARS = ("KQV", "O", "UG", "D", "head")
 
 chunks = st.builds(Chunk, st.integers(0, 500), st.integers(1, 500))
 batches = st.builds(
-    Batch,
+    StepBatch,
     st.lists(st.integers(1, 2000), max_size=4).map(tuple),
     st.lists(chunks, max_size=3).map(tuple),
     st.integers(0, 5),
@@ -58,7 +58,7 @@ batches = st.builds(
 )
 
 
-def by_name(model: ModelConfig, batch: Batch, degree: int = 1) -> dict[str, Operation]:
+def by_name(model: ModelConfig, batch: StepBatch, degree: int = 1) -> dict[str, Operation]:
     return {operation.name: operation for operation in step_operations(model, batch, degree)}
 
 
@@ -95,7 +95,7 @@ def test_a_chunk_sees_what_its_tokens_see(chunk: Chunk, window: int | None) -> N
 
 
 @given(st.sampled_from(MODELS), batches, st.integers(1, 1999), st.sampled_from([1, 2, 8]))
-def test_more_work_never_needs_less(model: ModelConfig, batch: Batch, context: int, degree: int) -> None:
+def test_more_work_never_needs_less(model: ModelConfig, batch: StepBatch, context: int, degree: int) -> None:
     before = by_name(model, batch, degree)
     longer = tuple(one + 1 for one in batch.contexts)
     for more in (
@@ -113,10 +113,10 @@ def test_more_work_never_needs_less(model: ModelConfig, batch: Batch, context: i
 
 
 @given(st.sampled_from(MODELS), batches, batches)
-def test_steps_add_up_but_for_the_weights_that_they_share(model: ModelConfig, one: Batch, two: Batch) -> None:
+def test_steps_add_up_but_for_the_weights_that_they_share(model: ModelConfig, one: StepBatch, two: StepBatch) -> None:
     """Of two batches in one step: operations and activations add up, and weights are read once."""
     one, two = replace(one, num_adapters=0), replace(two, num_adapters=0)
-    both = by_name(model, Batch((*one.contexts, *two.contexts), (*one.chunks, *two.chunks)), 2)
+    both = by_name(model, StepBatch((*one.contexts, *two.contexts), (*one.chunks, *two.chunks)), 2)
     first, second = by_name(model, one, 2), by_name(model, two, 2)
     for name, operation in both.items():
         flops, read, between, network = needs(operation)
@@ -140,7 +140,7 @@ def test_a_chunk_cut_in_two_computes_the_same_attention(chunk: Chunk, at: int, w
 @pytest.mark.parametrize("degree", [1, 2, 8, 16])
 def test_the_workers_linears_sum_up_to_the_gangs(degree: int) -> None:
     """KV heads that several workers hold count as often."""
-    batch = Batch((10,) * 3)
+    batch = StepBatch((10,) * 3)
     operations = by_name(LLAMA, batch, degree)
     shares = [ModelSharding(LLAMA, degree, rank).linears for rank in range(degree)]
     for at, name in enumerate(("KQV", "O", "UG", "D")):
@@ -165,7 +165,7 @@ def test_a_gang_sends_what_is_predicted(degree: int, tmp_path: Path) -> None:
     """Adapters add nothing to it."""
     model_path = tensor_parallel.write_model(tmp_path)
     model = ModelConfig.from_folder(model_path)
-    found = by_name(model, Batch(chunks=(Chunk(0, tensor_parallel.NUM_ROWS),)), degree)
+    found = by_name(model, StepBatch(chunks=(Chunk(0, tensor_parallel.NUM_ROWS),)), degree)
     predicted = found["communication"].network_bytes + found["embedding"].network_bytes
     for with_adapters in (False, True):
         assert tensor_parallel.count(model_path, degree, with_adapters)[1] * degree == predicted
@@ -185,7 +185,7 @@ def test_parameters_are_those_of_transformers(name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("base", BASES)
 def test_a_token_computes_two_operations_for_each_active_parameter(base: str) -> None:
     model = published_base(base)
-    operations = by_name(model, Batch((100,)))
+    operations = by_name(model, StepBatch((100,)))
     attention = operations.pop("decode attention")
     assert sum(operation.flops for operation in operations.values()) == pytest.approx(
         model_size(model).flops_of_a_token, rel=1e-9
@@ -197,15 +197,15 @@ def test_a_token_computes_two_operations_for_each_active_parameter(base: str) ->
 def test_a_large_batch_reads_every_expert_and_a_row_only_its_own() -> None:
     assert MIXTRAL.experts is not None
     expert = 32 * 3 * 4096 * 14336 * 2
-    one, many = (by_name(MIXTRAL, Batch((1,) * number))["experts"].read_bytes for number in (1, 1000))
+    one, many = (by_name(MIXTRAL, StepBatch((1,) * number))["experts"].read_bytes for number in (1, 1000))
     router = 32 * 4096 * 8 * 2
     assert one == pytest.approx(2 * expert + router)
     assert many == pytest.approx(8 * expert + router)
 
 
 def test_eight_bits() -> None:
-    plain = {one.name: one for one in step_operations(LLAMA, Batch((1024,) * 8))}
-    small = {one.name: one for one in step_operations(LLAMA, Batch((1024,) * 8), formats=Formats(2, True, True))}
+    plain = {one.name: one for one in step_operations(LLAMA, StepBatch((1024,) * 8))}
+    small = {one.name: one for one in step_operations(LLAMA, StepBatch((1024,) * 8), formats=Formats(2, True, True))}
     assert small["D"].read_bytes == plain["D"].read_bytes / 2 + 4 * 80 * 8192
     assert small["D"].times_s(DEVICES["H200"])[0] == plain["D"].times_s(DEVICES["H200"])[0] / 2
     assert small["decode attention"].read_bytes == plain["decode attention"].read_bytes * (128 + 4) / 256
@@ -220,23 +220,23 @@ def test_memory_is_full_and_no_more() -> None:
     assert 0 <= 640e9 - used < context * kv_bytes_of_a_token(LLAMA)
     assert batch.num_rows - len(batch.contexts) == len(batch.contexts) * 1155 // 211
     assert step_balance(LLAMA, batch, device, 8).limit == "compute"
-    assert step_balance(LLAMA, Batch((1155,) * 8), device, 8).limit == "memory"
+    assert step_balance(LLAMA, StepBatch((1155,) * 8), device, 8).limit == "memory"
     with pytest.raises(ValueError, match="1 of A100 SXM 80GB cannot hold the weights"):
         full_batch(LLAMA, device, lengths)
-    assert step_balance(LLAMA, Batch(), device).num_rows == 0
+    assert step_balance(LLAMA, StepBatch(), device).num_rows == 0
 
 
 def test_what_cannot_be_computed_is_refused() -> None:
     with pytest.raises(ValueError, match="one worker at least"):
-        step_operations(LLAMA, Batch((1,)), 0)
+        step_operations(LLAMA, StepBatch((1,)), 0)
     with pytest.raises(ValueError, match="a chunk has one token"):
         Chunk(0, 0)
     with pytest.raises(ValueError, match="one token at least"):
         Lengths(0, 1)
     lonely = replace(DEVICES["H200"], network_bytes_per_s=None)
     with pytest.raises(ValueError, match="the network of H200 is not known"):
-        step_balance(LLAMA, Batch((1,)), lonely, 2)
-    assert step_balance(LLAMA, Batch((1,)), lonely).network_s == 0
+        step_balance(LLAMA, StepBatch((1,)), lonely, 2)
+    assert step_balance(LLAMA, StepBatch((1,)), lonely).network_s == 0
 
 
 def test_a_long_prompt_cut_in_other_ways_computes_the_same() -> None:
@@ -255,7 +255,7 @@ def test_a_long_prompt_cut_in_other_ways_computes_the_same() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    modules = ("devices", "model_size", "operations")
+    modules = ("devices", "operations")
     code = (
         "".join(f"import motet.workers.costs.{name}\n" for name in modules)
         + "import sys; print('torch' in sys.modules)"

@@ -193,7 +193,7 @@ def test_what_a_tenant_is_charged_brings_answers(seed: int) -> None:
     gang = VirtualGang(work, of, pages_of, overlaps=rng.random() < 0.5)
     gang.run(20)
     for one, num_adapter_pages in zip(work, sizes, strict=True):
-        counter = gang.scheduler.counters._known[(one.tenant, False)]
+        counter = gang.scheduler.counters._counters[(one.tenant, False)]
         answer = load_price(num_adapter_pages, virtual_gang.BLOCK_SIZE) + one.num_prompt + OUTPUT_TOKEN * one.num_output
         limit = 2 * answer * (gang.num_answers[one.tenant] + depth + 1) + 4 * budget
         assert counter.served * one.weight <= limit, one
@@ -315,7 +315,7 @@ def test_charges_are_what_was_computed(seed: int) -> None:
         while gang.engine.has_work():
             gang.step()
             assert gang.num_steps < 4000, "no end"
-    charged = sum(counter.served * counter.given_weight for counter in s.counters._known.values())
+    charged = sum(counter.served * counter.given_weight for counter in s.counters._counters.values())
     assert charged == pytest.approx(worth)
     assert num_charged + num_forgotten == s.load().counters.num_adapter_loads
     least = sum(len(r.prompt_token_ids) * CACHED_TOKEN + gang.num_tokens[n] for n, r in gang.requests.items())

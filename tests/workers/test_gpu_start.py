@@ -27,7 +27,7 @@ from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
 from motet.workers import engine_builder, worker_builder
 from motet.workers.checkpoint.device_checkpoint import STAGING_BYTES
 from motet.workers.execution.executor import WorkerLostError
-from motet.workers.execution.gang_executor import Connection, Failed
+from motet.workers.execution.gang_executor import Connection, WorkerFailed
 from motet.workers.execution.graphs import CudaRecorder, Cut
 from motet.workers.models import decoder
 from motet.workers.wire.messages import SamplingParams
@@ -206,7 +206,7 @@ def test_a_worker_that_is_lost_while_others_wait_for_it_ends_the_start() -> None
         ours = [Connection(listener.accept()[0]) for _ in range(2)]
     with ThreadPoolExecutor(1) as thread:
         start = thread.submit(engine_builder._await_all_ready, ours, None)
-        theirs[1].send(msgspec.msgpack.encode(Failed("the file was cut short")))
+        theirs[1].send(msgspec.msgpack.encode(WorkerFailed("the file was cut short")))
         try:
             with pytest.raises(WorkerLostError, match="worker 1 could not load the model: the file was cut short"):
                 start.result(PATIENCE_S)

@@ -122,7 +122,7 @@ def test_no_more_is_kept_back_than_answers_can_reach(sequences: list[tuple[int, 
     kept = reserve.num_pages(sequence, num_pages)
     least = margin(reserve._sum_squares, 10_000)
     assert kept == min(max(least, reserve.growth_with(sequence, num_pages)), num_to_come)
-    assert reserve.least <= min(least, num_to_come)
+    assert reserve.min_pages <= min(least, num_to_come)
 
 
 def test_short_answers_to_long_prompts_cost_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:

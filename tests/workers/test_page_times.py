@@ -198,12 +198,12 @@ def test_a_journal_has_all_for_a_client_that_resumes() -> None:
     journal.begin(1, requested, 10)
     found = journal.attach(requested, 11, 0.0)
     assert found is not None
-    assert found.rest.take_all().usage == SequenceUsage(1.0, 0.5)
+    assert found.unread.take_all().usage == SequenceUsage(1.0, 0.5)
     journal.record(SequenceUpdate(1, [5], usage=SequenceUsage(4.0, 2.0)), 0.0)
     journal.record(SequenceUpdate(1, [6]), 0.0)
     found = journal.attach(requested, 12, 0.0)
     assert found is not None
-    assert found.rest.take_all().usage == SequenceUsage(4.0, 2.0)
+    assert found.unread.take_all().usage == SequenceUsage(4.0, 2.0)
 
 
 def test_it_survives_the_wire_and_older_ends() -> None:

@@ -19,7 +19,7 @@ from motet.tests.rigs.part_configs import engine_config
 from motet.tests.rigs.trace_files import write_trace
 from motet.workers.costs.devices import DEVICES
 from motet.workers.costs.measured_steps import RecordingExecutor, costs_of, load_each, random_adapters, wait_a_little
-from motet.workers.costs.operations import Batch, step_operations
+from motet.workers.costs.operations import StepBatch, step_operations
 from motet.workers.costs.replay import Replayed, TracedRequest, VirtualExecutor, read_trace, replay
 from motet.workers.costs.step_costs import StepCosts, StepShape, fit_line, fit_steps, non_negative_least_squares
 from motet.workers.costs.step_defaults import (
@@ -223,7 +223,7 @@ def test_sizes_that_no_setting_gives_are_those_of_the_cost_model() -> None:
     model, h100 = published_base("Llama-3-8B"), DEVICES["H100 SXM"]
 
     def step_s(number: int) -> float:
-        return sum(each.seconds(h100) for each in step_operations(model, Batch((1024,) * number))) / 0.5
+        return sum(each.seconds(h100) for each in step_operations(model, StepBatch((1024,) * number))) / 0.5
 
     assert step_s(GPU_SEQUENCES) < 0.05 < step_s(2 * GPU_SEQUENCES)
     on_gpu, on_cpu = step_limits(True, None, None), step_limits(False, None, None)

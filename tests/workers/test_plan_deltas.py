@@ -119,9 +119,9 @@ def test_workers_get_the_plan_whatever_has_happened_to_its_pages(seed: int) -> N
             kept[sequence_id] = [*table]
         sequences.changed -= set(chosen)
         for worker in gang.workers:
-            assert worker.kept.keys() <= sequences.tables.keys(), "a table is kept of a sequence that does not run"
+            assert worker.tables.keys() <= sequences.tables.keys(), "a table is kept of a sequence that does not run"
     gang.send(ended_runs=sequences.tables)
-    assert all(not worker.kept for worker in gang.workers)
+    assert all(not worker.tables for worker in gang.workers)
 
 
 def test_only_new_pages_are_sent() -> None:
@@ -171,6 +171,6 @@ def test_a_worker_that_missed_a_message_computes_nothing(missed: str) -> None:
             break
         worker.decode(message)
     last = leader.encode(StepPlan(2, (part(1, [*unpacked(sequence.pages), 9]),), (), ()))
-    num_kept = len(worker.kept.get(1, b"")) // INT32_BYTES
+    num_kept = len(worker.tables.get(1, b"")) // INT32_BYTES
     with pytest.raises(PlanMismatchError, match=f"of sequence 1, and it keeps {num_kept}"):
         worker.decode(last)

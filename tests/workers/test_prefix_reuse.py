@@ -90,9 +90,9 @@ def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
     assert other is not None
     s._preempt(preempted)
     s.memory.prefixes.forget(keys[1:2])
-    s._prefixes._coming[keys[5]] = other  # it has begun, and is beyond the page that is not there any more
+    s._prefixes._pending[keys[5]] = other  # it has begun, and is beyond the page that is not there any more
     found = s._prefixes.find(preempted, frozenset())
-    assert found is not None or s._prefixes.key_to_await(preempted) in s._prefixes._coming, "nothing would wake it"
+    assert found is not None or s._prefixes.key_to_await(preempted) in s._prefixes._pending, "nothing would wake it"
 
 
 def test_who_waits_for_another_goes_on_alone_when_that_one_is_cancelled() -> None:

@@ -16,7 +16,7 @@ from motet.tests.rigs.scheduler_rig import asking, quick_result
 from motet.workers.fairness import prompt_budget
 from motet.workers.fairness.prompt_budget import PromptBudget, PromptBursts, divide_prompt_tokens, prompt_seconds
 from motet.workers.fairness.tenant_counters import TenantCounter
-from motet.workers.scheduling.measured_costs import StepCosts
+from motet.workers.scheduling.measured_costs import MeasuredStepCosts
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 
@@ -402,7 +402,7 @@ def test_prompts_go_on_however_long_decodes_take() -> None:
 def test_costs_are_learnt_with_how_far_back_tokens_look(token_s: float, growth: float, seed: int) -> None:
     """`growth`: of the cost with each token before, as a part of the first token's cost."""
     per_context_s = growth * token_s
-    costs, rng = StepCosts(), random.Random(seed)
+    costs, rng = MeasuredStepCosts(), random.Random(seed)
     starts = [rng.randrange(60_000) for _ in range(60)]
     for start in starts:
         costs.observe(0, [(start, 100)], 100 * (token_s + per_context_s * (start + 50)))
@@ -420,7 +420,7 @@ _TOKEN_S = 22e-6
 @given(st.integers(0, 400), st.integers(1, 100), st.floats(1e-3, 0.1), st.integers(0, 2**32))
 def test_a_slow_first_step_is_soon_as_good_as_forgotten(start: int, num_tokens: int, seconds: float, seed: int) -> None:
     """Though no other step may look as far back as it did."""
-    costs, rng = StepCosts(), random.Random(seed)
+    costs, rng = MeasuredStepCosts(), random.Random(seed)
     costs.observe(0, [(start, num_tokens)], seconds)
     for _ in range(100):
         chunks = [(rng.randint(100, 200), rng.randint(100, 256)) for _ in range(2)]
@@ -430,7 +430,7 @@ def test_a_slow_first_step_is_soon_as_good_as_forgotten(start: int, num_tokens: 
 
 def test_steps_with_few_tokens_do_not_make_those_with_many_expensive() -> None:
     """What a step costs, whatever it computes, is not known: a short prompt's tokens seem to cost ten times more."""
-    costs = StepCosts()
+    costs = MeasuredStepCosts()
     for _ in range(50):
         costs.observe(1, [(0, 8)], 0.001 + 0.002)
         costs.observe(1, [(200, 512)], 0.001 + 0.002 + 512 * _TOKEN_S)

@@ -144,7 +144,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
     assert finished | failed >= set(expected)
     assert not cancelled, "the end of a cancelled sequence was not reported"
     engine.step()  # an idle one, as between two requests
-    assert not worker.deltas.kept, "workers keep tables of sequences that have ended"
+    assert not worker.deltas.tables, "workers keep tables of sequences that have ended"
     for sequence_id, num_tokens in expected.items():
         if sequence_id in failed:
             num_tokens = len(received[sequence_id])

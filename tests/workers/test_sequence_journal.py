@@ -50,7 +50,7 @@ def test_an_orphan_goes_on_with_the_router_that_requests_it() -> None:
     journal.record(SequenceUpdate(1, [103]), 1.0)
     found = journal.attach(request(sequence_id=3, generated_token_ids=[100, 101]), 11, now=2.0)
     assert found is not None
-    assert (found.engine_id, found.rest.take_all(), found.is_finished) == (1, SequenceUpdate(3, [102, 103]), False)
+    assert (found.engine_id, found.unread.take_all(), found.is_finished) == (1, SequenceUpdate(3, [102, 103]), False)
     assert (journal.take_changed(), journal.orphans) == ({"k"}, [])
     assert journal.expire(1000.0) == []  # it has an owner again
     journal.check_integrity()
@@ -98,7 +98,7 @@ def test_the_end_is_kept_for_a_while() -> None:
     found = journal.attach(request(), 11, now=74.8)
     assert found is not None
     assert found.is_finished
-    assert found.rest.take_all() == SequenceUpdate(7, [100, 101, 102, 103], None, "length")
+    assert found.unread.take_all() == SequenceUpdate(7, [100, 101, 102, 103], None, "length")
     assert journal.expire(84.9) == []
     assert journal.attach(request(), 12, now=85.0) is None
 
@@ -111,7 +111,7 @@ def test_errors_are_reported_as_well() -> None:
     found = journal.attach(request(), 11, now=2.0)
     assert found is not None
     assert found.is_finished
-    assert found.rest.take_all().error == SequenceError("adapter_failed", "bad")
+    assert found.unread.take_all().error == SequenceError("adapter_failed", "bad")
 
 
 def test_a_store_that_could_not_be_read_is_not_remembered() -> None:
@@ -144,7 +144,7 @@ def test_log_probabilities_from_elsewhere_are_not_there() -> None:
     assert journal.attach(request(sampling=sampling, generated_token_ids=[98]), 11, now=0.0) is None
     found = journal.attach(request(sampling=sampling, generated_token_ids=[98, 99, 100]), 11, now=0.0)
     assert found is not None
-    assert found.rest.take_all() == SequenceUpdate(7, [101], [TokenLogprobs(-1.0, [], [])])
+    assert found.unread.take_all() == SequenceUpdate(7, [101], [TokenLogprobs(-1.0, [], [])])
 
 
 def test_log_probabilities_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_log_probabilities_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     had = [100 + n for n in range(8)]
     found = journal.attach(request("long", sampling=sampling, generated_token_ids=had), 11, now=0.0)
     assert found is not None
-    assert found.rest.take_all() == SequenceUpdate(7, [108], [TokenLogprobs(-8.0, [], [])])
+    assert found.unread.take_all() == SequenceUpdate(7, [108], [TokenLogprobs(-8.0, [], [])])
     journal.record(SequenceUpdate(2, [], [], "stop"), 0.0)
     for number in range(20):
         journal.record(SequenceUpdate(1, [103 + number], [TokenLogprobs(0.0, [], [])]), 0.0)
@@ -221,7 +221,7 @@ class Machine(RuleBasedStateMachine):
         requested = request(key, prompt_token_ids=[prompt], generated_token_ids=had, sampling=sampling)
         found = self.journal.attach(requested, owner, self.now)
         if found is not None:
-            rest = found.rest.take_all()
+            rest = found.unread.take_all()
             assert rest.token_ids == [1000 * prompt + num_had + n for n in range(len(rest.token_ids))]
             assert rest.logprobs is not None
             assert [-one.chosen for one in rest.logprobs] == rest.token_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from motet.tests.rigs.engine_loads import engine_load
-from motet.workers.loop import StepTimes
+from motet.workers.loop import EngineTimes
 
 
 class Clock:
@@ -14,7 +14,9 @@ class Clock:
         return self.now
 
 
-def step(times: StepTimes, clock: Clock, idle_s: float, step_s: float, coming: int, loads: int) -> tuple[float, float]:
+def step(
+    times: EngineTimes, clock: Clock, idle_s: float, step_s: float, coming: int, loads: int
+) -> tuple[float, float]:
     """Busy and loading seconds after a step that begins `idle_s` after the one before."""
     clock.now += idle_s
     times.begin_step()
@@ -26,7 +28,7 @@ def step(times: StepTimes, clock: Clock, idle_s: float, step_s: float, coming: i
 
 def test_each_adapter_counts_until_a_step_notices_it() -> None:
     clock = Clock()
-    times = StepTimes(clock)
+    times = EngineTimes(clock)
     assert step(times, clock, 5.0, 1.0, coming=0, loads=0) == (1.0, 0.0)
     assert step(times, clock, 0.0, 1.0, coming=2, loads=2) == (2.0, 2.0)  # both from this step's begin
     assert step(times, clock, 3.0, 1.0, coming=1, loads=2) == (

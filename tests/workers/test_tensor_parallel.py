@@ -197,7 +197,7 @@ def test_a_worker_that_keeps_other_pages_than_the_leader_knows_ends_the_gang(lla
         rig.submit(0, [1, 2, 3] * 7, None, SamplingParams(max_tokens=100, temperature=0, ignore_eos=True))
         rig.step()
         assert isinstance(engine.executor, GangExecutor)
-        kept = engine.executor._deltas.kept
+        kept = engine.executor._deltas.tables
         kept[0] = kept[0][:-INT32_BYTES]
         with pytest.raises(WorkerLostError, match="keeps 2 pages of sequence 0, and it keeps 3"):
             _steps(rig, 200)
@@ -230,7 +230,7 @@ def test_pages_that_change_hands_are_those_of_every_worker(llama: Case) -> None:
         assert counters.num_preemptions > 0 and counters.num_cached_tokens > 0
         engine.step()
         assert isinstance(engine.executor, GangExecutor)
-        assert not engine.executor._deltas.kept, "tables are kept of sequences that have ended"
+        assert not engine.executor._deltas.tables, "tables are kept of sequences that have ended"
 
 
 def test_a_degree_that_does_not_fit_is_refused(llama: Case) -> None:

@@ -16,7 +16,7 @@ from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
 from motet.tests.rigs.specialisations import Specialisation, recorded_gpu
 from motet.workers.execution import runner
-from motet.workers.execution.warm_up import Rows, StepLimits, as_plan, doubled, largest_steps, warm_up_steps
+from motet.workers.execution.warm_up import Rows, WarmUpLimits, as_plan, doubled, largest_steps, warm_up_steps
 from motet.workers.plan import INT32_BYTES, Residence
 from motet.workers.wire.messages import SamplingParams
 
@@ -69,8 +69,8 @@ def test_steps_that_are_left_out_are_missed(llama: Stock, monkeypatch: pytest.Mo
     assert {name for name, *_ in later} >= {"split_kernel", "decode_kernel", "combine_kernel"}
 
 
-@pytest.mark.parametrize("limits", [StepLimits(320, 6, 256), StepLimits(2048, 256, 8192), StepLimits(4, 9, 3)])
-def test_steps_stay_within_the_limits(limits: StepLimits) -> None:
+@pytest.mark.parametrize("limits", [WarmUpLimits(320, 6, 256), WarmUpLimits(2048, 256, 8192), WarmUpLimits(4, 9, 3)])
+def test_steps_stay_within_the_limits(limits: WarmUpLimits) -> None:
     steps = [*warm_up_steps(limits), *largest_steps(limits)]
     for step in steps:
         assert 0 < len(step) <= limits.max_sequences
@@ -86,7 +86,7 @@ def test_other_sequences_beside_a_long_one_need_no_kernel_of_their_own(
     """Kernels choose by the longest sequence: the same steps with all of them long, or with half of them."""
     found = compiled_for(llama)
 
-    def longer(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
+    def longer(limits: WarmUpLimits) -> Iterator[tuple[Rows, ...]]:
         for share in (1, 2):
             for step in warm_up_steps(limits):
                 is_long = [rows.num_tokens == 1 and index % share == 0 for index, rows in enumerate(step)]
@@ -107,7 +107,7 @@ def compiled_for(stock: Stock) -> set[Specialisation]:
 
 def test_warm_up_writes_few_pages() -> None:
     """Of 4,096 sequences of 131,072 tokens 8,192 pages each, which take 0.4 GB to bring to a GPU, in every step."""
-    limits, block_size = StepLimits(8192, 4096, 131_072), 16
+    limits, block_size = WarmUpLimits(8192, 4096, 131_072), 16
     adapters = [Residence(str(index), {}, ()) for index in range(limits.max_sequences)]
     for number, step in enumerate(warm_up_steps(limits)):
         plan = as_plan(step, number, block_size, adapters)
@@ -117,7 +117,7 @@ def test_warm_up_writes_few_pages() -> None:
 
 
 def test_one_sequence_of_one_token() -> None:
-    assert list(warm_up_steps(StepLimits(1, 1, 1))) == [(Rows(1, 0, 0),)] * 2
+    assert list(warm_up_steps(WarmUpLimits(1, 1, 1))) == [(Rows(1, 0, 0),)] * 2
 
 
 def test_numbers_are_doubled_to_the_end() -> None:

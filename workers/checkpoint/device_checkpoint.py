@@ -195,19 +195,19 @@ class Staging:
             copied = self._copied[self._half]
             if copied is not None:
                 copied.synchronize()
-        taken = self._halves[self._half, self._num_used : self._num_used + num_bytes]
+        buffer = self._halves[self._half, self._num_used : self._num_used + num_bytes]
         self._num_used += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        return taken
+        return buffer
 
-    def send(self, taken: torch.Tensor, target: torch.Tensor) -> None:
+    def send(self, buffer: torch.Tensor, target: torch.Tensor) -> None:
         """Copies to a contiguous target of the same size, unchanged."""
         with torch.cuda.stream(self._stream):
-            target.view(-1).view(torch.uint8).copy_(taken, non_blocking=True)
+            target.view(-1).view(torch.uint8).copy_(buffer, non_blocking=True)
 
     def send_changed(
-        self, taken: torch.Tensor, dtype: torch.dtype, num_columns: int, own: slice, target: torch.Tensor
+        self, buffer: torch.Tensor, dtype: torch.dtype, num_columns: int, columns: slice, target: torch.Tensor
     ) -> None:
-        """Copies rows of `num_columns` numbers of `dtype`, of which the target gets its `own` columns, in its dtype.
+        """Copies rows of `num_columns` numbers of `dtype`, of which the target gets `columns`, in its dtype.
 
         The device picks and converts them: a copy from the host with gaps, or to another dtype, would have torch make
         the numbers in pageable memory first and wait for them.
@@ -216,9 +216,9 @@ class Staging:
             self._scratch = torch.empty(self.half_bytes, dtype=torch.uint8, device=self._device)
             self.begin()
         with torch.cuda.stream(self._stream):
-            arrived = self._scratch[: len(taken)]
-            arrived.copy_(taken, non_blocking=True)
-            target.copy_(arrived.view(dtype).view(-1, num_columns)[:, own])
+            arrived = self._scratch[: len(buffer)]
+            arrived.copy_(buffer, non_blocking=True)
+            target.copy_(arrived.view(dtype).view(-1, num_columns)[:, columns])
 
     def close(self) -> None:
         """Waits for all copies, and gives the memory back, here and on the device."""
@@ -308,8 +308,8 @@ class DeviceCheckpoint:
     def finish(self) -> None:
         """Raises ValueError if tensors are left that no part of the model took."""
         if self._where:
-            shown = ", ".join(sorted(self._where)[:5])
-            raise ValueError(f"{self._folder} has {len(self._where)} tensors that this model has no place for: {shown}")
+            names = ", ".join(sorted(self._where)[:5])
+            raise ValueError(f"{self._folder} has {len(self._where)} tensors that this model has no place for: {names}")
         self._progress.end()
 
     def _copy_rows(self, stored: StoredTensor, first: int, target: torch.Tensor) -> None:
@@ -317,24 +317,24 @@ class DeviceCheckpoint:
         dtype, flat, done = _DTYPES[stored.dtype], target.view(-1), 0
         while done < len(flat):
             piece = flat[done : done + self._staging.num_fitting(dtype.itemsize, len(flat) - done)]
-            taken = self._read(stored, (first + done) * dtype.itemsize, len(piece) * dtype.itemsize)
+            buffer = self._read(stored, (first + done) * dtype.itemsize, len(piece) * dtype.itemsize)
             if dtype == self._dtype:
-                self._staging.send(taken, piece)
+                self._staging.send(buffer, piece)
             else:
-                self._staging.send_changed(taken, dtype, 1, slice(None), piece.unsqueeze(1))
+                self._staging.send_changed(buffer, dtype, 1, slice(None), piece.unsqueeze(1))
             done += len(piece)
 
-    def _copy_columns(self, stored: StoredTensor, first: int, own: slice, target: torch.Tensor) -> None:
+    def _copy_columns(self, stored: StoredTensor, first: int, columns: slice, target: torch.Tensor) -> None:
         dtype, num_columns, done = _DTYPES[stored.dtype], stored.shape[1], 0
         row_bytes = num_columns * dtype.itemsize
         while done < len(target):
             piece = target[done : done + self._staging.num_fitting(row_bytes, len(target) - done)]
-            taken = self._read(stored, (first + done) * row_bytes, len(piece) * row_bytes)
-            self._staging.send_changed(taken, dtype, num_columns, own, piece)
+            buffer = self._read(stored, (first + done) * row_bytes, len(piece) * row_bytes)
+            self._staging.send_changed(buffer, dtype, num_columns, columns, piece)
             done += len(piece)
 
     def _read(self, stored: StoredTensor, start: int, num_bytes: int) -> torch.Tensor:
-        taken = self._staging.take(num_bytes)
-        self._files.read(stored, start, memoryview(taken.numpy().data))
+        buffer = self._staging.take(num_bytes)
+        self._files.read(stored, start, memoryview(buffer.numpy().data))
         self._progress.read(num_bytes)
-        return taken
+        return buffer

@@ -41,16 +41,16 @@ def stored_tensors(path: Path) -> list[StoredTensor]:
         header = file.read(header_bytes)
     try:
         described: dict[str, Any] = json.loads(header)
-        found = [
-            _described(path, name, first, one, num_bytes) for name, one in described.items() if name != "__metadata__"
+        tensors = [
+            _described(path, name, first, meta, num_bytes) for name, meta in described.items() if name != "__metadata__"
         ]
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{path} is damaged: its header is not that of a safetensors file: {error!r}") from error
-    return found
+    return tensors
 
 
-def _described(path: Path, name: str, first: int, one: dict[str, Any], num_bytes: int) -> StoredTensor:
-    dtype, shape, start, end = one["dtype"], tuple(one["shape"]), one["data_offsets"][0], one["data_offsets"][1]
+def _described(path: Path, name: str, first: int, entry: dict[str, Any], num_bytes: int) -> StoredTensor:
+    dtype, shape, start, end = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][0], entry["data_offsets"][1]
     is_whole = all(isinstance(number, int) and number >= 0 for number in (*shape, start, end))
     if not is_whole or (dtype in ITEM_BYTES and end - start != math.prod(shape) * ITEM_BYTES[dtype]):
         raise ValueError(
@@ -74,15 +74,15 @@ def check_float(name: str, dtype: str) -> None:
         raise ValueError(f"tensor {name!r} has the dtype {dtype}: {', '.join(sorted(FLOATS))} are accepted")
 
 
-def are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+def are_equal(tensor: StoredTensor, other: StoredTensor) -> bool:
     """Whether both have the same shape, dtype and bytes. Reads both, by pieces of a megabyte."""
-    if (one.shape, one.dtype, one.num_bytes) != (other.shape, other.dtype, other.num_bytes):
+    if (tensor.shape, tensor.dtype, tensor.num_bytes) != (other.shape, other.dtype, other.num_bytes):
         return False
-    with one.path.open("rb") as first, other.path.open("rb") as second:
-        first.seek(one.start)
+    with tensor.path.open("rb") as first, other.path.open("rb") as second:
+        first.seek(tensor.start)
         second.seek(other.start)
-        for done in range(0, one.num_bytes, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, one.num_bytes - done)
+        for done in range(0, tensor.num_bytes, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, tensor.num_bytes - done)
             if first.read(size) != second.read(size):
                 return False
     return True

@@ -133,10 +133,10 @@ class PageMover:
 
     def begin(self, move: PageMove) -> None:
         if "disk" not in (move.source, move.target):
-            begun = _Move(move, self._beside.mark())
-            self._memory_thread.submit(partial(self._move, begun, self._beside))
+            move_task = _Move(move, self._beside.mark())
+            self._memory_thread.submit(partial(self._move, move_task, self._beside))
             return
-        begun = _Move(move, self._beside_disk.mark())
+        move_task = _Move(move, self._beside_disk.mark())
         if self._disk_thread is None:
             self._disk_thread = CopyThread("disk-mover")
             threading.Thread(target=self._watch, name="disk-watch", daemon=True).start()
@@ -145,12 +145,12 @@ class PageMover:
             if not hangs:
                 if not self._at_disk:
                     self._progress_at = time.monotonic()
-                self._at_disk.append(begun)
+                self._at_disk.append(move_task)
                 self._changed.notify_all()
         if hangs:
-            self._end(begun, 0.0, "the disk hangs")
+            self._end(move_task, 0.0, "the disk hangs")
         else:
-            self._disk_thread.submit(partial(self._move, begun, self._beside_disk))
+            self._disk_thread.submit(partial(self._move, move_task, self._beside_disk))
 
     def take_ended(self) -> tuple[MoveEnd, ...]:
         """Moves that ended since the last call."""

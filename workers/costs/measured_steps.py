@@ -98,20 +98,20 @@ class RecordingExecutor:
 
     def __post_init__(self) -> None:
         self.feeds_tokens = self.inner.feeds_tokens
-        self._begun: list[tuple[StepPlan, float]] = []
+        self._step_starts: list[tuple[StepPlan, float]] = []
         self._ended_at: float | None = None
         self._loading: dict[str, tuple[int, float]] = {}
 
     def begin(self, plan: StepPlan) -> None:
         now = self.clock()
-        self._begun.append((plan, now))
+        self._step_starts.append((plan, now))
         for load in plan.loads:
             self._loading[load.residence.digest] = (len(load.residence.pages), time.perf_counter())
         self.inner.begin(plan)
 
     def finish(self) -> StepResult:
         result = self.inner.finish()
-        now, (plan, begun_at) = self.clock(), self._begun.pop(0)
+        now, (plan, begun_at) = self.clock(), self._step_starts.pop(0)
         if plan.sequences:
             self.steps.append((StepShape.of(plan), now - (begun_at if self._ended_at is None else self._ended_at)))
         self._ended_at = now if plan.sequences else None
@@ -142,15 +142,15 @@ def _stored(store: AdapterStore, layout: AdapterLayout, rank: int, seed: int) ->
 
 
 def _matrices(shape: BaseShape, rank: int, chance: np.random.Generator) -> dict[tuple[int, str], LoraMatrices]:
-    found = {}
+    matrices = {}
     for layer, (module, (num_in, num_out)) in itertools.product(range(shape.num_layers), shape.modules.items()):
         if module not in EXPERT_MODULES and shape.has(layer, module):
             a, b = (
                 (0.01 * chance.standard_normal(size, dtype=np.float32)).astype(BFLOAT16)
                 for size in ((rank, num_in), (num_out, rank))
             )
-            found[layer, module] = LoraMatrices(a, b, 1.0)
-    return found
+            matrices[layer, module] = LoraMatrices(a, b, 1.0)
+    return matrices
 
 
 def computing_s() -> float:
@@ -158,9 +158,9 @@ def computing_s() -> float:
 
     With one thread it is the time that steps take on a machine that does nothing else, even if others keep it busy.
     """
-    found = [thread.ident for thread in threading.enumerate() if thread.name.startswith("worker")]
-    assert len(found) <= 1, "one engine"
-    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in found if ident is not None)
+    thread_ids = [thread.ident for thread in threading.enumerate() if thread.name.startswith("worker")]
+    assert len(thread_ids) <= 1, "one engine"
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in thread_ids if ident is not None)
 
 
 def wait_a_little(until_s: float) -> None:
@@ -206,9 +206,9 @@ def load_each(engine: Engine, recording: RecordingExecutor, refs: Sequence[Adapt
     return first_id + len(refs)
 
 
-def _served(found: Replayed) -> None:
-    if found.refused:
-        raise ValueError(f"steps cannot be measured: {next(iter(found.refused))}")
+def _served(stats: Replayed) -> None:
+    if stats.refused:
+        raise ValueError(f"steps cannot be measured: {next(iter(stats.refused))}")
 
 
 def costs_of(recording: RecordingExecutor, info: GangInfo, model: Path) -> StepCosts:

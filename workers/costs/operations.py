@@ -39,7 +39,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """What a step computes. Its rows are shared out evenly to `num_adapters` different adapters; 0: to the base."""
 
     contexts: tuple[int, ...] = ()  # of each sequence that decodes: tokens that it sees, its new one included
@@ -107,7 +107,7 @@ def kv_copies(model: ModelConfig, degree: int) -> int:
 
 
 def step_operations(
-    model: ModelConfig, batch: Batch, degree: int = 1, formats: Formats | None = None
+    model: ModelConfig, batch: StepBatch, degree: int = 1, formats: Formats | None = None
 ) -> tuple[Operation, ...]:
     """The operations of one step, without those that have nothing to do.
 
@@ -118,14 +118,14 @@ def step_operations(
     if batch.num_rows == 0:
         return ()
     parts = _Parts(model, batch, degree, formats or Formats())
-    found = (*parts.linears(), *parts.experts(), *parts.attention(), *parts.adapters(), *parts.collectives())
-    return tuple(operation for operation in found if operation.flops or operation.memory_bytes)
+    operations = (*parts.linears(), *parts.experts(), *parts.attention(), *parts.adapters(), *parts.collectives())
+    return tuple(operation for operation in operations if operation.flops or operation.memory_bytes)
 
 
 @dataclass(frozen=True)
 class _Parts:
     model: ModelConfig
-    batch: Batch
+    batch: StepBatch
     degree: int
     formats: Formats
 
@@ -143,11 +143,11 @@ class _Parts:
         yield self._linear("UG", num_dense, hidden, 2 * model.intermediate_size)
         yield self._linear("D", num_dense, model.intermediate_size, hidden)
         head, logits = model.vocab_size * hidden, self.batch.num_logits
-        size, others = self.formats.element_bytes, self.degree - 1
-        gathered = logits * -(-model.vocab_size // self.degree) * self.degree * others * size
+        size, num_peers = self.formats.element_bytes, self.degree - 1
+        gathered = logits * -(-model.vocab_size // self.degree) * self.degree * num_peers * size
         between = logits * (hidden + model.vocab_size) * size
         yield Operation("head", 2 * logits * head, head * size, between, gathered)
-        yield Operation("embedding", 0, 0, 2 * rows * hidden * size, 2 * others * rows * hidden * size)
+        yield Operation("embedding", 0, 0, 2 * rows * hidden * size, 2 * num_peers * rows * hidden * size)
 
     def _linear(self, name: str, num_layers: int, num_in: int, num_out: int) -> Operation:
         rows, formats = self.batch.num_rows, self.formats
@@ -220,8 +220,8 @@ class _Parts:
     def collectives(self) -> Iterator[Operation]:
         """Two all-reduces a layer, over a ring: each element is sent twice by all workers but one, and added once."""
         added = 2 * self.model.num_layers * (self.degree - 1) * self.batch.num_rows * self.model.hidden_size
-        sent = 2 * added * self.formats.element_bytes
-        yield Operation("communication", added, 0, sent, sent)
+        num_bytes = 2 * added * self.formats.element_bytes
+        yield Operation("communication", added, 0, num_bytes, num_bytes)
 
 
 def _triangle(num_tokens: int, window: int | None) -> int:
@@ -268,8 +268,8 @@ def model_size(model: ModelConfig) -> ModelSize:
     if experts is not None:
         num_sparse, shared = sum(experts.layers), experts.shared_intermediate_size or 0
         always = hidden * experts.num_experts + 3 * hidden * shared + (hidden if shared else 0)
-        one = 3 * hidden * experts.intermediate_size
-        sparse, chosen = always + experts.num_experts * one, always + experts.top_k * one
+        per_expert = 3 * hidden * experts.intermediate_size
+        sparse, chosen = always + experts.num_experts * per_expert, always + experts.top_k * per_expert
     num_dense = layers - num_sparse
     embedding = model.vocab_size * hidden
     norms = layers * (hidden * (4 if model.family.post_norms else 2) + 2 * dim * model.family.qk_norm) + hidden

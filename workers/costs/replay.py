@@ -45,16 +45,16 @@ class TracedRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_trace(path: Path) -> tuple[TracedRequest, ...]:
     """Requests in the order of their arrival. Raises ValueError for a line that is not a request, or without any."""
     decoder = msgspec.json.Decoder(TracedRequest)
-    found = []
+    requests = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if line.strip():
             try:
-                found.append(decoder.decode(line))
+                requests.append(decoder.decode(line))
             except (msgspec.MsgspecError, ValueError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-    if not found:
+    if not requests:
         raise ValueError(f"{path} has no requests")
-    return tuple(sorted(found, key=lambda request: request.arrival_s))
+    return tuple(sorted(requests, key=lambda request: request.arrival_s))
 
 
 _TOKEN = 1  # that every sequence gets in every step of virtual time
@@ -190,54 +190,54 @@ def replay(
     have the length of the trace.
     """
     chance = random.Random(first_id)
-    coming = deque(sorted(requests, key=lambda request: request.arrival_s))
-    begun_at, last_at, found = clock(), 0.0, Replayed()
+    arrivals = deque(sorted(requests, key=lambda request: request.arrival_s))
+    begun_at, last_at, stats = clock(), 0.0, Replayed()
     open_: dict[int, _Answer] = {}
     number = first_id
     before = engine.load().counters.num_preemptions
-    while coming or engine.has_work():
+    while arrivals or engine.has_work():
         now = clock() - begun_at
-        while coming and coming[0].arrival_s <= now:
-            request = coming.popleft()
+        while arrivals and arrivals[0].arrival_s <= now:
+            request = arrivals.popleft()
             if request.prompt_tokens > engine.info.max_model_len:  # however many they are, they are not made
-                found.refuse(f"a prompt is longer than the context of {engine.info.max_model_len} tokens")
+                stats.refuse(f"a prompt is longer than the context of {engine.info.max_model_len} tokens")
                 continue
             open_[number] = _Answer(request)
             engine.receive(Submit(_sequence(number, request, refs, chance, engine.info.vocab_size)))
             number += 1
         if not engine.has_work():
-            if coming:
-                wait(begun_at + coming[0].arrival_s)
+            if arrivals:
+                wait(begun_at + arrivals[0].arrival_s)
             continue
         updates = engine.step()
         now = clock() - begun_at
         for update in updates:
             answer = open_[update.sequence_id]
             if update.error is not None:
-                found.refuse(update.error.message)
+                stats.refuse(update.error.message)
                 del open_[update.sequence_id]
                 continue
             if update.token_ids:
                 if answer.first_at is None:
                     answer.first_at = now
-                    found.first_token_s.append(now - answer.request.arrival_s)
-                    found.num_prompt_tokens += answer.request.prompt_tokens
+                    stats.first_token_s.append(now - answer.request.arrival_s)
+                    stats.num_prompt_tokens += answer.request.prompt_tokens
                 answer.num_tokens += len(update.token_ids)
-                found.num_output_tokens += len(update.token_ids)
+                stats.num_output_tokens += len(update.token_ids)
             if update.finish_reason is not None:
                 last_at = now
                 if answer.num_tokens > 1 and answer.first_at is not None:
-                    found.token_interval_s.append((now - answer.first_at) / (answer.num_tokens - 1))
+                    stats.token_interval_s.append((now - answer.first_at) / (answer.num_tokens - 1))
                 del open_[update.sequence_id]
         engine.take_residency_changes()
         gauges = engine.load().gauges
-        found.most_running = max(found.most_running, gauges.num_running)
-        found.most_used_pages = max(found.most_used_pages, gauges.num_pages - gauges.num_free_pages)
+        stats.most_running = max(stats.most_running, gauges.num_running)
+        stats.most_used_pages = max(stats.most_used_pages, gauges.num_pages - gauges.num_free_pages)
         if engine.waits:
-            wait(begun_at + coming[0].arrival_s if coming else float("inf"))
-    found.num_preemptions = engine.load().counters.num_preemptions - before
-    found.seconds = last_at
-    return found
+            wait(begun_at + arrivals[0].arrival_s if arrivals else float("inf"))
+    stats.num_preemptions = engine.load().counters.num_preemptions - before
+    stats.seconds = last_at
+    return stats
 
 
 @dataclass

@@ -203,11 +203,11 @@ def fit_steps(steps: Sequence[tuple[StepShape, float]]) -> Fit:
     features = np.array([shape.features for shape, _ in steps]) / seconds[:, None]
     weights = np.ones(len(steps))
     for _ in range(_ROUNDS):
-        found = non_negative_least_squares(features * weights[:, None], weights)
-        errors = np.abs(features @ found - 1)
+        coefficients = non_negative_least_squares(features * weights[:, None], weights)
+        errors = np.abs(features @ coefficients - 1)
         typical = float(np.median(errors)) + 1e-9
         weights = np.sqrt(np.minimum(1.0, _OUTLIER * typical / np.maximum(errors, 1e-12)))
-    return Fit(tuple(map(float, found)), float(np.median(errors)))
+    return Fit(tuple(map(float, coefficients)), float(np.median(errors)))
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -224,9 +224,9 @@ def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
     scale[scale == 0] = 1.0
     matrix = matrix / scale
     num = matrix.shape[1]
-    passive, found = np.zeros(num, dtype=bool), np.zeros(num)
+    passive, solution = np.zeros(num, dtype=bool), np.zeros(num)
     for _ in range(10 * num):
-        gradient = matrix.T @ (target - matrix @ found)
+        gradient = matrix.T @ (target - matrix @ solution)
         gradient[passive] = -np.inf
         if passive.all() or gradient.max() <= 1e-10:
             break
@@ -237,9 +237,9 @@ def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
             below = passive & (tried <= 0)
             if not below.any():
                 break
-            step = (found[below] / np.maximum(found[below] - tried[below], 1e-300)).min()
-            found = found + step * (tried - found)
-            passive &= found > 1e-15
-            found[~passive] = 0.0
-        found = tried
-    return np.asarray(found / scale)
+            step = (solution[below] / np.maximum(solution[below] - tried[below], 1e-300)).min()
+            solution = solution + step * (tried - solution)
+            passive &= solution > 1e-15
+            solution[~passive] = 0.0
+        solution = tried
+    return np.asarray(solution / scale)

@@ -22,7 +22,7 @@ class MaskSource(Protocol):
         `fed`: by sequence id, the tokens of the step before, which the plan computes.
         """
 
-    def take(self, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
+    def take(self, positions: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
         """Masks by sequence id, for the tokens with these (sequence id, index of the token).
 
         Waits for them until `is_over`; masks that are late then are left out.
@@ -34,7 +34,7 @@ class NoMasks:
 
     def follow(self, plan: StepPlan, fed: Mapping[int, SampledToken | None]) -> None: ...
 
-    def take(self, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
+    def take(self, positions: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Mapping[int, TokenMask]:
         return {}
 
 

@@ -91,29 +91,29 @@ class ScoresUnderWay:
             rows.extend(range(each.first_row, each.first_row + each.num_rows))
             targets.extend(unpacked(each.plan.targets).tolist())
         self._num_top = min(max([each.plan.num_top for each in scored]), vocab_size)
-        at, own = staged(
+        at, target_ids = staged(
             hidden.device,
             torch.frombuffer(rows, dtype=torch.int64),
             torch.frombuffer(targets, dtype=torch.int64).unsqueeze(1),
         )
-        most = most_rows(vocab_size)
+        max_rows = most_rows(vocab_size)
         parts = [
-            _scores(head(hidden[at[start : start + most]]), own[start : start + most], self._num_top)
-            for start in range(0, len(rows), most)
+            _scores(head(hidden[at[start : start + max_rows]]), target_ids[start : start + max_rows], self._num_top)
+            for start in range(0, len(rows), max_rows)
         ]
         self._answer = Arriving([torch.cat(column) for column in zip(*parts, strict=True)])
 
     def read(self) -> dict[int, PromptScores | None]:
         """By sequence id; None: they are not finite. Waits for the device."""
         logprobs, ranks, top_ids, top_logprobs = [part.numpy() for part in self._answer.read()]
-        found: dict[int, PromptScores | None] = {}
+        scores_by_id: dict[int, PromptScores | None] = {}
         end = 0
         for sequence_id, _, plan in self._scored:
             start, end = end, end + len(plan.targets) // INT32_BYTES
-            own, num_top = slice(start, end), min(plan.num_top, self._num_top)
-            scores = packed_scores(logprobs[own], ranks[own], top_ids[own, :num_top], top_logprobs[own, :num_top])
-            found[sequence_id] = None if (ranks[own] < 1).any() else scores
-        return found
+            rows, num_top = slice(start, end), min(plan.num_top, self._num_top)
+            scores = packed_scores(logprobs[rows], ranks[rows], top_ids[rows, :num_top], top_logprobs[rows, :num_top])
+            scores_by_id[sequence_id] = None if (ranks[rows] < 1).any() else scores
+        return scores_by_id
 
 
 def most_rows(vocab_size: int) -> int:
@@ -121,13 +121,13 @@ def most_rows(vocab_size: int) -> int:
     return max(MOST_BYTES // (4 * vocab_size), 1)
 
 
-def _scores(logits: torch.Tensor, own: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
-    """Log-probability and rank of the tokens `own` `[num_rows, 1]`, ids and log-probabilities of the likeliest ones.
+def _scores(logits: torch.Tensor, target_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, ...]:
+    """Log-probability and rank of `target_ids` `[num_rows, 1]`, and ids and log-probabilities of the likeliest tokens.
 
     Rank 0: the row has a number that is not finite.
     """
     total = logits.logsumexp(-1, keepdim=True)
-    chosen = logits.gather(1, own)
+    chosen = logits.gather(1, target_ids)
     ranks = ((logits > chosen).sum(-1, dtype=torch.int32) + 1) * total.squeeze(1).isfinite()
     top_logits, top_ids = logits.topk(num_top)
     return (chosen - total).squeeze(1), ranks.int(), top_ids.int(), top_logits - total

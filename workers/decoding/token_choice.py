@@ -44,7 +44,7 @@ def sample(
     penalised = [row for row, each in enumerate(counts) if each is not None]
     biased = [row for row, plan in enumerate(plans) if plan.params.logit_bias or plan.params.rules is not None]
     # Log-probabilities are those before any shaping, and which token's are wanted is known only afterwards.
-    kept = {row: logits[row].clone() for row in {*penalised, *biased} if plans[row].params.num_logprobs is not None}
+    raw_rows = {row: logits[row].clone() for row in {*penalised, *biased} if plans[row].params.num_logprobs is not None}
     if penalised:
         kernels.penalise(logits, penalised, [_penalty_of(plans[row], counts[row]) for row in penalised])
     for row in biased:
@@ -56,7 +56,7 @@ def sample(
         tokens = kernels.draw(logits, drawn, [_draw_of(plans[i]) for i in drawn], masks)
         for row, token in zip(drawn, tokens.tolist(), strict=True):
             listed[row] = token
-    for row, raw in kept.items():
+    for row, raw in raw_rows.items():
         logits[row] = raw
     logprobs = _logprobs(logits, listed, plans)
     return [None if token == NOT_FINITE else SampledToken(token, logprobs.get(i)) for i, token in enumerate(listed)]
@@ -134,19 +134,19 @@ def _narrowed(
     vocab_size: int,
 ) -> Mapping[int, TokenMask]:
     """The masks by row, with those of rows that may choose some tokens alone, and without what rules forbid."""
-    found = dict[int, TokenMask]()
+    row_masks = dict[int, TokenMask]()
     for row, plan in enumerate(plans):
         rules = plan.params.rules
         if rules is None:
             continue
         mask, seen = masks.get(row), counts[row] if counts else None
         if (forced := _forced(seen, mask)) is not None:
-            found[row] = mask_of((forced,), vocab_size)
+            row_masks[row] = mask_of((forced,), vocab_size)
         elif mask is not None:
-            found[row] = _within_rules(mask, rules, plan.index, seen, vocab_size)
+            row_masks[row] = _within_rules(mask, rules, plan.index, seen, vocab_size)
         elif rules.allowed_token_ids:
-            found[row] = mask_of(rules.allowed_token_ids, vocab_size)
-    return {**masks, **found} if found else masks
+            row_masks[row] = mask_of(rules.allowed_token_ids, vocab_size)
+    return {**masks, **row_masks} if row_masks else masks
 
 
 def _forced(seen: TokenCounts | None, mask: TokenMask | None) -> int | None:
@@ -197,12 +197,12 @@ def _logprobs(logits: torch.Tensor, tokens: Sequence[int], plans: Sequence[Sampl
     for row, plan in enumerate(plans):
         if plan.params.num_logprobs is not None and tokens[row] != NOT_FINITE:
             by_count.setdefault(plan.params.num_logprobs, []).append(row)
-    found = {}
+    by_row = {}
     for count, rows in by_count.items():
         logprobs = torch.log_softmax(logits[rows], dim=-1)
         top_logprobs, top_ids = logprobs.topk(min(count, logits.shape[1]))
-        own = torch.tensor([tokens[row] for row in rows], device=logits.device).unsqueeze(1)
-        listed = (logprobs.gather(1, own).squeeze(1).tolist(), top_ids.tolist(), top_logprobs.tolist())
+        token_ids = torch.tensor([tokens[row] for row in rows], device=logits.device).unsqueeze(1)
+        listed = (logprobs.gather(1, token_ids).squeeze(1).tolist(), top_ids.tolist(), top_logprobs.tolist())
         for row, chosen, ids, values in zip(rows, *listed, strict=True):
-            found[row] = TokenLogprobs(chosen, ids, values)
-    return found
+            by_row[row] = TokenLogprobs(chosen, ids, values)
+    return by_row

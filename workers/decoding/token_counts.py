@@ -24,8 +24,8 @@ class BadWords:
         self._by_last: dict[int, list[Word]] = {}  # by the last token before the one that would complete it
         for word in words:
             self._by_last.setdefault(word[-2], []).append(word)
-        most = max((len(word) - 1 for words in self._by_last.values() for word in words), default=0)
-        self._recent = deque(output[max(len(output) - most, 0) :], maxlen=most)
+        max_prefix_len = max((len(word) - 1 for words in self._by_last.values() for word in words), default=0)
+        self._recent = deque(output[max(len(output) - max_prefix_len, 0) :], maxlen=max_prefix_len)
 
     def add(self, token_id: int) -> None:
         """Adds an output token."""
@@ -88,12 +88,12 @@ class TokenCounts:
     def __init__(self, seen: SeenTokens) -> None:
         prompt, output = (np.frombuffer(part, np.int32) for part in (seen.prompt, seen.output))
         used, counts = np.unique(output, return_counts=True)
-        known = np.union1d(prompt, used)
-        filled = np.zeros(len(known), np.int32)
-        filled[np.searchsorted(known, used)] = counts
-        self.token_ids = array("i", known.tobytes())
+        token_ids = np.union1d(prompt, used)
+        filled = np.zeros(len(token_ids), np.int32)
+        filled[np.searchsorted(token_ids, used)] = counts
+        self.token_ids = array("i", token_ids.tobytes())
         self.counts = array("i", filled.tobytes())  # how often each is in the output
-        self._num_sorted = len(known)
+        self._num_sorted = len(token_ids)
         self._later: dict[int, int] = {}  # indices of tokens added later
         self.bad_words: BadWords | None = None  # None: the sequence has none of several tokens
         self.thoughts: Thoughts | None = None  # None: the reasoning has no budget

@@ -34,7 +34,7 @@ class PageTables:
         """`num_sequences`: the most of a step; `most_pages`: of a sequence."""
         self.num_sequences, self.most_pages = num_sequences, most_pages
         self.pages = torch.zeros(num_sequences * most_pages, dtype=torch.int32, device=device)
-        self._known: dict[int, tuple[int, Int32s]] = {}  # by sequence id: where its table begins, and its pages there
+        self._tables: dict[int, tuple[int, Int32s]] = {}  # by sequence id: where its table begins, and its pages there
         self._free = [table * most_pages for table in range(num_sequences - 1, -1, -1)]
 
     def update(self, sequences: Sequence[SequencePlan]) -> tuple[list[int], array[int], array[int]]:
@@ -44,33 +44,33 @@ class PageTables:
         """
         places, pages, starts = array("q"), array("i"), []
         for sequence in sequences:
-            start, known = self._known.get(sequence.sequence_id) or (self._take(sequences), b"")
-            if known is not sequence.pages:
-                kept = len(known) if sequence.pages.startswith(known) else 0
-                new = unpacked(sequence.pages[kept:])
-                first = start + kept // INT32_BYTES
-                assert kept // INT32_BYTES + len(new) <= self.most_pages, "a sequence has more pages than a table"
+            start, table = self._tables.get(sequence.sequence_id) or (self._take(sequences), b"")
+            if table is not sequence.pages:
+                prefix_len = len(table) if sequence.pages.startswith(table) else 0
+                new = unpacked(sequence.pages[prefix_len:])
+                first = start + prefix_len // INT32_BYTES
+                assert prefix_len // INT32_BYTES + len(new) <= self.most_pages, "a sequence has more pages than a table"
                 places.extend(range(first, first + len(new)))
                 pages.extend(new)
-                self._known[sequence.sequence_id] = (start, sequence.pages)
+                self._tables[sequence.sequence_id] = (start, sequence.pages)
             starts.append(start)
         return starts, places, pages
 
     def _take(self, sequences: Sequence[SequencePlan]) -> int:
         """A table that none of these sequences has."""
         if not self._free:
-            here = {sequence.sequence_id for sequence in sequences}
-            for sequence_id in self._known.keys() - here:
-                self._free.append(self._known.pop(sequence_id)[0])
+            current_ids = {sequence.sequence_id for sequence in sequences}
+            for sequence_id in self._tables.keys() - current_ids:
+                self._free.append(self._tables.pop(sequence_id)[0])
         return self._free.pop()
 
     def check_integrity(self) -> None:
         """Raises AssertionError if two sequences share a table, or one holds other pages than is known."""
-        taken = [start for start, _ in self._known.values()]
-        assert sorted([*taken, *self._free]) == list(range(0, len(self.pages), self.most_pages))
+        starts = [start for start, _ in self._tables.values()]
+        assert sorted([*starts, *self._free]) == list(range(0, len(self.pages), self.most_pages))
         content = self.pages.tolist()
-        for start, known in self._known.values():
-            pages = unpacked(known).tolist()
+        for start, table in self._tables.values():
+            pages = unpacked(table).tolist()
             assert content[start : start + len(pages)] == pages, "a table on the device is behind"
 
 
@@ -194,12 +194,12 @@ class DeviceRows:
             self.tables.pages.index_copy_(0, on_places, on_pages)
         num_rows, num = query_starts[-1], len(sequences)
         rows = moved[: 4 * num_rows].view(4, num_rows)
-        rest = None if is_decode else moved[4 * num_rows :]
+        tail = None if is_decode else moved[4 * num_rows :]
         return DeviceInputs(
             self,
             rows,
-            rows[_TABLE] if rest is None else rest[:num],
-            None if rest is None else rest[num:],
+            rows[_TABLE] if tail is None else tail[:num],
+            None if tail is None else tail[num:],
             tuple(sequences),
             query_starts,
             segments_of(sequences, query_starts, adapters),

@@ -137,15 +137,15 @@ class FeedingExecutor(LocalExecutor):
     ) -> None:
         """See `LocalExecutor`. `runner`: one that keeps tables."""
         super().__init__(runner, loader, mover, kernels_name, num_threads, device, thread)
-        self._begun: deque[tuple[StepPlan, Future[BegunStep]]] = deque()
+        self._launches: deque[tuple[StepPlan, Future[BegunStep]]] = deque()
         self._last = BegunStep()  # the compute thread's
 
     def begin(self, plan: StepPlan) -> None:
-        self._begun.append((plan, self._thread.submit(self._launch, plan)))
+        self._launches.append((plan, self._thread.submit(self._launch, plan)))
 
     def finish(self) -> StepResult:
         """Raises what the launch or the computation raised."""
-        plan, launched = self._begun.popleft()
+        plan, launched = self._launches.popleft()
         return self._thread.submit(self._await, plan, launched).result()
 
     def _launch(self, plan: StepPlan) -> BegunStep:

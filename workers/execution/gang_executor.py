@@ -100,7 +100,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     secret: str
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class WorkerProgress(msgspec.Struct, frozen=True, tag="progress"):
     what: str
     done: int
     total: int
@@ -137,7 +137,7 @@ class MoveEnded(msgspec.Struct, frozen=True, tag="move_ended"):
     end: MoveEnd
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
     """The worker has failed and ends."""
 
     problem: str
@@ -172,7 +172,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
-FromWorker = Join | Progress | Ready | Done | LoadEnded | MoveEnded | Failed | WantMasks
+FromWorker = Join | WorkerProgress | Ready | Done | LoadEnded | MoveEnded | WorkerFailed | WantMasks
 ToWorker = Execute | Masks | Stop
 
 
@@ -191,48 +191,48 @@ class DeltaEncoder:
     """The leader's side: knows the tables that every worker keeps."""
 
     def __init__(self) -> None:
-        self.kept: dict[int, Int32s] = {}  # page tables, by sequence id
+        self.tables: dict[int, Int32s] = {}  # page tables, by sequence id
 
     def encode(self, plan: StepPlan) -> Execute:
         """The message for the plan. It must be sent, after those for earlier plans."""
-        kept = self.kept
+        tables = self.tables
         for sequence_id in plan.ended_runs:
-            kept.pop(sequence_id, None)
+            tables.pop(sequence_id, None)
         parts, num_kept = list[SequencePlan](), array("i")
         for part in plan.sequences:
-            table, pages = kept.get(part.sequence_id, b""), part.pages
+            table, pages = tables.get(part.sequence_id, b""), part.pages
             new = b""
             if pages is not table:  # most sequences do not grow in a step
                 if not pages.startswith(table):
                     table = b""
                 new = pages[len(table) :]
-                kept[part.sequence_id] = pages
+                tables[part.sequence_id] = pages
             num_kept.append(len(table) // INT32_BYTES)
             parts.append(_with_pages(part, new))
         return Execute(msgspec.structs.replace(plan, sequences=tuple(parts)), packed(num_kept))
 
     def check_integrity(self, workers: DeltaDecoder) -> None:
         """Raises AssertionError if these workers, which have read all messages, keep other tables."""
-        assert self.kept == workers.kept, "leader and workers keep different tables"
+        assert self.tables == workers.tables, "leader and workers keep different tables"
 
 
 class DeltaDecoder:
     """A worker's side: keeps the tables."""
 
     def __init__(self) -> None:
-        self.kept: dict[int, Int32s] = {}  # page tables, by sequence id
+        self.tables: dict[int, Int32s] = {}  # page tables, by sequence id
 
     def decode(self, message: Execute) -> StepPlan:
         """The plan, whose sequences have all of their pages.
 
         Raises PlanMismatchError if another number of a sequence's pages is kept than the leader says.
         """
-        kept, plan = self.kept, message.plan
+        tables, plan = self.tables, message.plan
         for sequence_id in plan.ended_runs:
-            kept.pop(sequence_id, None)
+            tables.pop(sequence_id, None)
         parts = list[SequencePlan]()
         for part, num_kept in zip(plan.sequences, unpacked(message.num_kept_pages), strict=True):
-            table = kept.get(part.sequence_id, b"") if num_kept else b""
+            table = tables.get(part.sequence_id, b"") if num_kept else b""
             if len(table) != num_kept * INT32_BYTES:
                 raise PlanMismatchError(
                     f"step {plan.step}: the leader says that this worker keeps {num_kept} pages of sequence "
@@ -240,7 +240,7 @@ class DeltaDecoder:
                 )
             if part.pages:
                 table += part.pages
-                kept[part.sequence_id] = table
+                tables[part.sequence_id] = table
             parts.append(_with_pages(part, table))
         return msgspec.structs.replace(plan, sequences=tuple(parts))
 
@@ -359,9 +359,9 @@ class GangExecutor:
                 elif isinstance(message, MoveEnded):
                     self._move_ended(message.end)
                 elif isinstance(message, WantMasks):
-                    made = Masks(dict(self.masks.take(message.wanted, lambda: True)))
-                    self._connections[rank].send(msgspec.msgpack.encode(made))
-                elif isinstance(message, Failed):
+                    reply = Masks(dict(self.masks.take(message.wanted, lambda: True)))
+                    self._connections[rank].send(msgspec.msgpack.encode(reply))
+                elif isinstance(message, WorkerFailed):
                     raise ConnectionLostError(message.problem)
         except (ConnectionLostError, msgspec.MsgspecError) as error:
             if not self._closing:

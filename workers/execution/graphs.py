@@ -42,7 +42,7 @@ class RecordedAdapters:
     def __init__(self, tables: Reserved, max_rows: int, max_segments: int) -> None:
         self._tables = tables
         self._room = tables.reserve(max_rows, max_segments)
-        self._held: tuple[StepAdapters, StepAdapters] | None = None  # a part, and the step whose adapters it holds
+        self._content: tuple[StepAdapters, StepAdapters] | None = None  # a part, and the step whose adapters it holds
 
     def part(self, num_rows: int, num_segments: int) -> StepAdapters | None:
         """The tables for a recording of this size; None: recordings cannot hold adapters of this base."""
@@ -51,9 +51,9 @@ class RecordedAdapters:
     def hold(self, part: StepAdapters, step: StepAdapters) -> bool:
         """Copies a step's adapters into a part, valid until the next call. False: they do not fit."""
         # Beyond a smaller part may be data of an earlier step, so another part with the same adapters is refilled.
-        if self._held is None or self._held[0] is not part or self._held[1] is not step:
-            self._held = (part, step) if self._tables.refill(part, step) else None
-        return self._held is not None
+        if self._content is None or self._content[0] is not part or self._content[1] is not step:
+            self._content = (part, step) if self._tables.refill(part, step) else None
+        return self._content is not None
 
 
 _log = logging.getLogger(__name__)
@@ -318,5 +318,5 @@ class MixedGraphs:
 
 def mixed_sizes(max_rows: int) -> list[int]:
     """Rows of each recording, ascending."""
-    most = min(max_rows, MOST_ROWS)
-    return [*range(_ROWS_APART, most, _ROWS_APART), most]
+    limit = min(max_rows, MOST_ROWS)
+    return [*range(_ROWS_APART, limit, _ROWS_APART), limit]

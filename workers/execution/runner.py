@@ -31,7 +31,7 @@ from ..wire.prompt_scores import PromptScores
 from .begun_step import BegunStep
 from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows, PageTables, StepInputs, make_inputs
 from .graphs import DecodeGraphs, MixedGraphs, Record, RecordedAdapters, Widths
-from .warm_up import ALL_WAYS, StepLimits, as_plan, largest_steps, warm_up_steps
+from .warm_up import ALL_WAYS, WarmUpLimits, as_plan, largest_steps, warm_up_steps
 
 # A step's rows in two nano-batches, which are computed in turn (`models/passes.py`).
 
@@ -102,7 +102,7 @@ class Runner:
         self._layout, self._rotary, self._kv = layout, rotary, kv_layers(pool, geometry)
         self._tables = AdapterTables(kernels, layout, most_pages, pool.device)
         self._step = prepare_step(decoder, kernels, parallel, pool, rotary, self._kv)  # None: kernels one by one
-        self._known: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
+        self._paged_adapters: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
         # Of the last step with any, or of its two nano-batches.
         self._adapters: list[tuple[tuple[LoraSegment, ...], StepAdapters | None]] = [((), None)] * 2
         self.nano_batches: Mapping[int, int] = {}  # rows of steps to split: of these, the first nano-batch's
@@ -187,8 +187,8 @@ class Runner:
 
     def _adapters_of_recordings(self, rows: DeviceRows) -> RecordedAdapters:
         if self._recorded_adapters is None:
-            most = rows.tables.num_sequences
-            self._recorded_adapters = RecordedAdapters(self._tables, max(most, MOST_ROWS), most)
+            num_sequences = rows.tables.num_sequences
+            self._recorded_adapters = RecordedAdapters(self._tables, max(num_sequences, MOST_ROWS), num_sequences)
         return self._recorded_adapters
 
     @torch.inference_mode()
@@ -198,7 +198,7 @@ class Runner:
         The last steps are the largest that can be, and choose tokens in all ways, so that what they take is measured
         before requests come. May be called only before the first plan: it writes to pages, which are free then.
         """
-        limits = StepLimits(max_tokens, max_num_sequences, longest=len(self._rotary[0]))
+        limits = WarmUpLimits(max_tokens, max_num_sequences, longest=len(self._rotary[0]))
         modules = self._layout.shape.modules
         ranks = dict.fromkeys(modules, 16)
         pages = (0,) * self._layout.num_pages(ranks)
@@ -255,10 +255,10 @@ class Runner:
         logits, scores, pooling = self._launch(inputs)
         # The device computes this step while the host waits for the last step's tokens, for penalties and masks.
         has_masks = any(sample.is_constrained for sample in inputs.samples)
-        known = before.tokens if plan.penalised or has_masks else {}
-        self.penalised.follow(plan, known)
+        last_tokens = before.tokens if plan.penalised or has_masks else {}
+        self.penalised.follow(plan, last_tokens)
         if has_masks:
-            self.masks.follow(plan, known)
+            self.masks.follow(plan, last_tokens)
         if not inputs.samples:
             return BegunStep(scores=scores, pooling=pooling)
         counts = self.penalised.of(inputs.sample_ids) if plan.penalised else ()
@@ -279,10 +279,9 @@ class Runner:
         is_over: Callable[[], bool] = lambda: time.perf_counter() > until  # noqa: E731
         if device.type == "cuda":
             is_over = torch.cuda.current_stream(device).record_event().query
-        found = self.masks.take([(sequence_id, index) for sequence_id, (_, index) in rows.items()], is_over)
-        return {rows[sequence_id][0]: mask for sequence_id, mask in found.items()}, frozenset(
-            rows.keys() - found.keys()
-        )
+        masks_by_id = self.masks.take([(sequence_id, index) for sequence_id, (_, index) in rows.items()], is_over)
+        late = frozenset(rows.keys() - masks_by_id.keys())
+        return {rows[sequence_id][0]: mask for sequence_id, mask in masks_by_id.items()}, late
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
@@ -301,8 +300,8 @@ class Runner:
 
     def _inputs(self, plan: StepPlan, before: BegunStep | None = None) -> StepInputs | DeviceInputs:
         """Lays out the plan's tokens."""
-        self._known = {residence.digest: (residence, self._paged(residence)) for residence in plan.adapters}
-        adapters = {digest: adapter for digest, (_, adapter) in self._known.items()}
+        self._paged_adapters = {residence.digest: (residence, self._paged(residence)) for residence in plan.adapters}
+        adapters = {digest: adapter for digest, (_, adapter) in self._paged_adapters.items()}
         if self._rows is not None:
             return self._rows.inputs(plan, adapters, before or BegunStep())
         return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
@@ -390,14 +389,14 @@ class Runner:
         return self._adapters[part][1] if segments else None
 
     def _paged(self, residence: Residence) -> PagedAdapter:
-        known = self._known.get(residence.digest)
-        if known is not None and known[0] == residence:
-            return known[1]
+        cache_entry = self._paged_adapters.get(residence.digest)
+        if cache_entry is not None and cache_entry[0] == residence:
+            return cache_entry[1]
         offsets, shape = self._layout.offsets(residence.module_ranks), self._layout.shape
 
         def slices(modules: Iterable[str]) -> tuple[ModuleSlice, ...]:
-            found = (offsets.get(module) for module in modules)
-            return tuple(ModuleSlice(at.rank, at.rank, at.a, at.b) if at else ABSENT for at in found)
+            module_offsets = (offsets.get(module) for module in modules)
+            return tuple(ModuleSlice(at.rank, at.rank, at.a, at.b) if at else ABSENT for at in module_offsets)
 
         experts: tuple[PagedAdapter, ...] = ()
         if any(module not in MODULES for module in offsets):

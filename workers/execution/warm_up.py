@@ -45,7 +45,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class StepLimits:
+class WarmUpLimits:
     """The largest sizes of steps."""
 
     max_tokens: int
@@ -53,10 +53,10 @@ class StepLimits:
     longest: int  # tokens of a sequence
 
 
-def warm_up_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
+def warm_up_steps(limits: WarmUpLimits) -> Iterator[tuple[Rows, ...]]:
     """Steps that make each kernel compile all its variants."""
-    most = min(limits.max_tokens, limits.max_sequences * limits.longest)
-    for num_tokens in doubled(2, most):
+    max_prompt_tokens = min(limits.max_tokens, limits.max_sequences * limits.longest)
+    for num_tokens in doubled(2, max_prompt_tokens):
         yield tuple(_chunks(num_tokens, limits))
     decodes = min(limits.max_tokens, limits.max_sequences)
     starts = [context - 1 for context in doubled(1, limits.longest)]
@@ -66,7 +66,7 @@ def warm_up_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
     for start in starts:
         yield (Rows(1, start, 0),)
     for count in doubled(1, decodes - 1):
-        chunk = tuple(_chunks(max(min(_LONG_SEGMENT, most - count), 2), limits))
+        chunk = tuple(_chunks(max(min(_LONG_SEGMENT, max_prompt_tokens - count), 2), limits))
         room = min(count, limits.max_tokens - sum(rows.num_tokens for rows in chunk), limits.max_sequences - len(chunk))
         if room > 0:
             yield (*chunk, *_decodes(room, limits, first_adapter=1))
@@ -75,7 +75,7 @@ def warm_up_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
             yield (Rows(2, 0, 0), Rows(1, start, 1))
 
 
-def largest_steps(limits: StepLimits) -> Iterator[tuple[Rows, ...]]:
+def largest_steps(limits: WarmUpLimits) -> Iterator[tuple[Rows, ...]]:
     """The steps that take the most memory: the most prompt tokens, then a token of each sequence."""
     yield tuple(_chunks(min(limits.max_tokens, limits.max_sequences * limits.longest), limits))
     yield (Rows(1, 0, 0),) * min(limits.max_tokens, limits.max_sequences)
@@ -104,22 +104,22 @@ def as_plan(
         num_pages = -(-(rows.start + rows.num_tokens) // block_size)
         sequence_id = number * len(adapters) + index
         digest, tokens = adapters[rows.adapter].digest, (0,) * rows.num_tokens
-        own = min(num_scored, rows.num_tokens - 1) if index == 0 else 0
-        scores = ScorePlan(_MOST_TOP, 0, packed([0]) * own) if own else None
+        num_scores = min(num_scored, rows.num_tokens - 1) if index == 0 else 0
+        scores = ScorePlan(_MOST_TOP, 0, packed([0]) * num_scores) if num_scores else None
         pages = packed([0]) * num_pages
         sequences.append(SequencePlan(sequence_id, tokens, rows.start, pages, digest, _SAMPLE, scores=scores))
     used = {sequence.adapter for sequence in sequences}
     return StepPlan(number, tuple(sequences), tuple(each for each in adapters if each.digest in used), ())
 
 
-def _decodes(count: int, limits: StepLimits, first_adapter: int = 0) -> Iterator[Rows]:
+def _decodes(count: int, limits: WarmUpLimits, first_adapter: int = 0) -> Iterator[Rows]:
     """As many sequences, on an adapter each. Kernels choose by the longest, so one is as long as can be, and no other:
     tables of them all would take minutes and memory that no request asks for."""
     for index in range(count):
         yield Rows(1, limits.longest - 1 if index == 0 else 0, first_adapter + index)
 
 
-def _chunks(num_tokens: int, limits: StepLimits) -> Iterator[Rows]:
+def _chunks(num_tokens: int, limits: WarmUpLimits) -> Iterator[Rows]:
     """Prompts of `num_tokens` together, on one adapter, in as few sequences as can be."""
     for _ in range(limits.max_sequences):
         length = min(num_tokens, limits.longest)

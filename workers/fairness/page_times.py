@@ -57,48 +57,48 @@ class PageTimes:
         self._clock = clock
         self._shared: dict[str, _SharedPages] = {}  # by digest; only adapters with running sequences
 
-    def start(self, held: HeldPages, num_pages: int, adapter: str | None = None, num_adapter_pages: int = 0) -> None:
+    def start(self, pages: HeldPages, num_pages: int, adapter: str | None = None, num_adapter_pages: int = 0) -> None:
         """A sequence begins to run, on `num_pages` pages and with the adapter of this digest."""
-        assert not held.num_pages and held.adapter is None
+        assert not pages.num_pages and pages.adapter is None
         now = self._clock()
-        held.num_pages, held.taken_s = num_pages, num_pages * now
+        pages.num_pages, pages.taken_s = num_pages, num_pages * now
         if adapter is not None:
             shared = self._shared.get(adapter)
             if shared is None:
                 shared = self._shared[adapter] = _SharedPages(adapter, num_adapter_pages)
-            held.adapter, held.adapter_from = shared, shared.change_users(1, now)
+            pages.adapter, pages.adapter_from = shared, shared.change_users(1, now)
 
-    def grow(self, held: HeldPages, num_pages: int) -> None:
+    def grow(self, pages: HeldPages, num_pages: int) -> None:
         """A running sequence takes `num_pages` more pages."""
-        held.num_pages += num_pages
-        held.taken_s += num_pages * self._clock()
+        pages.num_pages += num_pages
+        pages.taken_s += num_pages * self._clock()
 
-    def shrink(self, held: HeldPages, num_pages: int) -> None:
+    def shrink(self, pages: HeldPages, num_pages: int) -> None:
         """A running sequence gives `num_pages` of its pages back."""
         now = self._clock()
-        held.kv_s += held.num_pages * now - held.taken_s
-        held.num_pages -= num_pages
-        held.taken_s = held.num_pages * now  # the rest is counted from here on
+        pages.kv_s += pages.num_pages * now - pages.taken_s
+        pages.num_pages -= num_pages
+        pages.taken_s = pages.num_pages * now  # the rest is counted from here on
 
-    def stop(self, held: HeldPages) -> None:
+    def stop(self, pages: HeldPages) -> None:
         """The sequence stops running and releases all its pages."""
-        now, shared = self._clock(), held.adapter
-        held.kv_s += held.num_pages * now - held.taken_s
-        held.num_pages, held.taken_s = 0, 0.0
+        now, shared = self._clock(), pages.adapter
+        pages.kv_s += pages.num_pages * now - pages.taken_s
+        pages.num_pages, pages.taken_s = 0, 0.0
         if shared is not None:
-            held.adapter_s += shared.change_users(-1, now) - held.adapter_from
-            held.adapter = None
+            pages.adapter_s += shared.change_users(-1, now) - pages.adapter_from
+            pages.adapter = None
             if not shared.num_users:
                 del self._shared[shared.digest]
 
-    def usage(self, held: HeldPages) -> SequenceUsage:
+    def usage(self, pages: HeldPages) -> SequenceUsage:
         """The part of the sequence's usage that is of pages."""
-        now, shared = self._clock(), held.adapter
-        kv_s = held.kv_s + held.num_pages * now - held.taken_s
+        now, shared = self._clock(), pages.adapter
+        kv_s = pages.kv_s + pages.num_pages * now - pages.taken_s
         if shared is None:
-            return SequenceUsage(kv_s, held.adapter_s, held.num_pages)
-        adapter_s = held.adapter_s + shared.each_s(now) - held.adapter_from
-        return SequenceUsage(kv_s, adapter_s, held.num_pages, shared.num_pages / shared.num_users)
+            return SequenceUsage(kv_s, pages.adapter_s, pages.num_pages)
+        adapter_s = pages.adapter_s + shared.each_s(now) - pages.adapter_from
+        return SequenceUsage(kv_s, adapter_s, pages.num_pages, shared.num_pages / shared.num_users)
 
     def users(self) -> dict[str, int]:
         """Sequences that run by their adapters' digests, for integrity checks."""

@@ -25,17 +25,17 @@ class MinQueue(Generic[_Item]):
         """`key`: None if the item has left; it is dropped when it reaches the top."""
         self._key = key
         self._heap: list[tuple[Key, int, _Item]] = []
-        self._here: set[_Item] = set()
+        self._items: set[_Item] = set()
         self._walked: list[_Item] = []  # items that the last walk has yielded
         self._num_puts = self._num_walks = 0
-        self._most = _LEAST_PRUNED
+        self._prune_size = _LEAST_PRUNED
 
     def put(self, item: _Item) -> None:
         """No-op if the item is here."""
-        if item not in self._here and (key := self._key(item)) is not None:
-            self._here.add(item)
+        if item not in self._items and (key := self._key(item)) is not None:
+            self._items.add(item)
             self._push(key, item)
-            if len(self._heap) > self._most:
+            if len(self._heap) > self._prune_size:
                 self._prune()
 
     def first(self) -> _Item | None:
@@ -46,18 +46,18 @@ class MinQueue(Generic[_Item]):
         """All items, least first. Invalid once another walk begins; items may be put meanwhile, and come later."""
         for item in self._walked:
             if (key := self._key(item)) is None:
-                self._here.discard(item)
+                self._items.discard(item)
             else:
                 self._push(key, item)
         self._walked.clear()
         self._num_walks = number = self._num_walks + 1
         while self._heap:
             assert number == self._num_walks, "another walk has begun"
-            known, _, item = heappop(self._heap)
+            old_key, _, item = heappop(self._heap)
             key = self._key(item)
             if key is None:
-                self._here.discard(item)
-            elif key > known:
+                self._items.discard(item)
+            elif key > old_key:
                 self._push(key, item)
             else:
                 self._walked.append(item)
@@ -70,10 +70,10 @@ class MinQueue(Generic[_Item]):
     def _prune(self) -> None:
         """Drops items that have left and that no walk has reached."""
         keys = [(self._key(item), number, item) for _, number, item in self._heap]
-        self._here -= {item for key, _, item in keys if key is None}
+        self._items -= {item for key, _, item in keys if key is None}
         self._heap = [(key, number, item) for key, number, item in keys if key is not None]
         heapify(self._heap)
-        self._most = max(_LEAST_PRUNED, 2 * len(self._heap))
+        self._prune_size = max(_LEAST_PRUNED, 2 * len(self._heap))
 
 
 # Finds the tenant with the largest value without scanning all tenants.

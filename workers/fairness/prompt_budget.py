@@ -61,10 +61,10 @@ class PromptBursts:
 
     def check_integrity(self, counts: Mapping[TenantCounter, tuple[int, int]]) -> None:
         """Raises AssertionError if a tenant is miscounted. `counts`: decodes and prompts of each."""
-        here = {counter: [*each] for counter, each in counts.items() if not counter.is_background}
-        assert self._counts == here, "a tenant's prompts or decodes are miscounted"
+        foreground = {counter: [*each] for counter, each in counts.items() if not counter.is_background}
+        assert self._counts == foreground, "a tenant's prompts or decodes are miscounted"
         tenants = [0] * (_MOST_COUNTED + 1)
-        for num_decodes, num_prompts in here.values():
+        for num_decodes, num_prompts in foreground.values():
             tenants[min(num_prompts, _MOST_COUNTED)] += num_decodes > 0
         assert self._tenants == tenants, "tenants that decode are miscounted"
 
@@ -103,13 +103,13 @@ def prompt_seconds(interval_s: float, decode_s: float, stretch: int = 1, later_d
 class PromptBudget:
     """Tokens and seconds that the prompts of a step may still take; chunks take from both.
 
-    The first `least` tokens are granted however long they take, so that prompts always advance.
+    The first `min_tokens` tokens are granted however long they take, so that prompts always advance.
     """
 
     num_tokens: int
     seconds: float = math.inf
     token_s: Callable[[int], float] = lambda position: 0.0  # expected time of a token at this position
-    least: int = 1
+    min_tokens: int = 1
 
     def chunk_s(self, start: int, num_tokens: int) -> float:
         """Expected time of a chunk that begins at this position."""
@@ -119,26 +119,26 @@ class PromptBudget:
         """Tokens in all to divide instead, as these chunks take too long; None: they fit.
 
         `chunks`: first position and number of tokens of each. The tokens that are fewer may be divided otherwise, so
-        ask again. The result is at least `least`, and less than the sum of the chunks.
+        ask again. The result is at least `min_tokens`, and less than the sum of the chunks.
         """
         num_tokens = sum([number for _, number in chunks])
         seconds = 0.0 if self.seconds == math.inf else sum([self.chunk_s(*chunk) for chunk in chunks])
-        if num_tokens <= self.least or seconds <= self.seconds * _NEAR_ENOUGH:
+        if num_tokens <= self.min_tokens or seconds <= self.seconds * _NEAR_ENOUGH:
             return None
-        return max(self.least, min(int(num_tokens * max(self.seconds, 0.0) / seconds), num_tokens - 1))
+        return max(self.min_tokens, min(int(num_tokens * max(self.seconds, 0.0) / seconds), num_tokens - 1))
 
-    def tokens_that_fit(self, start: int, most: int) -> int:
-        """How many tokens a chunk at this position may have, at most `most`."""
-        most = max(0, min(most, self.num_tokens))
-        if not most or self.chunk_s(start, most) <= self.seconds:
-            return most
-        return min(most, max(self.least, int(self.seconds / self.token_s(start + most // 2))))
+    def tokens_that_fit(self, start: int, max_tokens: int) -> int:
+        """How many tokens a chunk at this position may have, at most `max_tokens`."""
+        max_tokens = max(0, min(max_tokens, self.num_tokens))
+        if not max_tokens or self.chunk_s(start, max_tokens) <= self.seconds:
+            return max_tokens
+        return min(max_tokens, max(self.min_tokens, int(self.seconds / self.token_s(start + max_tokens // 2))))
 
     def take(self, start: int, num_tokens: int) -> None:
         """A chunk is planned."""
         self.num_tokens -= num_tokens
         self.seconds -= self.chunk_s(start, num_tokens)
-        self.least = max(0, self.least - num_tokens)
+        self.min_tokens = max(0, self.min_tokens - num_tokens)
 
 
 def divide_prompt_tokens(num_left: Sequence[int], budget: int) -> list[int]:

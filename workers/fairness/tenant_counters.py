@@ -69,8 +69,8 @@ class TenantCounters:
         """`scheduling`: "fifo" treats all sequences as one tenant's, of one class and priority."""
         self.is_fair = scheduling == "fair"
         self.slack, self.burst = float(_SLACK_STEPS * max_tokens_per_step), float(_BURST_STEPS * max_tokens_per_step)
-        self._known: dict[tuple[str, bool], TenantCounter] = {}
-        self._here = {is_background: MinQueue(_key_here) for is_background in (False, True)}
+        self._counters: dict[tuple[str, bool], TenantCounter] = {}
+        self._active_queues = {is_background: MinQueue(_key_here) for is_background in (False, True)}
         # By class: the smallest counter of active tenants when it was last looked at, or that of the tenant that left
         # last. It never shrinks, so tenants that come back together are not put back behind one another.
         self._level = {False: 0.0, True: 0.0}
@@ -82,7 +82,7 @@ class TenantCounters:
 
     def __len__(self) -> int:
         """Remembered tenants, each class counted separately."""
-        return len(self._known)
+        return len(self._counters)
 
     def join(self, tenant: str, weight: float = 1.0, is_background: bool = False) -> TenantCounter:
         """A sequence of the tenant arrives: the counter that it waits and runs under. `leave` must follow."""
@@ -97,7 +97,7 @@ class TenantCounters:
             counter.value = max(counter.value, self._floor(counter))
             self._num_here += 1
         counter.num_sequences += 1
-        self._here[is_background].put(counter)
+        self._active_queues[is_background].put(counter)
         self._changed[tenant] = None
         return counter
 
@@ -109,7 +109,7 @@ class TenantCounters:
             if not counter.num_sequences:
                 if not counter.is_background:
                     self._elsewhere.pop(counter.tenant, None)
-                if self._here[counter.is_background].first() is None:
+                if self._active_queues[counter.is_background].first() is None:
                     self._level[counter.is_background] = max(self._level[counter.is_background], counter.value)
                 self._num_here -= 1
                 self._forget_some()
@@ -134,17 +134,17 @@ class TenantCounters:
             self._elsewhere[tenant] = max(before, total)
             if counter.num_sequences:
                 growth = max(total - before, 0.0) * (self._unit or 1.0)
-                first = self._here[False].first() or counter
-                most = first.value + max(self.burst / counter.weight, _MAX_REPORTS * growth)
-                counter.value = max(counter.value, min(counter.value + growth, most))
+                first = self._active_queues[False].first() or counter
+                max_value = first.value + max(self.burst / counter.weight, _MAX_REPORTS * growth)
+                counter.value = max(counter.value, min(counter.value + growth, max_value))
         self._forget_some()
 
-    def take_changed(self, most: int) -> list[TenantCounter]:
+    def take_changed(self, max_tenants: int) -> list[TenantCounter]:
         """TenantCounters that have changed since they were last taken; the others come with later calls."""
-        tenants = [*self._changed][:most]
+        tenants = [*self._changed][:max_tenants]
         for tenant in tenants:
             del self._changed[tenant]
-        return [counter for tenant in tenants if (counter := self._known.get((tenant, False))) is not None]
+        return [counter for tenant in tenants if (counter := self._counters.get((tenant, False))) is not None]
 
     def check_integrity(self, sequences: Iterable[TenantCounter]) -> None:
         """Raises AssertionError if a count is wrong. `sequences`: the counter of each sequence that waits or runs."""
@@ -153,14 +153,14 @@ class TenantCounters:
         counted: dict[TenantCounter, int] = {}
         for counter in sequences:
             counted[counter] = counted.get(counter, 0) + 1
-        here = {counter for counter in self._known.values() if counter.num_sequences}
-        assert counted == {counter: counter.num_sequences for counter in here}, "a tenant's sequences are miscounted"
-        assert len(here) == self._num_here
+        active = {counter for counter in self._counters.values() if counter.num_sequences}
+        assert counted == {counter: counter.num_sequences for counter in active}, "a tenant's sequences are miscounted"
+        assert len(active) == self._num_here
 
     def _counter(self, tenant: str, is_background: bool) -> TenantCounter:
         key = (tenant, is_background)
-        counter = self._known.pop(key, None) or TenantCounter(tenant, is_background)
-        self._known[key] = counter  # moved to the end: tenants that were idle longest are forgotten first
+        counter = self._counters.pop(key, None) or TenantCounter(tenant, is_background)
+        self._counters[key] = counter  # moved to the end: tenants that were idle longest are forgotten first
         return counter
 
     def _floor(self, counter: TenantCounter) -> float:
@@ -169,18 +169,18 @@ class TenantCounters:
         A tenant that this gang has never served starts even with the tenant that left last, if no other is here.
         Otherwise the flood of a new tenant would go before a tenant that was here all day and is between two requests.
         """
-        first, level = self._here[counter.is_background].first(), self._level[counter.is_background]
+        first, level = self._active_queues[counter.is_background].first(), self._level[counter.is_background]
         if first is not None:
             level = self._level[counter.is_background] = max(level, first.value)
         return level if first is None and not counter.served else level - self.burst / counter.weight
 
     def _forget_some(self) -> None:
         """Forgets half of the idle tenants once there are too many, so this runs rarely."""
-        if len(self._known) - self._num_here <= _MAX_IDLE:
+        if len(self._counters) - self._num_here <= _MAX_IDLE:
             return
-        idle = [key for key, counter in self._known.items() if not counter.num_sequences]
+        idle = [key for key, counter in self._counters.items() if not counter.num_sequences]
         for key in idle[: _MAX_IDLE // 2]:
-            del self._known[key]
+            del self._counters[key]
             if not key[1]:
                 self._elsewhere.pop(key[0], None)
 

@@ -56,25 +56,25 @@ class CompiledGrammars:
         A router has tried it, within a smaller stack and less CPU than would harm this process.
         """
         with self._lock:
-            own = self._by_tenant.get(tenant)
-            kept = None if own is None else own.get(grammar)
-            if own is not None and kept is not None:
-                own.move_to_end(grammar)
-        if kept is None:
-            kept = _compile(grammar, vocabulary)
+            tenant_grammars = self._by_tenant.get(tenant)
+            entry = None if tenant_grammars is None else tenant_grammars.get(grammar)
+            if tenant_grammars is not None and entry is not None:
+                tenant_grammars.move_to_end(grammar)
+        if entry is None:
+            entry = _compile(grammar, vocabulary)
             with self._lock:
-                self._keep(tenant, grammar, kept)
-        if kept.matcher is None:
-            raise GrammarError(kept.problem)
-        return kept.matcher.deep_copy()
+                self._keep(tenant, grammar, entry)
+        if entry.matcher is None:
+            raise GrammarError(entry.problem)
+        return entry.matcher.deep_copy()
 
-    def _keep(self, tenant: str, grammar: str, kept: _Kept) -> None:
+    def _keep(self, tenant: str, grammar: str, entry: _Kept) -> None:
         """Beyond the bound of all tenants, evicts the least recently used grammars of the tenant that holds most."""
-        own = self._by_tenant.setdefault(tenant, OrderedDict())
-        if grammar in own:  # another thread was as quick
+        tenant_grammars = self._by_tenant.setdefault(tenant, OrderedDict())
+        if grammar in tenant_grammars:  # another thread was as quick
             return
-        own[grammar] = kept
-        self._bytes[tenant] = self._bytes.get(tenant, 0) + kept.num_bytes
+        tenant_grammars[grammar] = entry
+        self._bytes[tenant] = self._bytes.get(tenant, 0) + entry.num_bytes
         while sum(self._bytes.values()) > self._most_bytes:
             largest = max(self._bytes, key=lambda each: self._bytes[each])
             _, dropped = self._by_tenant[largest].popitem(last=False)
@@ -85,7 +85,7 @@ class CompiledGrammars:
     def check_integrity(self) -> None:
         """Raises AssertionError if bytes are miscounted."""
         with self._lock:
-            counted = {tenant: sum(kept.num_bytes for kept in own.values()) for tenant, own in self._by_tenant.items()}
+            counted = {tenant: sum(each.num_bytes for each in lru.values()) for tenant, lru in self._by_tenant.items()}
             assert counted == self._bytes and sum(counted.values()) <= self._most_bytes
 
 
@@ -294,21 +294,21 @@ class Constraints:
         for tenant, changed in by_tenant.items():  # one job each: threads that wake hold the worker's thread up
             self._making.submit(tenant, partial(self._make_masks, changed))
 
-    def take(self, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> dict[int, TokenMask]:
+    def take(self, positions: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> dict[int, TokenMask]:
         """See `MaskSource`."""
-        found = dict[int, TokenMask]()
+        masks = dict[int, TokenMask]()
         while True:
-            for sequence_id, index in wanted:
+            for sequence_id, index in positions:
                 constraint = self._by_id.get(sequence_id)
-                if sequence_id in found or constraint is None:
+                if sequence_id in masks or constraint is None:
                     continue
                 constraint.is_late = True  # before the look: a thread that makes it from here on wakes the loop
                 mask = constraint.mask(index)
                 if mask is not None:
                     constraint.is_late = False
-                    found[sequence_id] = mask
-            if len(found) == len(wanted) or is_over():
-                return found
+                    masks[sequence_id] = mask
+            if len(masks) == len(positions) or is_over():
+                return masks
             time.sleep(_POLL_S)
 
     def check_integrity(self, sequence_ids: Collection[int]) -> None:

@@ -128,9 +128,9 @@ class FairThreads:
         """Waits for a job. None: the thread ends."""
         with self._wake:
             while not (self._is_closing or worker.is_replaced):
-                here = [each for each in self._tenants.values() if each.jobs and self._is_costly(each) == worker.yields]
-                if here:
-                    worker.tenant = min(here, key=lambda each: each.used_s)
+                due = [each for each in self._tenants.values() if each.jobs and self._is_costly(each) == worker.yields]
+                if due:
+                    worker.tenant = min(due, key=lambda each: each.used_s)
                     worker.began_at = self._taken_s(worker)
                     return worker.tenant.jobs.popleft()
                 if len(self._tenants) > _MOST_TENANTS:

@@ -238,8 +238,8 @@ class FrameServer:
 
     async def _serve(self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         metadata = dict(context.invocation_metadata() or ())
-        sent = metadata.get(TOKEN_KEY, "")
-        if not hmac.compare_digest(sent.encode() if isinstance(sent, str) else sent, self._token):
+        token = metadata.get(TOKEN_KEY, "")
+        if not hmac.compare_digest(token.encode() if isinstance(token, str) else token, self._token):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {TOKEN_KEY}: not this cluster's token")
         if self._leaving or not self._engine.alive:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this gang has stopped serving")
@@ -271,10 +271,10 @@ class FrameServer:
         Their end may not have been noticed here, and may not be for a while. Their sequences are orphans from now on:
         the greeting can name all that the router may go on with.
         """
-        others = [other for other in self._streams.values() if stream.router and other.router == stream.router]
-        if any(other.num_connects > stream.num_connects for other in others):
+        other_streams = [other for other in self._streams.values() if stream.router and other.router == stream.router]
+        if any(other.num_connects > stream.num_connects for other in other_streams):
             return False
-        for other in others:
+        for other in other_streams:
             self._sequences.close(other)
             other.unsent = UnsentUpdates()  # its last write may go on for a while
             other.fail("its router has connected again")

@@ -32,27 +32,27 @@ class RunningLimit:
         self._num_places = num_places
         self._inside: dict[int, SequenceRequest] = {}  # in the engine
         self._num_used: defaultdict[str, int] = defaultdict(int)
-        self._held: dict[int, SequenceRequest] = {}
+        self._pending: dict[int, SequenceRequest] = {}
         self._queues: defaultdict[str, deque[int]] = defaultdict(deque)  # the oldest first; some may have left
         self.num_held_tokens = 0  # of prompts
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return len(self._pending)
 
     def is_placed(self, engine_id: int) -> bool:
         """Whether the sequence is in the engine."""
         return engine_id in self._inside
 
     def is_held(self, engine_id: int) -> bool:
-        return engine_id in self._held
+        return engine_id in self._pending
 
     def enter(self, request: SequenceRequest) -> bool:
         """Whether the sequence may go to the engine now. Else it is held until `leave` or `change` returns it."""
         if request.tenant not in self._queues and self._has_place(request):
             self._take_place(request)
             return True
-        self._held[request.sequence_id] = request
+        self._pending[request.sequence_id] = request
         self._queues[request.tenant].append(request.sequence_id)
         self.num_held_tokens += len(request.prompt_token_ids)
         return False
@@ -62,10 +62,10 @@ class RunningLimit:
 
         Unknown ids are ignored.
         """
-        held = self._held.pop(engine_id, None)
-        if held is not None:
-            self.num_held_tokens -= len(held.prompt_token_ids)
-            return self._take_places(held.tenant)  # a search may have waited for several places
+        request = self._pending.pop(engine_id, None)
+        if request is not None:
+            self.num_held_tokens -= len(request.prompt_token_ids)
+            return self._take_places(request.tenant)  # a search may have waited for several places
         ended = self._inside.pop(engine_id, None)
         if ended is None:
             return []
@@ -81,7 +81,7 @@ class RunningLimit:
         """
         assert num_places is None or num_places > 0
         self._num_places = num_places
-        tenants = dict.fromkeys([request.tenant for request in self._held.values()])
+        tenants = dict.fromkeys([request.tenant for request in self._pending.values()])
         freed = [request for tenant in tenants for request in self._take_places(tenant)]
         return sorted(freed, key=lambda request: request.sequence_id)
 
@@ -92,10 +92,10 @@ class RunningLimit:
             counted[request.tenant] = counted.get(request.tenant, 0) + _num_beams(request)
         assert counted == self._num_used, "places are miscounted"
         for queue in self._queues.values():
-            oldest = next((self._held[engine_id] for engine_id in queue if engine_id in self._held), None)
+            oldest = next((self._pending[engine_id] for engine_id in queue if engine_id in self._pending), None)
             assert oldest is not None and not self._has_place(oldest), "a place is free"
-        assert self._held.keys() <= {engine_id for queue in self._queues.values() for engine_id in queue}
-        assert self.num_held_tokens == sum(len(held.prompt_token_ids) for held in self._held.values())
+        assert self._pending.keys() <= {engine_id for queue in self._queues.values() for engine_id in queue}
+        assert self.num_held_tokens == sum(len(pending.prompt_token_ids) for pending in self._pending.values())
 
     def _has_place(self, request: SequenceRequest) -> bool:
         if self._num_places is None:
@@ -112,7 +112,7 @@ class RunningLimit:
         placed = list[SequenceRequest]()
         while (following := self._next_of(tenant)) is not None and self._has_place(following):
             self._queues[tenant].popleft()
-            del self._held[following.sequence_id]
+            del self._pending[following.sequence_id]
             self.num_held_tokens -= len(following.prompt_token_ids)
             self._take_place(following)
             placed.append(following)
@@ -123,9 +123,9 @@ class RunningLimit:
         """The tenant's oldest held sequence; None: there is none."""
         queue = self._queues.get(tenant)
         while queue:
-            held = self._held.get(queue[0])
-            if held is not None:
-                return held
+            request = self._pending.get(queue[0])
+            if request is not None:
+                return request
             queue.popleft()
         self._queues.pop(tenant, None)
         return None
@@ -193,14 +193,14 @@ class QueueLimit:
         `times`: by which the bounds are raised. The error says to come back after as long as the tenant's own
         oldest sequence has waited so far, 0 if none does: how long those of others have is their affair.
         """
-        config, num_waiting, own = self._config, len(self._waiting), self._tenants.get(tenant, _Count())
+        config, num_waiting, count = self._config, len(self._waiting), self._tenants.get(tenant, _Count())
         reason: RefusalReason = "full"
         if num_waiting >= times * config.max_waiting_sequences:
             # Without a number, which would show other tenants' load.
             problem = "the limit of sequences that wait for their first token is reached"
         elif num_waiting and self._num_tokens + num_tokens > times * config.max_waiting_tokens:
             problem = f"with {num_tokens} tokens more, more would wait for their first token than may"
-        elif (tenant_problem := self._tenant_problem(own, num_tokens, times)) is not None:
+        elif (tenant_problem := self._tenant_problem(count, num_tokens, times)) is not None:
             reason, problem = "tenant_full", tenant_problem
         else:
             return None
@@ -208,7 +208,7 @@ class QueueLimit:
         return SequenceError(
             "overloaded",
             f"{whose} is full: {problem}; try again later",
-            retry_after_s=self.waited_s(next(iter(own.waiting)), now) if own.waiting else 0.0,
+            retry_after_s=self.waited_s(next(iter(count.waiting)), now) if count.waiting else 0.0,
             reason=reason,
         )
 
@@ -221,10 +221,10 @@ class QueueLimit:
         No more than a few are given up at once. If others still have more, this sequence may wait above the bound:
         more sequences leave than come then, so only a few are ever above it.
         """
-        own, config = self._tenants.get(tenant, _Count()), self._config
-        if self._tenant_problem(own, num_tokens, 1) is not None:
+        count, config = self._tenants.get(tenant, _Count()), self._config
+        if self._tenant_problem(count, num_tokens, 1) is not None:
             return []
-        filled = self.filled(own.num_sequences + 1, own.num_tokens + num_tokens, weight)
+        filled = self.filled(count.num_sequences + 1, count.num_tokens + num_tokens, weight)
         queues: list[_Queue] = []  # of those that were fullest
         looked_at: list[str] = []
         given_up: list[int] = []
@@ -258,29 +258,29 @@ class QueueLimit:
         assert engine_id not in self._waiting
         self._waiting[engine_id] = _Waiting(tenant, num_tokens, now)
         self._num_tokens += num_tokens
-        own = self._tenants.setdefault(tenant, _Count())
-        own.num_sequences += 1
-        own.num_tokens += num_tokens
-        own.weight = weight
-        own.waiting[engine_id] = None
+        count = self._tenants.setdefault(tenant, _Count())
+        count.num_sequences += 1
+        count.num_tokens += num_tokens
+        count.weight = weight
+        count.waiting[engine_id] = None
         if may_go:
-            own.may_go[engine_id] = None
+            count.may_go[engine_id] = None
         self._fullest.increased(tenant)
 
     def leave(self, engine_id: int) -> None:
         """The sequence has a token, has ended or was cancelled. Ids that are not here are ignored."""
-        left = self._waiting.pop(engine_id, None)
-        if left is None:
+        entry = self._waiting.pop(engine_id, None)
+        if entry is None:
             return
-        self._num_tokens -= left.num_tokens
-        own = self._tenants[left.tenant]
-        own.num_sequences -= 1
-        own.num_tokens -= left.num_tokens
-        own.may_go.pop(engine_id, None)
-        del own.waiting[engine_id]
-        if not own.num_sequences:
-            del self._tenants[left.tenant]
-            self._fullest.remove(left.tenant)
+        self._num_tokens -= entry.num_tokens
+        count = self._tenants[entry.tenant]
+        count.num_sequences -= 1
+        count.num_tokens -= entry.num_tokens
+        count.may_go.pop(engine_id, None)
+        del count.waiting[engine_id]
+        if not count.num_sequences:
+            del self._tenants[entry.tenant]
+            self._fullest.remove(entry.tenant)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if sequences or tokens are miscounted."""
@@ -288,12 +288,12 @@ class QueueLimit:
         for waiting in self._waiting.values():
             counted.setdefault(waiting.tenant, []).append(waiting)
         assert counted.keys() == self._tenants.keys()
-        for tenant, own in self._tenants.items():
-            assert own.num_sequences == len(counted[tenant])
-            assert own.num_tokens == sum(waiting.num_tokens for waiting in counted[tenant])
-            assert [*own.waiting] == [each for each, waiting in self._waiting.items() if waiting.tenant == tenant]
-            assert all(self._waiting[engine_id].tenant == tenant for engine_id in own.may_go)
-        assert self._num_tokens == sum(own.num_tokens for own in self._tenants.values())
+        for tenant, count in self._tenants.items():
+            assert count.num_sequences == len(counted[tenant])
+            assert count.num_tokens == sum(waiting.num_tokens for waiting in counted[tenant])
+            assert [*count.waiting] == [each for each, waiting in self._waiting.items() if waiting.tenant == tenant]
+            assert all(self._waiting[engine_id].tenant == tenant for engine_id in count.may_go)
+        assert self._num_tokens == sum(count.num_tokens for count in self._tenants.values())
 
     def filled(self, num_sequences: int, num_tokens: int, weight: float) -> float:
         """How much of the queue this is, by the bound that it is nearest to, for a tenant of this weight."""
@@ -302,15 +302,15 @@ class QueueLimit:
 
     def _filled_of(self, tenant: str) -> float:
         """How much of the queue it has, if it can give up any of it."""
-        own = self._tenants.get(tenant)
-        return self.filled(own.num_sequences, own.num_tokens, own.weight) if own is not None and own.may_go else 0.0
+        use = self._tenants.get(tenant)
+        return self.filled(use.num_sequences, use.num_tokens, use.weight) if use is not None and use.may_go else 0.0
 
-    def _tenant_problem(self, own: _Count, num_tokens: int, times: int) -> str | None:
-        if own.num_sequences >= times * self._tenant_sequences:
-            return f"{own.num_sequences} sequences of this tenant wait for their first token, and no more may"
-        if own.num_sequences and own.num_tokens + num_tokens > times * self._tenant_tokens:
+    def _tenant_problem(self, count: _Count, num_tokens: int, times: int) -> str | None:
+        if count.num_sequences >= times * self._tenant_sequences:
+            return f"{count.num_sequences} sequences of this tenant wait for their first token, and no more may"
+        if count.num_sequences and count.num_tokens + num_tokens > times * self._tenant_tokens:
             return (
-                f"sequences of {own.num_tokens} tokens of this tenant wait for their first token: {num_tokens} more "
+                f"sequences of {count.num_tokens} tokens of this tenant wait for their first token: {num_tokens} more "
                 f"would be over {times * self._tenant_tokens}"
             )
         return None
@@ -331,11 +331,11 @@ class _Queue:
 
     def take(self, waiting: Mapping[int, _Waiting]) -> int:
         """The newest that is left, without which it is less full. With none left to take it counts as empty."""
-        taken = self._next
-        assert taken is not None
-        self._num_sequences, self._num_tokens = self._num_sequences - 1, self._num_tokens - waiting[taken].num_tokens
+        newest = self._next
+        assert newest is not None
+        self._num_sequences, self._num_tokens = self._num_sequences - 1, self._num_tokens - waiting[newest].num_tokens
         self._next = next(self._newest, None)
         self.filled = (
             self._limit.filled(self._num_sequences, self._num_tokens, self._weight) if self._next is not None else 0.0
         )
-        return taken
+        return newest

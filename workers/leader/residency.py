@@ -111,7 +111,7 @@ class Residency:
         self.num_evictions.update(digest for digest in change.went if digest in self.num_loads)
         if len(self.num_loads) > _MAX_COUNTED:
             self.num_loads = Counter(dict(self.num_loads.most_common(_MAX_COUNTED // 2)))
-            self.num_evictions = Counter({one: self.num_evictions[one] for one in self.num_loads})
+            self.num_evictions = Counter({key: self.num_evictions[key] for key in self.num_loads})
         self.pages.difference_update(change.pages_went)
         self.pages.update(change.pages_came)
         self.hosted.difference_update(change.hosted_went)

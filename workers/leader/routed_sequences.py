@@ -50,8 +50,8 @@ def log_end(request_id: str, tenant: str, update: SequenceUpdate) -> None:
         _log.debug("a sequence ended", extra=_fields(request_id, tenant, finish=update.finish_reason, error=kind))
 
 
-def _fields(request_id: str, tenant: str, **others: Any) -> dict[str, Any]:
-    fields = {"request_id": request_id, "tenant": tenant, **others}
+def _fields(request_id: str, tenant: str, **extra_fields: Any) -> dict[str, Any]:
+    fields = {"request_id": request_id, "tenant": tenant, **extra_fields}
     return {"fields": {name: value for name, value in fields.items() if value not in (None, "")}}
 
 
@@ -323,19 +323,19 @@ class RoutedSequences:
         if not (request.is_resumed or request.has_begun) and self._journal.is_read(request):
             stream.send(SequenceUpdate(request.sequence_id, error=_TAKEN_OVER))
             return True
-        found = self._journal.attach(request, stream.number, _now())
-        if found is None:
+        attachment = self._journal.attach(request, stream.number, _now())
+        if attachment is None:
             return False
         self._announce_orphans()
-        before = self._listeners.pop(found.engine_id, None)
+        before = self._listeners.pop(attachment.engine_id, None)
         if before is not None:
             del before.stream.live[before.sequence_id]
             before.stream.send(SequenceUpdate(before.sequence_id, error=_TAKEN_OVER))
-        if not found.is_finished:
-            self._listen(found.engine_id, stream, request)
+        if not attachment.is_finished:
+            self._listen(attachment.engine_id, stream, request)
             log_arrival(request)
-        if found.rest:
-            stream.send_past(request.sequence_id, found.rest)
+        if attachment.unread:
+            stream.send_past(request.sequence_id, attachment.unread)
         return True
 
     def _listen(self, engine_id: int, stream: RouterStream, request: SequenceRequest) -> None:

@@ -33,13 +33,13 @@ def tenants_to_give_back(num_values: Mapping[str, int], num_left_values: int) ->
     """
     if num_left_values > _MAX_LEFT_VALUES:
         return {*num_values}
-    left, chosen = sum(num_values.values()), set[str]()
-    most = left // 2
+    remaining, chosen = sum(num_values.values()), set[str]()
+    target = remaining // 2
     for tenant in sorted(num_values, key=lambda tenant: num_values[tenant], reverse=True):
-        if left <= most:
+        if remaining <= target:
             break
         chosen.add(tenant)
-        left -= num_values[tenant]
+        remaining -= num_values[tenant]
     return chosen
 
 
@@ -67,8 +67,8 @@ class UnsentUpdates:
     @property
     def num_values(self) -> dict[int, int]:
         """Tokens and log-probabilities that came while earlier ones were not sent, of sequences that have not ended."""
-        unread = ((key, one) for key, one in self._by_id.items() if key not in self._ended)
-        return {key: one.num_added_values for key, one in unread if isinstance(one, UnreadUpdate)}
+        unread = ((key, update) for key, update in self._by_id.items() if key not in self._ended)
+        return {key: update.num_added_values for key, update in unread if isinstance(update, UnreadUpdate)}
 
     def add(self, update: SequenceUpdate) -> None:
         sequence_id = update.sequence_id
@@ -119,16 +119,16 @@ class UnsentUpdates:
             plain, self._by_id = self._by_id, {}
             self._ended.clear()
             return [*plain.values()]  # type: ignore[list-item]  # what is unread is not plain
-        taken = self._take_parts()
+        updates = self._take_parts()
         self._is_plain = not self._by_id
         self._ended &= self._by_id.keys()
         self._count()
-        return taken
+        return updates
 
     def _count(self) -> None:
-        unread = [(key in self._ended, one) for key, one in self._by_id.items() if isinstance(one, UnreadUpdate)]
-        self._num_unread_values = sum(one.num_added_values for has_ended, one in unread if not has_ended)
-        self.num_left_values = sum(one.num_added_values for has_ended, one in unread if has_ended)
+        unread = [(key in self._ended, each) for key, each in self._by_id.items() if isinstance(each, UnreadUpdate)]
+        self._num_unread_values = sum(each.num_added_values for has_ended, each in unread if not has_ended)
+        self.num_left_values = sum(each.num_added_values for has_ended, each in unread if has_ended)
 
     def _merge(self, before: SequenceUpdate | UnreadUpdate, update: SequenceUpdate) -> None:
         if not isinstance(before, UnreadUpdate):
@@ -139,7 +139,7 @@ class UnsentUpdates:
         self._num_unread_values += before.num_added_values - num_values
 
     def _take_parts(self) -> list[SequenceUpdate]:
-        taken: list[SequenceUpdate] = []
+        updates: list[SequenceUpdate] = []
         long: list[int] = []
         num_bytes = 0
         for sequence_id, unsent in [*self._by_id.items()]:
@@ -155,7 +155,7 @@ class UnsentUpdates:
             else:
                 update = unsent
             num_bytes += update_bytes(update)
-            taken.append(update)
+            updates.append(update)
             del self._by_id[sequence_id]
             if num_bytes > FRAME_BYTES - _LONG_BYTES:
                 break
@@ -166,10 +166,10 @@ class UnsentUpdates:
             assert isinstance(unsent, UnreadUpdate)
             piece, is_all = unsent.take(PIECE_BYTES)
             num_bytes += update_bytes(piece)
-            taken.append(piece)
+            updates.append(piece)
             if not is_all:
                 self._by_id[sequence_id] = unsent  # behind the others: its turn comes again after theirs
-        return taken
+        return updates
 
 
 _MAX_ADAPTERS: Final = 4096  # in a message, some 66 bytes each
@@ -256,15 +256,15 @@ class RouterStream:
         return Hello(info, adapters[:_MAX_ADAPTERS], pages[:_MAX_PAGES], orphans, hosted[:_MAX_HOSTED])
 
     def take_frame(
-        self, load: EngineLoad, residency: Residency, orphans: Callable[[], Iterable[str]], known: KnownShares
+        self, load: EngineLoad, residency: Residency, orphans: Callable[[], Iterable[str]], known_shares: KnownShares
     ) -> Frame:
         """What happened since the last frame, if it fits. All that is given is the gang's of now."""
         updates = self.unsent.take()
-        moved = _taken(self.moved, _MAX_ADAPTERS)
-        pages = _taken(self.moved_pages, _MAX_PAGES)
-        moved_orphans = _taken(self.moved_orphans, _MAX_ORPHANS)
-        hosted = _taken(self.moved_hosted, _MAX_HOSTED) if self.moved_hosted else set[int]()
-        pins = _taken(self.moved_pins, _MAX_PINS) if self.moved_pins else set[int]()
+        moved = _pop_some(self.moved, _MAX_ADAPTERS)
+        pages = _pop_some(self.moved_pages, _MAX_PAGES)
+        moved_orphans = _pop_some(self.moved_orphans, _MAX_ORPHANS)
+        hosted = _pop_some(self.moved_hosted, _MAX_HOSTED) if self.moved_hosted else set[int]()
+        pins = _pop_some(self.moved_pins, _MAX_PINS) if self.moved_pins else set[int]()
         self.load_is_stale = bool(
             self.moved or self.moved_pages or self.moved_orphans or self.moved_hosted or self.moved_pins
         )
@@ -274,7 +274,7 @@ class RouterStream:
         if moved_orphans:
             came = moved_orphans.intersection(orphans())
             orphan_change = OrphanChange(sorted(came), sorted(moved_orphans - came))
-        shares = known.of(_taken(self.moved_shares, _MAX_SHARES)) if self.moved_shares else []
+        shares = known_shares.of(_pop_some(self.moved_shares, _MAX_SHARES)) if self.moved_shares else []
         return Frame(
             updates, load, residency.change_of(moved, pages, hosted, pins), orphan_change, self.last_submitted, shares
         )
@@ -283,6 +283,6 @@ class RouterStream:
 _Moved = TypeVar("_Moved", str, int)
 
 
-def _taken(moved: set[_Moved], count: int) -> set[_Moved]:
+def _pop_some(moved: set[_Moved], count: int) -> set[_Moved]:
     """Removes that many of them, or all if there are no more."""
     return {moved.pop() for _ in range(min(count, len(moved)))}

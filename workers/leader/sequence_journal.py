@@ -53,13 +53,13 @@ class KeptSequence:
 
     def answers(self, request: SequenceRequest) -> bool:
         """Whether this sequence is what a request with its name asks for."""
-        own, so_far = self.request, request.generated_token_ids
+        original, so_far = self.request, request.generated_token_ids
         return (
-            own.prompt_token_ids == request.prompt_token_ids
-            and own.sampling == request.sampling
-            and (own.adapter and own.adapter.digest) == (request.adapter and request.adapter.digest)
+            original.prompt_token_ids == request.prompt_token_ids
+            and original.sampling == request.sampling
+            and (original.adapter and original.adapter.digest) == (request.adapter and request.adapter.digest)
             and self.token_ids[: len(so_far)] == so_far
-            and (own.sampling.num_logprobs is None or len(so_far) >= self.num_without_logprobs)
+            and (original.sampling.num_logprobs is None or len(so_far) >= self.num_without_logprobs)
         )
 
     def drop_logprobs(self) -> None:
@@ -89,10 +89,10 @@ MAX_LOGPROB_VALUES: Final = 16 << 20
 
 
 class Attachment(NamedTuple):
-    """A sequence that is here already. `rest`: what it has beyond the request's tokens, under the request's id."""
+    """A sequence that is here already. `unread`: what it has beyond the request's tokens, under the request's id."""
 
     engine_id: int
-    rest: UnreadUpdate
+    unread: UnreadUpdate
     is_finished: bool
 
 
@@ -199,15 +199,15 @@ class SequenceJournal:
 
         `router`: the connection that the stream belonged to, which may come back with another stream.
         """
-        kept = set()
+        orphan_ids = set()
         for entry in self._entries.values():
             if entry.owner == owner:
                 entry.owner, entry.left_by = None, router
                 entry.expires_at = now + self._config.orphan_s
                 self._changed.add(entry.request.key)
                 if not entry.is_finished:
-                    kept.add(entry.engine_id)
-        return kept
+                    orphan_ids.add(entry.engine_id)
+        return orphan_ids
 
     def disown(self, router: str) -> list[int]:
         """Forgets the unfinished orphans that a router's connection has left. Returns their ids: to be cancelled."""
@@ -246,13 +246,13 @@ class SequenceJournal:
 
     def _drop_logprobs(self) -> None:
         """Drops those of the sequence that has the most."""
-        most = max(self._entries.values(), key=lambda entry: entry.logprobs.num_values)
-        num_values = most.logprobs.num_values
+        largest = max(self._entries.values(), key=lambda entry: entry.logprobs.num_values)
+        num_values = largest.logprobs.num_values
         self._num_logprob_values -= num_values
-        if most.engine_id in self._finished:
-            self._finished[most.engine_id] -= num_values
+        if largest.engine_id in self._finished:
+            self._finished[largest.engine_id] -= num_values
             self._num_finished_values -= num_values
-        most.drop_logprobs()
+        largest.drop_logprobs()
 
     def _drop_unfinished(self, entries: Iterable[KeptSequence]) -> list[int]:
         """Orphans that have ended stay: they cost no time, and a client may still come for their last tokens."""

@@ -69,7 +69,7 @@ class AdapterCache:
         entry.state = AdapterState.RESIDENT
         self._stop_loading(entry)
         self.num_loaded_pages += len(entry.residence.pages)
-        self._rest(digest)
+        self._make_idle(digest)
 
     def fail_load(self, digest: str) -> None:
         """Drops an adapter whose copy failed, and frees its pages."""
@@ -92,7 +92,7 @@ class AdapterCache:
         assert entry.num_users > 0, f"adapter {digest} is released more often than acquired"
         entry.num_users -= 1
         if not entry.num_users:
-            self._rest(digest)
+            self._make_idle(digest)
 
     def outdate(self, digest: str) -> None:
         """The adapter has no name any more: once idle it is evicted first, unless a sequence uses it again.
@@ -106,7 +106,7 @@ class AdapterCache:
         if digest in self._idle:
             self._idle.remove(digest)
             self.num_idle_pages -= len(entry.residence.pages)
-            self._rest(digest)
+            self._make_idle(digest)
 
     def evict(self, digest: str) -> None:
         """Frees the pages of an idle adapter that the idle order has chosen."""
@@ -148,7 +148,7 @@ class AdapterCache:
         self.num_loading -= 1
         self.num_loading_from_store -= entry.is_from_store
 
-    def _rest(self, digest: str) -> None:
+    def _make_idle(self, digest: str) -> None:
         entry = self._entries[digest]
         num_uses = 0.0 if entry.is_outdated else entry.uses.value
         self.num_idle_pages += len(entry.residence.pages)

@@ -28,12 +28,12 @@ def kept_pins(free_bytes: int, waiting: Mapping[str, int]) -> list[str]:
 
     Adapters that have room keep it.
     """
-    kept = []
+    digests = []
     for digest in sorted(waiting):
         if waiting[digest] <= free_bytes:
             free_bytes -= waiting[digest]
-            kept.append(digest)
-    return kept
+            digests.append(digest)
+    return digests
 
 
 class HostPins:
@@ -41,8 +41,8 @@ class HostPins:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._wanted: set[str] = set()
-        self._kept: dict[str, torch.Tensor] = {}
+        self._digests: set[str] = set()
+        self._tensors: dict[str, torch.Tensor] = {}
         self._lacking: dict[str, None] = {}  # to be read from the store, in order of arrival
         self._without_room: dict[str, int] = {}  # bytes
         self._failed: dict[str, str] = {}  # reasons
@@ -54,27 +54,27 @@ class HostPins:
         return bool(self._news)
 
     def __contains__(self, digest: str) -> bool:
-        return digest in self._wanted
+        return digest in self._digests
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._tensors)
 
     def find(self, digest: str) -> torch.Tensor | None:
-        return self._kept.get(digest)
+        return self._tensors.get(digest)
 
     def add(self, digest: str) -> None:
         """Pins the adapter, which is to be read until `keep` gets it."""
-        if digest not in self._wanted:
-            self._wanted.add(digest)
+        if digest not in self._digests:
+            self._digests.add(digest)
             self._lacking[digest] = None
 
     def remove(self, digest: str) -> torch.Tensor | None:
         """Unpins the adapter, and returns what was kept of it. Others that had no room may now be read."""
-        self._wanted.discard(digest)
+        self._digests.discard(digest)
         self._lacking.pop(digest, None)
         self._without_room.pop(digest, None)
         self._note_recovered(digest)
-        packed = self._kept.pop(digest, None)
+        packed = self._tensors.pop(digest, None)
         if packed is not None:
             self.num_bytes -= packed.nbytes
             for other in kept_pins(self._max_bytes - self.num_bytes, self._without_room):
@@ -90,20 +90,20 @@ class HostPins:
             self.lack_room(digest, packed.nbytes)
             return False
         self._without_room.pop(digest, None)
-        self._kept[digest] = packed
+        self._tensors[digest] = packed
         self.num_bytes += packed.nbytes
         self._note_recovered(digest)
         return True
 
     def lack_room(self, digest: str, num_bytes: int) -> None:
         """There is no room for a pinned adapter of `num_bytes`, which is to be read once there may be."""
-        if digest in self._wanted:
+        if digest in self._digests:
             self._without_room[digest] = num_bytes
             self._note_failed(digest, FULL)
 
     def fail(self, digest: str, reason: str, *, again: bool) -> None:
         """A pinned adapter could not be read. `again`: retry after all others; else when a sequence loads it."""
-        if digest in self._wanted and digest not in self._kept and digest not in self._without_room:
+        if digest in self._digests and digest not in self._tensors and digest not in self._without_room:
             self._note_failed(digest, reason)
             if again:
                 self._lacking[digest] = None
@@ -130,9 +130,9 @@ class HostPins:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant is broken."""
-        assert self.num_bytes == sum(packed.nbytes for packed in self._kept.values()) <= self._max_bytes
-        states = [*self._kept, *self._lacking, *self._without_room]
-        assert len(states) == len(set(states)) and set(states) <= self._wanted
+        assert self.num_bytes == sum(packed.nbytes for packed in self._tensors.values()) <= self._max_bytes
+        states = [*self._tensors, *self._lacking, *self._without_room]
+        assert len(states) == len(set(states)) and set(states) <= self._digests
 
 
 # Updates about adapters in the workers' host memory that the next plan carries.
@@ -284,7 +284,7 @@ class HostAdapterCache:
         """Raises AssertionError if an invariant is broken."""
         with self._lock:
             self._pins.check_integrity()
-            assert self.num_bytes == sum(one.nbytes for one in self._packed.values()) + self._pins.num_bytes
+            assert self.num_bytes == sum(packed.nbytes for packed in self._packed.values()) + self._pins.num_bytes
             assert self.num_bytes <= self._max_bytes
             assert not any(self._pins.find(digest) is not None for digest in self._packed)
 
@@ -294,8 +294,8 @@ class HostAdapterCache:
             return (), ()
         with self._lock:
             moved, self._moved = self._moved, {}
-            here = {d for d in moved if d in self._packed or self._pins.find(d) is not None}
-            return tuple(d for d in moved if d in here), tuple(d for d in moved if d not in here)
+            cached_digests = {d for d in moved if d in self._packed or self._pins.find(d) is not None}
+            return tuple(d for d in moved if d in cached_digests), tuple(d for d in moved if d not in cached_digests)
 
     def _pin_if_here(self, digest: str) -> bool:
         """Moves a pinned adapter to the pins if it is here and fits. True: it is here."""
@@ -332,9 +332,9 @@ class HostAdapterCache:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        gone, dropped = self._packed.popitem(last=False)
+        digest, dropped = self._packed.popitem(last=False)
         self.num_bytes -= dropped.nbytes
-        self._moved[gone] = None
+        self._moved[digest] = None
 
 
 def as_torch(tensor: Tensor) -> torch.Tensor:

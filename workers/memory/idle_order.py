@@ -136,7 +136,7 @@ class IdleOrder:
         if first_taken is None:
             return None
         going: list[Item] = []
-        passed = []
+        keep_entries = []
         num_idle = self.num_pages
         while num_pages > 0:
             entry = heappop(self._heap)
@@ -145,7 +145,7 @@ class IdleOrder:
             if idle is None or idle.number != number:
                 continue
             if item in keep:
-                passed.append(entry)
+                keep_entries.append(entry)
                 continue
             if self._soon.get(item, first_taken) < first_taken:
                 self._aside[item] = entry
@@ -154,7 +154,7 @@ class IdleOrder:
             going.append(item)
             num_pages -= idle.num_pages
             self.remove(item)
-        for entry in passed:
+        for entry in keep_entries:
             heappush(self._heap, entry)
         if going:
             self.num_rounds += (num_idle - self.num_pages) / num_idle
@@ -168,8 +168,8 @@ class IdleOrder:
         ranks |= {page: rank for rank, page in enumerate(self._soon_pages, _FIRST_PAGE_RANK)}
         assert self._soon == ranks and self._soon_ranks == sorted(ranks[item] for item in ranks if item in self._idle)
         assert self._aside.keys() <= self._soon.keys() & self._idle.keys(), "an item is aside for no reason"
-        found = {(item, number) for _, _, number, item in (*self._heap, *self._aside.values())}
-        assert all((item, idle.number) in found for item, idle in self._idle.items()), "an idle item cannot be found"
+        items = {(item, number) for _, _, number, item in (*self._heap, *self._aside.values())}
+        assert all((item, idle.number) in items for item, idle in self._idle.items()), "an idle item cannot be found"
 
     def _rank_again(self, before: tuple[Item, ...], now: tuple[Item, ...], first_rank: int) -> list[int]:
         """Ranks the items that are wanted now instead of those before; returns the ranks of those that are idle."""
@@ -187,11 +187,11 @@ class IdleOrder:
 
     def _first_taken_soon(self, num_pages: int, keep: AbstractSet[Item]) -> int | None:
         """The rank from which on items are taken if `num_pages` are evicted; None: too few can be evicted."""
-        kept = self.num_pages_of(keep)
-        if num_pages > self.num_pages - kept:
+        num_kept = self.num_pages_of(keep)
+        if num_pages > self.num_pages - num_kept:
             return None
         kept_soon = sum(self._idle[item].num_pages for item in keep if item in self._soon and item in self._idle)
-        short = num_pages - (self.num_pages - self._num_soon_pages - (kept - kept_soon))
+        short = num_pages - (self.num_pages - self._num_soon_pages - (num_kept - kept_soon))
         first_taken = _ANY_RANK
         for rank in reversed(self._soon_ranks):
             if short <= 0:

@@ -57,12 +57,12 @@ class PageAllocator:
 
     def check_integrity(self, holders: Iterable[Iterable[int]]) -> None:
         """Raises AssertionError unless every page is free, or is held by as many holders as were counted."""
-        held: Counter[int] = Counter()
+        refs: Counter[int] = Counter()
         for pages in map(list, holders):
             assert len(pages) == len(set(pages)), "a holder has a page twice"
-            held.update(pages)
+            refs.update(pages)
         assert len(self._free) == len(set(self._free)), "a page is free twice"
-        assert not held.keys() & set(self._free), "a page is both held and free"
-        assert len(held) + len(self._free) == self.num_pages, "a page is neither held nor free"
-        assert all(self._num_holders[page] == count for page, count in held.items()), "a page's holders are miscounted"
+        assert not refs.keys() & set(self._free), "a page is both held and free"
+        assert len(refs) + len(self._free) == self.num_pages, "a page is neither held nor free"
+        assert all(self._num_holders[page] == count for page, count in refs.items()), "a page's holders are miscounted"
         assert not any(self._num_holders[page] for page in self._free), "a free page has holders"

@@ -124,9 +124,9 @@ class PinnedArena:
                     break
             else:
                 return None
-        taken = self._pages[start : start + num_pages]
-        weakref.finalize(taken, self._give_back, start, start + num_pages)
-        return taken
+        pages = self._pages[start : start + num_pages]
+        weakref.finalize(pages, self._give_back, start, start + num_pages)
+        return pages
 
     @property
     def num_free(self) -> int:

@@ -61,15 +61,15 @@ class PagedMemory:
         self.adapters.outdate(digest)
         self.prefixes.outdate(digest)
 
-    def has_room(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int] = ()) -> bool:
-        """Whether `make_room` would succeed if `found` were held: pages of a kept prefix, of which some are idle.
+    def has_room(self, num_pages: int, keep: AbstractSet[Item], prefix_pages: Sequence[int] = ()) -> bool:
+        """Whether `make_room` would succeed if `prefix_pages` were held, of which some are idle.
 
         False too if there will be room as soon as pages of ended sequences are released, in the next steps.
         """
         if num_pages > self.num_pages_to_take:
             self.prefixes.give_back(self.prefixes.num_may_give_back)
         num_kept = self._idle.num_pages_of(keep)
-        once = self.allocator.held_once(found)  # by the prefix cache, and idle, or by a copy that is under way
+        once = self.allocator.held_once(prefix_pages)  # by the prefix cache, and idle, or by a copy that is under way
         num_kept += sum([page in self._idle and page not in keep for page in once])
         return num_pages <= self.allocator.num_free + self._idle.num_pages - num_kept
 
@@ -107,15 +107,15 @@ class PagedMemory:
                 self.prefixes.evict(item)
         return True
 
-    def make_room_in_part(self, num_pages: int, keep: AbstractSet[Item], found: Sequence[int]) -> bool:
-        """Whether `make_room` would evict no more than MOST_EVICTED pages. False: evicts as many, and none of `found`.
+    def make_room_in_part(self, num_pages: int, keep: AbstractSet[Item], prefix_pages: Sequence[int]) -> bool:
+        """Whether `make_room` evicts at most MOST_EVICTED pages. False: evicts as many, and none of `prefix_pages`.
 
         `has_room` must hold.
         """
         short = num_pages - self.allocator.num_free
         if short <= MOST_EVICTED:
             return True
-        self.make_room(num_pages - short + MOST_EVICTED, {*keep, *found})
+        self.make_room(num_pages - short + MOST_EVICTED, {*keep, *prefix_pages})
         return False
 
     def begin_load(self, ref: AdapterRef, num_pages: int, keep: AbstractSet[Item]) -> AdapterLoad | None:
@@ -152,10 +152,10 @@ class PagedMemory:
         self.hosted.difference_update(went)
         self._host_changes |= {**dict.fromkeys(came, True), **dict.fromkeys(went, False)}
 
-    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Raises AssertionError if a page leaked or its holders are miscounted. `held`: the pages of each sequence."""
+    def check_integrity(self, sequence_pages: Iterable[Sequence[int]]) -> None:
+        """Raises AssertionError if a page leaked or its holders are miscounted. `sequence_pages`: of each sequence."""
         self.allocator.check_integrity(
-            [*held, *self.adapters.holders(), *self.prefixes.holders(), *self.prefixes.ended_holders()]
+            [*sequence_pages, *self.adapters.holders(), *self.prefixes.holders(), *self.prefixes.ended_holders()]
         )
         self.adapters.check_integrity()
         self.prefixes.check_integrity()

@@ -116,21 +116,21 @@ class PrefixCache:
 
     def find_partial(self, link: PageKey, token_ids: Sequence[int], block_size: int) -> tuple[int, int] | None:
         """A page after `link` with a common prefix of these tokens, and its length; None: none is worth a copy."""
-        found = self._partial_pages.find(link, token_ids, block_size)
-        return None if found is None else (self._pages[found[0]], found[1])
+        match = self._partial_pages.find(link, token_ids, block_size)
+        return None if match is None else (self._pages[match[0]], match[1])
 
     def page_of(self, key: PageKey) -> int | None:
         return self._pages.get(key)
 
-    def num_held(self, keys: Sequence[PageKey], start: int, stop: int, coming: Container[PageKey]) -> int:
-        """The first index from `start` on, at most `stop`, whose page no sequence holds and whose key is not `coming`.
+    def num_held(self, keys: Sequence[PageKey], start: int, stop: int, coming_keys: Container[PageKey]) -> int:
+        """The first index from `start` on, at most `stop`, whose page no sequence holds and which is not coming.
 
         Little work for each key, since there may be thousands.
         """
         pages, idle = self._pages, self._idle.items
         for index in range(start, stop):
             key = keys[index]
-            if key not in coming and ((page := pages.get(key)) is None or page in idle):
+            if key not in coming_keys and ((page := pages.get(key)) is None or page in idle):
                 return index
         return stop
 
@@ -164,7 +164,7 @@ class PrefixCache:
             self._entries[page].is_outdated = True
             if page in self._idle:
                 self._idle.remove(page)
-                self._rest(page)
+                self._make_idle(page)
 
     def insert(self, page: int, key: PageKey, depth: int, adapter: str | None = None, num_blocks: int = 1) -> bool:
         """Keeps a page that a sequence has filled; `depth`: pages before it. False: its content is here already.
@@ -193,7 +193,7 @@ class PrefixCache:
         self._allocator.release(pages)
         for page in self._allocator.held_once(pages):
             if page in self._entries:
-                self._rest(page)
+                self._make_idle(page)
 
     def release_later(self, pages: Sequence[int], owner: object) -> None:
         """As `release`, at once or in later steps, so that the end of long sequences does not make a step long.
@@ -213,35 +213,35 @@ class PrefixCache:
         self.num_may_give_back = max(MOST_GIVEN_BACK, self.num_leaving // _CLEARING_STEPS)
         self.give_back(self.num_may_give_back)
 
-    def give_back(self, most: int) -> None:
-        """Releases at most this many pages of ended sequences, those of the first ones first.
+    def give_back(self, num_pages: int) -> None:
+        """Releases at most `num_pages` pages of ended sequences, those of the first ones first.
 
         Of a sequence its last pages go first, and those that others hold, too, when no other is left: they make no
         room. And what is idle sooner is evicted sooner, and without the first pages of a prefix none of the others is
         found.
         """
-        while most > 0 and (self._leaving or self._sharing):
+        while num_pages > 0 and (self._leaving or self._sharing):
             leaving = self._leaving or self._sharing
             pages, stop, owner = leaving.popleft()
             if leaving is self._leaving and self._allocator.num_holders(pages[stop - 1]) > _OWN_HOLDERS:
                 self._sharing.append((pages, stop, owner))
                 continue
-            start = max(0, stop - min(most, _RELEASED_AT_ONCE))
+            start = max(0, stop - min(num_pages, _RELEASED_AT_ONCE))
             if start:
                 leaving.appendleft((pages, start, owner))
-            most -= stop - start
+            num_pages -= stop - start
             self.num_leaving -= stop - start
             self.num_may_give_back -= stop - start
             self.release(pages[start:stop])
 
-    def give_back_for_room(self, most: int) -> bool:
+    def give_back_for_room(self, max_pages: int) -> bool:
         """Releases pages of ended sequences because room is short. False: none is left that may be released now.
 
         Pages that others hold, too, seldom make room, and there may be a hundred times as many as the pool has.
         """
         if not self._leaving and (self.num_may_give_back < -_MOST_FOR_ROOM or not self._may_make_room()):
             return False
-        self.give_back(most)
+        self.give_back(max_pages)
         return True
 
     def _may_make_room(self) -> bool:
@@ -289,13 +289,13 @@ class PrefixCache:
         assert self._pages == {entry.key: page for page, entry in self._entries.items()}, "keys and pages differ"
         assert self._partial_pages.keys() <= self._pages.keys(), "an absent page is indexed"
         of_adapters = {(entry.adapter, page) for page, entry in self._entries.items() if entry.adapter is not None}
-        found = {(adapter, page) for adapter, pages in self._of_adapters.items() for page in pages}
-        assert found == of_adapters, "an adapter's pages are not known as such"
+        by_adapter = {(adapter, page) for adapter, pages in self._of_adapters.items() for page in pages}
+        assert by_adapter == of_adapters, "an adapter's pages are not known as such"
         assert self.num_leaving == sum(map(len, self.ended_holders())), "pages of ended sequences are miscounted"
         for page in self._entries:
             assert (page in self._idle) == (self._allocator.num_holders(page) == 1), f"page {page}: idle or not?"
 
-    def _rest(self, page: int) -> None:
+    def _make_idle(self, page: int) -> None:
         entry = self._entries[page]
         num_uses = 0.0 if entry.is_outdated else entry.uses.value - entry.is_passed
         depth = 0 if self._has_window else entry.depth

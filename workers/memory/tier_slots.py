@@ -115,9 +115,9 @@ class TierSlots:
 
     def least_worth(self, num_pages: int) -> list[PageKey]:
         """Up to `num_pages` pages that may be dropped, in the order in which they would be replaced."""
-        found: list[PageKey] = []
-        passed: list[tuple[float, int, PageKey]] = []
-        while self._heap and len(found) < num_pages:
+        keys: list[PageKey] = []
+        entries: list[tuple[float, int, PageKey]] = []
+        while self._heap and len(keys) < num_pages:
             worth, number, key = heappop(self._heap)
             entry = self._entries.get(key)
             if entry is None or entry.number != -number:
@@ -125,12 +125,12 @@ class TierSlots:
             if entry.worth > worth:
                 heappush(self._heap, (entry.worth, number, key))
                 continue
-            passed.append((worth, number, key))
+            entries.append((worth, number, key))
             if key not in self._readers:
-                found.append(key)
-        for item in passed:
+                keys.append(key)
+        for item in entries:
             heappush(self._heap, item)
-        return found
+        return keys
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot is lost or used twice."""
@@ -138,5 +138,5 @@ class TierSlots:
         assert sorted(used) == list(range(self.num_slots)), "a slot is lost or used twice"
         assert self._readers.keys() <= self._slots.keys(), "a page is read that is not there"
         assert self._entries.keys() == self._slots.keys(), "a page has no worth, or one that is not there has"
-        found = {(key, -number) for _, number, key in self._heap}
-        assert all((key, entry.number) in found for key, entry in self._entries.items()), "a page cannot be replaced"
+        pairs = {(key, -number) for _, number, key in self._heap}
+        assert all((key, entry.number) in pairs for key, entry in self._entries.items()), "a page cannot be replaced"

@@ -108,12 +108,7 @@ class ModelConfig:
     def shape(self) -> BaseShape:
         """The shape that adapters must fit. A base with experts takes adapters of its attention and its experts."""
         hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = {
-            "q_proj": (hidden, query),
-            "k_proj": (hidden, kv),
-            "v_proj": (hidden, kv),
-            "o_proj": (query, hidden),
-        }
+        attn = {"q_proj": (hidden, query), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (query, hidden)}
         dense = {
             "gate_proj": (hidden, self.intermediate_size),
             "up_proj": (hidden, self.intermediate_size),
@@ -121,14 +116,12 @@ class ModelConfig:
         }
         experts, names = self.experts, self.family.experts
         if experts is None or names is None:
-            return BaseShape(self.num_layers, attention | dense)
+            return BaseShape(self.num_layers, attn | dense)
         width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
         sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
         called = {gate: names.gate, up: names.up, down: names.down}
-        return BaseShape(
-            self.num_layers, attention | sparse, ExpertShape(experts.num_experts, layers, names.block, called)
-        )
+        return BaseShape(self.num_layers, attn | sparse, ExpertShape(experts.num_experts, layers, names.block, called))
 
     @property
     def window(self) -> int | None:
@@ -174,12 +167,12 @@ def slab_of_head(head_dim: int, block_size: int, kv_dtype: KVDtype, element_byte
 
 def _object_of(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ValueError(f"{path} holds no JSON object")
-    return found
+    return document
 
 
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
@@ -260,7 +253,7 @@ def _number(value: Any) -> float | None:
 
 def _token_ids(value: Any) -> set[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    for one in ids:
-        if isinstance(one, bool) or not isinstance(one, int):
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise ValueError(f"eos_token_id = {value!r}: a whole number, a list of them or null is needed")
     return {*ids}

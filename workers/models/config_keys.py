@@ -176,8 +176,8 @@ def _checked(key: str, value: Any, default: Any = None) -> Any:
     return value
 
 
-def is_whole(value: Any, least: int = 1, most: int = _MAX_SIZE) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+def is_whole(value: Any, minimum: int = 1, maximum: int = _MAX_SIZE) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
 def is_positive(value: Any) -> bool:
@@ -193,11 +193,11 @@ _NUMBER: Final[_Type] = ("a number above 0", is_positive)
 _TEXT: Final[_Type] = ("a text", lambda value: isinstance(value, str))
 _TEXTS: Final[_Type] = (
     "a list of texts",
-    lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+    lambda value: isinstance(value, list) and all(isinstance(element, str) for element in value),
 )
 _LAYERS: Final[_Type] = (
     "a list of layers' numbers",
-    lambda value: isinstance(value, list) and all(is_whole(one, 0) for one in value),
+    lambda value: isinstance(value, list) and all(is_whole(element, 0) for element in value),
 )
 
 _NEEDED: Final[Mapping[str, _Type]] = {
@@ -206,7 +206,7 @@ _NEEDED: Final[Mapping[str, _Type]] = {
     "intermediate_size": _SIZE,
     "num_hidden_layers": (
         f"a whole number from 1 to {_MAX_LAYERS}",
-        lambda value: is_whole(value, most=_MAX_LAYERS),
+        lambda value: is_whole(value, maximum=_MAX_LAYERS),
     ),
     "num_attention_heads": _SIZE,
     "max_position_embeddings": _SIZE,

@@ -67,10 +67,10 @@ class _LayerLoader:
         query, kv = ((start * dim, stop * dim) for start, stop in (sharding.heads, sharding.kv_heads))
         num_query, num_kv = config.num_heads * dim, config.num_kv_heads * dim
         sizes = {"q_proj": (num_query, query), "k_proj": (num_kv, kv), "v_proj": (num_kv, kv)}
-        weights = [self._rows(f"self_attn.{name}", hidden, size, own) for name, (size, own) in sizes.items()]
+        weights = [self._rows(f"self_attn.{name}", hidden, size, part) for name, (size, part) in sizes.items()]
         biases = [
-            self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=own)
-            for name, (size, own) in sizes.items()
+            self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=part)
+            for name, (size, part) in sizes.items()
             if config.qkv_bias
         ]
         return Attention(
@@ -86,15 +86,15 @@ class _LayerLoader:
         )
 
     def mlp(self) -> GatedMlp:
-        config, own, width = self._config, self._sharding.intermediate, self._config.intermediate_size
+        config, part, width = self._config, self._sharding.intermediate, self._config.intermediate_size
         names = ("mlp.gate_proj", "mlp.up_proj")
         biases = [
-            self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=own) for name in names if config.mlp_bias
+            self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=part) for name in names if config.mlp_bias
         ]
-        weight = torch.cat([self._rows(name, config.hidden_size, width, own) for name in names])
+        weight = torch.cat([self._rows(name, config.hidden_size, width, part) for name in names])
         return GatedMlp(
             LoraLinear(self._pack_layer(weight), torch.cat(biases) if biases else None, GATE_UP),
-            self._row_linear("mlp.down_proj", width, own, DOWN, config.mlp_bias),
+            self._row_linear("mlp.down_proj", width, part, DOWN, config.mlp_bias),
             config.activation,
         )
 
@@ -103,14 +103,14 @@ class _LayerLoader:
         assert config is not None
         assert names is not None
         hidden, width = self._config.hidden_size, config.intermediate_size
-        (first, stop), own = self._sharding.experts, self._sharding.expert_features
+        (first, stop), part = self._sharding.experts, self._sharding.expert_features
         gate_up, down = [], []
         for expert in range(config.num_experts):
             path = f"{names.block}.experts.{expert}."
             if first <= expert < stop:
-                halves = [self._rows(path + name, hidden, width, own) for name in (names.gate, names.up)]
+                halves = [self._rows(path + name, hidden, width, part) for name in (names.gate, names.up)]
                 gate_up.append(torch.cat(halves))
-                down.append(self._columns(path + names.down, width, hidden, own))
+                down.append(self._columns(path + names.down, width, hidden, part))
             else:  # an expert of another worker: its shapes are checked, and nothing is read
                 for name in (names.gate, names.up):
                     self._rows(path + name, hidden, width, (0, 0))
@@ -128,13 +128,13 @@ class _LayerLoader:
         )
 
     def _shared_expert(self, path: str) -> SharedExpert | None:
-        config, hidden, own = self._config.experts, self._config.hidden_size, self._sharding.shared_features
+        config, hidden, part = self._config.experts, self._config.hidden_size, self._sharding.shared_features
         if config is None or config.shared_intermediate_size is None:
             return None
         width = config.shared_intermediate_size
         return SharedExpert(
-            self._pack(torch.cat([self._rows(f"{path}.{name}_proj", hidden, width, own) for name in ("gate", "up")])),
-            self._pack(self._columns(f"{path}.down_proj", width, hidden, own)),
+            self._pack(torch.cat([self._rows(f"{path}.{name}_proj", hidden, width, part) for name in ("gate", "up")])),
+            self._pack(self._columns(f"{path}.down_proj", width, hidden, part)),
             self._pack(self._rows(f"{path}_gate", hidden, 1, None)),
         )
 
@@ -148,20 +148,20 @@ class _LayerLoader:
         )
         return HeadNorm(q, k, config.norm_eps)
 
-    def _row_linear(self, name: str, num_in: int, own: Range, modules: tuple[int, ...], has_bias: bool) -> LoraLinear:
+    def _row_linear(self, name: str, num_in: int, part: Range, modules: tuple[int, ...], has_bias: bool) -> LoraLinear:
         hidden = self._config.hidden_size
         if self._float8 is None:
-            packed = self._pack(self._columns(name, num_in, hidden, own))
+            packed = self._pack(self._columns(name, num_in, hidden, part))
         else:  # a row's scale is that of all its inputs, so that gangs of all sizes have the same weights
-            packed = self._float8.pack(self._rows(name, num_in, hidden, None), own)
+            packed = self._float8.pack(self._rows(name, num_in, hidden, None), part)
         bias = self._checkpoint.take(f"{self.prefix}{name}.bias", (hidden,)) if has_bias else None
         return LoraLinear(packed, bias if self._sharding.rank == 0 else None, modules)
 
-    def _rows(self, name: str, num_in: int, num_out: int, own: Range | None) -> torch.Tensor:
-        return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), rows=own)
+    def _rows(self, name: str, num_in: int, num_out: int, part: Range | None) -> torch.Tensor:
+        return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), rows=part)
 
-    def _columns(self, name: str, num_in: int, num_out: int, own: Range) -> torch.Tensor:
-        return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), columns=own)
+    def _columns(self, name: str, num_in: int, num_out: int, part: Range) -> torch.Tensor:
+        return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), columns=part)
 
 
 @dataclass(frozen=True)
@@ -202,12 +202,12 @@ class Decoder:
         to_floats = context.kernels.linear_to_floats
         if context.parallel.degree == 1 and to_floats is not None:
             return to_floats(hidden, self.head)
-        own = context.kernels.linear(hidden, self.head, None)
+        logits = context.kernels.linear(hidden, self.head, None)
         if context.parallel.degree == 1:
-            return own.float()
+            return logits.float()
         share = -(-self.vocab_size // context.parallel.degree)
-        padded = own.new_zeros(len(hidden), share)
-        padded[:, : own.shape[1]] = own
+        padded = logits.new_zeros(len(hidden), share)
+        padded[:, : logits.shape[1]] = logits
         gathered = context.parallel.all_gather(padded)  # [degree, num_rows, share]
         return gathered.transpose(0, 1).flatten(1)[:, : self.vocab_size].float()
 
@@ -227,8 +227,8 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     """
     kernels = kernels or plain_kernels()
     config = sharding.config
-    hidden, vocab, own = config.hidden_size, config.vocab_size, sharding.vocabulary
-    embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=own)
+    hidden, vocab, part = config.hidden_size, config.vocab_size, sharding.vocabulary
+    embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=part)
     layers = tuple(load_layer(index, sharding, checkpoint, kernels) for index in range(config.num_layers))
     norm = load_norm("model.norm", hidden, sharding, checkpoint)
     if config.tie_word_embeddings and checkpoint.has_other_head():
@@ -240,11 +240,11 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
         checkpoint.drop("lm_head.weight")
         head = embedding
     else:
-        head = checkpoint.take("lm_head.weight", (vocab, hidden), rows=own)
+        head = checkpoint.take("lm_head.weight", (vocab, hidden), rows=part)
     checkpoint.drop("rotary_emb.inv_freq")
     checkpoint.finish()
     scale = 1.0
     if config.family.scaled_embedding:  # rounded to the weights' dtype, as these families were trained
         scale = float(torch.tensor(hidden**0.5, dtype=embedding.dtype))
     packed_head = kernels.pack_linear(head)
-    return Decoder(embedding, layers, norm, config.norm_eps, packed_head, own, vocab, scale, config.logit_softcap)
+    return Decoder(embedding, layers, norm, config.norm_eps, packed_head, part, vocab, scale, config.logit_softcap)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from ..parallel import Parallel, Sum
+from ..parallel import Parallel, PendingSum
 
 T = TypeVar("T")
 # Yields each partial sum of this worker, is sent the sum of all workers' in return, and returns its result.
@@ -34,14 +34,14 @@ def in_turn(passes: Sequence[Pass[T]], parallel: Parallel) -> list[T]:
     Each computes its n-th partial sum after those before it have computed theirs: of rows of one sequence the earlier
     ones have written their KV then. The order depends on nothing else, so it is the same on all workers.
     """
-    found: list[T] = []
-    under_way: deque[tuple[Pass[T], Sum | None]] = deque((forward, None) for forward in passes)
+    outputs: list[T] = []
+    under_way: deque[tuple[Pass[T], PendingSum | None]] = deque((forward, None) for forward in passes)
     while under_way:
         forward, pending = under_way.popleft()
         try:
             part = next(forward) if pending is None else forward.send(pending.wait())
         except StopIteration as end:
-            found.append(end.value)
+            outputs.append(end.value)
         else:
             under_way.append((forward, parallel.begin_all_reduce(part)))
-    return found
+    return outputs

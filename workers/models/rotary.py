@@ -14,14 +14,14 @@ def rotary_tables(
     configs: Sequence[RotaryConfig], head_dim: int, num_positions: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """A table for each config; equal configs share a table."""
-    known: list[tuple[RotaryConfig, torch.Tensor]] = []
+    cache: list[tuple[RotaryConfig, torch.Tensor]] = []
     tables = []
     for config in configs:
-        found = next((table for other, table in known if other == config), None)
-        if found is None:
-            found = rotary_table(config, head_dim, num_positions).to(device)
-            known.append((config, found))
-        tables.append(found)
+        config_table = next((table for other, table in cache if other == config), None)
+        if config_table is None:
+            config_table = rotary_table(config, head_dim, num_positions).to(device)
+            cache.append((config, config_table))
+        tables.append(config_table)
     return tuple(tables)
 
 
@@ -47,8 +47,8 @@ def _llama3(plain: torch.Tensor, options: Mapping[str, float]) -> torch.Tensor:
     """Llama 3.1: long waves are stretched by `factor`, short waves are kept, waves between are interpolated."""
     low, high = options["low_freq_factor"], options["high_freq_factor"]
     waves_in_context = options["original_max_position_embeddings"] * plain / (2 * math.pi)
-    kept = ((waves_in_context - low) / (high - low)).clamp(0, 1)
-    return plain * kept + plain / options["factor"] * (1 - kept)
+    plain_share = ((waves_in_context - low) / (high - low)).clamp(0, 1)
+    return plain * plain_share + plain / options["factor"] * (1 - plain_share)
 
 
 def _yarn(plain: torch.Tensor, config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, float]:

@@ -27,9 +27,9 @@ class ModelSharding:
         if not 0 <= self.rank < degree:
             raise ValueError(f"rank {self.rank}: 0 to {degree - 1} are the workers of this gang")
         shared = {"attention heads": config.num_heads, "hidden features": config.hidden_size} | self._mlp_features()
-        for what, count in shared.items():
+        for label, count in shared.items():
             if count % degree:
-                raise ValueError(f"a gang of {degree} workers cannot share {count} {what}: a divisor is needed")
+                raise ValueError(f"a gang of {degree} workers cannot share {count} {label}: a divisor is needed")
         if config.num_kv_heads % degree and degree % config.num_kv_heads:
             raise ValueError(
                 f"a gang of {degree} workers cannot share {config.num_kv_heads} KV heads: "
@@ -116,16 +116,16 @@ class ModelSharding:
         experts = self.config.experts
         if experts is None:
             return {"intermediate features": self.config.intermediate_size}
-        found = {"features of the shared expert": experts.shared_intermediate_size or 0}
+        counts = {"features of the shared expert": experts.shared_intermediate_size or 0}
         if not all(experts.layers):
-            found["intermediate features"] = self.config.intermediate_size
+            counts["intermediate features"] = self.config.intermediate_size
         if self.expert_sharding == "tensor":
-            found["features of an expert"] = experts.intermediate_size
+            counts["features of an expert"] = experts.intermediate_size
         elif experts.num_experts < self.degree:
             raise ValueError(
                 f"a gang of {self.degree} workers cannot share {experts.num_experts} experts: one each is needed"
             )
-        return found
+        return counts
 
     def _share(self, count: int) -> Range:
         share = count // self.degree

@@ -70,10 +70,10 @@ class Checkpoint:
 
         `shape` is the whole tensor's. Raises ValueError if it is missing or misshapen.
         """
-        found = self._where.pop(name, None)
-        if found is None:
+        location = self._where.pop(name, None)
+        if location is None:
             raise ValueError(f"{self._folder} has no tensor {name!r}, or two parts of the model need it")
-        file, stored_name = found
+        file, stored_name = location
         stored = file.get_slice(stored_name)  # type: ignore[no-untyped-call]
         if tuple(stored.get_shape()) != shape:
             raise ValueError(f"tensor {name!r} has shape {tuple(stored.get_shape())}: config.json needs {shape}")
@@ -100,8 +100,8 @@ class Checkpoint:
     def finish(self) -> None:
         """Raises ValueError if tensors are left that no part of the model took."""
         if self._where:
-            shown = ", ".join(sorted(self._where)[:5])
-            raise ValueError(f"{self._folder} has {len(self._where)} tensors that this model has no place for: {shown}")
+            names = ", ".join(sorted(self._where)[:5])
+            raise ValueError(f"{self._folder} has {len(self._where)} tensors that this model has no place for: {names}")
         if self._on_progress is not None:
             self._on_progress("loading weights", self._total, self._total)
 

@@ -1,8 +1,8 @@
 """Beams fork and die in the scheduler: how their sequences share pages, begin and leave.
 
 Beams that fork share all pages, the last one too, which is not full. A beam that writes to a page that others have
-copies it first (`Decodes`). A preempted search leaves with all beams, and waits as one sequence: it begins again with
-its root alone, and the other beams join it (`Decodes.join_beams`) once the pages that they have in common are there.
+copies it first (`DecodePlanner`). A preempted search leaves with all beams, and waits as one sequence: it begins again
+with its root alone, and the other beams join it (`DecodePlanner.join_beams`) once their common pages are there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BeamGroup:
         beams = [list[int]()] if so_far is None else so_far.beams
         self.places = [root]
         self.live = [*range(len(beams))]  # the place of each live beam, the best first
-        self.begun = beams[1:]  # tokens of the beams whose places are not there yet
+        self.pending_beams = beams[1:]  # tokens of the beams whose places are not there yet
         self.rows: dict[GrowingSequence, SampledToken | None] = {}  # of this round; None: not finite
         self.num_generated = (root.request.usage or SequenceUsage()).num_generated_tokens
         self.num_dropped = 0  # rows of rounds that came to nothing, as the search was preempted
@@ -54,12 +54,12 @@ class BeamGroup:
         root = self.root
         prompt = root.token_ids[: root.num_prompt_tokens]
         for number, sequence_id in zip(range(len(self.places), num_places), ids, strict=False):
-            begun = self.begun[number - 1] if number <= len(self.begun) else []
+            beam_tokens = self.pending_beams[number - 1] if number <= len(self.pending_beams) else []
             place = GrowingSequence(
                 msgspec.structs.replace(root.request, sequence_id=sequence_id, usage=None),
                 root.arrival + number,
                 root.seed,
-                prompt + begun,
+                prompt + beam_tokens,
                 root.stop_ids,
                 root.max_length,
                 full_layers=root.full_layers,
@@ -68,7 +68,7 @@ class BeamGroup:
             place.beams, place.sampling, place.counter = self, root.sampling, root.counter
             place.num_counted = max(0, len(place.token_ids) - 1)
             self.places.append(place)
-        self.begun = self.begun if len(self.places) <= len(self.begun) else []
+        self.pending_beams = self.pending_beams if len(self.places) <= len(self.pending_beams) else []
 
     def drop_rows(self) -> int:
         """What has come of the round is dropped, as no beam runs any more. Returns the number of rows."""
@@ -98,12 +98,12 @@ class BeamGroup:
         for row in rows:
             assert row is not None and row.logprobs is not None
             logprobs.append(row.logprobs)
-        one = best_candidates(self.state.totals, logprobs, self.rules)
-        choice = choose(self.state, one.candidates, self.rules, lambda _: False)
-        chosen = [one.candidates[index] for index in choice.live]
+        beam_round = best_candidates(self.state.totals, logprobs, self.rules)
+        choice = choose(self.state, beam_round.candidates, self.rules, lambda _: False)
+        chosen = [beam_round.candidates[index] for index in choice.live]
         parents = [self.live[candidate.parent] for candidate in chosen]
         self.state, self.live = choice.state, forks(parents, max(len(self.places), len(chosen)))
-        return one, [*zip(self.live, parents, [candidate.token_id for candidate in chosen], strict=True)]
+        return beam_round, [*zip(self.live, parents, [candidate.token_id for candidate in chosen], strict=True)]
 
 
 def sampling_of(rules: BeamRules) -> SamplingParams:
@@ -160,7 +160,7 @@ class BeamSearches:
 
     def advance(self, group: BeamGroup) -> BeamRound:
         """Chooses a round that is complete: beams fork and die. None is left at the end of the search."""
-        one, chosen = group.advance()
+        beam_round, chosen = group.advance()
         group.add_places(len(chosen), self._ids)
         places = group.places
         for place, parent, _ in chosen:
@@ -174,7 +174,7 @@ class BeamSearches:
         self._running.num_uncomputed += len(chosen)
         if chosen:
             self._set_places(group)
-        return one
+        return beam_round
 
     def enter(self, beam: GrowingSequence, num_adapter_pages: int) -> None:
         """The beam begins to run on the pages that it has."""
@@ -184,7 +184,7 @@ class BeamSearches:
         self._running.add(beam)
         if beam.adapter_digest is not None:
             self._memory.adapters.acquire(beam.adapter_digest)
-        self._times.start(beam.held, beam.num_held_pages, beam.adapter_digest, num_adapter_pages)
+        self._times.start(beam.page_use, beam.num_held_pages, beam.adapter_digest, num_adapter_pages)
 
     def leave(self, place: GrowingSequence) -> None:
         """A beam that is not the root stops running."""
@@ -207,7 +207,7 @@ class BeamSearches:
     def usage(self, group: BeamGroup) -> SequenceUsage:
         """What the search has cost: of a round, each beam generates a token."""
         root = group.root
-        pages = total_usage(self._times.usage(place.held) for place in group.places)
+        pages = total_usage(self._times.usage(place.page_use) for place in group.places)
         return SequenceUsage(
             pages.kv_page_s,
             pages.adapter_page_s,
@@ -252,9 +252,9 @@ class BeamSearches:
         place.fork(parent)
         running.reserve.add(place)
         if len(new) > len(old):
-            self._times.grow(place.held, len(new) - len(old))
+            self._times.grow(place.page_use, len(new) - len(old))
         elif len(old) > len(new):
-            self._times.shrink(place.held, len(old) - len(new))
+            self._times.shrink(place.page_use, len(old) - len(new))
 
     def _num_adapter_pages(self, sequence: GrowingSequence) -> int:
         digest = sequence.adapter_digest

@@ -60,8 +60,8 @@ def not_finite(sequence: GrowingSequence) -> SequenceError:
     """Why a sequence ends whose logits are not finite."""
     rules = sequence.sampling.rules
     if sequence.is_constrained and rules is not None and (rules.allowed_token_ids or rules.bad_words):
-        left = "its grammar, allowed_token_ids and bad_words leave no token that could come next"
-        return SequenceError("invalid_request", left)
+        reason = "its grammar, allowed_token_ids and bad_words leave no token that could come next"
+        return SequenceError("invalid_request", reason)
     if sequence.adapter_digest is None:
         return SequenceError("internal", "the model gave no finite number for the next token")
     message = f"adapter {sequence.adapter_digest} gave no finite number for the next token: its weights are too large"
@@ -71,7 +71,7 @@ def not_finite(sequence: GrowingSequence) -> SequenceError:
 _MOST_CONDENSED = 64  # dense pages that a step fills
 
 
-class Decodes:
+class DecodePlanner:
     """Plans decodes, and takes pages for sequences as they grow."""
 
     def __init__(
@@ -141,7 +141,7 @@ class Decodes:
         self._charge_tokens([*planned, *sitting_out] if sitting_out else planned)  # they hold places, too
         return planned
 
-    def continue_beams(self, groups: Iterable[BeamGroup], most: int) -> list[GrowingSequence]:
+    def continue_beams(self, groups: Iterable[BeamGroup], max_beams: int) -> list[GrowingSequence]:
         """Plans at most so many beams of searches that have just gone on, though the plan was made before that.
 
         None is preempted for them: a search that finds no room is planned with the next step.
@@ -149,7 +149,7 @@ class Decodes:
         planned: list[GrowingSequence] = []
         older = OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
         for group in groups:
-            for beam in group.beams if len(planned) + len(group.live) <= most else ():
+            for beam in group.beams if len(planned) + len(group.live) <= max_beams else ():
                 is_full = beam.num_computed == len(beam.pages) * self._limits.block_size
                 if is_full and not self._grow(beam, older, may_preempt=False):
                     break
@@ -185,16 +185,16 @@ class Decodes:
             return True
         if not self._prefixes.make_keys(beam):
             return False
-        found, limits = self._prefixes.found_beside(beam, group.root), self._limits
-        num_pages = pages_for(beam.num_uncomputed, limits.block_size) - found.num_pages
-        most = limits.most_pages(beam.num_uncomputed) - len(found.held_pages)
-        num_pages = min(num_pages, max(1, most))
-        self._memory.prefixes.acquire(found.held_pages)  # first, so that they are not evicted for the new ones
+        prefix, limits = self._prefixes.found_beside(beam, group.root), self._limits
+        num_pages = pages_for(beam.num_uncomputed, limits.block_size) - prefix.num_pages
+        max_pages = limits.most_pages(beam.num_uncomputed) - len(prefix.held_pages)
+        num_pages = min(num_pages, max(1, max_pages))
+        self._memory.prefixes.acquire(prefix.held_pages)  # first, so that they are not evicted for the new ones
         older.reach_running(group.root, self._running.rank)
         if not self._make_room(group.root, older, num_pages):
-            self._memory.prefixes.release(found.held_pages)
+            self._memory.prefixes.release(prefix.held_pages)
             return False
-        self._prefixes.enter(beam, found, self._memory.allocator.allocate(num_pages) or ())
+        self._prefixes.enter(beam, prefix, self._memory.allocator.allocate(num_pages) or ())
         beam.num_at_start = beam.num_computed
         self._beams.join(group, beam)
         return True
@@ -249,14 +249,14 @@ class Decodes:
             if self._memory.allocator.num_free < 1:
                 older.reach_running(sequence, self._running.rank)
             is_stuck = not sequence.num_that_fit(self._limits.block_size)
-            if not (self._make_room(sequence, older, 1) if is_stuck else self._memory.make_room(1, older.wanted)):
+            if not (self._make_room(sequence, older, 1) if is_stuck else self._memory.make_room(1, older.adapters)):
                 return False
             (page,) = self._memory.allocator.allocate(1) or ()
             self._prefixes.fill_dense(sequence, page)
         self._prefixes.pass_pages(sequence, sequence.next_dense)
         pages = sequence.condense(page)
         self._memory.prefixes.release(pages)
-        self._times.shrink(sequence.held, len(pages) - 1)
+        self._times.shrink(sequence.page_use, len(pages) - 1)
         self._running.reserve.shrink(sequence)
         return True
 
@@ -271,11 +271,11 @@ class Decodes:
             num_lacking = pages_for(len(sequence.token_ids), block_size) - len(sequence.pages)
             if num_lacking <= 0 or sequence.sequence_id not in self._running.by_id:
                 continue  # it has all, or was preempted just now
-            most = self._limits.most_pages(len(sequence.token_ids)) - sequence.num_held_pages
-            num_pages = min(num_lacking, most)
+            max_pages = self._limits.most_pages(len(sequence.token_ids)) - sequence.num_held_pages
+            num_pages = min(num_lacking, max_pages)
             older = older or OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
             older.reach_running(sequence, self._running.rank)
-            if num_pages > 0 and self._memory.has_room(num_pages, older.wanted):
+            if num_pages > 0 and self._memory.has_room(num_pages, older.adapters):
                 self._grow(sequence, older, num_pages)
             elif num_pages > 0 and not sequence.num_that_fit(block_size):
                 self._grow(sequence, older)
@@ -293,14 +293,14 @@ class Decodes:
             return False
         sequence.grow(self._memory.allocator.allocate(num_pages) or ())
         self._running.reserve.grow(sequence, num_pages)
-        self._times.grow(sequence.held, num_pages)
+        self._times.grow(sequence.page_use, num_pages)
         return True
 
     def _make_room(
         self, sequence: GrowingSequence, older: OlderSequences, num_pages: int, *, may_preempt: bool = True
     ) -> bool:
         """Makes room for a running sequence, if need be by preempting others. False: there is none."""
-        while not self._memory.make_room(num_pages, older.wanted):
+        while not self._memory.make_room(num_pages, older.adapters):
             if not may_preempt:
                 return False
             victim = self._running.victim_for(sequence)

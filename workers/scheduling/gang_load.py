@@ -87,15 +87,15 @@ def gang_load(
 
 def tenant_share(counter: TenantCounter, waiting: WaitingQueue, running: RunningSequences) -> TenantShare:
     """A tenant's service in one class, and its sequences there."""
-    own = running.by_tenant.get(counter, ())
+    sequences = running.by_tenant.get(counter, ())
     num_waiting, num_waiting_tokens = waiting.of_tenant(counter)
     return TenantShare(
         counter.tenant,
         counter.value * counter.weight / counter.given_weight,
-        len(own),
+        len(sequences),
         num_waiting,
         num_waiting_tokens,
-        sum([sequence.num_uncomputed for sequence in own]),
+        sum([sequence.num_uncomputed for sequence in sequences]),
         counter.given_weight,
         counter.served,
     )

@@ -54,7 +54,7 @@ class GrowingSequence:
     beams: BeamGroup | None = None  # the search that it is a beam of: it gets its tokens from there
     is_pooled: bool = field(init=False)  # an embedding of its prompt is requested, and no token
     counter: TenantCounter = field(default_factory=TenantCounter)  # its tenant's
-    held: HeldPages = field(init=False)  # page-seconds
+    page_use: HeldPages = field(init=False)  # page-seconds
     # Fields above are read in every step, and lie side by side in memory.
     turn: tuple[bool, float, int] = (
         False,
@@ -108,7 +108,7 @@ class GrowingSequence:
         if self.is_constrained:  # workers do not need the text, which would be sent to them with each token
             self.sampling = msgspec.structs.replace(params, grammar="")
         before = self.request.usage or SequenceUsage()
-        self.held = HeldPages(before)
+        self.page_use = HeldPages(before)
         self.num_computed_prompt_tokens = before.num_computed_prompt_tokens
         self.num_cached_prompt_tokens = before.num_cached_prompt_tokens
         self.num_recomputed_tokens = self.num_recomputed_before = before.num_recomputed_tokens
@@ -338,7 +338,7 @@ class GrowingSequence:
         num_top = self.sampling.num_prompt_logprobs or 0
         return ScorePlan(num_top, first - start, packed(self.token_ids[first + 1 : last + 1]))
 
-    def sample_plan(self, known: list[int]) -> SamplePlan:
+    def sample_plan(self, token_ids: list[int]) -> SamplePlan:
         """How to choose the token after these, which are all of the sequence's so far.
 
         With penalties, the first plan of a run that chooses a token also carries the tokens so far.
@@ -346,9 +346,9 @@ class GrowingSequence:
         seen, split = None, self.num_prompt_tokens
         if self.has_penalty and not self.tokens_sent:
             self.tokens_sent = True
-            prompt = known[:split] if self.sampling.repetition_penalty != 1 else ()
-            seen = SeenTokens(packed(prompt), packed(known[split:]))
-        return SamplePlan(self.sampling, self.seed, len(known) - split, seen, self.is_constrained)
+            prompt = token_ids[:split] if self.sampling.repetition_penalty != 1 else ()
+            seen = SeenTokens(packed(prompt), packed(token_ids[split:]))
+        return SamplePlan(self.sampling, self.seed, len(token_ids) - split, seen, self.is_constrained)
 
 
 by_arrival = attrgetter("arrival")

@@ -56,7 +56,7 @@ class MeasuredCosts:
         self._copies[tier].add(seconds, num_pages)
 
 
-class StepCosts:
+class MeasuredStepCosts:
     """Times of steps, by the number of decodes, and by prompt tokens and their context."""
 
     def __init__(self) -> None:

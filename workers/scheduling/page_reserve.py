@@ -55,7 +55,7 @@ class AnswerLengths:
 
     def __init__(self) -> None:
         self._ended = [0.0] * NUM_BUCKETS
-        self._left = [0.0] * NUM_BUCKETS  # answers that went on to the next bucket
+        self._survivors = [0.0] * NUM_BUCKETS  # answers that went on to the next bucket
         self._num_ends = 0
         starts = np.array(STARTS, float)
         self._prior = 1 - np.exp(-np.diff(starts) / np.maximum(starts[:-1], _PRIOR_TOKENS))
@@ -63,7 +63,7 @@ class AnswerLengths:
     def leave(self, first: int, last: int) -> None:
         """A running answer grew out of the buckets `first` up to but not including `last`."""
         for bucket in range(first, last):
-            self._left[bucket] += 1
+            self._survivors[bucket] += 1
 
     def end(self, bucket: int) -> None:
         """An answer ended by itself in this bucket."""
@@ -71,13 +71,13 @@ class AnswerLengths:
         self._num_ends += 1
         if self._num_ends >= _MAX_ENDS:
             self._ended = [number / 2 for number in self._ended]
-            self._left = [number / 2 for number in self._left]
+            self._survivors = [number / 2 for number in self._survivors]
             self._num_ends //= 2
 
     def reach(self) -> NDArray[np.float64]:
         """The expected share of answers that reach the start of each bucket, and the end of the last one."""
-        ended, left = np.array(self._ended), np.array(self._left)
-        ends = (ended + _PRIOR_WEIGHT * self._prior) / (ended + left + _PRIOR_WEIGHT)
+        ended, survivors = np.array(self._ended), np.array(self._survivors)
+        ends = (ended + _PRIOR_WEIGHT * self._prior) / (ended + survivors + _PRIOR_WEIGHT)
         return np.concatenate(([1.0], np.cumprod(1 - ends)))
 
 
@@ -168,7 +168,7 @@ class PageReserve:
         self._growth: _Floats | None = None  # of all running sequences; None: not computed since they changed
 
     @property
-    def least(self) -> int:
+    def min_pages(self) -> int:
         """Pages to be left free, whatever starts."""
         return min(margin(self._sum_squares, self._num_pool_pages), self._num_to_come)
 
@@ -176,12 +176,12 @@ class PageReserve:
         """Pages to be left free when a sequence starts that takes `num_pages`; 0 where no sequence runs."""
         if not self._places:
             return 0
-        least = margin(self._sum_squares, self._num_pool_pages)
+        min_pages = margin(self._sum_squares, self._num_pool_pages)
         num_filled = pages_for(len(sequence.token_ids), self._block_size)
         num_to_come = self._num_to_come + self._pages_to_come(sequence, num_filled)
-        if num_to_come <= least:
+        if num_to_come <= min_pages:
             return num_to_come  # enough even if all answers reach their limits
-        return min(max(least, self.growth_with(sequence, num_pages)), num_to_come)
+        return min(max(min_pages, self.growth_with(sequence, num_pages)), num_to_come)
 
     def growth_with(self, sequence: GrowingSequence, num_pages: int) -> int:
         """Pages more than now that running sequences are expected to need, with one that starts on `num_pages`."""
@@ -194,8 +194,8 @@ class PageReserve:
         group = self._groups.get(limit)
         alive = (self._alive_at(limit) if group is None else self._alive[group.row])[bucket]
         grown = self._grows(sequence) * _AHEAD / self._block_size
-        own = alive * (num_pages + grown) - num_pages
-        return math.ceil(float((self._growth + own).max()))
+        new_growth = alive * (num_pages + grown) - num_pages
+        return math.ceil(float((self._growth + new_growth).max()))
 
     def add(self, sequence: GrowingSequence) -> None:
         """The sequence starts; it shares its first `num_kept_pages` pages with others."""
@@ -321,6 +321,6 @@ def _num_generated(sequence: GrowingSequence) -> int:
 
 def _limit(sequence: GrowingSequence) -> int:
     """The most tokens of its answer, rounded up."""
-    most = max(sequence.max_length - sequence.num_prompt_tokens, 1)
-    step = max(1, 1 << max(0, most.bit_length() - _LIMITS_PER_OCTAVE.bit_length()))
-    return -(-most // step) * step
+    max_tokens = max(sequence.max_length - sequence.num_prompt_tokens, 1)
+    step = max(1, 1 << max(0, max_tokens.bit_length() - _LIMITS_PER_OCTAVE.bit_length()))
+    return -(-max_tokens // step) * step

@@ -74,8 +74,8 @@ def choose_prefetch(waiting: Iterable[WaitingNeeds], num_pages: int, loads: Free
                 break
             num_pages -= needs.num_adapter_pages
             claimed.add(needs.adapter)
-            most = loads.from_host if needs.is_hosted else loads.from_store
-            if needs.is_absent and num_begun[needs.is_hosted] < most:
+            max_loads = loads.from_host if needs.is_hosted else loads.from_store
+            if needs.is_absent and num_begun[needs.is_hosted] < max_loads:
                 num_begun[needs.is_hosted] += 1
                 adapters.append(needs.adapter)
         if needs.num_kv_pages > num_pages:
@@ -118,25 +118,25 @@ class Prefetcher:
             waiting.pop()
         needs = (self._needs(sequence, held_by_others) for sequence in waiting)
         chosen = choose_prefetch(needs, self._memory.num_pages_to_take - num_running, loads)
-        wanted: set[Item] = set()  # adapters and pages of older sequences: not to be evicted for a newer sequence
-        older: list[GrowingSequence] = []  # sequences whose pages are not in `wanted` yet
+        keep: set[Item] = set()  # adapters and pages of older sequences: not to be evicted for a newer sequence
+        older: list[GrowingSequence] = []  # sequences whose pages are not in `keep` yet
         for number, sequence in enumerate(waiting[: chosen.num_with_room + 1]):
             ref, has_room = sequence.request.adapter, number < chosen.num_with_room
-            adapter_comes = ref is not None and ref.digest in chosen.adapters and ref.digest not in wanted
+            adapter_comes = ref is not None and ref.digest in chosen.adapters and ref.digest not in keep
             pages_may_come = has_room and self._prefixes.may_come_ahead(sequence, held_by_others)
             older += [sequence] if has_room else []
-            wanted |= {ref.digest} if ref is not None else set()
+            keep |= {ref.digest} if ref is not None else set()
             if adapter_comes or pages_may_come:
-                wanted.update(page for one in older for page in self._prefixes.here(one, held_by_others))
+                keep.update(page for other in older for page in self._prefixes.idle_pages_of(other, held_by_others))
                 older.clear()
             if adapter_comes:
                 assert ref is not None
-                load = self._memory.begin_load(ref, self._pages_of_adapter(ref), wanted)
+                load = self._memory.begin_load(ref, self._pages_of_adapter(ref), keep)
                 assert load is not None, "the room that older sequences leave was miscounted"
                 self._waiting.begin_load(sequence)
                 yield load
             if pages_may_come:
-                self._prefixes.look_ahead(sequence, wanted, held_by_others)
+                self._prefixes.look_ahead(sequence, keep, held_by_others)
 
     @property
     def free_loads(self) -> FreeLoads:

@@ -62,11 +62,9 @@ class PrefixReuse:
         """`waiting` is notified of pages that its sequences need not await any more."""
         self._cache, self._tiers, self._waiting = cache, tiers, waiting
         self._limits, self._block_size, self._enabled = limits, limits.block_size, enabled
-        self._alike: WeakValueDictionary[PageKey, GrowingSequence] = (
-            WeakValueDictionary()
-        )  # the last one, by its first page's key
+        self._by_first_page: WeakValueDictionary[PageKey, GrowingSequence] = WeakValueDictionary()  # the last one
         # Full pages that running sequences are about to compute, or (None) that are being copied into the pool.
-        self._coming: dict[PageKey, GrowingSequence | None] = {}
+        self._pending: dict[PageKey, GrowingSequence | None] = {}
         # Running sequences whose last page has some tokens of their prompts and is not full, by the key before it. Of
         # several with the same key it is the last one.
         self._tails: dict[PageKey, GrowingSequence] = {}
@@ -83,11 +81,11 @@ class PrefixReuse:
             return
         self._make_keys(sequence, 1)
         first = sequence.page_keys[0]
-        if (alike := self._alike_from(first)) is not None:
-            most = min(num_keys, len(alike.page_keys))
-            num_common = _num_common_pages(sequence.token_ids, alike.token_ids, most, self._block_size)
-            sequence.page_keys = alike.page_keys[:num_common]
-        self._alike[first] = sequence
+        if (donor := self._donor_of(first)) is not None:
+            max_common = min(num_keys, len(donor.page_keys))
+            num_common = _num_common_pages(sequence.token_ids, donor.token_ids, max_common, self._block_size)
+            sequence.page_keys = donor.page_keys[:num_common]
+        self._by_first_page[first] = sequence
         self.make_keys(sequence)
 
     def bound_keys(self, is_bounded: bool) -> None:
@@ -112,24 +110,24 @@ class PrefixReuse:
             self._make_keys(sequence, num_made + num_more)
             self._num_keys_left -= num_more
             if num_made + num_more == num_keys:
-                self._alike[sequence.page_keys[0]] = sequence
+                self._by_first_page[sequence.page_keys[0]] = sequence
         return len(sequence.page_keys) >= num_keys
 
-    def _alike_from(self, first: PageKey) -> GrowingSequence | None:
+    def _donor_of(self, first: PageKey) -> GrowingSequence | None:
         """The last sequence that begins with this page, if it still does: a beam may have forked since."""
-        alike = self._alike.get(first)
-        return alike if alike is not None and alike.page_keys and alike.page_keys[0] == first else None
+        donor = self._by_first_page.get(first)
+        return donor if donor is not None and donor.page_keys and donor.page_keys[0] == first else None
 
     def _copy_keys(self, sequence: GrowingSequence, num_keys: int) -> None:
         """Takes the keys of a common prefix from a sequence that has all of its own, whose keys are made by now."""
-        alike = self._alike_from(sequence.page_keys[0]) if sequence.page_keys else None
-        if alike is None or alike is sequence or len(alike.page_keys) <= len(sequence.page_keys):
+        donor = self._donor_of(sequence.page_keys[0]) if sequence.page_keys else None
+        if donor is None or donor is sequence or len(donor.page_keys) <= len(sequence.page_keys):
             return
-        if len(alike.page_keys) < len(alike.token_ids) // self._block_size:
+        if len(donor.page_keys) < len(donor.token_ids) // self._block_size:
             return
-        most = min(num_keys, len(alike.page_keys))
-        num_common = _num_common_pages(sequence.token_ids, alike.token_ids, most, self._block_size)
-        sequence.page_keys += alike.page_keys[len(sequence.page_keys) : num_common]
+        max_common = min(num_keys, len(donor.page_keys))
+        num_common = _num_common_pages(sequence.token_ids, donor.token_ids, max_common, self._block_size)
+        sequence.page_keys += donor.page_keys[len(sequence.page_keys) : num_common]
         self._num_keys_left -= _KEYS_OF_A_COPY
 
     def find(self, sequence: GrowingSequence, keep: AbstractSet[Item]) -> FoundPrefix | None:
@@ -140,46 +138,46 @@ class PrefixReuse:
         """
         if not self._enabled:
             return FoundPrefix()
-        if sequence.awaited_key in self._coming:
+        if sequence.awaited_key in self._pending:
             if self._lacks_copies(sequence):
                 self._bring_more(sequence, keep)
             return None
         keys = self._usable_keys(sequence)
-        found = self._in_pool(keys)
-        if len(found.pages) > (most := self._most_found(sequence)):
-            found = self._cut(keys, found, most)
-            keys = keys[: found.num_pages]
+        prefix = self._in_pool(keys)
+        if len(prefix.pages) > (max_pages := self._most_found(sequence)):
+            prefix = self._cut(keys, prefix, max_pages)
+            keys = keys[: prefix.num_pages]
         sequence.was_looked_up = True
-        self._waiting.set_found(sequence, found.num_pages * self._block_size)
-        begun = self._begun(keys, found)
-        self._await_next(sequence, begun, keys)
+        self._waiting.set_found(sequence, prefix.num_pages * self._block_size)
+        base = self._copy_base(keys, prefix)
+        self._await_next(sequence, base, keys)
         if sequence.awaited_key is None:
-            return found
-        if sequence.awaited_key not in self._coming:
-            self._bring(sequence, begun, keys, keep)
-        if begun is not found and sequence.awaited_key not in self._coming:
-            self._await_next(sequence, found, keys)
-        return None if sequence.awaited_key in self._coming else found
+            return prefix
+        if sequence.awaited_key not in self._pending:
+            self._bring(sequence, base, keys, keep)
+        if base is not prefix and sequence.awaited_key not in self._pending:
+            self._await_next(sequence, prefix, keys)
+        return None if sequence.awaited_key in self._pending else prefix
 
     def found_beside(self, sequence: GrowingSequence, running: GrowingSequence) -> FoundPrefix:
         """The sequence's prefix in the pool, or what it has in common with a running one if that is more.
 
         Waits for nothing, and brings nothing there.
         """
-        found = FoundPrefix()
+        prefix = FoundPrefix()
         if self._enabled:
             keys = self._usable_keys(sequence)
-            found = self._cut(keys, self._in_pool(keys), self._most_found(sequence))
+            prefix = self._cut(keys, self._in_pool(keys), self._most_found(sequence))
         if self._limits.window is None:
-            most = min(len(sequence.token_ids) - 1, running.num_computed) // self._block_size
+            max_pages = min(len(sequence.token_ids) - 1, running.num_computed) // self._block_size
             first = slice(self._block_size)
-            if most > found.num_pages and sequence.token_ids[first] == running.token_ids[first]:
-                num_pages = _num_common_pages(sequence.token_ids, running.token_ids, most, self._block_size)
+            if max_pages > prefix.num_pages and sequence.token_ids[first] == running.token_ids[first]:
+                num_pages = _num_common_pages(sequence.token_ids, running.token_ids, max_pages, self._block_size)
             else:
                 num_pages = 0
-            if num_pages > found.num_pages:
-                found = FoundPrefix(num_pages, running.pages[:num_pages])
-        return found
+            if num_pages > prefix.num_pages:
+                prefix = FoundPrefix(num_pages, running.pages[:num_pages])
+        return prefix
 
     def prefix_here(self, sequence: GrowingSequence) -> PrefixHere:
         """What the pool has of a waiting sequence: a few look-ups, and nothing changes.
@@ -190,50 +188,50 @@ class PrefixReuse:
         last_key = keys[num_pages - 1] if num_pages else None
         return PrefixHere(len(sequence.token_ids), num_pages * self._block_size, last_key)
 
-    def pages_here(self, sequences: Iterable[GrowingSequence], most: int) -> list[int]:
-        """At most `most` pages in the pool of the prefixes of these waiting sequences, in this order.
+    def pages_here(self, sequences: Iterable[GrowingSequence], max_pages: int) -> list[int]:
+        """At most `max_pages` pages in the pool of the prefixes of these waiting sequences, in this order.
 
         It takes time linear in these pages.
         """
-        found: dict[int, None] = {}
+        pages: dict[int, None] = {}
         for sequence in sequences:
             new: list[int] = []
             num_dense, whole = self._pages_here(sequence)
-            for index in range(min(num_dense + len(whole), most) - 1, -1, -1):
+            for index in range(min(num_dense + len(whole), max_pages) - 1, -1, -1):
                 if index < num_dense:
                     page = self._cache.page_of(self._dense_key(sequence.page_keys, index))
                 else:
                     page = self._cache.page_of(sequence.page_keys[whole[index - num_dense]])
-                if page in found:  # and with it all before it
+                if page in pages:  # and with it all before it
                     break
                 if page is not None:
                     new.append(page)
-            found |= dict.fromkeys(reversed(new))
-            if len(found) >= most:
+            pages |= dict.fromkeys(reversed(new))
+            if len(pages) >= max_pages:
                 break
-        return [*islice(found, most)]
+        return [*islice(pages, max_pages)]
 
     def is_known(self, sequence: GrowingSequence) -> bool:
         """Whether the result of the last look-up of its prefix still holds; a cheap check."""
         key = sequence.awaited_key
         if not sequence.was_looked_up:
             return not self._enabled
-        return key is None or (key not in self._coming and self._cache.page_of(key) is None)
+        return key is None or (key not in self._pending and self._cache.page_of(key) is None)
 
     def key_to_await(self, sequence: GrowingSequence) -> PageKey:
         """The key of the last page that is coming for a sequence for which `find` returned None.
 
         Pages come in runs, so a few are looked up.
         """
-        keys, coming = sequence.page_keys, self._coming
+        keys, pending = sequence.page_keys, self._pending
         after = range(sequence.num_here + 1, self._num_usable(sequence))
-        return keys[sequence.num_here + bisect_left(after, True, key=lambda depth: keys[depth] not in coming)]
+        return keys[sequence.num_here + bisect_left(after, True, key=lambda depth: keys[depth] not in pending)]
 
     def last_coming(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> PageKey | None:
         """The key of the last page that is coming for it, if all pages before it are held, or are coming too."""
         num_pages = self.num_held_by_others(sequence, held_by_others)
         key = sequence.page_keys[num_pages - 1] if num_pages else None
-        return key if key in self._coming else None
+        return key if key in self._pending else None
 
     @property
     def can_come_ahead(self) -> bool:
@@ -252,12 +250,12 @@ class PrefixReuse:
         if not sequence.was_looked_up:
             return self.can_come_ahead and self.make_keys(sequence)
         key, num_here = sequence.awaited_key, sequence.num_here
-        if key in self._coming:  # shared by all sequences that wait for this prefix but the first
+        if key in self._pending:  # shared by all sequences that wait for this prefix but the first
             return self._lacks_copies(sequence)
         if key is None or self._cache.page_of(key) is None or not self.can_come_ahead:
             return False
-        held = max(self.num_held_by_others(sequence, held_by_others), sequence.first_wanted)
-        return held > num_here or len(self._cache.find(sequence.page_keys[held : num_here + 1])) > num_here - held
+        start = max(self.num_held_by_others(sequence, held_by_others), sequence.first_wanted)
+        return start > num_here or len(self._cache.find(sequence.page_keys[start : num_here + 1])) > num_here - start
 
     def look_ahead(self, sequence: GrowingSequence, keep: AbstractSet[Item], held_by_others: HeldByOthers) -> None:
         """Starts copies for a sequence that cannot start yet, as `find` does.
@@ -270,65 +268,65 @@ class PrefixReuse:
         else:
             self._waiting.await_page(sequence, key, 0)
 
-    def here(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> list[int]:
+    def idle_pages_of(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> list[int]:
         """Idle pages of its prefix in the pool, if it was looked up since it began to wait."""
         if not sequence.was_looked_up:
             return []
         first = max(self.num_held_by_others(sequence, held_by_others), sequence.first_wanted)
-        most = self._limits.most_pages(len(sequence.token_ids))
-        return self._cache.find(sequence.page_keys[first : first + most])
+        max_pages = self._limits.most_pages(len(sequence.token_ids))
+        return self._cache.find(sequence.page_keys[first : first + max_pages])
 
     def num_held_by_others(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> int:
         """Pages of its prefix that take no room when it starts: others hold or compute them, or they are coming.
 
         `held_by_others`: a memo, valid as long as no page is released.
         """
-        most = self._num_usable(sequence) if self._enabled else 0
+        num_usable = self._num_usable(sequence) if self._enabled else 0
         keys = sequence.page_keys
-        if not most or (len(keys) < most and not self.make_keys(sequence)):
+        if not num_usable or (len(keys) < num_usable and not self.make_keys(sequence)):
             return 0
         num_held, last = held_by_others.get(keys[0], (0, b""))
-        if num_held > most or keys[num_held - 1] != last:
+        if num_held > num_usable or keys[num_held - 1] != last:
             num_held = 0
-        num_held = self._cache.num_held(keys, num_held, most, self._coming)
+        num_held = self._cache.num_held(keys, num_held, num_usable, self._pending)
         if num_held:
             held_by_others[keys[0]] = (num_held, keys[num_held - 1])
         return num_held
 
     def is_being_copied(self, key: PageKey) -> bool:
         """The page is coming from a tier behind the pool."""
-        return self._coming.get(key, self) is None
+        return self._pending.get(key, self) is None
 
     def computing(self, key: PageKey | None) -> GrowingSequence | None:
         """The running sequence that is about to compute the page with this key; None: none is."""
-        return None if key is None else self._coming.get(key)
+        return None if key is None else self._pending.get(key)
 
     def stop_awaiting(self, keys: Iterable[PageKey]) -> None:
         """Copies of pages with these keys into the pool have ended, well or not."""
         for key in keys:
-            if self._coming.get(key, self) is None:
-                del self._coming[key]
+            if self._pending.get(key, self) is None:
+                del self._pending[key]
                 self._waiting.page_resolved(key)
 
-    def enter(self, sequence: GrowingSequence, found: FoundPrefix, own: Sequence[int]) -> None:
-        """Starts the sequence on the pages `found` of its prefix and its `own` ones for the rest.
+    def enter(self, sequence: GrowingSequence, prefix: FoundPrefix, new_pages: Sequence[int]) -> None:
+        """Starts the sequence on the pages of its `prefix` and on `new_pages` for the rest.
 
         Its first own page begins as a copy of a kept page if the two have enough first tokens in common.
         """
-        num_found, num_unseen = found.num_pages, found.num_unseen
-        sequence.hold((*repeat(0, num_unseen), *found.pages, *own), num_unseen, tuple(found.dense_pages))
+        num_found, num_unseen = prefix.num_pages, prefix.num_unseen
+        sequence.hold((*repeat(0, num_unseen), *prefix.pages, *new_pages), num_unseen, tuple(prefix.dense_pages))
         sequence.num_kept_pages = num_found
         sequence.num_computed = num_found * self._block_size + self._copy_begun(sequence, num_found)
         self.num_cached_tokens += sequence.num_computed
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
-        self._cache.count_uses(found.held_pages)
+        self._cache.count_uses(prefix.held_pages)
         self._tiers.touch(sequence.page_keys[num_unseen:num_found])
         keys = sequence.page_keys[num_found:]
         if not sequence.is_scored:  # those here are not waited for
             keys = [*filter(self._is_absent, keys)]
         for key in keys:
-            self._coming.setdefault(key, sequence)
+            self._pending.setdefault(key, sequence)
 
     def is_shared(self, page: int, num_holders: int) -> bool:
         """Others than one sequence hold a page that is not full. Copies from it do not count."""
@@ -374,9 +372,9 @@ class PrefixReuse:
         key = self._next_dense_key(sequence)
         if key is not None:
             self._cache.insert(page, key, depths.start, sequence.adapter_digest, len(depths))
-        held = (*sources, page)
-        self._cache.acquire(held)
-        self._copied_from += held
+        pages = (*sources, page)
+        self._cache.acquire(pages)
+        self._copied_from += pages
         self._full_copies.append(FullLayersCopy(sources, page))
 
     def _next_dense_key(self, sequence: GrowingSequence) -> PageKey | None:
@@ -458,14 +456,14 @@ class PrefixReuse:
 
     def check_integrity(self, running: Sequence[GrowingSequence]) -> None:
         """Raises AssertionError if a page is awaited that no sequence computes and no copy brings."""
-        computing = {id(sequence) for sequence in self._coming.values() if sequence is not None}
+        computing = {id(sequence) for sequence in self._pending.values() if sequence is not None}
         assert computing <= {id(sequence) for sequence in running}
-        assert self._tiers.num_moves or None not in self._coming.values()
+        assert self._tiers.num_moves or None not in self._pending.values()
         assert all(s.tail_link == link for link, s in self._tails.items()), "a tail is not known as such"
         assert {id(s) for s in self._tails.values()} <= {id(sequence) for sequence in running}, (
             "a tail of none that runs"
         )
-        assert self._waiting.awaited_keys() <= self._coming.keys(), "a page is awaited that is not coming"
+        assert self._waiting.awaited_keys() <= self._pending.keys(), "a page is awaited that is not coming"
 
     def _pages_here(self, sequence: GrowingSequence) -> tuple[int, range]:
         """What the pool has of a sequence's prefix: how many dense pages, and the depths of the whole ones after them.
@@ -474,19 +472,19 @@ class PrefixReuse:
         all layers have a window the first ones mostly are, and it is exact.
         """
         keys, page_of, layers = sequence.page_keys, self._cache.page_of, self._limits.full_layers
-        most = min(len(keys), self._num_usable(sequence))
+        num_keys = min(len(keys), self._num_usable(sequence))
         if layers is None and self._limits.window is not None:
-            num_pages = self._num_reached(keys, most, self._is_here)
+            num_pages = self._num_reached(keys, num_keys, self._is_here)
             return 0, range(self._num_unseen(num_pages), num_pages)
         num_dense = num_stood_for = 0  # pages, and those that they stand for
         if layers is not None:
-            dense = range(most // layers.num_blocks)
+            dense = range(num_keys // layers.num_blocks)
             if dense and page_of(self._dense_key(keys, 0)) is not None:
                 num_dense = bisect_left(dense, True, key=lambda index: page_of(self._dense_key(keys, index)) is None)
             num_stood_for = num_dense * layers.num_blocks
-        if not most or (not num_dense and page_of(keys[0]) is None):
+        if not num_keys or (not num_dense and page_of(keys[0]) is None):
             return 0, range(0)
-        num_pages = bisect_left(range(most), True, num_stood_for, key=lambda index: page_of(keys[index]) is None)
+        num_pages = bisect_left(range(num_keys), True, num_stood_for, key=lambda index: page_of(keys[index]) is None)
         if page_of(keys[num_pages - 1]) is None:  # what layers with a window see is gone
             return 0, range(0)
         if layers is None:
@@ -532,21 +530,21 @@ class PrefixReuse:
         num_needed = self._limits.needed_pages(sequence.max_length - 1) + sequence.num_adapter_pages
         return self._limits.num_pages - num_needed
 
-    def _cut(self, keys: Sequence[PageKey], found: FoundPrefix, most: int) -> FoundPrefix:
+    def _cut(self, keys: Sequence[PageKey], prefix: FoundPrefix, max_pages: int) -> FoundPrefix:
         """A shorter prefix with at most so many pages that are whole."""
-        while found.num_pages and len(found.pages) > most:
-            found = self._in_pool(keys[: max(0, found.num_pages - len(found.pages) + most)])
-        return found
+        while prefix.num_pages and len(prefix.pages) > max_pages:
+            prefix = self._in_pool(keys[: max(0, prefix.num_pages - len(prefix.pages) + max_pages)])
+        return prefix
 
-    def _begun(self, keys: Sequence[PageKey], found: FoundPrefix) -> FoundPrefix:
-        """The prefix to which pages are copied from a tier: `found`, or the begin of a window in a longer one."""
+    def _copy_base(self, keys: Sequence[PageKey], prefix: FoundPrefix) -> FoundPrefix:
+        """The prefix to which pages are copied from a tier: `prefix`, or the begin of a window in a longer one."""
         layers = self._limits.full_layers
         if self._limits.window is None or (layers is not None and not self._dense_pages(keys[: layers.num_blocks])):
-            return found
-        num_pages, begun = self._longest(
+            return prefix
+        num_pages, longer_prefix = self._longest(
             keys, lambda key: self._page_here_or_coming(key) is not None or self._tiers.holds(key)
         )
-        return begun if num_pages > found.num_pages else found
+        return longer_prefix if num_pages > prefix.num_pages else prefix
 
     def _longest(self, keys: Sequence[PageKey], is_there: Callable[[PageKey], bool]) -> tuple[int, FoundPrefix]:
         """The length of the longest prefix of which all that is needed whole `is_there`, and its begin in the pool."""
@@ -581,10 +579,10 @@ class PrefixReuse:
     def _num_unseen(self, num_pages: int) -> int:
         return self._limits.num_unseen_pages(num_pages * self._block_size)
 
-    def _await_next(self, sequence: GrowingSequence, found: FoundPrefix, keys: Sequence[PageKey]) -> None:
+    def _await_next(self, sequence: GrowingSequence, prefix: FoundPrefix, keys: Sequence[PageKey]) -> None:
         """Notes the page after a prefix as the one that the sequence lacks."""
-        sequence.first_wanted, sequence.num_here = found.num_unseen, found.num_pages
-        sequence.awaited_key = keys[found.num_pages] if found.num_pages < len(keys) else None
+        sequence.first_wanted, sequence.num_here = prefix.num_unseen, prefix.num_pages
+        sequence.awaited_key = keys[prefix.num_pages] if prefix.num_pages < len(keys) else None
 
     def _lacks_copies(self, sequence: GrowingSequence) -> bool:
         """Pages are being copied for the sequence, and copies of more of its prefix may start."""
@@ -596,9 +594,9 @@ class PrefixReuse:
         keys = self._usable_keys(sequence)
         assert sequence.num_brought is not None
         before = [self._page_here_or_coming(key) for key in keys[sequence.first_wanted : sequence.num_brought]]
-        known = [page for page in before if page is not None]
-        if len(known) == len(before):
-            self._bring(sequence, FoundPrefix(sequence.num_brought, known), keys, keep)
+        pages = [page for page in before if page is not None]
+        if len(pages) == len(before):
+            self._bring(sequence, FoundPrefix(sequence.num_brought, pages), keys, keep)
         else:  # one was evicted: the rest is looked up again when the awaited page is there
             sequence.num_brought = None
 
@@ -608,9 +606,9 @@ class PrefixReuse:
         """Starts copies of as many pages of these keys as allowed, which follow the pages `before`."""
         absent = takewhile(self._is_absent, islice(keys, before.num_pages, None))
         num_spared = max(0, before.num_unseen - sequence.num_found // self._block_size)
-        coming = self._tiers.bring(before.pages, before.num_pages, absent, keep, num_spared)
-        self._coming |= dict.fromkeys(coming)
-        sequence.num_brought = before.num_pages + len(coming) if coming else None
+        copy_keys = self._tiers.bring(before.pages, before.num_pages, absent, keep, num_spared)
+        self._pending |= dict.fromkeys(copy_keys)
+        sequence.num_brought = before.num_pages + len(copy_keys) if copy_keys else None
 
     def _page_here_or_coming(self, key: PageKey) -> int | None:
         page = self._cache.page_of(key)
@@ -621,26 +619,26 @@ class PrefixReuse:
 
     def _is_absent(self, key: PageKey) -> bool:
         """The page is neither in the pool nor coming."""
-        return self._cache.page_of(key) is None and key not in self._coming
+        return self._cache.page_of(key) is None and key not in self._pending
 
     def _copy_begun(self, sequence: GrowingSequence, num_found: int) -> int:
         """Copies a page that has the first tokens after the first pages; returns the number of these tokens."""
         start = num_found * self._block_size
-        left = sequence.token_ids[start : start + self._block_size]
-        if len(left) == len(sequence.token_ids) - start:
-            left = left[:-1]  # the last one is computed, since its logits choose the next token
+        remainder = sequence.token_ids[start : start + self._block_size]
+        if len(remainder) == len(sequence.token_ids) - start:
+            remainder = remainder[:-1]  # the last one is computed, since its logits choose the next token
         if not sequence.is_scored:
-            left = left[: max(0, sequence.num_scored - start)]
-        if not self._enabled or not left:
+            remainder = remainder[: max(0, sequence.num_scored - start)]
+        if not self._enabled or not remainder:
             return 0
         link = self._link(sequence, num_found)
-        begun = self._cache.find_partial(link, left, self._block_size)
-        if begun is not None:
-            page, num_tokens = begun
+        match = self._cache.find_partial(link, remainder, self._block_size)
+        if match is not None:
+            page, num_tokens = match
             self._cache.count_uses((page,))
         elif (tail := self._tails.get(link)) is not None and tail.num_gone <= num_found < len(tail.pages):
-            page, own = tail.pages[num_found], tail.token_ids[start : min(tail.num_computed, start + self._block_size)]
-            num_tokens = common_prefix_len(own, left)
+            page, ids = tail.pages[num_found], tail.token_ids[start : min(tail.num_computed, start + self._block_size)]
+            num_tokens = common_prefix_len(ids, remainder)
             is_coming = any(copy.target == page for copy in self._copies)  # a beam's own copy, made in the same step
             if is_coming or num_tokens < min_common_tokens(self._block_size):
                 return 0
@@ -664,14 +662,14 @@ class PrefixReuse:
             keys += next_keys(link, sequence.token_ids, start, self._block_size, num_keys - len(keys))
 
     def _stop_coming(self, sequence: GrowingSequence, key: PageKey) -> None:
-        if self._coming.get(key) is sequence:
-            del self._coming[key]
+        if self._pending.get(key) is sequence:
+            del self._pending[key]
             self._waiting.page_resolved(key)
 
 
-def _num_common_pages(first: Sequence[int], second: Sequence[int], most: int, block_size: int) -> int:
-    """Number of first pages that two sequences have in common: at least 1, at most `most`."""
-    low, high = 1, most
+def _num_common_pages(first: Sequence[int], second: Sequence[int], max_pages: int, block_size: int) -> int:
+    """Number of first pages that two sequences have in common: at least 1, at most `max_pages`."""
+    low, high = 1, max_pages
     while low < high:
         middle = (low + high + 1) // 2
         part = slice(low * block_size, middle * block_size)

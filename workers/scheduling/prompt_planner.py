@@ -85,13 +85,13 @@ class PromptPlanner:
         started, is_first = list[GrowingSequence](), True
         while budget.num_tokens > 0 and (started or is_first):
             candidates = self.candidates() if may_admit else []
-            left = {s: s.num_that_fit(block_size) for s in prompts} | {
+            num_left = {s: s.num_that_fit(block_size) for s in prompts} | {
                 s: s.num_uncomputed - s.num_found for s in candidates
             }
             credit = self._counters.slack
             if prompts and self._lack_room(candidates):
                 credit = self._counters.burst - self._counters.slack  # clearly less than a newcomer's head start
-            granted = self._divide_in_time(left, budget, throttled_budget, credit)
+            granted = self._divide_in_time(num_left, budget, throttled_budget, credit)
             started = list(self.start(s for s in candidates if granted[s]))
             for sequence in (*prompts, *started):
                 num_tokens[sequence] = min(sequence.num_that_fit(block_size), granted[sequence])
@@ -108,10 +108,10 @@ class PromptPlanner:
             is_throttled = self._latency_mode.throttles(sequence.counter)
             # A starting sequence is charged for cached tokens, which can make its tenant throttled and
             # `throttled_budget` negative.
-            most = max(0, throttled_budget) if is_throttled else budget.num_tokens
+            max_tokens = max(0, throttled_budget) if is_throttled else budget.num_tokens
             num_granted = num_tokens.get(sequence, 0)
             start = sequence.next_position + num_granted
-            more = budget.tokens_that_fit(start, min(sequence.num_that_fit(block_size) - num_granted, most))
+            more = budget.tokens_that_fit(start, min(sequence.num_that_fit(block_size) - num_granted, max_tokens))
             num_tokens[sequence] = num_granted + more
             budget.take(start, more)
             throttled_budget -= more if is_throttled else 0
@@ -183,16 +183,16 @@ class PromptPlanner:
         are looked up over several steps.
         """
         num_free_places = self._limits.max_num_sequences - self._running.num_places
-        most = min(num_free_places, _MAX_CANDIDATES)
-        found: list[GrowingSequence] = []
+        max_candidates = min(num_free_places, _MAX_CANDIDATES)
+        sequences: list[GrowingSequence] = []
         next_keys: set[PageKey] = set()  # first pages that the candidates would compute
-        if most <= 0 or not self._waiting.num_ready:
-            return found
-        if not self._memory.has_room(1 + self._running.reserve.least, frozenset()):
+        if max_candidates <= 0 or not self._waiting.num_ready:
+            return sequences
+        if not self._memory.has_room(1 + self._running.reserve.min_pages, frozenset()):
             self._lacked_room = True
-            return found
+            return sequences
         if self._counters.is_fair:
-            self._waiting.promote(most, self._prefixes.prefix_here)
+            self._waiting.promote(max_candidates, self._prefixes.prefix_here)
         self._held_by_others = {}  # valid since no page is released in this method
         turns, again = tee(self._waiting.equipped_in_turn())
         for sequence, older in islice(self._in_turn(turns, again), _MAX_LOOKED_AT):
@@ -209,18 +209,18 @@ class PromptPlanner:
                     self._lacked_room = True
                     break
                 next_keys |= {sequence.awaited_key} if sequence.awaited_key is not None else set()
-                found.append(sequence)
-                if len(found) == most:
+                sequences.append(sequence)
+                if len(sequences) == max_candidates:
                     break
-        return found
+        return sequences
 
     def start(self, sequences: Iterable[GrowingSequence]) -> Iterator[GrowingSequence]:
         """Starts candidates in order until one finds no room, which later ones must not take. Yields those started."""
         for sequence, older in self._in_turn(sequences, self._waiting.equipped_in_turn()):
-            found = self._prefixes.find(sequence, older.wanted)
-            if found is None:
+            prefix = self._prefixes.find(sequence, older.adapters)
+            if prefix is None:
                 self._await_page(sequence, self._prefixes.key_to_await(sequence))
-            elif self._enter(sequence, found, older):
+            elif self._enter(sequence, prefix, older):
                 yield sequence
             else:
                 return
@@ -243,16 +243,16 @@ class PromptPlanner:
         """
         older = OlderSequences(iter(()), has_one_tenant=True)
         loaded_for = self._waiting.loaded_for()
-        older.wanted.update([sequence.adapter_digest or "" for sequence in loaded_for])
+        older.adapters.update([sequence.adapter_digest or "" for sequence in loaded_for])
         for sequence in loaded_for:
             if self._running.num_places + sequence.num_places > self._limits.max_num_sequences:
                 return
             if sequence.awaits_page is not None or not self._has_adapter(sequence) or sequence in self._preempted:
                 continue
-            found = self._prefixes.find(sequence, older.wanted)
-            if found is None:
+            prefix = self._prefixes.find(sequence, older.adapters)
+            if prefix is None:
                 self._await_page(sequence, self._prefixes.key_to_await(sequence))
-            elif self._enter(sequence, found, older):
+            elif self._enter(sequence, prefix, older):
                 yield sequence
             else:
                 break
@@ -261,37 +261,37 @@ class PromptPlanner:
 
     def _first_ready(self) -> list[GrowingSequence]:
         """Up to _MAX_PREEMPTED ready sequences in order; of those with the same prefix one, as only one can start."""
-        found: dict[PageKey | int, GrowingSequence] = {}
+        by_key: dict[PageKey | int, GrowingSequence] = {}
         for sequence in self._waiting.equipped_in_turn(notes_turns=True):
             if sequence.awaits_page is None:
-                found.setdefault(sequence.page_keys[-1] if sequence.page_keys else sequence.sequence_id, sequence)
-            if len(found) == _MAX_PREEMPTED:
+                by_key.setdefault(sequence.page_keys[-1] if sequence.page_keys else sequence.sequence_id, sequence)
+            if len(by_key) == _MAX_PREEMPTED:
                 break
-        return [*found.values()]
+        return [*by_key.values()]
 
     def _divide_in_time(
-        self, left: dict[GrowingSequence, int], budget: PromptBudget, throttled_budget: int, credit: float
+        self, num_left: dict[GrowingSequence, int], budget: PromptBudget, throttled_budget: int, credit: float
     ) -> dict[GrowingSequence, int]:
         """As `_divide`, with as many tokens in all as take no longer than `budget` allows."""
-        most: int | None = budget.num_tokens
-        while most is not None:
-            granted = self._divide(left, most, throttled_budget, credit)
+        max_tokens: int | None = budget.num_tokens
+        while max_tokens is not None:
+            granted = self._divide(num_left, max_tokens, throttled_budget, credit)
             chunks = [(s.next_position or s.num_found, number) for s, number in granted.items() if number]
-            most = budget.total_that_fits(chunks)
+            max_tokens = budget.total_that_fits(chunks)
         return granted
 
     def _divide(
-        self, left: dict[GrowingSequence, int], budget: int, throttled_budget: int, credit: float
+        self, num_left: dict[GrowingSequence, int], budget: int, throttled_budget: int, credit: float
     ) -> dict[GrowingSequence, int]:
         """How many tokens of each prompt the step computes; tenants that were served less go first.
 
-        `left`: tokens that each prompt has left. `throttled_budget`: prompt tokens for all throttled tenants together,
+        `num_left`: tokens left, by prompt. `throttled_budget`: prompt tokens for all throttled tenants together,
         so steps stay short for new arrivals. `credit`: so much of what a tenant has computed of a prompt does not put
         others before it. Prompts that end one after the other release their places and pages sooner than prompts that
         end together.
         """
         by_tenant: dict[TenantCounter, list[GrowingSequence]] = {}
-        for sequence in sorted(left, key=by_arrival):
+        for sequence in sorted(num_left, key=by_arrival):
             by_tenant.setdefault(sequence.counter, []).append(sequence)
         granted: dict[GrowingSequence, int] = {}
 
@@ -300,11 +300,11 @@ class PromptPlanner:
             return counter.is_background, counter.value - min(prompt_price(num_begun), credit) / counter.weight
 
         for counter in sorted(by_tenant, key=order):
-            own = by_tenant[counter]
+            sequences = by_tenant[counter]
             is_throttled = self._latency_mode.throttles(counter)
-            most = min(budget, throttled_budget) if is_throttled else budget
-            granted |= zip(own, divide_prompt_tokens([left[s] for s in own], most), strict=True)
-            num_taken = sum([granted[sequence] for sequence in own])
+            max_tokens = min(budget, throttled_budget) if is_throttled else budget
+            granted |= zip(sequences, divide_prompt_tokens([num_left[s] for s in sequences], max_tokens), strict=True)
+            num_taken = sum([granted[sequence] for sequence in sequences])
             budget -= num_taken
             throttled_budget -= num_taken if is_throttled else 0
         return granted
@@ -345,7 +345,7 @@ class PromptPlanner:
                 ref = lacking.request.adapter
                 assert ref is not None
                 num_pages = self._pages_of_adapter(ref) + len(self._running)
-                if not self._memory.has_room(num_pages, older.wanted):
+                if not self._memory.has_room(num_pages, older.adapters):
                     self._is_blocked = True
                     return  # there is no room for its adapter yet, and newer sequences must not take it
                 lacking = None  # newer sequences that lack their adapter do not block others
@@ -355,7 +355,7 @@ class PromptPlanner:
     def _look_up(self, sequence: GrowingSequence, older: OlderSequences) -> bool:
         """Looks up the sequence's prefix. False: the sequence now awaits a page that is being computed or copied."""
         key = self._prefixes.last_coming(sequence, self._held_by_others)
-        if key is None and self._prefixes.find(sequence, older.wanted) is None:
+        if key is None and self._prefixes.find(sequence, older.adapters) is None:
             key = self._prefixes.key_to_await(sequence)
         self._num_looked_up += sequence.num_here
         if key is not None:
@@ -371,27 +371,27 @@ class PromptPlanner:
             num_pages = self._prefetcher.num_kv_pages_to_take(sequence)
         self._waiting.await_page(sequence, key, num_pages)
 
-    def _enter(self, sequence: GrowingSequence, found: FoundPrefix, older: OlderSequences) -> bool:
-        """Starts a waiting sequence, on the pages `found` of its prefix and new ones for the rest.
+    def _enter(self, sequence: GrowingSequence, prefix: FoundPrefix, older: OlderSequences) -> bool:
+        """Starts a waiting sequence, on the pages of its `prefix` and new ones for the rest.
 
         With a window no more than it ever holds at once; for the rest of its prompt it takes others as it gives these
         back. False, and nothing changed, if the pool has no room for it in addition to what older sequences reserve, or
         if this step has started others on as many pages of prefixes as it may.
         """
-        num_held = self._num_held + len(found.held_pages)
+        num_held = self._num_held + len(prefix.held_pages)
         if self._num_held and num_held > _MOST_FOUND:
             return False
-        num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - found.num_pages
-        most = self._limits.most_pages(sequence.num_uncomputed) - len(found.held_pages)
-        num_pages = min(num_pages, max(1, most))
-        keep = older.wanted | self._waiting.kept_from(sequence)
+        num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - prefix.num_pages
+        max_pages = self._limits.most_pages(sequence.num_uncomputed) - len(prefix.held_pages)
+        num_pages = min(num_pages, max(1, max_pages))
+        keep = older.adapters | self._waiting.kept_from(sequence)
         num_left_free = older.num_reserved_pages + self._running.reserve.num_pages(sequence, num_pages)
-        if not self._memory.has_room(num_pages + num_left_free, keep, found.held_pages):
+        if not self._memory.has_room(num_pages + num_left_free, keep, prefix.held_pages):
             self._lacked_room = self._is_blocked = True
             return False
-        if self._running and not self._memory.make_room_in_part(num_pages, keep, found.held_pages):
+        if self._running and not self._memory.make_room_in_part(num_pages, keep, prefix.held_pages):
             return False  # the rest of the room is made in the next steps, as running sequences wait for this one
-        self._memory.prefixes.acquire(found.held_pages)  # first, so that they are not evicted for the new ones
+        self._memory.prefixes.acquire(prefix.held_pages)  # first, so that they are not evicted for the new ones
         self._memory.make_room(num_pages, keep)
         sequence.counter_at_start = sequence.counter.value
         if self._waiting.remove(sequence):
@@ -399,7 +399,7 @@ class PromptPlanner:
         if sequence.began_at is None:
             sequence.began_at = self._clock()
         self._num_held = num_held
-        self._prefixes.enter(sequence, found, self._memory.allocator.allocate(num_pages) or ())
+        self._prefixes.enter(sequence, prefix, self._memory.allocator.allocate(num_pages) or ())
         sequence.begin_run()
         self._running.add(sequence)
         self._counters.charge(sequence.counter, prompt_price(0, sequence.num_computed))
@@ -407,7 +407,7 @@ class PromptPlanner:
         if digest is not None:
             self._memory.adapters.acquire(digest)
             num_adapter_pages = len(self._memory.adapters.residence(digest).pages)
-        self._times.start(sequence.held, sequence.num_held_pages, digest, num_adapter_pages)
+        self._times.start(sequence.page_use, sequence.num_held_pages, digest, num_adapter_pages)
         return True
 
     def _has_adapter(self, sequence: GrowingSequence) -> bool:
@@ -447,7 +447,7 @@ class OlderSequences:
 
     def __init__(self, equipped: Iterator[GrowingSequence], has_one_tenant: bool) -> None:
         """`equipped`: waiting sequences with their adapter, in fair order. `has_one_tenant`: all are of one."""
-        self.wanted: set[str] = set()  # their adapters, which are in the pool
+        self.adapters: set[str] = set()  # their adapters, which are in the pool
         self.num_reserved_pages = 0  # pages that they will take once their prefixes are copied
         self._sequences, self._has_one_tenant = equipped, has_one_tenant
         self._next = next(self._sequences, None)
@@ -462,24 +462,24 @@ class OlderSequences:
 
     def reach_running(self, sequence: GrowingSequence, rank: Callable[[GrowingSequence], Rank]) -> None:
         """Counts those that rank before this running sequence."""
-        own = rank(sequence)
-        while self._next is not None and rank(self._next) < own:
+        running_rank = rank(sequence)
+        while self._next is not None and rank(self._next) < running_rank:
             self._take(self._next)
 
     def _take(self, sequence: GrowingSequence) -> GrowingSequence | None:
         """Counts the sequence; returns the next one."""
         if sequence.adapter_digest is not None:
-            self.wanted.add(sequence.adapter_digest)
+            self.adapters.add(sequence.adapter_digest)
         self.num_reserved_pages += sequence.num_reserved_pages
         self._next = following = next(self._sequences, None)
         return following
 
 
-def _comes_before(one: GrowingSequence, other: GrowingSequence) -> bool:
+def _comes_before(sequence: GrowingSequence, other: GrowingSequence) -> bool:
     """Whether a waiting sequence goes before another one, whose turn is known."""
-    if one.counter is other.counter:
-        return one.arrival < other.arrival
-    return max(one.turn, (one.counter.is_background, one.counter.value, one.arrival)) < other.turn
+    if sequence.counter is other.counter:
+        return sequence.arrival < other.arrival
+    return max(sequence.turn, (sequence.counter.is_background, sequence.counter.value, sequence.arrival)) < other.turn
 
 
 def _blocks(lacking: GrowingSequence, sequence: GrowingSequence) -> bool:

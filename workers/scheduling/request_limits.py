@@ -58,8 +58,8 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
         return _invalid(f"weight = {request.weight:g}: a positive number is needed")
     so_far = request.beams_so_far
     beams = () if so_far is None else (so_far.common, *so_far.ends)
-    known = (request.prompt_token_ids, request.generated_token_ids, *beams)
-    if not all(_are_below(ids, limits.vocab_size) for ids in known):
+    token_lists = (request.prompt_token_ids, request.generated_token_ids, *beams)
+    if not all(_are_below(ids, limits.vocab_size) for ids in token_lists):
         return _invalid(f"the prompt has a token id outside 0..{limits.vocab_size - 1}")
     if max_tokens is not None and max_tokens < 0:
         return _invalid(f"max_tokens = {max_tokens}: at least 0 is needed")
@@ -71,15 +71,15 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
         return _invalid(problem)
     if not limits.has_head and request.sampling.pooling is None:
         return _invalid("this model was saved without its head (lm_head): it makes embeddings alone, at /v1/embeddings")
-    wanted = num_prompt + (num_generated + 1 if max_tokens is None else max_tokens)
-    if wanted > limits.max_model_len:
-        over = wanted - limits.max_model_len
-        requested = f" and {wanted - num_prompt} to generate" if max_tokens is not None or num_generated else ""
+    num_tokens = num_prompt + (num_generated + 1 if max_tokens is None else max_tokens)
+    if num_tokens > limits.max_model_len:
+        over = num_tokens - limits.max_model_len
+        requested = f" and {num_tokens - num_prompt} to generate" if max_tokens is not None or num_generated else ""
         return _invalid(
             f"{num_prompt} prompt tokens{requested} are {over} over the context of {limits.max_model_len} tokens"
         )
     # The last token is never computed, so it takes no room.
-    num_pages = limits.needed_pages(max(wanted - 1, num_prompt)) + num_adapter_pages
+    num_pages = limits.needed_pages(max(num_tokens - 1, num_prompt)) + num_adapter_pages
     if request.beams is not None:
         num_pages += _pages_of_beams(request.beams, num_prompt, limits)
     if num_pages > limits.num_pages:
@@ -105,10 +105,10 @@ def _beam_problem(request: SequenceRequest) -> str | None:
 def _pages_of_beams(rules: BeamRules, num_prompt: int, limits: GangLimits) -> int:
     """Pages that a search needs beside those of its first beam, if the beams share nothing after their prompt."""
     num_tokens = num_prompt + rules.max_tokens - 1
-    own = limits.needed_pages(num_tokens)
+    num_pages = limits.needed_pages(num_tokens)
     if limits.window is None:
-        own -= num_prompt // limits.block_size
-    return (rules.width - 1) * own
+        num_pages -= num_prompt // limits.block_size
+    return (rules.width - 1) * num_pages
 
 
 def _are_below(token_ids: list[int], vocab_size: int) -> bool:

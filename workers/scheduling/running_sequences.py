@@ -37,7 +37,7 @@ class PlannedStep:
         """`beams`: beams of searches, whose newest tokens are known."""
         self.decodes, self.chunks, self.beams = decodes, chunks, beams or []
         self.late: set[GrowingSequence] = set()  # sequences that were dropped from the step: their masks were late
-        self.gone: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
+        self.drops: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
 
     def prompts(self) -> list[tuple[int, int]]:
         """First position and number of tokens of each chunk."""
@@ -49,9 +49,9 @@ class PlannedStep:
         `chosen`: tokens of the plan before, which is not committed yet, by sequence id. None: they are fed on the
         device; what is computed after a token that ends its sequence is discarded.
         """
-        gone, decodes, parts = self.gone, self.decodes, list[SequencePlan]()
-        if gone:
-            decodes = [sequence for sequence in decodes if sequence not in gone]
+        drops, decodes, parts = self.drops, self.decodes, list[SequencePlan]()
+        if drops:
+            decodes = [sequence for sequence in decodes if sequence not in drops]
         self.decodes = going_on = list[GrowingSequence]()
         for sequence in decodes:
             start = sequence.num_computed + sequence.num_planned - 1
@@ -80,11 +80,11 @@ class PlannedStep:
             parts.append(
                 SequencePlan(sequence.sequence_id, (token_id,), start, pages, digest, sample, is_fed, pool=pool)
             )
-        if gone:
-            self.beams = [sequence for sequence in self.beams if sequence not in gone]
+        if drops:
+            self.beams = [sequence for sequence in self.beams if sequence not in drops]
         parts += map(_beam_part, self.beams)
-        if gone:
-            self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in gone]
+        if drops:
+            self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in drops]
         return (*parts, *[chunk.part for chunk in self.chunks])
 
 
@@ -143,8 +143,8 @@ class RunningSequences:
         A tenant's counter as of the start of its newest run decides: of tenants that are about equal the one that
         started last loses least. It does not change during the run, so the first in this order ends its run.
         """
-        counter, own = sequence.counter, self.by_tenant.get(sequence.counter)
-        return (counter.is_background, own[-1].counter_at_start if own else counter.value, sequence.arrival)
+        counter, sequences = sequence.counter, self.by_tenant.get(sequence.counter)
+        return (counter.is_background, sequences[-1].counter_at_start if sequences else counter.value, sequence.arrival)
 
     def last_ahead_of(self, waiting: Rank, slack: float) -> GrowingSequence | None:
         """The sequence to preempt for a waiting one, which is behind if its counter is less by more than `slack`.
@@ -192,9 +192,9 @@ class RunningSequences:
         self.num_background -= sequence.counter.is_background
         self.num_places -= sequence.num_places
         self.num_beams -= sequence.beams is not None
-        own = self.by_tenant[sequence.counter]
-        remove_by_arrival(own, sequence)
-        if not own:
+        sequences = self.by_tenant[sequence.counter]
+        remove_by_arrival(sequences, sequence)
+        if not sequences:
             del self.by_tenant[sequence.counter]
         is_prompt = sequence.num_unplanned > 1
         remove_by_arrival(self.prompts if is_prompt else self.decoding, sequence)
@@ -237,8 +237,8 @@ class RunningSequences:
         assert self.num_beams == sum(s.beams is not None for s in self.by_id.values())
         assert self.num_places == sum(s.num_places for s in self.by_id.values())
         for sequence in self.decoding:  # beams wait for each other
-            least = 1 if sequence.beams is None else 0
-            assert least <= sequence.num_unplanned <= 1, "a sequence decodes, and has other tokens to compute"
+            min_unplanned = 1 if sequence.beams is None else 0
+            assert min_unplanned <= sequence.num_unplanned <= 1, "a sequence decodes, and has other tokens to compute"
         assert all(s.num_unplanned > 1 for s in self.prompts), "a prompt has no tokens left"
 
 

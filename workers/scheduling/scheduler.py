@@ -27,10 +27,10 @@ from ..wire.engine_load import EngineLoad, TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, SequenceUsage
 from ..wire.page_keys import PageKey
 from .beam_searches import BeamGroup, BeamSearches
-from .decodes import Decodes, finish_reason, max_length, not_finite, stop_ids
+from .decodes import DecodePlanner, finish_reason, max_length, not_finite, stop_ids
 from .gang_load import StepCounts, gang_load, tenant_share
 from .growing_sequence import ARRIVAL_STEP, GrowingSequence
-from .measured_costs import MeasuredCosts, StepCosts
+from .measured_costs import MeasuredCosts, MeasuredStepCosts
 from .page_reserve import PageReserve
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
@@ -72,7 +72,7 @@ class Scheduler:
         """
         self._limits, self._eos_token_ids, self._pages_of_adapter = limits, eos_token_ids, pages_of_adapter
         self._clock, self.token_interval_s = clock, token_interval_s
-        self._costs, self._step_costs = MeasuredCosts(limits.block_size), StepCosts()
+        self._costs, self._step_costs = MeasuredCosts(limits.block_size), MeasuredStepCosts()
         self._times = PageTimes(clock)
         self._bursts = PromptBursts()
         self._waiting = WaitingQueue(self._bursts)
@@ -120,7 +120,7 @@ class Scheduler:
             limits.max_num_sequences,
         )
         self._beam_updates: list[SequenceUpdate] = []  # of rounds that were chosen before their step's commit
-        self._decodes = Decodes(
+        self._decodes = DecodePlanner(
             self.memory,
             self._waiting,
             self._running,
@@ -237,9 +237,9 @@ class Scheduler:
         if self._constraints is not None:
             self._constraints.close()
 
-    def take_shares(self, most: int) -> list[TenantShare]:
-        """Shares of at most `most` tenants that have changed since they were last taken."""
-        changed = self.counters.take_changed(most)
+    def take_shares(self, max_tenants: int) -> list[TenantShare]:
+        """Shares of at most `max_tenants` tenants that have changed since they were last taken."""
+        changed = self.counters.take_changed(max_tenants)
         return [tenant_share(counter, self._waiting, self._running) for counter in changed]
 
     def has_work(self) -> bool:
@@ -315,15 +315,15 @@ class Scheduler:
             return plan
         planned, limits = self._uncommitted[plan.step], self._limits
         num_decodes, lengths = len(planned.decodes) + len(planned.beams), [number for _, number in planned.prompts()]
-        most = min(
+        max_beams = min(
             limits.max_tokens_per_step - num_decodes - sum(lengths),
             limits.max_num_sequences - num_decodes - len(lengths),
         )
-        beams = self._decodes.continue_beams(groups, most)
+        beams = self._decodes.continue_beams(groups, max_beams)
         planned.beams += beams
-        known = {residence.digest for residence in plan.adapters}
+        plan_ids = {residence.digest for residence in plan.adapters}
         digests = dict.fromkeys([beam.adapter_digest for beam in beams])
-        more = [self._adapters.residence(digest) for digest in digests if digest is not None and digest not in known]
+        more = [self._adapters.residence(digest) for digest in digests if digest is not None and digest not in plan_ids]
         return msgspec.structs.replace(
             plan, copies=(*plan.copies, *self._prefixes.take_copies()), adapters=(*plan.adapters, *more)
         )
@@ -357,7 +357,7 @@ class Scheduler:
         self._commit_beams(planned, result)
         self._commit_decodes(planned, result, updates)
         for chunk in planned.chunks:
-            if chunk.sequence not in planned.gone:
+            if chunk.sequence not in planned.drops:
                 self._commit_chunk(chunk, result, updates)
             elif chunk.sequence in planned.late and not self._take_scores(chunk, result, updates):
                 updates.append(self._fail(chunk.sequence))
@@ -400,8 +400,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError if a page leaked, or its holders or an adapter's users are miscounted."""
         running = [*self._running.by_id.values()]
-        held = [*(s.held_pages for s in running), *self._tiers.holders(), *self._prefixes.holders()]
-        self.memory.check_integrity(held)
+        page_lists = [*(s.held_pages for s in running), *self._tiers.holders(), *self._prefixes.holders()]
+        self.memory.check_integrity(page_lists)
         self._tiers.check_integrity()
         self._waiting.check_integrity(lambda digest: self._adapters.state(digest) is AdapterState.RESIDENT)
         self._running.check_integrity()
@@ -410,10 +410,10 @@ class Scheduler:
         prompts = Counter([each.counter for each in (*self._running.prompts, *self._waiting)])
         decodes = Counter([each.counter for each in self._running.decoding])
         self._bursts.check_integrity({of: (decodes[of], prompts[of]) for of in prompts | decodes})
-        here = [*running, *self._waiting, *self._compiling.values()]
-        self.counters.check_integrity([sequence.counter for sequence in here])
+        sequences = [*running, *self._waiting, *self._compiling.values()]
+        self.counters.check_integrity([sequence.counter for sequence in sequences])
         if self._constraints is not None:
-            self._constraints.check_integrity([each.sequence_id for each in here if each.is_constrained])
+            self._constraints.check_integrity([each.sequence_id for each in sequences if each.is_constrained])
         assert all(not s.pages and s.num_computed == 0 for s in self._waiting), "a waiting sequence holds pages"
         users: dict[str, int] = {}
         for sequence in running:
@@ -421,18 +421,18 @@ class Scheduler:
             assert len(sequence.pages) >= pages_for(num_tokens, self._limits.block_size)
             if sequence.adapter_digest is not None:
                 users[sequence.adapter_digest] = users.get(sequence.adapter_digest, 0) + 1
-            assert sequence.held.num_pages == sequence.num_held_pages, "pages are held whose time is not counted"
+            assert sequence.page_use.num_pages == sequence.num_held_pages, "pages are held whose time is not counted"
             num_unseen = self._limits.num_unseen_pages(sequence.num_computed)
             assert sequence.num_gone <= num_unseen, "a page is gone that a layer sees"
-            most = self._limits.most_pages(sequence.max_length)
-            assert sequence.num_held_pages <= most or self._limits.full_layers, "more pages than there may be"
+            max_pages = self._limits.most_pages(sequence.max_length)
+            assert sequence.num_held_pages <= max_pages or self._limits.full_layers, "more pages than there may be"
         assert users == self._adapters.users() == self._times.users(), "an adapter's running sequences are miscounted"
 
     def _prompt_budget(self, num_decodes: int) -> PromptBudget:
         """What prompts may take of a plan with `num_decodes` decodes."""
-        most = self._limits.max_tokens_per_step - num_decodes
+        max_tokens = self._limits.max_tokens_per_step - num_decodes
         if not num_decodes or not self.token_interval_s:
-            return PromptBudget(most)  # no sequence waits for its next token
+            return PromptBudget(max_tokens)  # no sequence waits for its next token
         stretch, decode_s = self._bursts.stretch, self._step_costs.decode_s(num_decodes)
         num_coming = self._bursts.num_coming() if stretch > 1 else 0
         if num_coming:
@@ -440,7 +440,7 @@ class Scheduler:
             seconds = prompt_seconds(self.token_interval_s, decode_s, stretch, later_s)
         else:  # beside background work alone, whoever asks next waits for this step
             seconds = prompt_seconds(stretch * self.token_interval_s, decode_s)
-        return PromptBudget(most, seconds, self._step_costs.prompt_token_s, self._limits.block_size)
+        return PromptBudget(max_tokens, seconds, self._step_costs.prompt_token_s, self._limits.block_size)
 
     def _preempt(self, victim: GrowingSequence) -> None:
         """Puts a running sequence back into the queue. It is recomputed later as far as its pages are gone.
@@ -463,7 +463,7 @@ class Scheduler:
     def _count_dropped(self, sequence: GrowingSequence) -> None:
         """Counts what begun plans compute for a running sequence, or a beam, whose run ends now."""
         for planned in self._uncommitted.values():
-            if sequence in planned.gone:
+            if sequence in planned.drops:
                 continue
             for chunk in planned.chunks:
                 if chunk.sequence is sequence and chunk.part.sample is not None:
@@ -514,7 +514,7 @@ class Scheduler:
         planned = self._uncommitted[result.step]
         lengths = {chunk.sequence: len(chunk.part.token_ids) for chunk in planned.chunks if chunk.part.sample}
         for sequence in (*planned.decodes, *lengths):
-            if sequence.is_constrained and sequence.sequence_id not in result.tokens and sequence not in planned.gone:
+            if sequence.is_constrained and sequence.sequence_id not in result.tokens and sequence not in planned.drops:
                 num_tokens = lengths.get(sequence, 1)
                 sequence.put_back_late(num_tokens)
                 self._counts.num_late_masks += 1
@@ -523,27 +523,27 @@ class Scheduler:
                 self._give_back(sequence)
                 planned.late.add(sequence)
                 for each in self._uncommitted.values():
-                    each.gone.add(sequence)
+                    each.drops.add(sequence)
 
     def _leave(self, sequence: GrowingSequence) -> None:
         """Ends the run of a sequence: releases its pages and its adapter."""
         self._running.remove(sequence)
         self._counts.num_recomputed_tokens += sequence.end_run()
         for planned in self._uncommitted.values():
-            planned.gone.add(sequence)
+            planned.drops.add(sequence)
         sequence.num_planned = sequence.num_coming = sequence.num_at_start = 0
         sequence.awaits_mask = False
-        self._times.stop(sequence.held)
+        self._times.stop(sequence.page_use)
         self._prefixes.leave(sequence)
         if sequence.adapter_digest is not None:
             self._adapters.release(sequence.adapter_digest)
 
     def _commit_decodes(self, planned: PlannedStep, result: StepResult, updates: list[SequenceUpdate]) -> None:
         """Takes in the tokens of decodes: little work for each, since there may be thousands."""
-        block_size, chosen, gone = self._limits.block_size, result.tokens, planned.gone
+        block_size, chosen, drops = self._limits.block_size, result.tokens, planned.drops
         report_tokens = USAGE_REPORT_PAGES * block_size
         for sequence in planned.decodes:
-            if gone and sequence in gone:
+            if drops and sequence in drops:
                 continue
             sequence.num_computed = num_computed = sequence.num_computed + 1
             sequence.num_planned -= 1
@@ -576,7 +576,7 @@ class Scheduler:
         """
         groups = dict[BeamGroup, None]()
         for beam in planned.beams:
-            if beam not in planned.gone:
+            if beam not in planned.drops:
                 beam.num_computed += 1
                 beam.num_planned -= 1
                 self._running.num_uncomputed -= 1
@@ -594,7 +594,7 @@ class Scheduler:
             self._beam_updates.append(self._fail(root))
             return False
         self._counts.num_generated_tokens += len(group.live)
-        one = self._beams.advance(group)
+        beam_round = self._beams.advance(group)
         num_cached = computing_s = None
         if not group.is_reported:
             assert root.began_at is not None
@@ -609,7 +609,7 @@ class Scheduler:
                 num_cached_tokens=num_cached,
                 computing_s=computing_s,
                 usage=self._beams.usage(group),
-                beam_rounds=[one],
+                beam_rounds=[beam_round],
             )
         )
         return not is_over
@@ -623,7 +623,7 @@ class Scheduler:
             self._prefixes.pass_pages(sequence, range(sequence.num_gone, num_unseen))
             pages = sequence.give_back(num_unseen)
             self.memory.prefixes.release(pages)
-            self._times.shrink(sequence.held, len(pages))
+            self._times.shrink(sequence.page_use, len(pages))
             self._running.reserve.shrink(sequence)
 
     def _commit_chunk(self, chunk: PlannedChunk, result: StepResult, updates: list[SequenceUpdate]) -> None:
@@ -728,7 +728,7 @@ class Scheduler:
     def _usage(self, sequence: GrowingSequence) -> SequenceUsage:
         if sequence.beams is not None:
             return self._beams.usage(sequence.beams)
-        return sequence.usage(self._times.usage(sequence.held))
+        return sequence.usage(self._times.usage(sequence.page_use))
 
     def _fail_waiting(self, failure: AdapterFailure) -> Iterator[SequenceUpdate]:
         error = SequenceError("store_unavailable" if failure.is_unavailable else "adapter_failed", failure.message)

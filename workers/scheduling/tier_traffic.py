@@ -46,7 +46,7 @@ class _Move:
     plan: PageMove
     keys: list[PageKey]
     depth: int = 0  # of the first page of an "in" move
-    held: list[int] = field(default_factory=list)  # pages of the pool that are held until the move ends
+    pool_pages: list[int] = field(default_factory=list)  # pages of the pool that are held until the move ends
     is_bad: bool = False  # the pages hold numbers that are not finite: what arrives is dropped
 
 
@@ -62,7 +62,7 @@ class TierTraffic:
             self._tiers["disk"] = TierSlots(sizes.disk)
         self._offered: dict[PageKey, int] = {}  # filled pages that wait to be copied, oldest first
         self._moves: dict[int, _Move] = {}  # under way
-        self._coming: dict[PageKey, int] = {}  # pages being copied into the pool: their target
+        self._targets: dict[PageKey, int] = {}  # pages being copied into the pool: their target
         self._planned: list[PageMove] = []  # for the next plan
         self._number = 0  # of the last move
         self._failures_in_a_row: Counter[Tier] = Counter()
@@ -92,13 +92,13 @@ class TierTraffic:
 
     def forget(self, keys: Sequence[PageKey]) -> None:
         """These pages hold numbers that are not finite: drops them from all tiers, and what copies under way bring."""
-        gone = set(keys)
-        for key in gone:
+        bad_keys = set(keys)
+        for key in bad_keys:
             self._offered.pop(key, None)
         for move in self._moves.values():
-            move.is_bad = move.is_bad or not gone.isdisjoint(move.keys)
+            move.is_bad = move.is_bad or not bad_keys.isdisjoint(move.keys)
         for tier in self._tiers.values():
-            for key in gone:
+            for key in bad_keys:
                 tier.drop(key)
 
     def offer(self, page: int, key: PageKey) -> None:
@@ -112,12 +112,12 @@ class TierTraffic:
 
     def page_coming(self, key: PageKey) -> int | None:
         """The page of the pool into which this one is being copied; None: it is not."""
-        return self._coming.get(key)
+        return self._targets.get(key)
 
     def bring(
-        self, found: Sequence[int], depth: int, keys: Iterator[PageKey], keep: AbstractSet[Item], num_spared: int = 0
+        self, prefix: Sequence[int], depth: int, keys: Iterator[PageKey], keep: AbstractSet[Item], num_spared: int = 0
     ) -> list[PageKey]:
-        """Starts copies into the pool of pages that follow the pages `found`. Returns the keys of those copied.
+        """Starts copies into the pool of pages that follow the pages `prefix`. Returns the keys of those copied.
 
         `depth`: pages before the first of them, held or not. `keys`: of pages that are neither in the pool nor coming.
         `num_spared`: pages that need not be computed, beside these, if these are here. None is copied if none is in a
@@ -128,19 +128,19 @@ class TierTraffic:
         if first is None or source is None:
             return []
         tier = self._tiers[source]
-        coming = list(takewhile(tier.__contains__, islice(chain((first,), keys), self._most_in(source))))
-        if not is_worth_bringing(len(coming), self._costs.costs(source), num_spared):
+        copy_keys = list(takewhile(tier.__contains__, islice(chain((first,), keys), self._most_in(source))))
+        if not is_worth_bringing(len(copy_keys), self._costs.costs(source), num_spared):
             return []
-        if not self._memory.has_room(len(coming), keep, found):
+        if not self._memory.has_room(len(copy_keys), keep, prefix):
             return []
-        self._memory.prefixes.acquire(found)  # they must not be evicted before the copies have ended
-        self._memory.make_room(len(coming), keep)
-        pages = self._memory.allocator.allocate(len(coming)) or ()
-        tier.touch(coming)
-        move = self._begin("in", source, tier.begin_read(coming), "device", pages, coming)
-        move.depth, move.held = depth, [*found, *pages]
-        self._coming |= zip(coming, pages, strict=True)
-        return coming
+        self._memory.prefixes.acquire(prefix)  # they must not be evicted before the copies have ended
+        self._memory.make_room(len(copy_keys), keep)
+        pages = self._memory.allocator.allocate(len(copy_keys)) or ()
+        tier.touch(copy_keys)
+        move = self._begin("in", source, tier.begin_read(copy_keys), "device", pages, copy_keys)
+        move.depth, move.pool_pages = depth, [*prefix, *pages]
+        self._targets |= zip(copy_keys, pages, strict=True)
+        return copy_keys
 
     def plan_moves(self) -> tuple[PageMove, ...]:
         """The moves that the next plan should begin."""
@@ -172,21 +172,21 @@ class TierTraffic:
                 host.evict(move.keys if is_good else ())
             else:
                 self.num_pages_out += len(move.keys) if is_good else 0
-                self._memory.prefixes.release(move.held)
+                self._memory.prefixes.release(move.pool_pages)
             if move.is_bad:
                 self._drop_everywhere(move.keys)
 
     def holders(self) -> Iterator[list[int]]:
         """Pages of the pool that moves hold, for integrity checks."""
-        return (move.held for move in self._moves.values())
+        return (move.pool_pages for move in self._moves.values())
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a tier's slot is lost or used twice."""
         for tier in self._tiers.values():
             tier.check_integrity()
         moves_in = [move for move in self._moves.values() if move.kind == "in"]
-        coming = [pair for move in moves_in for pair in zip(move.keys, move.plan.target_pages, strict=True)]
-        assert len(coming) == len(self._coming) and dict(coming) == self._coming, "a page comes twice, or not at all"
+        pairs = [pair for move in moves_in for pair in zip(move.keys, move.plan.target_pages, strict=True)]
+        assert len(pairs) == len(self._targets) and dict(pairs) == self._targets, "a page comes twice, or not at all"
 
     def _most_in(self, source: Tier) -> int:
         """The most pages that may be copied from this tier for one sequence now.
@@ -196,10 +196,10 @@ class TierTraffic:
         one sequence gets half of what is left.
         """
         costs = self._costs.costs(source)
-        most = max(_LEAST_IN, int(_STEPS_AHEAD * costs.step_s / max(costs.copy_s, _LEAST_COPY_S)))
+        max_pages = max(_LEAST_IN, int(_STEPS_AHEAD * costs.step_s / max(costs.copy_s, _LEAST_COPY_S)))
         moves = (move for move in self._moves.values() if move.kind == "in" and move.plan.source == source)
-        left = max(0, most - sum(len(move.keys) for move in moves))
-        return min(left, max(_PAGES_PER_MOVE, left // 2))
+        num_left = max(0, max_pages - sum(len(move.keys) for move in moves))
+        return min(num_left, max(_PAGES_PER_MOVE, num_left // 2))
 
     def _works(self, tier: Tier) -> bool:
         return tier not in self._given_up
@@ -223,7 +223,7 @@ class TierTraffic:
         tier = self._tiers[move.plan.source]
         tier.end_read(move.keys)
         for key in move.keys:
-            del self._coming[key]
+            del self._targets[key]
         if is_good:
             self._costs.observe_copy(move.plan.source, len(move.keys), seconds)
             self.num_pages_in += len(move.keys)
@@ -235,7 +235,7 @@ class TierTraffic:
         else:
             for key in move.keys:
                 tier.drop(key)
-        self._memory.prefixes.release(move.held)
+        self._memory.prefixes.release(move.pool_pages)
         yield from move.keys
 
     def _begin_out(self) -> None:
@@ -243,12 +243,12 @@ class TierTraffic:
         if not self._works(name):
             self._offered.clear()
         # Pages that are being copied cannot be evicted, so a small pool copies fewer at once.
-        most = min(_PAGES_PER_MOVE, max(1, self._memory.allocator.num_pages // _LOW))
+        max_pages = min(_PAGES_PER_MOVE, max(1, self._memory.allocator.num_pages // _LOW))
         while self._offered and sum(move.kind == "out" for move in self._moves.values()) < _MAX_MOVES_OUT:
             keys: list[PageKey] = []
             slots: list[int] = []
             pages: list[int] = []
-            while self._offered and len(keys) < most:
+            while self._offered and len(keys) < max_pages:
                 key, page = next(iter(self._offered.items()))
                 if self._memory.prefixes.page_of(key) != page or key in tier or tier.is_coming(key):
                     del self._offered[key]  # the page was evicted before its turn
@@ -263,7 +263,7 @@ class TierTraffic:
             if not keys:
                 return
             self._memory.prefixes.acquire(pages)
-            self._begin("out", "device", tuple(pages), name, tuple(slots), keys).held = pages
+            self._begin("out", "device", tuple(pages), name, tuple(slots), keys).pool_pages = pages
 
     def _begin_down(self, host: TierSlots, disk: TierSlots) -> None:
         """Makes room in host memory before it is needed."""

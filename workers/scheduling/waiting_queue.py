@@ -168,18 +168,18 @@ class WaitingQueue:
         del self._loaded_for[digest]
         return True
 
-    def promote(self, most: int, prefix_here: Callable[[GrowingSequence], PrefixHere]) -> None:
+    def promote(self, max_starts: int, prefix_here: Callable[[GrowingSequence], PrefixHere]) -> None:
         """Moves sequences before older ones of their tenants, if more of their prefixes is in the pool (`to_promote`).
 
-        Only the next `most` that could start are passed over, and no sequence more often than `most_passed_over`. One
-        that was promoted keeps its place until it starts or ends, so that what is loaded or reserved for the first ones
-        stays theirs.
+        Only the next `max_starts` that could start are passed over, and no sequence more often than `most_passed_over`.
+        One that was promoted keeps its place until it starts or ends, so that what is loaded or reserved for the first
+        ones stays theirs.
         """
-        queues = [queue for queue in islice(self._with_equipped.walk(), most) if len(queue.equipped) > 1]
+        queues = [queue for queue in islice(self._with_equipped.walk(), max_starts) if len(queue.equipped) > 1]
         num_choices = _MAX_CHOICES
         for queue in queues:
             place = 0
-            for _ in range(-(-most // len(queues))):
+            for _ in range(-(-max_starts // len(queues))):
                 choice = self._choice(queue, place)
                 num_choices -= len(choice)
                 if not choice or num_choices < 0:
@@ -207,11 +207,11 @@ class WaitingQueue:
 
         Background work keeps nothing from other work.
         """
-        own = sequence.counter
+        counter = sequence.counter
         return {
             digest
             for digest, each in self._loaded_for.items()
-            if each.counter is not own and each.counter.is_background <= own.is_background
+            if each.counter is not counter and each.counter.is_background <= counter.is_background
         }
 
     def stop_keeping(self) -> None:
@@ -345,10 +345,10 @@ class WaitingQueue:
 
     def _grouped_by_tenant(self, digest: str) -> dict[_TenantQueue, list[GrowingSequence]]:
         """Sequences that will use the adapter."""
-        found: dict[_TenantQueue, list[GrowingSequence]] = {}
+        groups: dict[_TenantQueue, list[GrowingSequence]] = {}
         for sequence in self._by_adapter[digest].values():
-            found.setdefault(self._by_tenant[sequence.counter], []).append(sequence)
-        return found
+            groups.setdefault(self._by_tenant[sequence.counter], []).append(sequence)
+        return groups
 
     def _count_tokens(self, queue: _TenantQueue, more: int) -> None:
         queue.num_tokens += more

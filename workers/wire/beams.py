@@ -59,7 +59,7 @@ class SearchState(NamedTuple):
     finished: Sequence[float]  # scores of the best finished beams, the best first
 
 
-class Choice(NamedTuple):
+class BeamChoice(NamedTuple):
     """Indices of candidates, the best first."""
 
     live: list[int]
@@ -86,19 +86,19 @@ def best_candidates(totals: Sequence[float], rows: Sequence[TokenLogprobs], rule
         key=lambda candidate: candidate[0],
         reverse=True,
     )
-    found, num_going_on = list[BeamCandidate](), 0
-    most = 2 * rules.width if rules.may_stop else rules.width
+    candidates, num_going_on = list[BeamCandidate](), 0
+    max_going_on = 2 * rules.width if rules.may_stop else rules.width
     for _, parent, token_id, logprob in merged:
         is_end = token_id in rules.end_token_ids
-        if len(found) >= rules.width:
-            if num_going_on == most:
+        if len(candidates) >= rules.width:
+            if num_going_on == max_going_on:
                 break
             if is_end:
                 continue
         num_going_on += not is_end
-        shown, num = rows[parent], rules.num_logprobs
-        found.append(BeamCandidate(parent, token_id, logprob, shown.top_ids[:num], shown.top_logprobs[:num]))
-    return BeamRound(found)
+        logprobs, num = rows[parent], rules.num_logprobs
+        candidates.append(BeamCandidate(parent, token_id, logprob, logprobs.top_ids[:num], logprobs.top_logprobs[:num]))
+    return BeamRound(candidates)
 
 
 def _continuations(parent: int, total: float, row: TokenLogprobs) -> Iterator[tuple[float, int, int, float]]:
@@ -110,7 +110,7 @@ def _continuations(parent: int, total: float, row: TokenLogprobs) -> Iterator[tu
 
 def choose(
     state: SearchState, candidates: Sequence[BeamCandidate], rules: BeamRules, is_stopped: Callable[[int], bool]
-) -> Choice:
+) -> BeamChoice:
     """The next beams.
 
     Among the best `width` candidates, those with an end token are finished. Of those without one the best `width` go
@@ -140,7 +140,7 @@ def choose(
     if len(scores) == rules.width and live and _bound(totals[0], num_tokens, rules) <= scores[-1]:
         live.clear()
         totals.clear()
-    return Choice(live, finished, SearchState(totals, num_tokens, scores))
+    return BeamChoice(live, finished, SearchState(totals, num_tokens, scores))
 
 
 def _bound(total: float, num_tokens: int, rules: BeamRules) -> float:
@@ -187,13 +187,13 @@ class SearchPath:
 
     def __init__(self, rules: BeamRules, so_far: BeamsSoFar | None = None) -> None:
         self._rules = rules
-        self._begun = [[]] if so_far is None else so_far.beams
+        self._beams_so_far = [[]] if so_far is None else so_far.beams
         self.state = NEW_STATE if so_far is None else so_far.state(rules)
         self._rounds: list[tuple[array[int], array[int]]] = []  # of each round: parents and tokens of the live beams
 
-    def add(self, one: BeamRound) -> None:
-        choice = choose(self.state, one.candidates, self._rules, lambda _: False)
-        chosen = [one.candidates[index] for index in choice.live]
+    def add(self, beam_round: BeamRound) -> None:
+        choice = choose(self.state, beam_round.candidates, self._rules, lambda _: False)
+        chosen = [beam_round.candidates[index] for index in choice.live]
         self.state = choice.state
         self._rounds.append(
             (array("I", [each.parent for each in chosen]), array("I", [each.token_id for each in chosen]))
@@ -208,26 +208,26 @@ class SearchPath:
             for parents, tokens in reversed(self._rounds):
                 token_ids.append(tokens[beam])
                 beam = parents[beam]
-            beams.append((*self._begun[beam], *reversed(token_ids)))
+            beams.append((*self._beams_so_far[beam], *reversed(token_ids)))
         return BeamsSoFar.of(self.state, beams) if beams and beams[0] else None
 
 
-def forks(parents: Sequence[int], num_places: int, kept: int = 0) -> list[int]:
+def forks(parents: Sequence[int], num_places: int, root: int = 0) -> list[int]:
     """For each child, the place that it is computed at: a search's beams are at places, each on pages of its own.
 
     `parents`: the place of each child's parent. `num_places`: at least as many as there are children. The first child
     of a parent stays where the parent is, so only the others are forked: no fewer forks are possible, but that one is
-    added if no child were at the place `kept`.
+    added if no child were at the place `root`.
     """
     places, used = [-1] * len(parents), set[int]()
     for child, parent in enumerate(parents):
         if parent not in used:
             places[child] = parent
             used.add(parent)
-    free = iter([kept] * (kept not in used) + [each for each in range(num_places) if each not in {*used, kept}])
+    free = iter([root] * (root not in used) + [each for each in range(num_places) if each not in {*used, root}])
     for child in range(len(parents)):
         if places[child] < 0:
             places[child] = next(free)
-    if parents and kept not in places:
-        places[-1] = kept
+    if parents and root not in places:
+        places[-1] = root
     return places

@@ -41,10 +41,10 @@ def update_bytes(update: SequenceUpdate) -> int:
     return num_bytes
 
 
-def round_bytes(one: BeamRound) -> int:
+def round_bytes(beam_round: BeamRound) -> int:
     """At least as many bytes as a round of a beam search takes in a frame."""
-    num_tops = sum([len(candidate.top_ids) for candidate in one.candidates])
-    return _TOKEN_BYTES + _CANDIDATE_BYTES * len(one.candidates) + _TOP_BYTES * num_tops
+    num_tops = sum([len(candidate.top_ids) for candidate in beam_round.candidates])
+    return _TOKEN_BYTES + _CANDIDATE_BYTES * len(beam_round.candidates) + _TOP_BYTES * num_tops
 
 
 class UnreadUpdate:
@@ -187,8 +187,8 @@ class UnreadUpdate:
     def _take_rounds(self, num_bytes: int) -> list[BeamRound]:
         """The next rounds of a beam search that fit into this many bytes, at least one if there is any."""
         num, rounds = 0, self._rounds
-        for one in rounds:
-            num_bytes -= round_bytes(one)
+        for beam_round in rounds:
+            num_bytes -= round_bytes(beam_round)
             if num and num_bytes < 0:
                 break
             num += 1
