@@ -151,14 +151,14 @@ class BaseIdentity:
             raise ValueError(f"{shown(text)} names no base: its fingerprint and its name are needed")
         return cls(fingerprint, name)
 
-    def check(self, held: BaseIdentity, place: str, remedy: str) -> None:
-        """Raises OtherBase unless `held`, the base that `place` belongs to, is this one.
+    def check(self, other: BaseIdentity, place: str, remedy: str) -> None:
+        """Raises OtherBase unless `other`, the base that `place` belongs to, is this one.
 
         `place` and `remedy` are for the message; `remedy` says what to use instead of `place`.
         """
-        if held.fingerprint != self.fingerprint:
+        if other.fingerprint != self.fingerprint:
             raise OtherBase(
-                f"{place} belongs to another base: {shown(held.name)} with the fingerprint {held.fingerprint[:12]}, "
+                f"{place} belongs to another base: {shown(other.name)} with the fingerprint {other.fingerprint[:12]}, "
                 f"and this is {shown(self.name)} with {self.fingerprint[:12]}. Adapters work only on the very base "
                 "that they were trained on, and a model that was trained again is another one. Serve the former base, "
                 f"or {remedy}"

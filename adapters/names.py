@@ -21,15 +21,15 @@ _TENANT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,64}")  # "." and ".." have 
 
 def check_name(name: str, reserved: Collection[str] = ()) -> None:
     """Raises AdapterInvalid unless an adapter may be registered under this name. `reserved`: names of the base."""
-    owner, own = split_private(name)
+    owner, local_name = split_private(name)
     if owner is not None:
         check_user(owner)
-    if not _ADAPTER.fullmatch(own):
+    if not _ADAPTER.fullmatch(local_name):
         raise AdapterInvalid(
             f"name {shown(name)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "
             "the first of them a letter or a digit; or two of these with a '/' between them"
         )
-    if own in reserved:
+    if local_name in reserved:
         raise AdapterInvalid(f"name {shown(name)} is taken by the base model: choose another")
 
 
@@ -64,8 +64,8 @@ def split_private(name: str) -> tuple[str | None, str]:
     """The user in `~user/name`, and the name there; None: the name is plain."""
     if not name.startswith(PRIVATE) or "/" not in name:
         return None, name
-    user, _, own = name[1:].partition("/")
-    return user, own
+    user, _, local_name = name[1:].partition("/")
+    return user, local_name
 
 
 def split_selector(model: str) -> tuple[str, str | None]:

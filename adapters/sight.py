@@ -50,7 +50,7 @@ class Sight:
 
     def uploaded(self, name: str, *, is_private: bool) -> str:
         """The name under which an upload is registered. Raises AdapterInvalid if the caller may not use it."""
-        owner, own = split_private(name)
+        owner, local_name = split_private(name)
         if owner is None and not is_private:
             return name
         if owner is None:
@@ -60,7 +60,7 @@ class Sight:
         if owner == "":
             if is_private:
                 raise AdapterInvalid(f"{shown(name)} is the tenant's, and cannot be private")
-            return own
+            return local_name
         check_user(owner)
         if not self.sees(name):
             raise AdapterInvalid(f"name {shown(name)} is not accepted: only that user and administrators may use it")

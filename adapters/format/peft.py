@@ -108,8 +108,10 @@ def refuse_fields(config: Mapping[str, Any]) -> None:
         refused = REFUSED.get(key)
         if refused is not None and not _is_one_of(value, refused.unset):
             raise AdapterInvalid(f"{key} = {shown(value)} is not supported ({refused.feature}): {refused.remedy}")
-        known = refused is not None or key in COMPUTED or key in HARMLESS or key in ("peft_type", "init_lora_weights")
-        if not known and value is not None and value is not False:
+        is_known = (
+            refused is not None or key in COMPUTED or key in HARMLESS or key in ("peft_type", "init_lora_weights")
+        )
+        if not is_known and value is not None and value is not False:
             raise AdapterInvalid(f"{shown(key)} = {shown(value)} is an unknown field: remove it if it changes nothing")
     _refuse_initialisation(config.get("init_lora_weights", True))
 
@@ -127,7 +129,7 @@ def _refuse_initialisation(value: Any) -> None:
 
 
 def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(one) and value == one for one in accepted)
+    return any(type(value) is type(candidate) and value == candidate for candidate in accepted)
 
 
 MAX_PARAMETERS = 2048  # names in target_parameters: more than any base has
@@ -226,8 +228,8 @@ def parse_tensor_name(name: str) -> tuple[int, str, str] | None:
     """(layer, module, letter), or None for a name that is not of a LoRA matrix of a decoder layer."""
     match = _EXPERT_TENSOR_NAME.fullmatch(name)
     if match is not None:
-        own = _EXPERT_NAMES.get(match["name"], match["name"])
-        return int(match["layer"]), f"experts.{int(match['expert'])}.{own}", match["letter"]
+        projection = _EXPERT_NAMES.get(match["name"], match["name"])
+        return int(match["layer"]), f"experts.{int(match['expert'])}.{projection}", match["letter"]
     match = _TENSOR_NAME.fullmatch(name)
     if match is None or match["module"] not in MODULE_PATHS or f".{MODULE_PATHS[match['module']]}." not in name:
         return None
@@ -271,12 +273,12 @@ def _names(config: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
 
 
 def _parameters(config: Mapping[str, Any]) -> tuple[str, ...]:
-    found = _names(config, "target_parameters")
-    if isinstance(found, str):
-        raise AdapterInvalid(f"target_parameters = {shown(found)}: a list of names is needed, as in PEFT")
-    if len(found) > MAX_PARAMETERS:
-        raise AdapterInvalid(f"target_parameters has {len(found)} names: at most {MAX_PARAMETERS} are accepted")
-    return found
+    names = _names(config, "target_parameters")
+    if isinstance(names, str):
+        raise AdapterInvalid(f"target_parameters = {shown(names)}: a list of names is needed, as in PEFT")
+    if len(names) > MAX_PARAMETERS:
+        raise AdapterInvalid(f"target_parameters has {len(names)} names: at most {MAX_PARAMETERS} are accepted")
+    return names
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
