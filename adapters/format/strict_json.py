@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
-from ..errors import AdapterInvalid, shown
+from ..errors import AdapterInvalid, quote
 
 
 def parse_object(data: bytes, label: str) -> dict[str, Any]:
@@ -15,7 +15,7 @@ def parse_object(data: bytes, label: str) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         for key, value in items:
             if key in fields:
-                raise AdapterInvalid(f"{label} has the key {shown(key)} twice: each key may be there once")
+                raise AdapterInvalid(f"{label} has the key {quote(key)} twice: each key may be there once")
             fields[key] = value
         return fields
 
@@ -31,5 +31,5 @@ def parse_object(data: bytes, label: str) -> dict[str, Any]:
     except ValueError as error:  # JSONDecodeError, and integers of thousands of digits
         raise AdapterInvalid(f"{label} is not JSON ({error}): a JSON object is needed") from error
     if not isinstance(value, dict):
-        raise AdapterInvalid(f"{label} holds {shown(value)}: a JSON object is needed")
+        raise AdapterInvalid(f"{label} holds {quote(value)}: a JSON object is needed")
     return value

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..adapter import BaseShape
-from ..errors import AdapterInvalid, listed, shown
+from ..errors import AdapterInvalid, listed, quote
 from .peft import LoraConfig
 
 # Names that match a module's name, or its last dotted parts, found without looking at each of them.
@@ -198,7 +198,7 @@ def _match_in_child(
         )
     reply, error = json.loads(child.stdout)
     if error is not None:
-        raise AdapterInvalid(f"{field} holds {shown(error[0])}, which is not a regular expression: {error[1]}")
+        raise AdapterInvalid(f"{field} holds {quote(error[0])}, which is not a regular expression: {error[1]}")
     matches: list[int | None] = reply
     return matches
 
@@ -247,7 +247,7 @@ def resolve_targets(
                 f"is not supported, {', '.join(shape.modules)} are"
             )
     if not targeted and not config.target_parameters:
-        raise AdapterInvalid(f"target_modules = {shown(config.target_modules)} matches no module of the base")
+        raise AdapterInvalid(f"target_modules = {quote(config.target_modules)} matches no module of the base")
     ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
     alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
     targets = {}
@@ -273,7 +273,7 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Mapping[str,
     for target in config.target_modules:
         if target not in valid_names:
             raise AdapterInvalid(
-                f"target_modules names {shown(target)}, which adapters of this base cannot have: "
+                f"target_modules names {quote(target)}, which adapters of this base cannot have: "
                 f"{', '.join(shape.modules)} are accepted"
             )
 

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import AdapterInvalid, shown
+from ..errors import AdapterInvalid, quote
 from .strict_json import parse_object
 
 Tensor = NDArray[Any]
@@ -126,7 +126,7 @@ def _entries(header: dict[str, Any], data_bytes: int, label: str) -> dict[str, T
     for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
         if entry.start != end:
             problem = "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
-            raise AdapterInvalid(f"{label}: {shown(name)} {problem}: tensors must follow one another")
+            raise AdapterInvalid(f"{label}: {quote(name)} {problem}: tensors must follow one another")
         end = entry.end
     if end > data_bytes:
         raise AdapterInvalid(f"{label} is truncated: its tensors take {end} bytes, the file has {data_bytes} of them")
@@ -136,17 +136,17 @@ def _entries(header: dict[str, Any], data_bytes: int, label: str) -> dict[str, T
 
 
 def _entry(name: str, facts: Any, label: str) -> TensorEntry:
-    where = f"{label}: {shown(name, 160)}"
+    where = f"{label}: {quote(name, 160)}"
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
-        raise AdapterInvalid(f"{where} is described by {shown(facts)}: dtype, shape and data_offsets are needed")
+        raise AdapterInvalid(f"{where} is described by {quote(facts)}: dtype, shape and data_offsets are needed")
     dtype = DTYPES.get(facts["dtype"]) if isinstance(facts["dtype"], str) else None
     if dtype is None:
-        raise AdapterInvalid(f"{where} has dtype {shown(facts['dtype'])}: {', '.join(DTYPES)} are accepted")
+        raise AdapterInvalid(f"{where} has dtype {quote(facts['dtype'])}: {', '.join(DTYPES)} are accepted")
     shape, offsets = facts["shape"], facts["data_offsets"]
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise AdapterInvalid(f"{where} has shape {shown(shape)}: a list of sizes is needed")
+        raise AdapterInvalid(f"{where} has shape {quote(shape)}: a list of sizes is needed")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise AdapterInvalid(f"{where} has data_offsets {shown(offsets)}: a begin and an end are needed")
+        raise AdapterInvalid(f"{where} has data_offsets {quote(offsets)}: a begin and an end are needed")
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes == 0:
         raise AdapterInvalid(f"{where} has shape {shape}: it holds nothing")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..adapter import BaseShape, family_of_module
-from ..errors import AdapterInvalid, listed, shown
+from ..errors import AdapterInvalid, listed, quote
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
 from .peft import TENSORS_FILE, LoraConfig, foreign_feature, parse_config, parse_tensor_name, tensor_name
 from .targets import PatternTime, Target, by_pattern, named_in, names_found, resolve_targets
@@ -72,7 +72,7 @@ def resolve_parameters(
     valid_names = names_found(keys, frozenset(config.target_parameters))
     for target in config.target_parameters:
         if target not in valid_names:
-            raise AdapterInvalid(f"target_parameters names {shown(target)}: {_accepted(shape)}")
+            raise AdapterInvalid(f"target_parameters names {quote(target)}: {_accepted(shape)}")
     targeted = named_in(keys, frozenset(config.target_parameters))
     ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
     alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
@@ -101,12 +101,12 @@ def match_fused_names(
         key = None if (fused_name := parse_fused_name(name)) is None else expected.get(fused_name)
         if key is None:
             raise AdapterInvalid(
-                f"{TENSORS_FILE} holds {shown(name, 160)}, and target_parameters in adapter_config.json names no such "
+                f"{TENSORS_FILE} holds {quote(name, 160)}, and target_parameters in adapter_config.json names no such "
                 "parameter of experts"
             )
         if key in names_by_key:
             raise AdapterInvalid(
-                f"{TENSORS_FILE} holds a matrix twice: as {names_by_key[key]} and as {shown(name, 160)}"
+                f"{TENSORS_FILE} holds a matrix twice: as {names_by_key[key]} and as {quote(name, 160)}"
             )
         names_by_key[key] = name
     missing = [fused_tensor_name(*key, targets) for key in expected.values() if key not in names_by_key]
@@ -245,7 +245,7 @@ def _match_names(
             _refuse_tensor(name, shape)
         elif key in names:
             raise AdapterInvalid(
-                f"{TENSORS_FILE} holds a matrix twice: as {shown(names[key], 160)} and as {shown(name, 160)}"
+                f"{TENSORS_FILE} holds a matrix twice: as {quote(names[key], 160)} and as {quote(name, 160)}"
             )
         else:
             names[key] = name
@@ -273,11 +273,11 @@ def _refuse_tensor(name: str, shape: BaseShape) -> None:
     feature = foreign_feature(name)
     if feature is not None:
         raise AdapterInvalid(
-            f"{TENSORS_FILE} holds {shown(name, 160)}: {feature} is not supported, "
+            f"{TENSORS_FILE} holds {quote(name, 160)}: {feature} is not supported, "
             f"only plain LoRA of {', '.join(shape.modules)} is"
         )
     raise AdapterInvalid(
-        f"{TENSORS_FILE} holds {shown(name, 160)}, which is not a LoRA matrix of this base: names like "
+        f"{TENSORS_FILE} holds {quote(name, 160)}, which is not a LoRA matrix of this base: names like "
         f"{tensor_name(0, 'q_proj', 'A')} of {', '.join(shape.modules)} are accepted"
     )
 

@@ -170,8 +170,8 @@ class CanaryCounts:
         async with answered_within(), self._client.pipeline(transaction=False) as pipeline:
             for canary_id in canary_ids:
                 pipeline.hgetall(CANARY_COUNTS + canary_id)
-            counts_by_id = await pipeline.execute()
-        return [Trial(counts.get("of", ""), {arm: _arm(arm, counts) for arm in _ARMS}) for counts in counts_by_id]
+            all_counts = await pipeline.execute()
+        return [Trial(counts.get("of", ""), {arm: _arm(arm, counts) for arm in _ARMS}) for counts in all_counts]
 
     async def comments(self, canary_id: str) -> list[str]:
         """The comments on its answers, the newest first, each after "arm up: " or "arm down: "."""

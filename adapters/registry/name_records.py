@@ -17,7 +17,7 @@ from msgspec import structs
 from redis.asyncio import Redis
 
 from ..adapter import AdapterVersion
-from ..errors import CallerGone, NameTaken, NoSuchName, RegistryUnavailable, VersionRefused, shown
+from ..errors import CallerGone, NameTaken, NoSuchName, RegistryUnavailable, VersionRefused, quote
 from ..names import check_name, check_tenant
 from ..sight import owner_of
 from .events import decode_adapter, encode_facts
@@ -81,7 +81,7 @@ class NameRecords:
 
         def add(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, AdapterVersion | None]:
             if state is not None and must_be_new:
-                raise NameTaken(f"there is an adapter {shown(name)} already")
+                raise NameTaken(f"there is an adapter {quote(name)} already")
             if state is not None:
                 candidates = [state.current] if activate else [state.current, *versions_of(state.current)]
                 identity = digest, response_template
