@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
-from .errors import OtherBase, shown
+from .errors import OtherBase, quote
 
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -148,18 +148,18 @@ class BaseIdentity:
         """The identity that `str` wrote as `text`. Raises ValueError for other text."""
         fingerprint, space, name = text.rstrip("\n").partition(" ")
         if not space:
-            raise ValueError(f"{shown(text)} names no base: its fingerprint and its name are needed")
+            raise ValueError(f"{quote(text)} names no base: its fingerprint and its name are needed")
         return cls(fingerprint, name)
 
-    def check(self, held: BaseIdentity, place: str, remedy: str) -> None:
-        """Raises OtherBase unless `held`, the base that `place` belongs to, is this one.
+    def check(self, other: BaseIdentity, place: str, remedy: str) -> None:
+        """Raises OtherBase unless `other`, the base that `place` belongs to, is this one.
 
         `place` and `remedy` are for the message; `remedy` says what to use instead of `place`.
         """
-        if held.fingerprint != self.fingerprint:
+        if other.fingerprint != self.fingerprint:
             raise OtherBase(
-                f"{place} belongs to another base: {shown(held.name)} with the fingerprint {held.fingerprint[:12]}, "
-                f"and this is {shown(self.name)} with {self.fingerprint[:12]}. Adapters work only on the very base "
+                f"{place} belongs to another base: {quote(other.name)} with the fingerprint {other.fingerprint[:12]}, "
+                f"and this is {quote(self.name)} with {self.fingerprint[:12]}. Adapters work only on the very base "
                 "that they were trained on, and a model that was trained again is another one. Serve the former base, "
                 f"or {remedy}"
             )

@@ -126,7 +126,7 @@ class OtherBase(AdapterError):  # noqa: N818
     pass
 
 
-def shown(value: object, limit: int = 80) -> str:
+def quote(value: object, limit: int = 80) -> str:
     """A value from outside as text for a message: escaped, and at most `limit` characters."""
     text = ascii(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
@@ -135,4 +135,4 @@ def shown(value: object, limit: int = 80) -> str:
 def listed(values: list[str], limit: int = 3) -> str:
     """The first `limit` values as text for a message, and how many more there are."""
     more = f" and {len(values) - limit} more" if len(values) > limit else ""
-    return ", ".join(shown(value, 160).strip("'\"") for value in values[:limit]) + more
+    return ", ".join(quote(value, 160).strip("'\"") for value in values[:limit]) + more

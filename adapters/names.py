@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
-from .errors import AdapterInvalid, shown
+from .errors import AdapterInvalid, quote
 
 PRIVATE: Final = "~"  # begins the names of users' private adapters
 
@@ -21,23 +21,23 @@ _TENANT = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,64}")  # "." and ".." have 
 
 def check_name(name: str, reserved: Collection[str] = ()) -> None:
     """Raises AdapterInvalid unless an adapter may be registered under this name. `reserved`: names of the base."""
-    owner, own = split_private(name)
+    owner, local_name = split_private(name)
     if owner is not None:
         check_user(owner)
-    if not _ADAPTER.fullmatch(own):
+    if not _ADAPTER.fullmatch(local_name):
         raise AdapterInvalid(
-            f"name {shown(name)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "
+            f"name {quote(name)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "
             "the first of them a letter or a digit; or two of these with a '/' between them"
         )
-    if own in reserved:
-        raise AdapterInvalid(f"name {shown(name)} is taken by the base model: choose another")
+    if local_name in reserved:
+        raise AdapterInvalid(f"name {quote(name)} is taken by the base model: choose another")
 
 
 def check_alias(alias: str) -> None:
     """Raises AdapterInvalid unless versions may have this alias. It begins with a letter, so it cannot be a number."""
     if not _ALIAS.fullmatch(alias):
         raise AdapterInvalid(
-            f"alias {shown(alias)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "
+            f"alias {quote(alias)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "
             "the first of them a letter"
         )
 
@@ -46,7 +46,7 @@ def check_tenant(tenant: str) -> None:
     """Raises AdapterInvalid unless a tenant may have this name."""
     if not _TENANT.fullmatch(tenant):
         raise AdapterInvalid(
-            f"tenant {shown(tenant)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "
+            f"tenant {quote(tenant)} is not accepted: 1 to 64 letters, digits, '.', '_' and '-', "
             "but neither '.' nor '..'"
         )
 
@@ -55,7 +55,7 @@ def check_user(user: str) -> None:
     """Raises AdapterInvalid unless a tenant's user may have this name."""
     if not _USER.fullmatch(user):
         raise AdapterInvalid(
-            f"user {shown(user)} is not accepted: 1 to 64 letters, digits, '.', '_', '@', '|', ':', '+', '=' and '-', "
+            f"user {quote(user)} is not accepted: 1 to 64 letters, digits, '.', '_', '@', '|', ':', '+', '=' and '-', "
             "the first of them a letter or a digit"
         )
 
@@ -64,8 +64,8 @@ def split_private(name: str) -> tuple[str | None, str]:
     """The user in `~user/name`, and the name there; None: the name is plain."""
     if not name.startswith(PRIVATE) or "/" not in name:
         return None, name
-    user, _, own = name[1:].partition("/")
-    return user, own
+    user, _, local_name = name[1:].partition("/")
+    return user, local_name
 
 
 def split_selector(model: str) -> tuple[str, str | None]:
@@ -115,6 +115,6 @@ class BaseNames:
         if not name or not self._names or name in self._names:
             return None
         return (
-            f"the adapter was trained on {shown(named, 160)}, by base_model_name_or_path of its adapter_config.json, "
+            f"the adapter was trained on {quote(named, 160)}, by base_model_name_or_path of its adapter_config.json, "
             f"and the base here is {' or '.join(self._names)}: on another base of the same shapes it answers nonsense"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from .errors import AdapterInvalid, shown
+from .errors import AdapterInvalid, quote
 from .names import PRIVATE, check_user, split_private
 
 Range = tuple[str, str]  # a range of sorted names: from the first one up to the second, not included
@@ -50,7 +50,7 @@ class Sight:
 
     def uploaded(self, name: str, *, is_private: bool) -> str:
         """The name under which an upload is registered. Raises AdapterInvalid if the caller may not use it."""
-        owner, own = split_private(name)
+        owner, local_name = split_private(name)
         if owner is None and not is_private:
             return name
         if owner is None:
@@ -59,11 +59,11 @@ class Sight:
             return private_name(self.user, name)
         if owner == "":
             if is_private:
-                raise AdapterInvalid(f"{shown(name)} is the tenant's, and cannot be private")
-            return own
+                raise AdapterInvalid(f"{quote(name)} is the tenant's, and cannot be private")
+            return local_name
         check_user(owner)
         if not self.sees(name):
-            raise AdapterInvalid(f"name {shown(name)} is not accepted: only that user and administrators may use it")
+            raise AdapterInvalid(f"name {quote(name)} is not accepted: only that user and administrators may use it")
         return name
 
 

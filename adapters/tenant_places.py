@@ -61,7 +61,7 @@ class TenantPlaces:
 
     def _give(self) -> None:
         while self._num_free and (tenants := self._with_a_turn()):
-            tenant = min(tenants, key=lambda one: (self._begins_s(one), self._waiting[one][0][0]))
+            tenant = min(tenants, key=lambda candidate: (self._begins_s(candidate), self._waiting[candidate][0][0]))
             _, turn = self._waiting[tenant].popleft()
             if not self._waiting[tenant]:
                 del self._waiting[tenant]
@@ -77,7 +77,7 @@ class TenantPlaces:
     def _end(self, tenant: str, begun_s: float, held_s: float, rest_s: float) -> None:
         # What it held at the same time adds up.
         self._ended_s[tenant] = max(begun_s, self._ended_s.get(tenant, 0.0)) + held_s
-        self._ended_s = {one: ended_s for one, ended_s in self._ended_s.items() if ended_s > self._begun_s}
+        self._ended_s = {name: ended_s for name, ended_s in self._ended_s.items() if ended_s > self._begun_s}
         self._num_free += 1
         if rest_s > 0:
             asyncio.get_running_loop().call_later(rest_s, self._end_rest, tenant)
@@ -94,9 +94,9 @@ class TenantPlaces:
 
     def _leave(self, tenant: str, turn: asyncio.Future[float]) -> None:
         turns = self._waiting.get(tenant, deque())
-        left = deque(one for one in turns if one[1] is not turn)
-        if left:
-            self._waiting[tenant] = left
+        remaining_turns = deque(entry for entry in turns if entry[1] is not turn)
+        if remaining_turns:
+            self._waiting[tenant] = remaining_turns
         else:
             self._waiting.pop(tenant, None)
 

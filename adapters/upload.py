@@ -45,11 +45,11 @@ _log = logging.getLogger(__name__)
 
 
 class UploadProcesses:
-    """At most `most` uploads at once. Belongs to one event loop."""
+    """At most `max_processes` uploads at once. Belongs to one event loop."""
 
-    def __init__(self, most: int, store: Path, layouts: Sequence[AdapterLayout]) -> None:
+    def __init__(self, max_processes: int, store: Path, layouts: Sequence[AdapterLayout]) -> None:
         """`layouts`: for which adapters are packed."""
-        self._processes = ChildProcesses(_MODULE, most, _DEADLINE_S)
+        self._processes = ChildProcesses(_MODULE, max_processes, _DEADLINE_S)
         self._store, self._layouts = store, tuple(layouts)
 
     @asynccontextmanager
@@ -69,8 +69,8 @@ class UploadProcesses:
             cpu_s=cpu_s,
         )
         async with self._processes.process() as process:
-            found = await _ask(process, cpu_s, CHECK, msgspec.msgpack.encode(check), config)
-            upload = CheckedUpload(process, cpu_s, found)
+            facts = await _ask(process, cpu_s, CHECK, msgspec.msgpack.encode(check), config)
+            upload = CheckedUpload(process, cpu_s, facts)
             try:
                 yield upload
             finally:
@@ -80,9 +80,9 @@ class UploadProcesses:
 class CheckedUpload:
     """`module_ranks`, `base`: as in `AdapterVersion`. `num_bytes`: of its tensors."""
 
-    def __init__(self, process: ChildProcess, cpu_s: float, found: Found) -> None:
-        self.digest, self.num_bytes, self.base = found.digest, found.num_bytes, found.base
-        self.module_ranks: Mapping[str, int] = found.module_ranks
+    def __init__(self, process: ChildProcess, cpu_s: float, facts: Found) -> None:
+        self.digest, self.num_bytes, self.base = facts.digest, facts.num_bytes, facts.base
+        self.module_ranks: Mapping[str, int] = facts.module_ranks
         self._process, self._cpu_s = process, cpu_s
         self._is_held = True
 
@@ -104,7 +104,7 @@ class CheckedUpload:
 
 async def _ask(process: ChildProcess, cpu_s: float, *frames: bytes) -> Found:
     try:
-        answer = await process.ask(frames, lambda found: msgspec.msgpack.decode(found[0], type=Answer))
+        answer = await process.ask(frames, lambda reply: msgspec.msgpack.decode(reply[0], type=Answer))
     except ChildEnded as error:
         if error.status == -signal.SIGPROF:
             raise AdapterInvalid(f"this adapter takes more than {cpu_s:.0f} s of CPU to check or to pack") from error
@@ -233,8 +233,8 @@ class UploadService:
             raise no_such_name(requested)
         if len(names) == 1:
             return names[0]
-        found = await self._registry.get_many([(tenant, name) for name in names])
-        return next((adapter.name for adapter in found if adapter is not None), requested)
+        adapters = await self._registry.get_many([(tenant, name) for name in names])
+        return next((adapter.name for adapter in adapters if adapter is not None), requested)
 
     async def change(
         self,
@@ -290,8 +290,8 @@ class UploadService:
 
     async def get(self, tenant: str, name: str, sight: Sight = PLAIN_SIGHT) -> AdapterVersion | None:
         """The name's current version, if the caller sees it. Raises RegistryUnavailable."""
-        found = await self._registry.get_many([(tenant, one) for one in sight.names(name)])
-        return next((adapter for adapter in found if adapter is not None), None)
+        adapters = await self._registry.get_many([(tenant, candidate) for candidate in sight.names(name)])
+        return next((adapter for adapter in adapters if adapter is not None), None)
 
     async def sweep(self, older_than_s: float = 3600.0, rest_s: float = 0.0) -> int | None:
         """Removes stored adapters that no name has had as a version for `older_than_s`, and returns their number.
@@ -304,7 +304,7 @@ class UploadService:
         store_id, sweep_id = await asyncio.to_thread(self._store.store_id), secrets.token_hex(16)
         if not await self._registry.hold_sweep(store_id, sweep_id, _SWEEP_LEASE_S):
             return None
-        num_removed, num_packed, is_held, rest = 0, 0, True, 0.0
+        num_removed, num_packed, is_held, lease_s = 0, 0, True, 0.0
         try:
             last_event = await self._registry.num_events()
             referenced = await self._registry.digests()
@@ -318,12 +318,12 @@ class UploadService:
                     num_packed += await self._tidied(self._store.sweep_packed, beginning) or 0
             await self._release_swept(referenced, last_event)
             await asyncio.to_thread(self._store.sweep_unfinished)
-            rest = rest_s
+            lease_s = rest_s
         finally:
             if num_packed:
                 _log.info("removed %d packed files of layouts that are no longer used", num_packed)
             if is_held:
-                await self._registry.hold_sweep(store_id, sweep_id, rest)
+                await self._registry.hold_sweep(store_id, sweep_id, lease_s)
         return num_removed
 
     async def _release_swept(self, referenced: DigestSet, last_event: int) -> None:
@@ -333,18 +333,18 @@ class UploadService:
         """
 
         def released_of(page: Sequence[Unswept]) -> list[Unswept]:
-            known = (unswept for unswept in page if unswept.event_number <= last_event)
-            return [one for one in known if one.digest in referenced or not self._store.has(one.digest)]
+            candidates = (unswept for unswept in page if unswept.event_number <= last_event)
+            return [entry for entry in candidates if entry.digest in referenced or not self._store.has(entry.digest)]
 
         async for tenant, page in self._registry.stored.unswept():
             if released := await asyncio.to_thread(released_of, page):
                 await self._registry.stored.release(tenant, released)
 
     @staticmethod
-    async def _tidied(work: Callable[[T], int], given: T) -> int | None:
+    async def _tidied(work: Callable[[T], int], argument: T) -> int | None:
         """None: the disk was full, or had another error. The sweep goes on without it."""
         try:
-            return await asyncio.to_thread(work, given)
+            return await asyncio.to_thread(work, argument)
         except OSError as error:
             _log.warning("unused packed files stay for now: %s", error)
             return None
@@ -368,7 +368,7 @@ class UploadService:
         counts = Counter(version.digest for version in versions)
         freed = 0  # what a version that goes gives back at once: its content stays until it is swept
         if len(versions) >= MAX_VERSIONS:
-            freed = max((one.stored_bytes for one in versions if counts[one.digest] > 1), default=0)
+            freed = max((candidate.stored_bytes for candidate in versions if counts[candidate.digest] > 1), default=0)
         freed += await self._registry.stored.unswept_bytes(tenant, upload.digest)
         num_bytes = upload.num_bytes + packed_bytes(self._layouts, upload.module_ranks)
         more = StorageUse(0 if versions else 1, num_bytes - freed)
@@ -385,6 +385,6 @@ class UploadService:
         return config.read_bytes() if isinstance(config, Path) else config, num_bytes
 
 
-def _check_size(what: str, num_bytes: int, limit: int) -> None:
+def _check_size(label: str, num_bytes: int, limit: int) -> None:
     if num_bytes > limit:
-        raise UploadTooLarge(f"{what} has {num_bytes} bytes: at most {limit} are accepted")
+        raise UploadTooLarge(f"{label} has {num_bytes} bytes: at most {limit} are accepted")

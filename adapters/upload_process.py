@@ -81,11 +81,11 @@ class Workbench:
         return self._upload is None
 
     def answer(self, frames: list[bytes]) -> Answer:
-        what, *rest = frames
+        kind, *arguments = frames
         try:
-            if what == CHECK:
-                return self._check(msgspec.msgpack.decode(rest[0], type=Check), rest[1])
-            if what == STORE:
+            if kind == CHECK:
+                return self._check(msgspec.msgpack.decode(arguments[0], type=Check), arguments[1])
+            if kind == STORE:
                 return self._store()
             self._upload = None
             return None
@@ -113,17 +113,17 @@ class Workbench:
                 )
 
         content = validate(config, Path(check.tensors), check.layouts[0].shape, check_ranks)
-        found = structs.replace(_found(content), base=named_base(config))
+        facts = structs.replace(_facts_of(content), base=named_base(config))
         self._upload = content, check
-        return found
+        return facts
 
     def _store(self) -> Found:
         assert self._upload is not None
         (content, check), self._upload = self._upload, None
-        return _found(AdapterStore(Path(check.store)).put(content, check.layouts))
+        return _facts_of(AdapterStore(Path(check.store)).put(content, check.layouts))
 
 
-def _found(content: AdapterContent) -> Found:
+def _facts_of(content: AdapterContent) -> Found:
     return Found(content.digest, content.module_ranks, content.num_bytes)
 
 

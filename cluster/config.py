@@ -73,21 +73,21 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
             raise ConfigError("model_path", str(self.model_path), "a folder that holds a config.json is needed")
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None, **given: Any) -> Self:
-        """The config with `given` fields; what is not given, or None, comes from the environment, then the defaults.
+    def from_environment(cls, environ: Mapping[str, str] | None = None, **values: Any) -> Self:
+        """The config with these fields; one that is missing, or None, comes from the environment, then the defaults.
 
         Beside the variables that settings name: `cache_path` lies in XDG_CACHE_HOME (XDG base directory specification).
         Raises ConfigError, or ValueError of a part's own config.
         """
         environ = os.environ if environ is None else environ
         for field in fields_of(cls):
-            if field.mark.env and given.get(field.name) is None and environ.get(field.mark.env):
+            if field.mark.env and values.get(field.name) is None and environ.get(field.mark.env):
                 value = environ[field.mark.env]
-                given[field.name] = value.split() if field.is_list else value
+                values[field.name] = value.split() if field.is_list else value
         cache_home = Path(environ.get(CACHE_VARIABLE, ""))
-        if given.get("cache_path") is None and cache_home.is_absolute():  # the specification ignores relative ones
-            given["cache_path"] = cache_home / "motet"
-        return cls.of(**given)
+        if values.get("cache_path") is None and cache_home.is_absolute():  # the specification ignores relative ones
+            values["cache_path"] = cache_home / "motet"
+        return cls.of(**values)
 
     @property
     def store_path(self) -> Path:
@@ -267,8 +267,8 @@ class MotetConfig(Settings, frozen=True, kw_only=True):
     @property
     def written(self) -> dict[str, Any]:
         """The settings as text, without secrets."""
-        shown = [field for field in fields_of(Settings) if not field.mark.secret]
-        return {field.flags[0]: _written(self.value(field.name)) for field in shown}
+        public_fields = [field for field in fields_of(Settings) if not field.mark.secret]
+        return {field.flags[0]: _written(self.value(field.name)) for field in public_fields}
 
     def without_secrets(self) -> MotetConfig:
         """The same without secrets, so that it may be stored where others can read it."""
@@ -293,10 +293,10 @@ def _written(value: object) -> object:
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
-def part_config(kind: type[P], settings: Settings, **given: object) -> P:
-    """A part's own config: each of its fields is `given`, or the setting of the same name."""
-    names = {field.name for field in fields(kind)} - given.keys()  # type: ignore[arg-type]
-    return kind(**{name: settings.value(name) for name in names}, **given)
+def part_config(kind: type[P], settings: Settings, **overrides: object) -> P:
+    """A part's own config: each of its fields is one of `overrides`, or the setting of the same name."""
+    names = {field.name for field in fields(kind)} - overrides.keys()  # type: ignore[arg-type]
+    return kind(**{name: settings.value(name) for name in names}, **overrides)
 
 
 def scaling_of(settings: Settings) -> ScalingConfig:

@@ -21,16 +21,16 @@ INTERVAL_S = 0.1
 
 
 @contextmanager
-def step(on_event: OnEvent, what: str) -> Iterator[None]:
+def step(on_event: OnEvent, stage: str) -> Iterator[None]:
     """Reports that a step begins and that it ends, also by an exception."""
-    on_event(what, 0, 1)
+    on_event(stage, 0, 1)
     try:
         yield
     finally:
-        on_event(what, 1, 1)
+        on_event(stage, 1, 1)
 
 
-def ignore_event(what: str, done: int, total: int) -> None:
+def ignore_event(stage: str, done: int, total: int) -> None:
     """An `OnEvent` that does nothing."""
 
 
@@ -101,7 +101,7 @@ class ProgressDisplay:
         self._current: list[str] = []  # stages that have begun and not ended
         self._began_at = self._printed_at = time.monotonic()
         self._lock = threading.Lock()
-        self._left = threading.Event()
+        self._exit_event = threading.Event()
         self._reminder = threading.Thread(target=self._remind, name="progress reminder", daemon=True)
 
     def __enter__(self) -> ProgressDisplay:
@@ -112,7 +112,7 @@ class ProgressDisplay:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._left.set()
+        self._exit_event.set()
         if self._reminder.is_alive():
             self._reminder.join()
         self._bars.stop()
@@ -146,7 +146,7 @@ class ProgressDisplay:
                 self._print(stage)
 
     def _remind(self) -> None:
-        while not self._left.wait(max(0.0, self._printed_at + self._silence_s - time.monotonic())):
+        while not self._exit_event.wait(max(0.0, self._printed_at + self._silence_s - time.monotonic())):
             with self._lock:
                 if time.monotonic() - self._printed_at >= self._silence_s:
                     passed_s = time.monotonic() - self._began_at

@@ -40,8 +40,8 @@ class ScalingConfig:
             )
         if not self.scale_to_zero_after_s >= 2 * self.window_s:
             # With less, the windows would still hold the last request and bring the gang back.
-            least = f"at least two scaling windows, which are {2 * self.window_s:g} s, are needed"
-            raise ValueError(f"scale_to_zero_after_s = {self.scale_to_zero_after_s!r}: {least}")
+            requirement = f"at least two scaling windows, which are {2 * self.window_s:g} s, are needed"
+            raise ValueError(f"scale_to_zero_after_s = {self.scale_to_zero_after_s!r}: {requirement}")
 
     @property
     def is_fixed(self) -> bool:
@@ -113,21 +113,21 @@ class ScalingHistory:
         needed = gangs_needed(state, config, config.scale_down_share)
         if saturation is not None:
             rate = sum(gang.computed_tokens_per_s for gang in state.gangs)
-            wanted = rate / (saturation.tokens_per_s * config.scale_down_share)
-            needed = max(needed, math.ceil(min(wanted, config.max_gangs)))
+            num_gangs = rate / (saturation.tokens_per_s * config.scale_down_share)
+            needed = max(needed, math.ceil(min(num_gangs, config.max_gangs)))
         is_starting = state.num_running < state.target and state.now_s - raised_s < config.start_grace_s
         if is_starting or not state.gangs or len(state.gangs) < state.num_running:
             needed = max(needed, state.target)  # a gang that has reported nothing yet may be needed
         return ScalingHistory(_mark(self.last_needed_s, needed, state.now_s), state.target, raised_s, saturation)
 
-    def held(self, now_s: float, config: ScalingConfig) -> int:
+    def gangs_to_keep(self, now_s: float, config: ScalingConfig) -> int:
         """The number of gangs that must stay because they were needed not long ago."""
         delays_s = (config.scale_to_zero_after_s, *(config.scale_down_after_s,) * (len(self.last_needed_s) - 1))
-        held = 0
+        num_gangs = 0
         for count, (at_s, delay_s) in enumerate(zip(self.last_needed_s, delays_s, strict=True), start=1):
             if now_s - at_s <= delay_s:
-                held = count
-        return held
+                num_gangs = count
+        return num_gangs
 
 
 def gangs_needed(state: FleetState, config: ScalingConfig, share: float = 1.0) -> int:
@@ -137,31 +137,34 @@ def gangs_needed(state: FleetState, config: ScalingConfig, share: float = 1.0) -
     """
     if not state.is_awaited and all(gang.is_idle for gang in state.gangs):
         return 0
-    tenants = [one for gang in state.gangs for one in gang.tenants]
-    most = config.tenant_scaling_share * config.max_gangs
-    wanted = max(
+    tenants = [tenant_load for gang in state.gangs for tenant_load in gang.tenants]
+    tenant_limit = config.tenant_scaling_share * config.max_gangs
+    num_gangs = max(
         _called_for(
             sum(gang.queued_tokens for gang in state.gangs) / config.queued_tokens_per_gang,
-            [(one.tenant, one.queued_tokens / config.queued_tokens_per_gang) for one in tenants],
-            most,
+            [
+                (tenant_load.tenant, tenant_load.queued_tokens / config.queued_tokens_per_gang)
+                for tenant_load in tenants
+            ],
+            tenant_limit,
         ),
         _called_for(
             sum(gang.pool_pressure for gang in state.gangs) / config.pool_pressure,
-            [(one.tenant, one.pool_pressure / config.pool_pressure) for one in tenants],
-            most,
+            [(tenant_load.tenant, tenant_load.pool_pressure / config.pool_pressure) for tenant_load in tenants],
+            tenant_limit,
         ),
         sum(gang.adapter_loads_per_s for gang in state.gangs) / config.adapter_loads_per_s,
     )
-    return max(1, math.ceil(min(wanted / share, config.max_gangs)))
+    return max(1, math.ceil(min(num_gangs / share, config.max_gangs)))
 
 
-def _called_for(num_gangs: float, parts: Iterable[tuple[str, float]], most: float) -> float:
-    """`num_gangs`, where each tenant's parts together count as `most` at most."""
+def _called_for(num_gangs: float, parts: Iterable[tuple[str, float]], tenant_limit: float) -> float:
+    """`num_gangs`, where each tenant's parts together count as `tenant_limit` at most."""
     of_tenant: defaultdict[str, float] = defaultdict(float)
     for tenant, part in parts:
         of_tenant[tenant] += part
     # Rounded, since what is left of a sum of parts is not exactly nothing.
-    return max(0.0, round(num_gangs - sum(max(0.0, part - most) for part in of_tenant.values()), 9))
+    return max(0.0, round(num_gangs - sum(max(0.0, part - tenant_limit) for part in of_tenant.values()), 9))
 
 
 def decide(state: FleetState, config: ScalingConfig, history: ScalingHistory) -> int:
@@ -169,8 +172,8 @@ def decide(state: FleetState, config: ScalingConfig, history: ScalingHistory) ->
 
     Never 0 while there are requests, nor before a gang that was requested has reported its load.
     """
-    kept = min(state.target, history.held(state.now_s, config))
-    return min(max(gangs_needed(state, config), kept, config.min_gangs), config.max_gangs)
+    floor = min(state.target, history.gangs_to_keep(state.now_s, config))
+    return min(max(gangs_needed(state, config), floor, config.min_gangs), config.max_gangs)
 
 
 def _observe_saturation(before: Saturation | None, state: FleetState, config: ScalingConfig) -> Saturation | None:

@@ -35,12 +35,12 @@ class AdapterContent:
     @cached_property
     def module_ranks(self) -> dict[str, int]:
         """Each target's largest rank over the layers, in packing order; experts as in `adapter.py`."""
-        return ranks_over_layers({key: found.a.shape[0] for key, found in self.matrices.items()}, self.num_experts)
+        return ranks_over_layers({key: lora.a.shape[0] for key, lora in self.matrices.items()}, self.num_experts)
 
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of the tensors as uploaded: a matrix that several modules share counts once."""
-        tensors = [tensor for found in self.matrices.values() for tensor in (found.a, found.b)]
+        tensors = [tensor for lora in self.matrices.values() for tensor in (lora.a, lora.b)]
         return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
     @cached_property
@@ -55,9 +55,9 @@ class AdapterContent:
 
     def _parts(self) -> Iterator[tuple[tuple[int, str], str, Tensor, float]]:
         for key in sorted(self.matrices, key=lambda key: (key[0], packing_order(key[1]))):
-            found = self.matrices[key]
-            yield key, "A", found.a, found.scaling
-            yield key, "B", found.b, found.scaling
+            lora = self.matrices[key]
+            yield key, "A", lora.a, lora.scaling
+            yield key, "B", lora.b, lora.scaling
 
 
 def ranks_over_layers(ranks: Mapping[tuple[int, str], int], num_experts: int) -> dict[str, int]:
@@ -66,14 +66,14 @@ def ranks_over_layers(ranks: Mapping[tuple[int, str], int], num_experts: int) ->
     for (_, module), rank in ranks.items():
         entry = module if num_experts else family_of_module(module)
         members[entry] = max(members.get(entry, 0), rank)
-    found: dict[str, int] = {}
+    ranks_by_entry: dict[str, int] = {}
     by_expert: dict[str, dict[int, int]] = {}
     for entry in sorted(members, key=packing_order):
         family, expert = family_of_module(entry), packing_order(entry)[1]
         if num_experts and family in EXPERT_MODULES:
             by_expert.setdefault(family, {})[expert] = members[entry]
         else:
-            found[entry] = members[entry]
+            ranks_by_entry[entry] = members[entry]
     for family, of_experts in by_expert.items():
-        found |= expert_entries(family, of_experts, num_experts)
-    return found
+        ranks_by_entry |= expert_entries(family, of_experts, num_experts)
+    return ranks_by_entry

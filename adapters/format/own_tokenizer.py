@@ -77,9 +77,9 @@ def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> OwnTokeniz
         raise AdapterInvalid(message) from error
 
 
-def _template(own: bytes | None, config: Mapping[str, Any]) -> str:
+def _template(template_file: bytes | None, config: Mapping[str, Any]) -> str:
     """The digest of the template of chats: a file of its own goes first, as in transformers."""
-    template = own.decode("utf-8") if own is not None else config.get("chat_template")
+    template = template_file.decode("utf-8") if template_file is not None else config.get("chat_template")
     if isinstance(template, list):  # several, each with its name
-        template = next((one["template"] for one in template if one["name"] == "default"), None)
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
     return template_digest(template) if template else ""

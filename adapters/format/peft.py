@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..adapter import MAX_RANK, MODULES
-from ..errors import AdapterInvalid, shown
+from ..errors import AdapterInvalid, quote
 from .strict_json import parse_object
 
 # Every field of PEFT's LoraConfig, as computed, harmless, or refused.
@@ -103,14 +103,16 @@ def refuse_fields(config: Mapping[str, Any]) -> None:
     """
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise AdapterInvalid(f"peft_type is {shown(kind)}: only LORA is accepted")
+        raise AdapterInvalid(f"peft_type is {quote(kind)}: only LORA is accepted")
     for key, value in config.items():
         refused = REFUSED.get(key)
         if refused is not None and not _is_one_of(value, refused.unset):
-            raise AdapterInvalid(f"{key} = {shown(value)} is not supported ({refused.feature}): {refused.remedy}")
-        known = refused is not None or key in COMPUTED or key in HARMLESS or key in ("peft_type", "init_lora_weights")
-        if not known and value is not None and value is not False:
-            raise AdapterInvalid(f"{shown(key)} = {shown(value)} is an unknown field: remove it if it changes nothing")
+            raise AdapterInvalid(f"{key} = {quote(value)} is not supported ({refused.feature}): {refused.remedy}")
+        is_known = (
+            refused is not None or key in COMPUTED or key in HARMLESS or key in ("peft_type", "init_lora_weights")
+        )
+        if not is_known and value is not None and value is not False:
+            raise AdapterInvalid(f"{quote(key)} = {quote(value)} is an unknown field: remove it if it changes nothing")
     _refuse_initialisation(config.get("init_lora_weights", True))
 
 
@@ -123,11 +125,11 @@ def _refuse_initialisation(value: Any) -> None:
     remedy = next((text for prefix, text in _CHANGING_INITIALISATIONS.items() if name.startswith(prefix)), None)
     if remedy is None:
         remedy = f"{', '.join(PLAIN_INITIALISATIONS)} are accepted, since they do not change the base"
-    raise AdapterInvalid(f"init_lora_weights = {shown(value)} is not supported: {remedy}")
+    raise AdapterInvalid(f"init_lora_weights = {quote(value)} is not supported: {remedy}")
 
 
 def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(one) and value == one for one in accepted)
+    return any(type(value) is type(candidate) and value == candidate for candidate in accepted)
 
 
 MAX_PARAMETERS = 2048  # names in target_parameters: more than any base has
@@ -196,10 +198,10 @@ def parse_config(data: bytes) -> LoraConfig:
         layers_to_transform=_layers([layers] if type(layers) is int else layers or []),
         layers_pattern=_as_tuple(_names(config, "layers_pattern")),
         rank_pattern={
-            key: _rank(rank, f"rank_pattern[{shown(key)}]") for key, rank in _pattern(config, "rank_pattern")
+            key: _rank(rank, f"rank_pattern[{quote(key)}]") for key, rank in _pattern(config, "rank_pattern")
         },
         alpha_pattern={
-            key: _alpha(alpha, f"alpha_pattern[{shown(key)}]") for key, alpha in _pattern(config, "alpha_pattern")
+            key: _alpha(alpha, f"alpha_pattern[{quote(key)}]") for key, alpha in _pattern(config, "alpha_pattern")
         },
     )
 
@@ -208,7 +210,7 @@ def named_base(data: bytes) -> str:
     """The base that the config in `data` names, a name on a hub or a path; empty: none. Raises AdapterInvalid."""
     name = parse_object(data, CONFIG_FILE).get("base_model_name_or_path") or ""
     if not isinstance(name, str):
-        raise AdapterInvalid(f"base_model_name_or_path = {shown(name)}: a name or a path is needed")
+        raise AdapterInvalid(f"base_model_name_or_path = {quote(name)}: a name or a path is needed")
     if len(name) > MAX_BASE_CHARS:
         raise AdapterInvalid(
             f"base_model_name_or_path has {len(name)} characters: at most {MAX_BASE_CHARS} are accepted"
@@ -226,8 +228,8 @@ def parse_tensor_name(name: str) -> tuple[int, str, str] | None:
     """(layer, module, letter), or None for a name that is not of a LoRA matrix of a decoder layer."""
     match = _EXPERT_TENSOR_NAME.fullmatch(name)
     if match is not None:
-        own = _EXPERT_NAMES.get(match["name"], match["name"])
-        return int(match["layer"]), f"experts.{int(match['expert'])}.{own}", match["letter"]
+        projection = _EXPERT_NAMES.get(match["name"], match["name"])
+        return int(match["layer"]), f"experts.{int(match['expert'])}.{projection}", match["letter"]
     match = _TENSOR_NAME.fullmatch(name)
     if match is None or match["module"] not in MODULE_PATHS or f".{MODULE_PATHS[match['module']]}." not in name:
         return None
@@ -241,21 +243,21 @@ def foreign_feature(name: str) -> str | None:
 
 def _rank(value: Any, key: str) -> int:
     if type(value) is not int or not 1 <= value <= MAX_RANK:
-        raise AdapterInvalid(f"{key} = {shown(value)}: an integer from 1 to {MAX_RANK} is needed")
+        raise AdapterInvalid(f"{key} = {quote(value)}: an integer from 1 to {MAX_RANK} is needed")
     return value
 
 
 def _alpha(value: Any, key: str) -> float:
     # The bound keeps scaling and products finite; adapters in use are far below it.
     if type(value) not in (int, float) or not abs(value) <= 1e6:
-        raise AdapterInvalid(f"{key} = {shown(value)}: a number up to 1e6 is needed")
+        raise AdapterInvalid(f"{key} = {quote(value)}: a number up to 1e6 is needed")
     return float(value)
 
 
 def _flag(config: Mapping[str, Any], key: str) -> bool:
     value = config.get(key)
     if value is not None and type(value) is not bool:
-        raise AdapterInvalid(f"{key} = {shown(value)}: true or false is needed")
+        raise AdapterInvalid(f"{key} = {quote(value)}: true or false is needed")
     return bool(value)
 
 
@@ -266,17 +268,17 @@ def _names(config: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise AdapterInvalid(f"{key} = {shown(value)}: a list of names or one regular expression is needed")
+        raise AdapterInvalid(f"{key} = {quote(value)}: a list of names or one regular expression is needed")
     return tuple(value)
 
 
 def _parameters(config: Mapping[str, Any]) -> tuple[str, ...]:
-    found = _names(config, "target_parameters")
-    if isinstance(found, str):
-        raise AdapterInvalid(f"target_parameters = {shown(found)}: a list of names is needed, as in PEFT")
-    if len(found) > MAX_PARAMETERS:
-        raise AdapterInvalid(f"target_parameters has {len(found)} names: at most {MAX_PARAMETERS} are accepted")
-    return found
+    names = _names(config, "target_parameters")
+    if isinstance(names, str):
+        raise AdapterInvalid(f"target_parameters = {quote(names)}: a list of names is needed, as in PEFT")
+    if len(names) > MAX_PARAMETERS:
+        raise AdapterInvalid(f"target_parameters has {len(names)} names: at most {MAX_PARAMETERS} are accepted")
+    return names
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -285,12 +287,12 @@ def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _layers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(layer) is int for layer in value):
-        raise AdapterInvalid(f"layers_to_transform = {shown(value)}: a layer or a list of layers is needed")
+        raise AdapterInvalid(f"layers_to_transform = {quote(value)}: a layer or a list of layers is needed")
     return tuple(value)
 
 
 def _pattern(config: Mapping[str, Any], key: str) -> list[tuple[str, Any]]:
     value = config.get(key) or {}
     if not isinstance(value, dict):
-        raise AdapterInvalid(f"{key} = {shown(value)}: an object from module names to numbers is needed")
+        raise AdapterInvalid(f"{key} = {quote(value)}: an object from module names to numbers is needed")
     return list(value.items())

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..adapter import BaseShape
-from ..errors import AdapterInvalid, listed, shown
+from ..errors import AdapterInvalid, listed, quote
 from .peft import LoraConfig
 
 # Names that match a module's name, or its last dotted parts, found without looking at each of them.
@@ -134,7 +134,7 @@ class PatternTime:
 def first_matches(
     patterns: Sequence[str],
     keys: Sequence[str],
-    what: str,
+    field: str,
     time: PatternTime,
     template: tuple[str, str] = ("", ""),
     full: bool = False,
@@ -142,37 +142,37 @@ def first_matches(
     """For each key the index of the first pattern that matches it; None: no pattern does.
 
     Patterns match as with `re.match` or, if `full`, `re.fullmatch`. `template`: text before and after each pattern.
-    Raises AdapterInvalid, which names `what`, for a pattern that is not a regular expression or takes too long.
+    Raises AdapterInvalid, which names `field`, for a pattern that is not a regular expression or takes too long.
     """
-    _check_size(patterns, what)
+    _check_size(patterns, field)
     if not all(_PLAIN_EXPRESSION.fullmatch(pattern) for pattern in patterns):
-        return _match_in_child(patterns, keys, what, time, template, full)
+        return _match_in_child(patterns, keys, field, time, template, full)
     compiled = [re.compile(template[0] + pattern + template[1]) for pattern in patterns]
     return [
         next((i for i, p in enumerate(compiled) if (p.fullmatch(key) if full else p.match(key))), None) for key in keys
     ]
 
 
-def first_names(names: Sequence[str], keys: Sequence[str], what: str, time: PatternTime) -> list[int | None]:
+def first_names(names: Sequence[str], keys: Sequence[str], field: str, time: PatternTime) -> list[int | None]:
     """As `first_matches`, where each pattern matches a key, or its last parts, as PEFT's rank patterns do."""
-    _check_size(names, what)
+    _check_size(names, field)
     if all(map(PlainNames.is_plain, names)):
         plain = PlainNames(names)
         return [plain.first(key) for key in keys]
-    return first_matches(names, keys, what, time, _AS_NAMES)
+    return first_matches(names, keys, field, time, _AS_NAMES)
 
 
-def _check_size(patterns: Sequence[str], what: str) -> None:
+def _check_size(patterns: Sequence[str], field: str) -> None:
     if len(patterns) > MAX_PATTERNS or any(len(pattern) > MAX_PATTERN_CHARS for pattern in patterns):
         raise AdapterInvalid(
-            f"{what} is too large: at most {MAX_PATTERNS} patterns of {MAX_PATTERN_CHARS} characters are accepted"
+            f"{field} is too large: at most {MAX_PATTERNS} patterns of {MAX_PATTERN_CHARS} characters are accepted"
         )
 
 
 def _match_in_child(
     patterns: Sequence[str],
     keys: Sequence[str],
-    what: str,
+    field: str,
     time: PatternTime,
     template: tuple[str, str],
     full: bool,
@@ -194,12 +194,12 @@ def _match_in_child(
         time.left_s -= _children_s() - before_s
     if child is None or child.returncode != 0:
         raise AdapterInvalid(
-            f"{what} ({listed(list(patterns))}) takes too long to match: use plain names or a simpler expression"
+            f"{field} ({listed(list(patterns))}) takes too long to match: use plain names or a simpler expression"
         )
-    found, error = json.loads(child.stdout)
+    reply, error = json.loads(child.stdout)
     if error is not None:
-        raise AdapterInvalid(f"{what} holds {shown(error[0])}, which is not a regular expression: {error[1]}")
-    matches: list[int | None] = found
+        raise AdapterInvalid(f"{field} holds {quote(error[0])}, which is not a regular expression: {error[1]}")
+    matches: list[int | None] = reply
     return matches
 
 
@@ -247,14 +247,14 @@ def resolve_targets(
                 f"is not supported, {', '.join(shape.modules)} are"
             )
     if not targeted and not config.target_parameters:
-        raise AdapterInvalid(f"target_modules = {shown(config.target_modules)} matches no module of the base")
+        raise AdapterInvalid(f"target_modules = {quote(config.target_modules)} matches no module of the base")
     ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
     alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
-    found = {}
+    targets = {}
     for key in targeted:
-        rank = config.r if (own := ranks.get(key)) is None else int(own)
-        found[keys[key]] = Target(rank, config.scaling(rank, alphas.get(key, config.lora_alpha)))
-    return found
+        rank = config.r if (pattern_rank := ranks.get(key)) is None else int(pattern_rank)
+        targets[keys[key]] = Target(rank, config.scaling(rank, alphas.get(key, config.lora_alpha)))
+    return targets
 
 
 def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Mapping[str, tuple[int, str]]) -> None:
@@ -269,11 +269,11 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Mapping[str,
         if config.layers_to_transform:
             raise AdapterInvalid("layers_to_transform needs target_modules to be a list, as in PEFT")
         return
-    known = names_found([*keys, *_OTHER_MODULES], frozenset(config.target_modules))
+    valid_names = names_found([*keys, *_OTHER_MODULES], frozenset(config.target_modules))
     for target in config.target_modules:
-        if target not in known:
+        if target not in valid_names:
             raise AdapterInvalid(
-                f"target_modules names {shown(target)}, which adapters of this base cannot have: "
+                f"target_modules names {quote(target)}, which adapters of this base cannot have: "
                 f"{', '.join(shape.modules)} are accepted"
             )
 
@@ -314,8 +314,8 @@ def _layer(key: str) -> int | None:
     return next((int(part) for part in key.split(".") if part.isdecimal()), None)
 
 
-def by_pattern(pattern: Mapping[str, float], keys: Sequence[str], what: str, time: PatternTime) -> dict[str, float]:
-    """The number of the first name in `pattern` that matches, for each key that one matches; `what`: its field."""
+def by_pattern(pattern: Mapping[str, float], keys: Sequence[str], field: str, time: PatternTime) -> dict[str, float]:
+    """The number of the first name in `pattern` that matches, for each key that one matches; `field`: its name."""
     names = list(pattern)
-    hits = first_names(names, keys, what, time)
+    hits = first_names(names, keys, field, time)
     return {key: pattern[names[hit]] for key, hit in zip(keys, hits, strict=True) if hit is not None}

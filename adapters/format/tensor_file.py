@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import AdapterInvalid, shown
+from ..errors import AdapterInvalid, quote
 from .strict_json import parse_object
 
 Tensor = NDArray[Any]
@@ -44,24 +44,24 @@ class TensorEntry:
 class TensorFile:
     """A file whose header holds: known dtypes, shapes that fit their bytes, no gaps, no overlaps, nothing left over.
 
-    Tensors are views of the file's bytes, not to be written, and keep them. Raises AdapterInvalid, naming `what`.
+    Tensors are views of the file's bytes, not to be written, and keep them. Raises AdapterInvalid, naming `label`.
     """
 
-    def __init__(self, path: Path, what: str, mapped: bool = True, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
+    def __init__(self, path: Path, label: str, mapped: bool = True, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
         """`mapped`: else the file is read at once, so a failing disk raises OSError and does not end the process."""
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
-            header_bytes = _header_length(file.read(8), num_bytes, what, max_header_bytes)
-            header = parse_object(file.read(header_bytes), f"the header of {what}")
+            header_bytes = _header_length(file.read(8), num_bytes, label, max_header_bytes)
+            header = parse_object(file.read(header_bytes), f"the header of {label}")
             self._start = 8 + header_bytes
-            self.entries: Mapping[str, TensorEntry] = _entries(header, num_bytes - self._start, what)
+            self.entries: Mapping[str, TensorEntry] = _entries(header, num_bytes - self._start, label)
             if mapped:
                 self._bytes: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             else:
                 file.seek(0)
                 self._bytes = file.read()
                 if len(self._bytes) != num_bytes:
-                    raise AdapterInvalid(f"{what} is truncated: it has {len(self._bytes)} bytes, and had {num_bytes}")
+                    raise AdapterInvalid(f"{label} is truncated: it has {len(self._bytes)} bytes, and had {num_bytes}")
 
     def tensor(self, name: str) -> Tensor:
         entry = self.entries[name]
@@ -106,47 +106,47 @@ def _part_is_finite(part: Tensor) -> bool:
     return int(magnitudes.max()) < _INFINITIES[part.dtype]
 
 
-def _header_length(prefix: bytes, num_bytes: int, what: str, most: int) -> int:
+def _header_length(prefix: bytes, num_bytes: int, label: str, max_bytes: int) -> int:
     if len(prefix) < 8:
-        raise AdapterInvalid(f"{what} is truncated: {num_bytes} bytes are not a safetensors file")
+        raise AdapterInvalid(f"{label} is truncated: {num_bytes} bytes are not a safetensors file")
     length = int.from_bytes(prefix, "little")
-    if length > most:
+    if length > max_bytes:
         raise AdapterInvalid(
-            f"{what} is not a safetensors file of an adapter of this base: its header would take {length} bytes, "
-            f"at most {most} are accepted (pickle and other formats are not read)"
+            f"{label} is not a safetensors file of an adapter of this base: its header would take {length} bytes, "
+            f"at most {max_bytes} are accepted (pickle and other formats are not read)"
         )
     if 8 + length > num_bytes:
-        raise AdapterInvalid(f"{what} is truncated: its header takes {length} bytes, the file has {num_bytes}")
+        raise AdapterInvalid(f"{label} is truncated: its header takes {length} bytes, the file has {num_bytes}")
     return length
 
 
-def _entries(header: dict[str, Any], data_bytes: int, what: str) -> dict[str, TensorEntry]:
-    entries = {name: _entry(name, facts, what) for name, facts in header.items() if name != "__metadata__"}
+def _entries(header: dict[str, Any], data_bytes: int, label: str) -> dict[str, TensorEntry]:
+    entries = {name: _entry(name, facts, label) for name, facts in header.items() if name != "__metadata__"}
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].start):
         if entry.start != end:
             problem = "overlaps the tensor before it" if entry.start < end else "leaves a gap before it"
-            raise AdapterInvalid(f"{what}: {shown(name)} {problem}: tensors must follow one another")
+            raise AdapterInvalid(f"{label}: {quote(name)} {problem}: tensors must follow one another")
         end = entry.end
     if end > data_bytes:
-        raise AdapterInvalid(f"{what} is truncated: its tensors take {end} bytes, the file has {data_bytes} of them")
+        raise AdapterInvalid(f"{label} is truncated: its tensors take {end} bytes, the file has {data_bytes} of them")
     if end < data_bytes:
-        raise AdapterInvalid(f"{what} has {data_bytes - end} bytes after its last tensor: nothing may follow it")
+        raise AdapterInvalid(f"{label} has {data_bytes - end} bytes after its last tensor: nothing may follow it")
     return entries
 
 
-def _entry(name: str, facts: Any, what: str) -> TensorEntry:
-    where = f"{what}: {shown(name, 160)}"
+def _entry(name: str, facts: Any, label: str) -> TensorEntry:
+    where = f"{label}: {quote(name, 160)}"
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
-        raise AdapterInvalid(f"{where} is described by {shown(facts)}: dtype, shape and data_offsets are needed")
+        raise AdapterInvalid(f"{where} is described by {quote(facts)}: dtype, shape and data_offsets are needed")
     dtype = DTYPES.get(facts["dtype"]) if isinstance(facts["dtype"], str) else None
     if dtype is None:
-        raise AdapterInvalid(f"{where} has dtype {shown(facts['dtype'])}: {', '.join(DTYPES)} are accepted")
+        raise AdapterInvalid(f"{where} has dtype {quote(facts['dtype'])}: {', '.join(DTYPES)} are accepted")
     shape, offsets = facts["shape"], facts["data_offsets"]
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise AdapterInvalid(f"{where} has shape {shown(shape)}: a list of sizes is needed")
+        raise AdapterInvalid(f"{where} has shape {quote(shape)}: a list of sizes is needed")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise AdapterInvalid(f"{where} has data_offsets {shown(offsets)}: a begin and an end are needed")
+        raise AdapterInvalid(f"{where} has data_offsets {quote(offsets)}: a begin and an end are needed")
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes == 0:
         raise AdapterInvalid(f"{where} has shape {shape}: it holds nothing")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..adapter import BaseShape, family_of_module
-from ..errors import AdapterInvalid, listed, shown
+from ..errors import AdapterInvalid, listed, quote
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
 from .peft import TENSORS_FILE, LoraConfig, foreign_feature, parse_config, parse_tensor_name, tensor_name
 from .targets import PatternTime, Target, by_pattern, named_in, names_found, resolve_targets
@@ -69,18 +69,18 @@ def resolve_parameters(
         return {}
     layers = () if shape.experts is None else shape.experts.layers
     keys = {f"model.layers.{layer}.{_PATH}.{name}": (layer, name) for layer in layers for name in FUSED_PARAMETERS}
-    known = names_found(keys, frozenset(config.target_parameters))
+    valid_names = names_found(keys, frozenset(config.target_parameters))
     for target in config.target_parameters:
-        if target not in known:
-            raise AdapterInvalid(f"target_parameters names {shown(target)}: {_accepted(shape)}")
+        if target not in valid_names:
+            raise AdapterInvalid(f"target_parameters names {quote(target)}: {_accepted(shape)}")
     targeted = named_in(keys, frozenset(config.target_parameters))
     ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
     alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
-    found = {}
+    targets = {}
     for key in targeted:
         rank = int(ranks.get(key, config.r))
-        found[keys[key]] = Target(rank, config.scaling(rank, alphas.get(key, config.lora_alpha)))
-    return found
+        targets[keys[key]] = Target(rank, config.scaling(rank, alphas.get(key, config.lora_alpha)))
+    return targets
 
 
 def match_fused_names(
@@ -96,21 +96,23 @@ def match_fused_names(
         for letter in ("A", "B")
         if (fused_name := parse_fused_name(fused_tensor_name(layer, parameter, letter, targets))) is not None
     }
-    found: dict[tuple[int, str, str], str] = {}
+    names_by_key: dict[tuple[int, str, str], str] = {}
     for name in names:
         key = None if (fused_name := parse_fused_name(name)) is None else expected.get(fused_name)
         if key is None:
             raise AdapterInvalid(
-                f"{TENSORS_FILE} holds {shown(name, 160)}, and target_parameters in adapter_config.json names no such "
+                f"{TENSORS_FILE} holds {quote(name, 160)}, and target_parameters in adapter_config.json names no such "
                 "parameter of experts"
             )
-        if key in found:
-            raise AdapterInvalid(f"{TENSORS_FILE} holds a matrix twice: as {found[key]} and as {shown(name, 160)}")
-        found[key] = name
-    missing = [fused_tensor_name(*key, targets) for key in expected.values() if key not in found]
+        if key in names_by_key:
+            raise AdapterInvalid(
+                f"{TENSORS_FILE} holds a matrix twice: as {names_by_key[key]} and as {quote(name, 160)}"
+            )
+        names_by_key[key] = name
+    missing = [fused_tensor_name(*key, targets) for key in expected.values() if key not in names_by_key]
     if missing:
         raise AdapterInvalid(f"{TENSORS_FILE} lacks tensors that adapter_config.json targets: {listed(missing)}")
-    return found
+    return names_by_key
 
 
 def check_fused_shape(
@@ -136,16 +138,16 @@ def split_experts(
     assert shape.experts is not None
     num_experts = shape.experts.num_experts
     by_expert = b.reshape(len(b), target.rank, num_experts)
-    found = {}
+    matrices_by_module = {}
     for expert in range(num_experts):
         own_a = a[expert * target.rank : (expert + 1) * target.rank]
         start = 0
         for name in FUSED_PARAMETERS[parameter]:
             stop = start + shape.modules[f"experts.{name}"][1]
             matrices = LoraMatrices(own_a, by_expert[start:stop, :, expert], target.scaling)
-            found[layer, f"experts.{expert}.{name}"] = matrices
+            matrices_by_module[layer, f"experts.{expert}.{name}"] = matrices
             start = stop
-    return found
+    return matrices_by_module
 
 
 def _sides(parameter: str, shape: BaseShape) -> tuple[int, int]:
@@ -191,10 +193,10 @@ def validate(
         check_fused_shape(name, key, file.entries[name].shape, parameters[key[:2]], shape)
     num_experts = 0 if shape.experts is None else shape.experts.num_experts
     check_ranks(ranks_over_layers(_ranks(targets, parameters, num_experts), num_experts))
-    found = {key: _finite(file, name) for key, name in names.items()}
+    arrays = {key: _finite(file, name) for key, name in names.items()}
     found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
     matrices = {
-        (layer, module): LoraMatrices(found[layer, module, "A"], found[layer, module, "B"], target.scaling)
+        (layer, module): LoraMatrices(arrays[layer, module, "A"], arrays[layer, module, "B"], target.scaling)
         for (layer, module), target in targets.items()
     }
     for (layer, name), target in parameters.items():
@@ -221,7 +223,9 @@ def _ranks(
 
 
 def _check_disjoint(targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target]) -> None:
-    fused = {(layer, f"experts.{own}"): name for layer, name in parameters for own in FUSED_PARAMETERS[name]}
+    fused = {
+        (layer, f"experts.{projection}"): name for layer, name in parameters for projection in FUSED_PARAMETERS[name]
+    }
     for layer, module in targets:
         if (layer, family_of_module(module)) in fused:
             raise AdapterInvalid(
@@ -230,16 +234,18 @@ def _check_disjoint(targets: Mapping[tuple[int, str], Target], parameters: Mappi
             )
 
 
-def _match_names(found: Iterable[str], targets: Mapping[tuple[int, str], Target], shape: BaseShape) -> dict[_Key, str]:
+def _match_names(
+    tensor_names: Iterable[str], targets: Mapping[tuple[int, str], Target], shape: BaseShape
+) -> dict[_Key, str]:
     """The file's name for each matrix. Raises AdapterInvalid for missing, extra and duplicate ones."""
     names: dict[_Key, str] = {}
-    for name in found:
+    for name in tensor_names:
         key = parse_tensor_name(name)
         if key is None or family_of_module(key[1]) not in shape.modules or f".{shape.path(key[1])}." not in name:
             _refuse_tensor(name, shape)
         elif key in names:
             raise AdapterInvalid(
-                f"{TENSORS_FILE} holds a matrix twice: as {shown(names[key], 160)} and as {shown(name, 160)}"
+                f"{TENSORS_FILE} holds a matrix twice: as {quote(names[key], 160)} and as {quote(name, 160)}"
             )
         else:
             names[key] = name
@@ -267,11 +273,11 @@ def _refuse_tensor(name: str, shape: BaseShape) -> None:
     feature = foreign_feature(name)
     if feature is not None:
         raise AdapterInvalid(
-            f"{TENSORS_FILE} holds {shown(name, 160)}: {feature} is not supported, "
+            f"{TENSORS_FILE} holds {quote(name, 160)}: {feature} is not supported, "
             f"only plain LoRA of {', '.join(shape.modules)} is"
         )
     raise AdapterInvalid(
-        f"{TENSORS_FILE} holds {shown(name, 160)}, which is not a LoRA matrix of this base: names like "
+        f"{TENSORS_FILE} holds {quote(name, 160)}, which is not a LoRA matrix of this base: names like "
         f"{tensor_name(0, 'q_proj', 'A')} of {', '.join(shape.modules)} are accepted"
     )
 

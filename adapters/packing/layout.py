@@ -112,16 +112,16 @@ class AdapterLayout:
         for entry, rank in module_ranks.items():
             experts = named_experts(entry)
             ranks |= {entry: rank} if experts is None else {_member(entry, expert): rank for expert in experts}
-        found: dict[str, ModuleOffsets] = {}
+        by_module: dict[str, ModuleOffsets] = {}
         start = 0
         for entry in self.shape.modules:
             a_width, b_width = self.part(entry).widths
             for module in self.shape.members(entry):
                 rank = ranks.get(module) or ranks.get(entry, 0)
                 if rank:
-                    found[module] = ModuleOffsets(rank, start, start + rank * a_width)
+                    by_module[module] = ModuleOffsets(rank, start, start + rank * a_width)
                     start += rank * (a_width + b_width)
-        return found
+        return by_module
 
     def num_elements(self, module_ranks: Mapping[str, int]) -> int:
         """Elements of the virtual array of one layer."""

@@ -58,9 +58,9 @@ def packed_chunks(content: AdapterContent, layout: AdapterLayout, chunk_bytes: i
         for layer in range(layout.shape.num_layers):
             array = np.zeros((last - first) * slab, chunk.dtype)
             for each in placed[low:high]:
-                found = content.matrices.get((layer, each.name))
-                if found is not None:
-                    _fill(array, first * slab, found, each)
+                lora = content.matrices.get((layer, each.name))
+                if lora is not None:
+                    _fill(array, first * slab, lora, each)
             if not is_finite(array):
                 raise AdapterInvalid(f"layer {layer} overflows {layout.dtype} once scaled: its numbers are too large")
             chunk[:, layer] = array.reshape(last - first, slab)
@@ -73,17 +73,17 @@ def _placed(content: AdapterContent, layout: AdapterLayout) -> Iterator[_Placed]
         yield _Placed(name, part, at, at.b + at.rank * part.widths[1])
 
 
-def _fill(array: Tensor, start: int, found: LoraMatrices, placed: _Placed) -> None:
+def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> None:
     """Packs the rows of A and B that lie in `array`, the elements from `start` on of a layer's virtual array."""
     part, at = placed.part, placed.at
-    rank, (a_width, b_width) = len(found.a), part.widths
+    rank, (a_width, b_width) = len(lora.a), part.widths
     with np.errstate(over="ignore"):  # overflows are checked afterwards
         rows = _rows_within(at.a - start, a_width, rank, len(array))
-        a = found.a[rows, slice(*part.inputs)].astype(array.dtype)
+        a = lora.a[rows, slice(*part.inputs)].astype(array.dtype)
         _copy_within(array, at.a - start + rows.start * a_width, a)
         rows = _rows_within(at.b - start, b_width, rank, len(array))
-        b = found.b[slice(*part.outputs), rows].astype(np.float32)
-        b *= np.float32(found.scaling)
+        b = lora.b[slice(*part.outputs), rows].astype(np.float32)
+        b *= np.float32(lora.scaling)
         _copy_within(array, at.b - start + rows.start * b_width, b.astype(array.dtype).T)  # [rank, out]
 
 
@@ -101,10 +101,10 @@ def _copy_within(array: Tensor, at: int, rows: Tensor) -> None:
 
 
 def _check_fit(content: AdapterContent, shape: BaseShape) -> None:
-    for (layer, module), found in content.matrices.items():
+    for (layer, module), lora in content.matrices.items():
         sides = shape.modules.get(family_of_module(module))
-        if not shape.has(layer, module) or sides != (found.a.shape[1], found.b.shape[0]):
+        if not shape.has(layer, module) or sides != (lora.a.shape[1], lora.b.shape[0]):
             raise AdapterInvalid(
-                f"{module} of layer {layer} with {found.a.shape[1]} inputs and {found.b.shape[0]} outputs does not fit "
+                f"{module} of layer {layer} with {lora.a.shape[1]} inputs and {lora.b.shape[0]} outputs does not fit "
                 f"the base: it has {shape.num_layers} layers, and {sides} there"
             )

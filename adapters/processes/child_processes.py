@@ -107,18 +107,18 @@ class ChildEnded(EOFError):  # noqa: N818
 
 
 class ChildProcesses:
-    """At most `most` processes at once of `python -m module`, which answer requests one after the other.
+    """At most `max_processes` processes at once of `python -m module`, which answer requests one after the other.
 
     Requests and answers are lists of frames; the first frame of an answer is LAST or NOT_LAST. Processes start at first
     use, and end with this object. Belongs to one event loop.
     """
 
-    def __init__(self, module: str, most: int, deadline_s: float) -> None:
+    def __init__(self, module: str, max_processes: int, deadline_s: float) -> None:
         """`deadline_s`: for one request."""
         self._command = (sys.executable, "-m", module)
         self._deadline_s = deadline_s
-        self._threads = ThreadPoolExecutor(most, thread_name_prefix=module.rpartition(".")[2])
-        self._places = asyncio.Semaphore(most)
+        self._threads = ThreadPoolExecutor(max_processes, thread_name_prefix=module.rpartition(".")[2])
+        self._places = asyncio.Semaphore(max_processes)
         self._idle: list[subprocess.Popen[bytes]] = []
         weakref.finalize(self, _end_all, self._idle)
 
@@ -183,8 +183,8 @@ class ChildProcess:
             answer = []
         if not answer:
             raise ChildEnded(process.wait())
-        state, *rest = answer
-        return read(rest), state == LAST
+        state, *reply_frames = answer
+        return read(reply_frames), state == LAST
 
 
 def _end_all(processes: list[subprocess.Popen[bytes]]) -> None:

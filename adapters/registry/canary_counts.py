@@ -103,24 +103,24 @@ class CanaryCounts:
         """Counts those answers that have not been counted yet, within the bounds of their sticky keys."""
         now = time.time()
         async with answered_within(), self._client.pipeline(transaction=False) as pipeline:
-            for one in outcomes:
+            for outcome in outcomes:
                 await self._count_answer(
                     on=pipeline,
-                    answers=ANSWERS + one.tenant_id,
-                    answer_order=ANSWER_ORDER + one.tenant_id,
-                    counts=CANARY_COUNTS + one.canary_id,
-                    sticky=CANARY_STICKY + one.canary_id,
-                    response_id=one.response_id,
-                    kept=f"{one.canary_id} {one.arm} {one.sticky}".rstrip(),
-                    trial=one.canary_id,
-                    arm=one.arm,
-                    sticky_key=one.sticky,
-                    field=one.adapter_id,
+                    answers=ANSWERS + outcome.tenant_id,
+                    answer_order=ANSWER_ORDER + outcome.tenant_id,
+                    counts=CANARY_COUNTS + outcome.canary_id,
+                    sticky=CANARY_STICKY + outcome.canary_id,
+                    response_id=outcome.response_id,
+                    kept=f"{outcome.canary_id} {outcome.arm} {outcome.sticky}".rstrip(),
+                    trial=outcome.canary_id,
+                    arm=outcome.arm,
+                    sticky_key=outcome.sticky,
+                    field=outcome.adapter_id,
                     now=now,
                     max_answers=MAX_ANSWERS,
                     answers_kept_s=ANSWERS_KEPT_S,
                     counts_kept_s=COUNTS_KEPT_S,
-                    kinds_and_counts=[part for count in one.counted for part in (kind_of(count), count)],
+                    kinds_and_counts=[part for count in outcome.counted for part in (kind_of(count), count)],
                     **_STICKY_BOUND,
                 )
             await pipeline.execute()
@@ -134,10 +134,10 @@ class CanaryCounts:
         the caller does not see, if it was rated before, or if too many thumbs are for answers to the same sticky key.
         """
         async with answered_within():
-            known: str | None = await self._client.hget(ANSWERS + tenant_id, response_id)
-            if known is None or known.endswith(" rated"):
+            answer: str | None = await self._client.hget(ANSWERS + tenant_id, response_id)
+            if answer is None or answer.endswith(" rated"):
                 return False
-            trial, arm, *sticky = known.split(" ")
+            trial, arm, *sticky = answer.split(" ")
             adapter_id: str | None = await self._client.hget(CANARY_COUNTS + trial, "of")
             if adapter_id is not None and not sight.sees(adapter_id.partition("/")[2]):
                 return False
@@ -148,7 +148,7 @@ class CanaryCounts:
                 comments=CANARY_COMMENTS + trial,
                 sticky=CANARY_STICKY + trial,
                 response_id=response_id,
-                kept=known,
+                kept=answer,
                 trial=trial,
                 arm=arm,
                 sticky_key="".join(sticky),
@@ -170,25 +170,28 @@ class CanaryCounts:
         async with answered_within(), self._client.pipeline(transaction=False) as pipeline:
             for canary_id in canary_ids:
                 pipeline.hgetall(CANARY_COUNTS + canary_id)
-            found = await pipeline.execute()
-        return [Trial(counts.get("of", ""), {arm: _arm(arm, counts) for arm in _ARMS}) for counts in found]
+            all_counts = await pipeline.execute()
+        return [Trial(counts.get("of", ""), {arm: _arm(arm, counts) for arm in _ARMS}) for counts in all_counts]
 
     async def comments(self, canary_id: str) -> list[str]:
         """The comments on its answers, the newest first, each after "arm up: " or "arm down: "."""
         async with answered_within():
-            found: list[str] = await self._client.lrange(CANARY_COMMENTS + canary_id, 0, -1)
-        return found
+            texts: list[str] = await self._client.lrange(CANARY_COMMENTS + canary_id, 0, -1)
+        return texts
 
     async def updated_trials(self, limit: int) -> list[UpdatedTrial]:
         """At most `limit` trials that have new counts, chosen at random."""
         async with answered_within():
-            found = await self._client.hrandfield(UPDATED_TRIALS, limit, withvalues=True)
-        return [UpdatedTrial(canary_id, int(num)) for canary_id, num in zip(found[::2], found[1::2], strict=True)]
+            ids_and_numbers = await self._client.hrandfield(UPDATED_TRIALS, limit, withvalues=True)
+        return [
+            UpdatedTrial(canary_id, int(num))
+            for canary_id, num in zip(ids_and_numbers[::2], ids_and_numbers[1::2], strict=True)
+        ]
 
     async def mark_judged(self, trials: Sequence[UpdatedTrial]) -> None:
         """Marks trials as judged, except those with counts since they were read."""
         if trials:
-            numbers = [part for one in trials for part in (one.canary_id, one.num)]
+            numbers = [part for trial in trials for part in (trial.canary_id, trial.num)]
             async with answered_within():
                 await self._forget_updates(trials_and_numbers=numbers)
 
@@ -210,19 +213,19 @@ class CanaryCounts:
     async def failures(self, tenant: str, name: str, versions: Sequence[int]) -> dict[int, str]:
         """Why gangs could not load versions lately."""
         async with answered_within():
-            found = await self._client.mget([f"{_FAILED}{tenant}/{name}@{version}" for version in versions])
-        return {version: reason for version, reason in zip(versions, found, strict=True) if reason is not None}
+            reasons = await self._client.mget([f"{_FAILED}{tenant}/{name}@{version}" for version in versions])
+        return {version: reason for version, reason in zip(versions, reasons, strict=True) if reason is not None}
 
 
-def kind_of(what: str) -> str:
+def kind_of(count_name: str) -> str:
     """The counts that a sticky key's bound holds for together: answers with failures, and times of either kind."""
-    kind, _, is_time = what.partition(" ")
+    kind, _, is_time = count_name.partition(" ")
     return kind if is_time else "answers"
 
 
 def _arm(arm: str, counts: Mapping[str, str]) -> ArmCounts:
-    def count(what: str) -> int:
-        return int(counts.get(f"{arm} {what}", 0))
+    def count(count_name: str) -> int:
+        return int(counts.get(f"{arm} {count_name}", 0))
 
     return ArmCounts(
         answers=count("answers"),

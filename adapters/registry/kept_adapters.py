@@ -38,7 +38,7 @@ class KeptAdapters:
         self.capacity = capacity
         self.filling = filling
         self.whole = False
-        self._kept: OrderedDict[Name, _Kept] = OrderedDict()  # in the order in which room is looked for
+        self._entries: OrderedDict[Name, _Kept] = OrderedDict()  # in the order in which room is looked for
         self._absent: OrderedDict[Name, Order] = OrderedDict()  # name -> a record that is over; the newest last
         # Names that were looked up and had no version. Clients choose them, so their number is bounded; forgetting one
         # costs a lookup.
@@ -46,22 +46,22 @@ class KeptAdapters:
         self._shared_ranks: dict[tuple[tuple[str, int], ...], Mapping[str, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def find(self, name: Name) -> tuple[bool, AdapterVersion | None]:
         """Whether it is known what the name means, and its adapter; None: there is none. This is a use."""
-        kept = self._kept.get(name)
-        if kept is not None:
-            kept.uses = min(kept.uses + 1, MAX_USES)
-            return True, kept.adapter
+        entry = self._entries.get(name)
+        if entry is not None:
+            entry.uses = min(entry.uses + 1, MAX_USES)
+            return True, entry.adapter
         return self.whole or self._is_absent(name), None
 
     def keep(self, name: Name, adapter: AdapterVersion | None) -> None:
         """What a lookup has found under a name; None: nothing."""
         if adapter is None:
-            known = self._kept.pop(name, None)
-            if known is not None:
-                self._note_absent(name, known.adapter.order)
+            entry = self._entries.pop(name, None)
+            if entry is not None:
+                self._note_absent(name, entry.adapter.order)
             elif name not in self._absent:
                 self._note_unknown(name)
         else:
@@ -81,64 +81,64 @@ class KeptAdapters:
     def set(self, adapter: AdapterVersion) -> str | None:
         """A name has a new record. It matters where the name is known. The digest that it has ceased to point to."""
         name = (adapter.tenant, adapter.name)
-        before = self._kept.get(name)
+        before = self._entries.get(name)
         digest = None if before is None else before.adapter.digest
         if self.whole or self.filling or before is not None or self._is_absent(name):
             self._set(name, adapter)
-        now = self._kept.get(name)
+        now = self._entries.get(name)
         if digest is None or now is None or digest == now.adapter.digest:
             return None
         return None if digest in rollout_of(now.adapter).digests_in_use() else digest
 
     def delete(self, name: Name, order: Order) -> str | None:
         """A name is gone, with its records up to this one. The digest that it has ceased to point to, if known."""
-        known = self._kept.get(name)
-        if known is None and not (self.whole or self.filling or self._is_absent(name)):
+        entry = self._entries.get(name)
+        if entry is None and not (self.whole or self.filling or self._is_absent(name)):
             return None
-        if known is not None and known.adapter.order > order:
+        if entry is not None and entry.adapter.order > order:
             return None  # an event that came late
-        self._kept.pop(name, None)
+        self._entries.pop(name, None)
         self._note_absent(name, order)
-        return None if known is None else known.adapter.digest
+        return None if entry is None else entry.adapter.digest
 
     def names(self) -> list[Name]:
-        return list(self._kept)
+        return list(self._entries)
 
     def of(self, tenant: str) -> list[AdapterVersion]:
         """The tenant's adapters that are kept, sorted by name."""
-        mine = [kept.adapter for (owner, _), kept in self._kept.items() if owner == tenant]
+        mine = [entry.adapter for (owner, _), entry in self._entries.items() if owner == tenant]
         return sorted(mine, key=lambda adapter: adapter.name)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant is broken."""
-        assert len(self._kept) <= self.capacity
+        assert len(self._entries) <= self.capacity
         assert max(len(self._absent), len(self._unknown)) <= _MAX_ABSENT
-        for name, kept in self._kept.items():
-            assert name == (kept.adapter.tenant, kept.adapter.name) and 0 <= kept.uses <= MAX_USES
+        for name, entry in self._entries.items():
+            assert name == (entry.adapter.tenant, entry.adapter.name) and 0 <= entry.uses <= MAX_USES
             assert not self._is_absent(name), f"{name} is kept, and known to be absent"
 
     def _set(self, name: Name, adapter: AdapterVersion) -> None:
-        known = self._kept.get(name)
-        if adapter.order <= self._absent.get(name, (0, 0)) or (known and adapter.order < known.adapter.order):
+        entry = self._entries.get(name)
+        if adapter.order <= self._absent.get(name, (0, 0)) or (entry and adapter.order < entry.adapter.order):
             return  # an event that came late
         self._absent.pop(name, None)
         self._unknown.pop(name, None)
-        if known is not None:
-            known.adapter = self._compact(adapter)
+        if entry is not None:
+            entry.adapter = self._compact(adapter)
             return
-        if len(self._kept) >= self.capacity:
+        if len(self._entries) >= self.capacity:
             self._make_room()
-        self._kept[name] = _Kept(self._compact(adapter))
+        self._entries[name] = _Kept(self._compact(adapter))
 
     def _make_room(self) -> None:
         self.whole = self.filling = False
         for _ in range(MAX_LOOKS):
-            name, kept = next(iter(self._kept.items()))
-            if kept.uses == 0:
+            name, entry = next(iter(self._entries.items()))
+            if entry.uses == 0:
                 break
-            kept.uses -= 1
-            self._kept.move_to_end(name)
-        self._kept.popitem(last=False)
+            entry.uses -= 1
+            self._entries.move_to_end(name)
+        self._entries.popitem(last=False)
 
     def _is_absent(self, name: Name) -> bool:
         return name in self._absent or name in self._unknown

@@ -156,10 +156,10 @@ class KeyTable:
 
 def _packed(owner: int, record: KeyRecord) -> bytes:
     scopes = None if record.scopes == ALL_OF_A_TENANT else record.scopes
-    rest = (record.expires_at, record.label, scopes, record.quota)
-    if rest == _USUAL:
+    extras = (record.expires_at, record.label, scopes, record.quota)
+    if extras == _USUAL:
         return _encoder.encode((owner, record.user, record.created_at))
-    return _encoder.encode((owner, record.user, record.created_at, *rest))
+    return _encoder.encode((owner, record.user, record.created_at, *extras))
 
 
 _ID_BYTES: Final = KEY_ID_CHARS // 2
@@ -190,8 +190,8 @@ class KnownKeys:
         return len(self._table)
 
     def key(self, key_hash: bytes) -> KeyRecord | None:
-        found = self._find(key_hash) if len(key_hash) == DIGEST_BYTES else None
-        return None if found is None else found[1]
+        entry = self._find(key_hash) if len(key_hash) == DIGEST_BYTES else None
+        return None if entry is None else entry[1]
 
     def key_with_id(self, key_id: str) -> tuple[str, KeyRecord] | None:
         """Hash and record of a key; None: there is none."""
@@ -215,13 +215,13 @@ class KnownKeys:
 
     def tenant(self, name: str) -> TenantRecord:
         """A tenant without a record has the defaults."""
-        found = self._tenants.get(name)
-        return TenantRecord(name=name) if found is None else found
+        record = self._tenants.get(name)
+        return TenantRecord(name=name) if record is None else record
 
     def has_tenant(self, name: str) -> bool:
         """Whether there is such a tenant: it was created, or it has a key."""
-        found = self._tenants.get(name)
-        return self.num_keys_of(name) > 0 or (found is not None and not found.is_gone)
+        record = self._tenants.get(name)
+        return self.num_keys_of(name) > 0 or (record is not None and not record.is_gone)
 
     def tenant_names(self) -> Iterator[str]:
         """The names of all existing tenants, in no order."""
@@ -275,9 +275,9 @@ class KnownKeys:
         for key_id in () if owner is None else sorted(owner.ids):
             prefix = key_id.to_bytes(_ID_BYTES)
             if prefix.hex() > after:
-                found = self._find(prefix)
-                assert found is not None
-                yield found
+                entry = self._find(prefix)
+                assert entry is not None
+                yield entry
 
     def _owner(self, name: str) -> _Owner:
         owner = self._owners.get(name)

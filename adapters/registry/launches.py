@@ -58,8 +58,8 @@ class Launches:
     async def shared_token(self, token: str) -> str:
         """The secret of routers and gangs of all launches: `token`, if there was none yet."""
         async with answered_within():
-            held: str | None = await self._set_once(key=CLUSTER_TOKEN, value=token)
-        return token if held is None else held
+            current_token: str | None = await self._set_once(key=CLUSTER_TOKEN, value=token)
+        return token if current_token is None else current_token
 
 
 @dataclass
@@ -154,17 +154,19 @@ class Starts:
     async def reports(self) -> Sequence[StartReport]:
         """The reports that still hold, the oldest first. Expired ones are deleted."""
         async with answered_within():
-            found: dict[str, str] = await self._client.hgetall(self._key)
-            reports = [*_decoded(found.values())]
+            records: dict[str, str] = await self._client.hgetall(self._key)
+            reports = [*_decoded(records.values())]
             now = self._clock()
-            held = [one for one in reports if now - one.reported_at < (KEPT_S if one.has_failed else FRESH_S)]
-            if gone := [one.replica for one in reports if one not in held]:
-                await self._client.hdel(self._key, *gone)
-        return sorted(held, key=lambda report: report.began_at)
+            fresh_reports = [
+                report for report in reports if now - report.reported_at < (KEPT_S if report.has_failed else FRESH_S)
+            ]
+            if stale_replicas := [report.replica for report in reports if report not in fresh_reports]:
+                await self._client.hdel(self._key, *stale_replicas)
+        return sorted(fresh_reports, key=lambda report: report.began_at)
 
     async def succeeded(self, kind: Kind, replica: str) -> None:
         """Deletes this replica's report, and the failures of its kind, which are over."""
-        over = [one.replica for one in await self.reports() if one.kind == kind and one.has_failed]
+        over = [report.replica for report in await self.reports() if report.kind == kind and report.has_failed]
         async with answered_within():
             await self._client.hdel(self._key, replica, *over)
 
@@ -175,7 +177,7 @@ async def reports_of_all(client: Redis) -> Sequence[StartReport]:
     async with answered_within():
         names = [name async for name in any_client.scan_iter(f"{STARTS}*", count=10_000)]
     clusters = [await Starts(client, name.removeprefix(STARTS)).reports() for name in names]
-    return sorted((one for reports in clusters for one in reports), key=lambda report: report.began_at)
+    return sorted((report for reports in clusters for report in reports), key=lambda report: report.began_at)
 
 
 def _decoded(texts: Iterable[str]) -> Iterator[StartReport]:

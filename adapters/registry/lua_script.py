@@ -47,22 +47,22 @@ class LuaScript:
         path = path.resolve()
         parts: dict[Path, _Part] = {}
         _collect(path, parts)
-        own = parts[path]
+        main_part = parts[path]
         included = [part for name, part in parts.items() if name != path]
         self.name = path.name
         self.included = frozenset(parts.keys() - {path})
-        self.keys = tuple(dict.fromkeys(name for part in (own, *included) for name in part.keys))
-        scalars = dict.fromkeys(name for part in (*included, own) for name in part.args)
+        self.keys = tuple(dict.fromkeys(name for part in (main_part, *included) for name in part.keys))
+        scalars = dict.fromkeys(name for part in (*included, main_part) for name in part.args)
         lists = [name for name in scalars if name.endswith("[]")]
-        if lists and lists != own.args[-1:]:
+        if lists and lists != main_part.args[-1:]:
             raise ValueError(f"{path}: {lists[0]}: only the last argument of the script itself can be a list")
         self.args = tuple(name for name in scalars if name not in lists)
-        self.rest = lists[0].removesuffix("[]") if lists else None
+        self.list_arg = lists[0].removesuffix("[]") if lists else None
         flag = "allow-oom" if allow_oom else "no-writes" if no_writes else ""
         flags = (f"#!lua flags={flag}",) if flag else ()
-        self.source = "\n".join((*flags, *self._bindings(), *(part.checked_body for part in included), own.body))
+        self.source = "\n".join((*flags, *self._bindings(), *(part.checked_body for part in included), main_part.body))
         self.sha = sha1(self.source.encode()).hexdigest()  # the name that Redis gives it
-        self._names = frozenset((*self.keys, *self.args, *([self.rest] if self.rest else [])))
+        self._names = frozenset((*self.keys, *self.args, *([self.list_arg] if self.list_arg else [])))
 
     def parameters(self, **values: Value) -> tuple[list[Any], list[Any]]:
         """KEYS and ARGV."""
@@ -70,9 +70,9 @@ class LuaScript:
             missing, unknown = sorted(self._names - values.keys()), sorted(values.keys() - self._names)
             raise TypeError(f"{self.name}: missing {missing}, unknown {unknown}")
         args = [_encoded(values[name]) for name in self.args]
-        if self.rest:
-            rest: Any = values[self.rest]
-            args += map(_encoded, rest)
+        if self.list_arg:
+            list_values: Any = values[self.list_arg]
+            args += map(_encoded, list_values)
         return [values[name] for name in self.keys], args
 
     def bind(self, client: Redis, keys: Mapping[str, str] | None = None) -> BoundScript:
@@ -83,10 +83,10 @@ class LuaScript:
         for names, table in ((self.keys, "KEYS"), (self.args, "ARGV")):
             if names:
                 yield f"local {', '.join(names)} = {', '.join(f'{table}[{i}]' for i in range(1, len(names) + 1))}"
-        if self.rest:  # not `unpack`, which takes no more than 8,000
+        if self.list_arg:  # not `unpack`, which takes no more than 8,000
             skipped = len(self.args)
-            yield f"local {self.rest} = {{}}"
-            yield f"for i = {skipped + 1}, #ARGV do {self.rest}[i - {skipped}] = ARGV[i] end"
+            yield f"local {self.list_arg} = {{}}"
+            yield f"for i = {skipped + 1}, #ARGV do {self.list_arg}[i - {skipped}] = ARGV[i] end"
 
 
 class BoundScript:
@@ -124,8 +124,8 @@ def _collect(path: Path, parts: dict[Path, _Part]) -> None:
     for line in part.body.splitlines():
         if not line.startswith("--"):
             break
-        if found := _DECLARATION.fullmatch(line):
-            kind, names = found.groups()
+        if declaration := _DECLARATION.fullmatch(line):
+            kind, names = declaration.groups()
             {"KEYS": part.keys, "ARGV": part.args, "include": part.includes}[kind].extend(names.split(", "))
     for name in (*part.keys, *part.args):
         if not _NAME.fullmatch(name):

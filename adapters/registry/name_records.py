@@ -17,7 +17,7 @@ from msgspec import structs
 from redis.asyncio import Redis
 
 from ..adapter import AdapterVersion
-from ..errors import CallerGone, NameTaken, NoSuchName, RegistryUnavailable, VersionRefused, shown
+from ..errors import CallerGone, NameTaken, NoSuchName, RegistryUnavailable, VersionRefused, quote
 from ..names import check_name, check_tenant
 from ..sight import owner_of
 from .events import decode_adapter, encode_facts
@@ -77,27 +77,34 @@ class NameRecords:
         """
         check_tenant(tenant)
         check_name(name)
-        own = note or VersionNote()
+        new_note = note or VersionNote()
 
         def add(state: NameState | None, last_version: int, now: float) -> tuple[NameState, int, AdapterVersion | None]:
             if state is not None and must_be_new:
-                raise NameTaken(f"there is an adapter {shown(name)} already")
+                raise NameTaken(f"there is an adapter {quote(name)} already")
             if state is not None:
                 candidates = [state.current] if activate else [state.current, *versions_of(state.current)]
-                wanted = digest, response_template
-                same = next((one for one in candidates if (one.digest, one.response_template) == wanted), None)
+                identity = digest, response_template
+                same = next(
+                    (
+                        candidate
+                        for candidate in candidates
+                        if (candidate.digest, candidate.response_template) == identity
+                    ),
+                    None,
+                )
                 if same is not None:
                     return state, last_version, same
             version = last_version + 1
             facts = digest, module_ranks, num_bytes, now, packed_bytes, base, response_template
             upload = AdapterVersion(tenant, name, version, *facts)
-            return with_upload(state, upload, own, activate=activate, now=now), version, None
+            return with_upload(state, upload, new_note, activate=activate, now=now), version, None
 
-        state, found, version = await self._change(f"{tenant}/{name}", add, entry, admission, own.user, bounds)
-        if found is not None:
-            return found, state.current, False
-        made = state.current if activate else state.find(str(version))
-        return made, state.current, True
+        state, duplicate, version = await self._change(f"{tenant}/{name}", add, entry, admission, new_note.user, bounds)
+        if duplicate is not None:
+            return duplicate, state.current, False
+        new_version = state.current if activate else state.find(str(version))
+        return new_version, state.current, True
 
     async def change(
         self,
@@ -134,9 +141,9 @@ class NameRecords:
     ) -> tuple[NameState, AdapterVersion | None, int]:
         for _ in range(_MAX_TRIES):
             before, last_version, record, notes = await self._read(field)
-            after, new_last, found = change(before, last_version, self._clock())
+            after, new_last, adapter = change(before, last_version, self._clock())
             if after == before and (before is None or after.current.rollout == before.current.rollout):
-                return after, found, new_last
+                return after, adapter, new_last
             result = str(new_last if new_last != last_version else after.current.version)
             written_entry = entry and structs.replace(entry, changed={**entry.changed, **changed_fields(before, after)})
             new_notes = "" if after.notes == NameNotes() else _encode(after.notes).decode()
@@ -175,7 +182,7 @@ class NameRecords:
             if written is not None:
                 if written_entry is not None:
                     log_entry(written_entry, result)
-                return NameState(decode_adapter(field, written), after.notes), found, new_last
+                return NameState(decode_adapter(field, written), after.notes), adapter, new_last
             await asyncio.sleep(random.uniform(0.0, 0.01))
         raise RegistryUnavailable("this adapter keeps changing: try again")
 
@@ -191,8 +198,8 @@ class NameRecords:
 
 def _refuse(bounds: Sequence[StorageBound], owner: str, *counts: int | str) -> None:
     if owner == "pinned_bytes":
-        num_bytes, most = map(int, counts)
-        check_pinned(most, num_bytes)
+        num_bytes, limit_bytes = map(int, counts)
+        check_pinned(limit_bytes, num_bytes)
     if owner in ("pins", "pins_in_all"):
         whose = "your" if owner == "pins" else "all tenants'"
         raise VersionRefused(f"{counts[0]} of {whose} adapters are pinned, which is the most that may be: unpin one")

@@ -44,8 +44,8 @@ class Preloads:
         async with answered_within(), self._client.pipeline(transaction=False) as pipeline:
             for place in places:
                 pipeline.hgetall(_PRELOADS + place)
-            found: list[dict[str, str]] = await pipeline.execute()
-        return [{gang: _decode(preload) for gang, preload in one.items()} for one in found]
+            records: list[dict[str, str]] = await pipeline.execute()
+        return [{gang: _decode(preload) for gang, preload in record.items()} for record in records]
 
 
 def place_of(tenant: str, name: str, version: int, digest: str) -> str:

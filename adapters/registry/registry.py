@@ -172,21 +172,24 @@ class Registry:
         check_tenant(tenant)
         if not 1 <= limit <= PAGE_SIZE:
             raise ValueError(f"limit = {limit}: 1 to {PAGE_SIZE} adapters a call are accepted")
-        found: list[str] = []
+        fields_and_records: list[str] = []
         for first, end in sight.ranges():
-            count = limit - len(found) // 2
+            count = limit - len(fields_and_records) // 2
             if count and after < end:
                 start = f"({tenant}/{after}" if after > first else f"[{tenant}/{first}"
                 async with self._bounded():
-                    found += await self._list_adapters(start=start, stop=f"({tenant}/{end}", count=count)
-        return [decode_adapter(field, record) for field, record in zip(found[::2], found[1::2], strict=True)]
+                    fields_and_records += await self._list_adapters(start=start, stop=f"({tenant}/{end}", count=count)
+        return [
+            decode_adapter(field, record)
+            for field, record in zip(fields_and_records[::2], fields_and_records[1::2], strict=True)
+        ]
 
     async def owners(self, tenant: str, after: str, limit: int) -> Sequence[str]:
         """At most `limit` of the tenant's users who have private adapters, behind `after`, as `user_place` sorts."""
         check_tenant(tenant)
         async with self._bounded():
-            found: Sequence[str] = await self._owners_page(tenant=tenant, after=after, count=min(limit, PAGE_SIZE))
-        return found
+            users: Sequence[str] = await self._owners_page(tenant=tenant, after=after, count=min(limit, PAGE_SIZE))
+        return users
 
     async def delete(
         self, tenant: str, name: str, entry: AuditEntry | None = None, admission: Admission | None = None
@@ -259,8 +262,8 @@ class Registry:
         after = ""
         while True:
             async with self._bounded():
-                after, *found = await self._tenants_with(previous=after, name=name, count=PAGE_SIZE)
-            tenants.update(found)
+                after, *page = await self._tenants_with(previous=after, name=name, count=PAGE_SIZE)
+            tenants.update(page)
             if not after:
                 return sorted(tenants)
 
@@ -277,25 +280,28 @@ class Registry:
         """
         for tenant, _ in keys:
             check_tenant(tenant)
-        given = {hash_key(key): tenant for tenant, key in keys}
-        if len(given) < len(keys):
+        tenants_by_hash = {hash_key(key): tenant for tenant, key in keys}
+        if len(tenants_by_hash) < len(keys):
             _check_one_tenant_each(keys)
-        for page in _pages(list(given)):
+        for page in _pages(list(tenants_by_hash)):
             async with self._bounded():
-                held = await self._command("HMGET", API_KEYS, *page)
-            for key_hash, record in zip(page, held, strict=True):
-                if record is not None and (owner_name := decode_key(key_hash, record).tenant) != given[key_hash]:
-                    raise _key_taken(given[key_hash], owner_name)
-        for page in _pages(list(given)):
-            pairs = [part for key_hash in page for part in (key_hash, given[key_hash])]
+                records = await self._command("HMGET", API_KEYS, *page)
+            for key_hash, record in zip(page, records, strict=True):
+                if (
+                    record is not None
+                    and (owner_name := decode_key(key_hash, record).tenant) != tenants_by_hash[key_hash]
+                ):
+                    raise _key_taken(tenants_by_hash[key_hash], owner_name)
+        for page in _pages(list(tenants_by_hash)):
+            pairs = [part for key_hash in page for part in (key_hash, tenants_by_hash[key_hash])]
             async with self._bounded():
-                taken = await self._give_keys(launch=owner, hashes_and_tenants=pairs)
-            if taken is not None:
-                raise _key_taken(*taken)
+                conflict = await self._give_keys(launch=owner, hashes_and_tenants=pairs)
+            if conflict is not None:
+                raise _key_taken(*conflict)
         async with self._bounded():
             marks = await self._command("SMEMBERS", LAUNCH_KEYS)
         mine = (key_hash for giver, key_hash in (mark.split(" ") for mark in marks) if giver == owner)
-        for page in _pages([key_hash for key_hash in mine if key_hash not in given]):
+        for page in _pages([key_hash for key_hash in mine if key_hash not in tenants_by_hash]):
             async with self._bounded():
                 await self._take_back_keys(launch=owner, hashes=page)
 
@@ -309,7 +315,9 @@ class Registry:
         for mark in marks:
             giver, _, key_hash = mark.partition(" ")
             owners.setdefault(key_hash, set()).add(giver)
-        return {decode_key(one, record).tenant for one, record in keys.items() if owners.get(one) != {owner}}
+        return {
+            decode_key(key_hash, record).tenant for key_hash, record in keys.items() if owners.get(key_hash) != {owner}
+        }
 
     async def claim_base(self, base: BaseIdentity, remedy: str, *, if_empty: bool) -> None:
         """Records that the registry belongs to `base`, if it belongs to none yet, or `if_empty` and it has no adapters.
@@ -317,8 +325,8 @@ class Registry:
         Raises OtherBase, with `remedy` in its message, if it belongs to another base.
         """
         async with self._bounded():
-            held = await self._claim_base(wanted=str(base), may_change=if_empty)
-        base.check(BaseIdentity.parse(held), "the registry in Redis", remedy)
+            registry_base = await self._claim_base(wanted=str(base), may_change=if_empty)
+        base.check(BaseIdentity.parse(registry_base), "the registry in Redis", remedy)
 
     async def position(self) -> Position:
         """Where the event stream is now. What is read afterwards is at least as new as the event there."""
@@ -330,14 +338,14 @@ class Registry:
         """Whether the stream holds this very event, and so all events after it."""
         async with self._bounded():
             client: Any = self._client
-            found = await client.xrange(EVENTS, event_id, event_id)
-        return bool(found) and int(found[0][1]["number"]) == number
+            events = await client.xrange(EVENTS, event_id, event_id)
+        return bool(events) and int(events[0][1]["number"]) == number
 
     async def share_stream_key(self, key: bytes) -> bytes:
         """The secret with which all routers seal event ids: `key`, if there was none yet."""
         async with self._bounded():
-            held = await self._set_once(key=STREAM_KEY, value=key.hex())
-        return key if held is None else bytes.fromhex(held)
+            current_key = await self._set_once(key=STREAM_KEY, value=key.hex())
+        return key if current_key is None else bytes.fromhex(current_key)
 
     async def read_events(self, after: str, wait_s: float) -> Sequence[NumberedEvent]:
         """Events after the event with the id `after`; waits up to `wait_s` for the first one, and may return none."""

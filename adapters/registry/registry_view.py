@@ -54,12 +54,12 @@ class AdapterLookups:
                 self._task = asyncio.create_task(self._run(), name="registry lookups")
         try:
             async with asyncio.timeout(deadline_s):
-                found = await asyncio.shield(future)
+                answer = await asyncio.shield(future)
         except TimeoutError as error:
             raise RegistryUnavailable(f"the registry gave no answer within {deadline_s:g} s: try again") from error
-        if isinstance(found, RegistryUnavailable):
-            raise RegistryUnavailable(str(found)) from found
-        return found
+        if isinstance(answer, RegistryUnavailable):
+            raise RegistryUnavailable(str(answer)) from answer
+        return answer
 
     def observe(self, event: RegistryEvent) -> None:
         """Takes in an event of the registry, whose name may be under way."""
@@ -99,29 +99,29 @@ class AdapterLookups:
                 answers = [RegistryUnavailable(f"the registry could not be read: {error!r}")] * len(names)
             if self._under_way is not requested:
                 continue  # forgotten
-            for name, found in zip(names, answers, strict=True):
-                if not isinstance(found, RegistryUnavailable):
-                    found = _newest(found, self._events.get(name, []))
-                    self._on_found(name, found)
-                self._answer(name, found)
+            for name, answer in zip(names, answers, strict=True):
+                if not isinstance(answer, RegistryUnavailable):
+                    answer = _newest(answer, self._events.get(name, []))
+                    self._on_found(name, answer)
+                self._answer(name, answer)
             self._under_way, self._events = {}, {}
         self._task = None
 
-    def _answer(self, name: Name, found: _Found) -> None:
+    def _answer(self, name: Name, answer: _Found) -> None:
         future = self._under_way.pop(name, None) or self._waiting.pop(name, None)
         if future is not None and not future.done():
-            future.set_result(found)
+            future.set_result(answer)
 
 
-def _newest(found: AdapterVersion | None, events: Sequence[AdapterSet | AdapterDeleted]) -> AdapterVersion | None:
+def _newest(adapter: AdapterVersion | None, events: Sequence[AdapterSet | AdapterDeleted]) -> AdapterVersion | None:
     """What the name means after the events, some of which the answer may already reflect."""
     for event in events:
         if isinstance(event, AdapterSet):
-            if found is None or event.adapter.order > found.order:
-                found = event.adapter
-        elif found is not None and found.order <= event.order:
-            found = None
-    return found
+            if adapter is None or event.adapter.order > adapter.order:
+                adapter = event.adapter
+        elif adapter is not None and adapter.order <= event.order:
+            adapter = None
+    return adapter
 
 
 CAPACITY = 65_536  # adapters: some 40 MB
@@ -201,9 +201,9 @@ class RegistryView:
         Raises RegistryUnavailable for a name that is not kept and cannot be looked up.
         """
         names = sight.names(name)
-        for number, one in enumerate(names):
-            known, adapter = self._names.find((tenant, one))
-            if not known:
+        for number, candidate in enumerate(names):
+            is_known, adapter = self._names.find((tenant, candidate))
+            if not is_known:
                 return await self._look_up(tenant, names[number:])
             if adapter is not None:
                 return adapter
@@ -215,8 +215,8 @@ class RegistryView:
             raise RegistryUnavailable(
                 "the registry cannot be reached, and this router does not keep this name: try again in a moment"
             )
-        found = await asyncio.gather(*(self._lookups.get((tenant, one), _LOOKUP_S) for one in names))
-        return next((adapter for adapter in found if adapter is not None), None)
+        adapters = await asyncio.gather(*(self._lookups.get((tenant, candidate), _LOOKUP_S) for candidate in names))
+        return next((adapter for adapter in adapters if adapter is not None), None)
 
     async def list_adapters(
         self, tenant: str, after: str = "", limit: int = PAGE_SIZE, sight: Sight = PLAIN_SIGHT
@@ -319,8 +319,8 @@ class RegistryView:
         # Each page was read at another moment, all after `position`. Applying the events since then makes the copy
         # consistent.
         pins: dict[Name, Pin | None] = {}
-        async for found in self._registry.scan_pins():
-            pins.update([read_pin(field, text) for field, text in found])
+        async for pin_page in self._registry.scan_pins():
+            pins.update([read_pin(field, text) for field, text in pin_page])
         event_id, number = position.event_id, position.event_number
         goal = await self._registry.num_events()
         while number < goal:
@@ -361,9 +361,9 @@ class RegistryView:
     async def _load_kept(self, filling: bool) -> KeptAdapters:
         """The names that are kept now, with versions just read from the registry."""
         names = KeptAdapters(self._names.capacity, filling=filling)
-        kept = self._names.names()
-        for start in range(0, len(kept), PAGE_SIZE // 4):
-            some = kept[start : start + PAGE_SIZE // 4]
+        current_names = self._names.names()
+        for start in range(0, len(current_names), PAGE_SIZE // 4):
+            some = current_names[start : start + PAGE_SIZE // 4]
             for name, adapter in zip(some, await self._registry.get_many(some), strict=True):
                 names.keep(name, adapter)
         return names

@@ -47,7 +47,7 @@ class StoredCounts:
             pipeline.hmget(STORED + tenant, ["", owner])
             pipeline.hmget(FILE_BYTES + tenant, ["", owner])
             counts, file_bytes = await pipeline.execute()
-        of_tenant, of_owner = (_use(*found) for found in zip(counts, file_bytes, strict=True))
+        of_tenant, of_owner = (_use(*numbers) for numbers in zip(counts, file_bytes, strict=True))
         return of_tenant, of_owner
 
     async def unswept_bytes(self, tenant: str, digest: str) -> int:
@@ -81,7 +81,7 @@ class StoredCounts:
     async def release(self, tenant: str, unswept: Sequence[Unswept]) -> None:
         """Stops counting these, except those that have changed since they were read."""
         async with answered_within(self._timeout_s):
-            await self._release_swept(tenant=tenant, entries=[part for one in unswept for part in one])
+            await self._release_swept(tenant=tenant, entries=[part for entry in unswept for part in entry])
 
     async def count_once(self) -> bool:
         """Counts all tenants unless that was done before: a registry may be older than the counts. Whether it did."""
@@ -114,7 +114,7 @@ def bound_args(bounds: Sequence[StorageBound]) -> list[str]:
         if not bound.is_open:
             args += [
                 bound.owner,
-                *("" if most is None else str(most) for most in (bound.adapters, bound.stored_bytes)),
+                *("" if limit is None else str(limit) for limit in (bound.adapters, bound.stored_bytes)),
             ]
     return args
 

@@ -60,16 +60,16 @@ class KeptLayouts:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._own: set[str] = set()  # which stay, whatever clocks say
+        self._current_keys: set[str] = set()  # which stay, whatever clocks say
 
     def keep(self, keys: Iterable[str]) -> None:
         """These are in use now. To be called again long before `KEPT_S` have passed."""
-        own = set(keys)
-        self._own |= own
-        self._see(own)
+        current_keys = set(keys)
+        self._current_keys |= current_keys
+        self._see(current_keys)
 
     def is_given_up(self, key: str) -> bool:
-        if key in self._own:
+        if key in self._current_keys:
             return False
         try:
             return is_old(self._root / key)
@@ -174,10 +174,10 @@ class AdapterStore:
             (folder / _MARK_FILE).unlink(missing_ok=True)
             tensors: dict[str, Tensor] = {}
             scalings: dict[str, str] = {}
-            for (layer, module), found in content.matrices.items():
-                tensors[tensor_name(layer, module, "A")] = found.a
-                tensors[tensor_name(layer, module, "B")] = found.b
-                scalings[tensor_name(layer, module, "B")] = found.scaling.hex()
+            for (layer, module), lora in content.matrices.items():
+                tensors[tensor_name(layer, module, "A")] = lora.a
+                tensors[tensor_name(layer, module, "B")] = lora.b
+                scalings[tensor_name(layer, module, "B")] = lora.scaling.hex()
             with replacing(folder / TENSORS_FILE, self._temporary) as file:
                 write_tensors(file, tensors)
             manifest: dict[str, Any] = {"format": 1, "digest": content.digest, "scalings": scalings}
@@ -248,7 +248,7 @@ class AdapterStore:
         try:
             manifest = parse_object((folder / _MANIFEST_FILE).read_bytes(), _MANIFEST_FILE)
             content = _content(TensorFile(folder / TENSORS_FILE, TENSORS_FILE, mapped=False), manifest)
-            found = content.digest
+            actual_digest = content.digest
         except FileNotFoundError as error:
             if not self._is_there():
                 raise StoreUnavailable("the store of adapters is not there; try again later") from error
@@ -257,8 +257,10 @@ class AdapterStore:
             raise _unavailable(error) from error
         except (AdapterInvalid, KeyError, TypeError, ValueError) as error:
             raise AdapterCorrupt(f"adapter {digest} is damaged in the store: {error}; upload it again") from error
-        if found != digest:
-            raise AdapterCorrupt(f"adapter {digest} is damaged in the store: its digest is {found}; upload it again")
+        if actual_digest != digest:
+            raise AdapterCorrupt(
+                f"adapter {digest} is damaged in the store: its digest is {actual_digest}; upload it again"
+            )
         return content
 
     def digests(self) -> list[str]:

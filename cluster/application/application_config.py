@@ -23,7 +23,7 @@ from .model_source import folder_of_hub_id, is_hub_id
 WhyNot = Callable[[SettingField], str | None]  # what is accepted instead of this setting; None: it belongs here
 
 
-def values_of(given: Mapping[str, Any], place: str, why_not: WhyNot) -> dict[str, Any]:
+def values_of(arguments: Mapping[str, Any], place: str, why_not: WhyNot) -> dict[str, Any]:
     """The values by the names of their fields, checked one by one. `place`: what the keys stand in, for messages.
 
     Raises ConfigError for a key that is not a setting, does not belong here, or has an invalid value.
@@ -31,14 +31,14 @@ def values_of(given: Mapping[str, Any], place: str, why_not: WhyNot) -> dict[str
     fields = {flag: field for field in fields_of(Settings) for flag in field.flags}
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
-    for key, value in given.items():
+    for key, value in arguments.items():
         field = fields.get(key)
         if field is None:
-            raise ConfigError(f"{place}: {key}", _shown(value), _why_no_setting(key, fields))
+            raise ConfigError(f"{place}: {key}", _display(value), _why_no_setting(key, fields))
         if (refusal := why_not(field)) is not None:
-            raise ConfigError(f"{place}: {key}", field.shown(value), refusal)
+            raise ConfigError(f"{place}: {key}", field.display_text(value), refusal)
         if field.name in keys:
-            raise ConfigError(f"{place}: {key}", field.shown(value), f"{keys[field.name]} is the same setting")
+            raise ConfigError(f"{place}: {key}", field.display_text(value), f"{keys[field.name]} is the same setting")
         try:
             values[field.name] = field.converted(value)
         except ConfigError as error:
@@ -54,7 +54,7 @@ def written_value(value: Any) -> Any:
     return value
 
 
-def _shown(value: object) -> object:
+def _display(value: object) -> object:
     """The error for a key that is not a setting: it may be a secret in the wrong place."""
     return value if isinstance(value, bool | int | float) else "…"
 
@@ -113,8 +113,8 @@ def application_config(args: Mapping[str, Any], environ: Mapping[str, str] | Non
     """
     environ = os.environ if environ is None else environ
     secret_variables = {field.mark.env for field in fields_of(Settings) if field.mark.secret}
-    given = values_of({key: value for key, value in args.items() if key != MODEL}, PLACE, _why_not)
-    data_dir = given.get("data_dir")
+    settings = values_of({key: value for key, value in args.items() if key != MODEL}, PLACE, _why_not)
+    data_dir = settings.get("data_dir")
     if data_dir is None:
         field = next(field for field in fields_of(Settings) if field.name == "data_dir")
         data_dir = field.converted(environ.get(field.mark.env) or field.default)
@@ -124,7 +124,7 @@ def application_config(args: Mapping[str, Any], environ: Mapping[str, str] | Non
         model_path=model_path,
         hub_id=hub_id,
         address=THIS_CLUSTER,
-        **given,
+        **settings,
     )
 
 

@@ -155,14 +155,14 @@ async def _check_name(registry: Registry, base: BaseIdentity) -> None:
 async def _check_objectives(
     registry: Registry, config: MotetConfig, owner: str, keys: Sequence[tuple[str, str]]
 ) -> None:
-    known = {tenant for tenant, _ in keys}
-    unknown = [(tenant, seconds) for tenant, seconds in config.batching.latency_objectives_s if tenant not in known]
+    tenants = {tenant for tenant, _ in keys}
+    unknown = [(tenant, seconds) for tenant, seconds in config.batching.latency_objectives_s if tenant not in tenants]
     if not unknown:
         return
-    known |= await registry.tenants_besides(owner)
+    tenants |= await registry.tenants_besides(owner)
     for tenant, seconds in unknown:
-        if tenant not in known:
-            names = ", ".join(sorted(known)) or "none"
+        if tenant not in tenants:
+            names = ", ".join(sorted(tenants)) or "none"
             accepted = f"there is no tenant {tenant}; those with a key are: {names}"
             raise ConfigError("--latency-objective", f"{tenant}={seconds:g}", accepted)
 

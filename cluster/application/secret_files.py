@@ -42,7 +42,7 @@ def secrets_of_this_node(environ: Mapping[str, str] | None = None) -> LaunchSecr
     folder = Path(environ[SECRETS_VARIABLE]) if environ.get(SECRETS_VARIABLE) else None
     files = {} if folder is None else _files(folder)
     fields = {field.name: field for field in fields_of(Settings)}
-    redis_url = _one(fields[_SETTINGS[REDIS_URL]], REDIS_URL, folder, files, environ)
+    redis_url = _read_setting(fields[_SETTINGS[REDIS_URL]], REDIS_URL, folder, files, environ)
     if not redis_url:
         accepted = f"an application needs a Redis: the file {REDIS_URL} in the folder that {SECRETS_VARIABLE} names"
         raise ConfigError(REDIS_URL, None, f"{accepted}, or REDIS_URL in the environment of every node")
@@ -52,8 +52,8 @@ def secrets_of_this_node(environ: Mapping[str, str] | None = None) -> LaunchSecr
     return LaunchSecrets(
         redis_url=redis_url,
         token=token,
-        operator_key=_one(fields[_SETTINGS[OPERATOR_KEY]], OPERATOR_KEY, folder, files, environ),
-        keys=_one(fields[_SETTINGS[KEYS]], KEYS, folder, files, environ),
+        operator_key=_read_setting(fields[_SETTINGS[OPERATOR_KEY]], OPERATOR_KEY, folder, files, environ),
+        keys=_read_setting(fields[_SETTINGS[KEYS]], KEYS, folder, files, environ),
     )
 
 
@@ -78,7 +78,7 @@ def _files(folder: Path) -> dict[str, str]:
         raise ConfigError(str(folder), "…", "the files must be text") from error
 
 
-def _one(
+def _read_setting(
     field: SettingField, name: str, folder: Path | None, files: Mapping[str, str], environ: Mapping[str, str]
 ) -> Any:
     variable = environ.get(field.mark.env)
@@ -93,9 +93,9 @@ def _one(
     return in_file
 
 
-def _converted(field: SettingField, place: str, given: object) -> object:
+def _converted(field: SettingField, place: str, raw_value: object) -> object:
     try:
-        return field.converted(given)
+        return field.converted(raw_value)
     except ConfigError as error:
         raise ConfigError(place, error.value, error.accepted) from None
 
@@ -105,11 +105,11 @@ def _converted(field: SettingField, place: str, given: object) -> object:
 NUM_BYTES = 32
 
 
-async def shared_token(given: LaunchSecrets) -> str:
+async def shared_token(launch_secrets: LaunchSecrets) -> str:
     """The same at every caller with these secrets. Raises RegistryUnavailable."""
-    if given.token is not None:
-        return given.token
-    client = connect(given.redis_url)
+    if launch_secrets.token is not None:
+        return launch_secrets.token
+    client = connect(launch_secrets.redis_url)
     try:
         return await Launches(client).shared_token(secrets.token_hex(NUM_BYTES))
     finally:
@@ -141,12 +141,12 @@ class OperatorKeyWatch:
     async def look(self) -> None:
         """Takes over a key that has changed. Without one, or with a file that cannot be read, it stays."""
         try:
-            found = (await asyncio.to_thread(self._read)).operator_key
+            new_key = (await asyncio.to_thread(self._read)).operator_key
         except (ConfigError, OSError) as error:
             _log.error("the operators' key stays as it was: %s", error)
             return
-        if found and found != self._key.now:
-            self._key.now = found
+        if new_key and new_key != self._key.now:
+            self._key.now = new_key
             _log.info("the operators' key has changed")
 
     async def _look_forever(self) -> None:
@@ -171,9 +171,9 @@ class RedisCredentials(CredentialProvider):
             self._url = self._read().redis_url  # a small file in memory: Kubernetes mounts secrets so
         except (ConfigError, OSError) as error:
             _log.error("the password of Redis stays as it was: %s", error)
-        found = urlsplit(self._url)
-        password = unquote(found.password or "")
-        return (unquote(found.username), password) if found.username else (password,)
+        url = urlsplit(self._url)
+        password = unquote(url.password or "")
+        return (unquote(url.username), password) if url.username else (password,)
 
 
 def connect_with_secrets(url: str, read: Callable[[], LaunchSecrets] | None) -> Redis:

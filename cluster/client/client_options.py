@@ -121,8 +121,8 @@ def with_operator_client(command: Callable[Concatenate[MotetClient, P], None]) -
 
 
 def _data_dir() -> Path:
-    given = os.environ.get(DATA_DIR_VARIABLE)
-    return Path(given) if given else Settings().serving.data_dir
+    folder = os.environ.get(DATA_DIR_VARIABLE)
+    return Path(folder) if folder else Settings().serving.data_dir
 
 
 def _call(

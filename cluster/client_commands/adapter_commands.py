@@ -53,7 +53,7 @@ def upload(
         adapter, created = client.upload_adapter(
             name,
             folder,
-            None if silent else lambda sent, total: progress(f"uploading {name}", sent, total),
+            None if silent else lambda num_sent, total: progress(f"uploading {name}", num_sent, total),
             activate=activate,
             is_private=is_private,
             note=note,
@@ -69,12 +69,12 @@ def upload(
 @with_client
 def list_adapters(client: MotetClient, as_json: bool) -> None:
     """List the tenant's adapters."""
-    found = client.adapters()
+    records = client.adapters()
     if as_json:
-        print_json([adapter.fields for adapter in found])
+        print_json([adapter.fields for adapter in records])
     else:
-        _print_adapters(found)
-        _print_warnings(found)
+        _print_adapters(records)
+        _print_warnings(records)
 
 
 @adapters.command()
@@ -100,17 +100,24 @@ def delete(client: MotetClient, name: str) -> None:
     click.echo(f"deleted {name}")
 
 
-def _print_warnings(found: list[AdapterInfo]) -> None:
-    for adapter in found:
+def _print_warnings(adapters: list[AdapterInfo]) -> None:
+    for adapter in adapters:
         for warning in adapter.warnings:
             click.echo(f"warning: {adapter.name}: {warning}", err=True)
 
 
-def _print_adapters(found: list[AdapterInfo]) -> None:
+def _print_adapters(adapters: list[AdapterInfo]) -> None:
     columns = (Column("name", overflow="fold"), "version", "rank", "targets", "size", "digest")
     rows = [
-        (one.name, one.version, one.rank, " ".join(one.targets), format_byte_size(one.num_bytes), one.digest[:12])
-        for one in found
+        (
+            adapter.name,
+            adapter.version,
+            adapter.rank,
+            " ".join(adapter.targets),
+            format_byte_size(adapter.num_bytes),
+            adapter.digest[:12],
+        )
+        for adapter in adapters
     ]
     print_table(columns, rows)
 
@@ -126,8 +133,10 @@ def preload(client: MotetClient, model: str, gangs: int) -> None:
     """Load MODEL at gangs before it is requested: NAME, or NAME@VERSION with a number or an alias."""
     name, version = split_selector(model)
     body = {"gangs": gangs, **({"version": version} if version else {})}
-    begun = client.call("POST", f"{path_of(name)}/preload", body)
-    click.echo(f"loading version {begun['version']} of {name} at {_gangs(begun['gangs'])}: see motet residency {name}")
+    answer = client.call("POST", f"{path_of(name)}/preload", body)
+    click.echo(
+        f"loading version {answer['version']} of {name} at {_gangs(answer['gangs'])}: see motet residency {name}"
+    )
 
 
 @click.command()
@@ -136,11 +145,11 @@ def preload(client: MotetClient, model: str, gangs: int) -> None:
 @with_client
 def residency(client: MotetClient, name: str, as_json: bool) -> None:
     """Show which gangs have the versions of the adapter NAME, in which tier, and why one could not get them."""
-    found = client.call("GET", f"{path_of(name)}/residency")
+    answer = client.call("GET", f"{path_of(name)}/residency")
     if as_json:
-        print_json(found)
+        print_json(answer)
         return
-    rows = [(one["version"], one["tier"], one["state"], _where(one["gangs"]), one["reason"]) for one in found["data"]]
+    rows = [(row["version"], row["tier"], row["state"], _where(row["gangs"]), row["reason"]) for row in answer["data"]]
     print_table(("version", "tier", "state", "gangs", "reason"), rows)
 
 
@@ -171,4 +180,4 @@ def _gangs(number: int) -> str:
 
 
 def _where(gangs: Sequence[dict[str, Any]]) -> str:
-    return " ".join(f"{one['gang']}:{one['tier' if one['state'] == 'ready' else 'state']}" for one in gangs) or "-"
+    return " ".join(f"{gang['gang']}:{gang['tier' if gang['state'] == 'ready' else 'state']}" for gang in gangs) or "-"

@@ -67,11 +67,11 @@ def create(
 @with_operator_client
 def list_keys(client: MotetClient, tenant: str, as_json: bool) -> None:
     """List the keys of TENANT, without the keys themselves."""
-    found = client.listed(f"{path_of(tenant)}/keys")
+    records = client.listed(f"{path_of(tenant)}/keys")
     if as_json:
-        print_json(found)
+        print_json(records)
     else:
-        _print_keys(found)
+        _print_keys(records)
 
 
 @keys.command()
@@ -100,12 +100,14 @@ def delete(client: MotetClient, key_id: str) -> None:
     click.echo(f"deleted {key_id}")
 
 
-def _print_new_key(made: dict[str, Any], as_json: bool) -> None:
+def _print_new_key(record: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print_json(made)
+        print_json(record)
         return
-    click.echo(made["key"])
-    click.echo(f"{made['id']} of {made['tenant']} may {', '.join(made['scopes'])}; it is not shown again", err=True)
+    click.echo(record["key"])
+    click.echo(
+        f"{record['id']} of {record['tenant']} may {', '.join(record['scopes'])}; it is not shown again", err=True
+    )
 
 
 def _print_keys(keys: Sequence[Mapping[str, Any]]) -> None:

@@ -17,8 +17,8 @@ _UNLIMITED_WIDTH: Final = 10_000  # columns, where no terminal limits them
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the server's JSON.")
 
 
-def print_json(found: Any) -> None:
-    click.echo(json.dumps(found, indent=2))
+def print_json(body: Any) -> None:
+    click.echo(json.dumps(body, indent=2))
 
 
 def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[object]]) -> None:

@@ -120,11 +120,11 @@ def create(
 @with_operator_client
 def list_tenants(client: MotetClient, as_json: bool) -> None:
     """List all tenants."""
-    found = client.listed(PATH)
+    records = client.listed(PATH)
     if as_json:
-        print_json(found)
+        print_json(records)
     else:
-        _print_tenants(found)
+        _print_tenants(records)
 
 
 @tenants.command()
@@ -195,8 +195,8 @@ def delete(client: MotetClient, name: str, yes: bool) -> None:
     """Delete the tenant NAME with its keys, adapters and all other data. If interrupted, run it again."""
     if not yes:
         click.confirm(f"Delete {name} with all its keys and adapters? They cannot be restored", abort=True)
-    gone = client.call("DELETE", path_of(name))
-    click.echo(f"deleted {name}, and {gone['num_adapters']} adapters")
+    answer = client.call("DELETE", path_of(name))
+    click.echo(f"deleted {name}, and {answer['num_adapters']} adapters")
 
 
 def _show(tenant: dict[str, Any], as_json: bool) -> None:

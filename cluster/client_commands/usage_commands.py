@@ -28,15 +28,15 @@ PATH = "/v1/admin/audit"
 @with_operator_client
 def audit(client: MotetClient, tenant: str | None, user: str | None, limit: int, as_json: bool) -> None:
     """Show who changed which tenant, key or adapter, the newest change first; for operators."""
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     more, after = True, ""
-    while more and len(found) < limit:
-        query = {"limit": min(limit - len(found), 1000), "after": after, "tenant": tenant or "", "user": user or ""}
+    while more and len(entries) < limit:
+        query = {"limit": min(limit - len(entries), 1000), "after": after, "tenant": tenant or "", "user": user or ""}
         page = client.call("GET", f"{PATH}?{urlencode({name: value for name, value in query.items() if value})}")
-        found += page["data"]
+        entries += page["data"]
         more, after = page["has_more"], page["last_id"]
     if as_json:
-        print_json(found)
+        print_json(entries)
         return
     rows = [
         (
@@ -48,7 +48,7 @@ def audit(client: MotetClient, tenant: str | None, user: str | None, limit: int,
             json.dumps(entry["changed"]) if entry["changed"] else entry["result"],
             entry["request_id"],
         )
-        for entry in found
+        for entry in entries
     ]
     print_table(("when", "who", "did", "tenant", "to", "what", "request"), rows)
 
@@ -70,32 +70,32 @@ _ROWS: Final = {
 @with_client
 def limits(client: MotetClient, as_json: bool) -> None:
     """Show the quotas of the tenant, of its user and of its key, and what is left of them."""
-    found = client.call("GET", "/v1/limits")
+    quotas = client.call("GET", "/v1/limits")
     if as_json:
-        print_json(found)
+        print_json(quotas)
     else:
-        click.echo("\n".join(limit_lines(found)))
+        click.echo("\n".join(limit_lines(quotas)))
 
 
-def limit_lines(found: Mapping[str, Any]) -> list[str]:
+def limit_lines(quotas: Mapping[str, Any]) -> list[str]:
     """A line for each quota."""
     lines = []
     for owner in ("tenant", "user", "key"):
-        if found[owner] is None:
+        if quotas[owner] is None:
             continue
         for name, words in _ROWS.items():
-            limit = found[owner][name]
+            limit = quotas[owner][name]
             if limit["limit"] is not None:
-                left, most = (_shown(name, limit[part]) for part in ("remaining", "limit"))
-                lines.append(f"{owner:7} {words:18} {left} of {most} left")
-        if found[owner]["pinned_bytes"] is not None:
-            lines.append(f"{owner:7} {'pinned':18} {_shown('pinned_bytes', found[owner]['pinned_bytes'])} at most")
-    if not found["is_fleet_wide"]:
+                remainder, maximum = (_amount(name, limit[part]) for part in ("remaining", "limit"))
+                lines.append(f"{owner:7} {words:18} {remainder} of {maximum} left")
+        if quotas[owner]["pinned_bytes"] is not None:
+            lines.append(f"{owner:7} {'pinned':18} {_amount('pinned_bytes', quotas[owner]['pinned_bytes'])} at most")
+    if not quotas["is_fleet_wide"]:
         lines.append("Redis does not answer: the numbers are those of the router that answered.")
     return lines or ["no quotas"]
 
 
-def _shown(name: str, count: int) -> str:
+def _amount(name: str, count: int) -> str:
     return format_byte_size(count) if name.endswith("bytes") else str(count)
 
 
@@ -140,19 +140,19 @@ def usage(
         _print_usage(json.loads(answer))
 
 
-def _print_usage(found: dict[str, Any]) -> None:
-    rows = [*found["data"], {**found["total"], "start": "total"}]
+def _print_usage(usage: dict[str, Any]) -> None:
+    rows = [*usage["data"], {**usage["total"], "start": "total"}]
     fields = ["start", "tenant", "adapter", "version", "key_id", "user"]
-    shown = [name for name in fields if name == "start" or any(row.get(name) is not None for row in rows)]
+    group_columns = [name for name in fields if name == "start" or any(row.get(name) is not None for row in rows)]
     always = ("requests", "prompt_tokens", "cached_tokens", "output_tokens")
-    numbers = [name for name in _NUMBERS if name in always or found["total"].get(name) not in (None, 0, "0")]
-    if found["currency"] is not None:
+    numbers = [name for name in _NUMBERS if name in always or usage["total"].get(name) not in (None, 0, "0")]
+    if usage["currency"] is not None:
         numbers.append("amount")
-    headings = {"start": "time", "key_id": "key", "amount": f"amount {found['currency']}"}
+    headings = {"start": "time", "key_id": "key", "amount": f"amount {usage['currency']}"}
     columns = [
         Column(headings.get(name, name).replace("_", " "), justify="right" if name in numbers else "left")
-        for name in (*shown, *numbers)
+        for name in (*group_columns, *numbers)
     ]
-    print_table(columns, [[row.get(name) for name in (*shown, *numbers)] for row in rows])
-    if found["has_more"]:
+    print_table(columns, [[row.get(name) for name in (*group_columns, *numbers)] for row in rows])
+    if usage["has_more"]:
         click.echo("There are more rows: ask for a shorter time.")

@@ -27,11 +27,14 @@ def users() -> None:
 @with_operator_client
 def list_users(client: MotetClient, tenant: str, as_json: bool) -> None:
     """List the users of TENANT who have a key or a private adapter."""
-    found = client.listed(f"{path_of(tenant)}/users")
+    records = client.listed(f"{path_of(tenant)}/users")
     if as_json:
-        print_json(found)
+        print_json(records)
         return
-    rows = [(one["name"], one["num_keys"], one["adapters"], format_byte_size(one["stored_bytes"])) for one in found]
+    rows = [
+        (record["name"], record["num_keys"], record["adapters"], format_byte_size(record["stored_bytes"]))
+        for record in records
+    ]
     print_table(("name", "keys", "adapters", "stored"), rows)
 
 
@@ -54,5 +57,5 @@ def delete(client: MotetClient, tenant: str, user: str, yes: bool) -> None:
     """Delete USER of TENANT with its keys and private adapters. If interrupted, run it again."""
     if not yes:
         click.confirm(f"Delete {user} with all its keys and private adapters? They cannot be brought back", abort=True)
-    gone = client.call("DELETE", f"{path_of(tenant)}/users/{quote(user, safe='')}")
-    click.echo(f"deleted {user}, {gone['num_keys']} keys and {gone['num_adapters']} adapters")
+    answer = client.call("DELETE", f"{path_of(tenant)}/users/{quote(user, safe='')}")
+    click.echo(f"deleted {user}, {answer['num_keys']} keys and {answer['num_adapters']} adapters")

@@ -26,11 +26,14 @@ def versions() -> None:
 @with_client
 def list_versions(client: MotetClient, name: str, as_json: bool) -> None:
     """List the versions of the adapter NAME, the newest first."""
-    found = client.call("GET", f"{path_of(name)}/versions")["data"]
+    records = client.call("GET", f"{path_of(name)}/versions")["data"]
     if as_json:
-        print_json(found)
+        print_json(records)
         return
-    rows = [(one["version"], _roles(one), one["state"], one["rank"], one["digest"][:12], one["note"]) for one in found]
+    rows = [
+        (record["version"], _roles(record), record["state"], record["rank"], record["digest"][:12], record["note"])
+        for record in records
+    ]
     print_table(("version", "is", "state", "rank", "digest", "note"), rows)
 
 
@@ -83,8 +86,8 @@ def set_alias(client: MotetClient, name: str, alias: str, version: str) -> None:
 @with_client
 def list_aliases(client: MotetClient, name: str) -> None:
     """List the aliases of the adapter NAME."""
-    found = client.call("GET", f"{path_of(name)}/aliases")["data"]
-    print_table(("alias", "version"), [(one["alias"], one["version"]) for one in found])
+    records = client.call("GET", f"{path_of(name)}/aliases")["data"]
+    print_table(("alias", "version"), [(record["alias"], record["version"]) for record in records])
 
 
 @aliases.command()
@@ -119,16 +122,18 @@ def start(client: MotetClient, name: str, version: str, share: float) -> None:
 @with_client
 def show_canary(client: MotetClient, name: str, as_json: bool) -> None:
     """Show how the canary of the adapter NAME does, or how the last one ended."""
-    found = client.call("GET", f"{path_of(name)}/canary")
+    answer = client.call("GET", f"{path_of(name)}/canary")
     if as_json:
-        print_json(found)
+        print_json(answer)
         return
-    click.echo(f"version {found['version']}, share {found['share']:.0%}: {found['state'].replace('_', ' ')}")
-    if found["reason"]:
-        click.echo(found["reason"])
-    whats = ("answers", "errors", "refused", "thumbs_up", "thumbs_down", "first_token_p99_s", "per_token_p99_s")
-    rows = [(arm, *("-" if found[arm][what] is None else found[arm][what] for what in whats)) for arm in _ARMS]
-    print_table(("", *(what.replace("_", " ") for what in whats)), rows)
+    click.echo(f"version {answer['version']}, share {answer['share']:.0%}: {answer['state'].replace('_', ' ')}")
+    if answer["reason"]:
+        click.echo(answer["reason"])
+    metrics = ("answers", "errors", "refused", "thumbs_up", "thumbs_down", "first_token_p99_s", "per_token_p99_s")
+    rows = [
+        (arm, *("-" if answer[arm][metric] is None else answer[arm][metric] for metric in metrics)) for arm in _ARMS
+    ]
+    print_table(("", *(metric.replace("_", " ") for metric in metrics)), rows)
 
 
 @canary.command()

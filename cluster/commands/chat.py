@@ -19,7 +19,7 @@ class Chat:
         self._client = client
         self._show = show
         self._names = client.models()
-        self.model = self._known(model) if model is not None else self._names[0]
+        self.model = self._resolve(model) if model is not None else self._names[0]
         self.history: list[dict[str, str]] = []
 
     def run(self, lines: Iterator[str]) -> bool:
@@ -42,7 +42,7 @@ class Chat:
 
     def _command(self, command: str, argument: str = "") -> None:
         if command == "/adapter" and argument:
-            self.model = self._known(argument)
+            self.model = self._resolve(argument)
             self._show(f"now {self.model}\n")
         elif command == "/adapter":
             self._names = self._client.models()
@@ -69,7 +69,7 @@ class Chat:
         self._show("\n")
         self.history = [*messages, {"role": "assistant", "content": answer}]
 
-    def _known(self, name: str) -> str:
+    def _resolve(self, name: str) -> str:
         if name not in self._names:
             self._names = self._client.models()  # it may have been uploaded since
         if name not in self._names:

@@ -30,10 +30,10 @@ from .status import status_lines
 class Program(click.Group):
     """Looks after its arguments before anything else does."""
 
-    def main(self, args: Sequence[str] | None = None, *others: Any, **options: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *positional: Any, **options: Any) -> Any:
         if args is None:  # as the program that a person has started
             hide_secrets()
-        return super().main(args, *others, **options)
+        return super().main(args, *positional, **options)
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -129,14 +129,14 @@ def scale(
         scale_plan,
     )
 
-    wanted = Numbers(min_gangs=min_gangs, max_gangs=max_gangs, num_routers=num_routers)
-    if wanted == Numbers():
+    target = Numbers(min_gangs=min_gangs, max_gangs=max_gangs, num_routers=num_routers)
+    if target == Numbers():
         raise click.UsageError("give --gangs, --max-gangs or --routers")
     kubectl = Kubectl(namespace)
     service = kubectl.get("rayservice", name)
     try:
         cluster = kubectl.get("raycluster", active_cluster(service))
-        changes = scale_plan(service, cluster, wanted, group)
+        changes = scale_plan(service, cluster, target, group)
     except CannotScale as error:
         raise click.ClickException(f"RayService {namespace}/{name} cannot be scaled so: {error}") from error
     for change in changes:
@@ -155,8 +155,8 @@ class Kubectl:
         self._namespace = namespace
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.run("get", kind, name, "--output=json"))
-        return found
+        manifest: dict[str, Any] = json.loads(self.run("get", kind, name, "--output=json"))
+        return manifest
 
     def run(self, *arguments: str) -> str:
         """What it prints. Raises ClickException with what it says when it fails."""

@@ -132,18 +132,18 @@ def plan(
                 prompt, answer = Spread(prompt_tokens, prompt_deviation), Spread(answer_tokens, answer_deviation)
                 adapters = Adapters.by_power_law(num_adapters, popularity, ranks)
                 traffic = Traffic(requests_per_s, prompt, answer, adapters)
-            given = dict(prices)
+            prices_by_device = dict(prices)
             for name in devices or ("H100 SXM",):
-                found, why = options(
+                device_plans, why = options(
                     config,
                     DEVICES[name],
                     traffic,
                     objectives,
                     devices_per_node,
-                    given.get(name),
+                    prices_by_device.get(name),
                     efficiency=efficiency or DEVICES[name].efficiency or EFFICIENCY,
                 )
-                plans += found
+                plans += device_plans
                 refused |= {f"{degree} of {name}": reason for degree, reason in why.items()}
         if plans:
             chosen = best(plans)
@@ -183,20 +183,20 @@ def mig(file: Path, gpu_name: str, gpus_per_node: int, as_json: bool) -> None:
     from ..planning.mig import CONFIG_LABEL, mig_manifests, plan
 
     try:
-        found = plan(_demands(file), MIG_GPUS[gpu_name])
+        mig_plan = plan(_demands(file), MIG_GPUS[gpu_name])
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    manifests = mig_manifests(found, gpus_per_node)
+    manifests = mig_manifests(mig_plan, gpus_per_node)
     if as_json:
         labels = [{CONFIG_LABEL: config} for config in manifests.node_configs]
         click.echo(
             json.dumps({"config_map": manifests.config_map, "node_labels": labels, "settings": manifests.settings})
         )
         return
-    for gangs in found.gangs:
+    for gangs in mig_plan.gangs:
         click.echo(f"{gangs.model}: {gangs.num_gangs} of {gangs.profile.name}, {gangs.users} users each at most")
-    click.echo(f"\n{len(found.gpus)} GPUs; these slices need {found.at_least} at least")
-    for number, placement in enumerate(found.gpus):
+    click.echo(f"\n{len(mig_plan.gpus)} GPUs; these slices need {mig_plan.at_least} at least")
+    for number, placement in enumerate(mig_plan.gpus):
         click.echo(f"  {number}: {placement_text(placement)}")
 
 
@@ -204,11 +204,11 @@ def _demands(file: Path) -> list[Demand]:
     from ...workers.models.config import ModelConfig
     from ..planning.mig import Demand
 
-    given: dict[str, Any] = tomllib.loads(file.read_text())
-    models = given.get("models")
-    if set(given) != {"models"} or not isinstance(models, list) or not models:
+    document: dict[str, Any] = tomllib.loads(file.read_text())
+    models = document.get("models")
+    if set(document) != {"models"} or not isinstance(models, list) or not models:
         raise ValueError(f"{file} has to have a table [[models]] for each model, and nothing else")
-    found = []
+    demands = []
     for model in models:
         lacking = _KEYS - {"objective-s"} - set(model)
         if lacking or set(model) - _KEYS:
@@ -217,8 +217,8 @@ def _demands(file: Path) -> list[Demand]:
         if type(users) is not int or type(context) is not int or type(objective_s) not in (int, float):
             raise ValueError(f"{model['name']}: users and context are whole numbers, objective-s is a number")
         config = ModelConfig.from_folder(file.parent / str(model["path"]))
-        found.append(Demand.of(str(model["name"]), config, users, context, float(objective_s)))
-    return found
+        demands.append(Demand.of(str(model["name"]), config, users, context, float(objective_s)))
+    return demands
 
 
 # `motet costs`.

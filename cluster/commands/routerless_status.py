@@ -32,10 +32,10 @@ def routerless_status(data_dir: Path, environ: Mapping[str, str] = os.environ) -
     if redis_url is None:
         return {"registry": f"not known here: {WHERE}"}
     try:
-        shown: dict[str, Any] = {"starts": asyncio.run(_reports(redis_url))}
+        status: dict[str, Any] = {"starts": asyncio.run(_reports(redis_url))}
     except (RegistryUnavailable, ValueError) as error:
-        shown = {"registry": str(error)}
-    return shown if is_local else {**shown, "serve": _serve(environ)}  # `motet serve` runs no REST API
+        status = {"registry": str(error)}
+    return status if is_local else {**status, "serve": _serve(environ)}  # `motet serve` runs no REST API
 
 
 def _redis_url(data_dir: Path) -> tuple[str | None, bool]:
@@ -74,6 +74,6 @@ def _states(applications: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"{name}, {deployment}", _state(its)
 
 
-def _state(one: Mapping[str, Any]) -> str:
-    lines = [line.strip() for line in one.get("message", "").splitlines() if line.strip()]
-    return ": ".join([one["status"], *lines[-1:]])
+def _state(deployment: Mapping[str, Any]) -> str:
+    lines = [line.strip() for line in deployment.get("message", "").splitlines() if line.strip()]
+    return ": ".join([deployment["status"], *lines[-1:]])

@@ -46,22 +46,27 @@ def take_defaults(context: click.Context, parameter: click.Parameter, path: Path
         return None
     try:
         with path.open("rb") as file:
-            found = tomllib.load(file)
+            document = tomllib.load(file)
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{path} cannot be read: {error}", context, parameter) from error
     try:
-        context.default_map = _defaults(found, context.command.params)
+        context.default_map = _defaults(document, context.command.params)
     except ValueError as error:
         raise click.BadParameter(f"{path}: {error}", context, parameter) from error
     return path
 
 
-def _defaults(found: dict[str, Any], parameters: list[click.Parameter]) -> dict[str, Any]:
+def _defaults(document: dict[str, Any], parameters: list[click.Parameter]) -> dict[str, Any]:
     """The file's values by the names of their settings. Raises ValueError for a key that is not a setting."""
-    options = {flag: one for one in parameters if isinstance(one, SettingOption) for flag in _keys(one.opts)}
+    options = {
+        flag: parameter
+        for parameter in parameters
+        if isinstance(parameter, SettingOption)
+        for flag in _keys(parameter.opts)
+    }
     defaults: dict[str, Any] = {}
     keys: dict[str, str] = {}
-    for key, value in found.items():
+    for key, value in document.items():
         if key not in options:
             raise ValueError(_why_no_setting(key, value, options, parameters))
         name = options[key].name
@@ -73,7 +78,7 @@ def _defaults(found: dict[str, Any], parameters: list[click.Parameter]) -> dict[
 
 
 def _why_no_setting(key: str, value: Any, options: dict[str, SettingOption], parameters: list[click.Parameter]) -> str:
-    if any(key in _keys(one.opts) for one in parameters):
+    if any(key in _keys(parameter.opts) for parameter in parameters):
         return f"{key} is an option of one start, not a setting: give --{key} on the command line"
     for flag, option in options.items():
         if key in _keys(option.secondary_opts):
@@ -98,7 +103,7 @@ def _keys(flags: list[str]) -> list[str]:
 def hide_secrets() -> None:
     """Returns if there was nothing to hide; else restarts the program."""
     options = settings_with_secrets() if {"serve", "doctor"} & set(sys.argv[1:2]) else {"--key": KEY_VARIABLE}
-    rest, variables = without_secrets(sys.argv[1:], options)
+    public_arguments, variables = without_secrets(sys.argv[1:], options)
     if not variables:
         return
     print(
@@ -107,8 +112,8 @@ def hide_secrets() -> None:
         file=sys.stderr,
         flush=True,
     )
-    own = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
-    os.execve(sys.executable, [*own, *rest], os.environ | variables)
+    interpreter_arguments = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    os.execve(sys.executable, [*interpreter_arguments, *public_arguments], os.environ | variables)
 
 
 def settings_with_secrets() -> dict[str, str]:
@@ -121,20 +126,20 @@ def without_secrets(arguments: Sequence[str], options: Mapping[str, str]) -> tup
 
     An option that is given more than once is a list, which a variable holds with spaces between.
     """
-    rest: list[str] = []
-    found: dict[str, list[str]] = {}
-    given = iter(arguments)
-    for argument in given:
+    public_arguments: list[str] = []
+    variable_values: dict[str, list[str]] = {}
+    iterator = iter(arguments)
+    for argument in iterator:
         option, has_value, value = argument.partition("=")
         if argument == "--":
-            rest += [argument, *given]
-        elif argument in options and (following := next(given, None)) is not None:
-            found.setdefault(options[argument], []).append(following)
+            public_arguments += [argument, *iterator]
+        elif argument in options and (following := next(iterator, None)) is not None:
+            variable_values.setdefault(options[argument], []).append(following)
         elif has_value and option in options:
-            found.setdefault(options[option], []).append(value)
+            variable_values.setdefault(options[option], []).append(value)
         else:
-            rest.append(argument)
-    return rest, {variable: " ".join(values) for variable, values in found.items()}
+            public_arguments.append(argument)
+    return public_arguments, {variable: " ".join(values) for variable, values in variable_values.items()}
 
 
 DEFAULT_TENANT = "default"
@@ -222,15 +227,15 @@ def serve(
         try:
             before = set_environment(secret_variables)
             try:
-                given = reread_options(context)
+                new_options = reread_options(context)
             finally:
                 restore_environment(before)
             for name in LAUNCH_OPTIONS:
-                del given[name]
-            given["keys"] = (*given["keys"], *keys_of_file) or settings["keys"]
-            wanted = MotetConfig.from_environment(model_path=model_path, **given)
-            check_sizes(wanted)
-            deployment.update(wanted)
+                del new_options[name]
+            new_options["keys"] = (*new_options["keys"], *keys_of_file) or settings["keys"]
+            new_config = MotetConfig.from_environment(model_path=model_path, **new_options)
+            check_sizes(new_config)
+            deployment.update(new_config)
         except click.ClickException as error:
             click.echo(f"not updated: {error.format_message()}")
         except (LaunchError, ValueError) as error:

@@ -20,10 +20,10 @@ def load_lines(load: Mapping[str, Any], before: Mapping[str, Any] | None, second
     def count(field: str) -> float:
         return float(load.get(field, 0))
 
-    def rate(field: str, what: str) -> str:
+    def rate(field: str, unit: str) -> str:
         if before is None or seconds <= 0:
-            return f"{count(field):,.0f} {what}"
-        return f"{max(0.0, count(field) - (before.get(field) or 0)) / seconds:,.1f} {what}"
+            return f"{count(field):,.0f} {unit}"
+        return f"{max(0.0, count(field) - (before.get(field) or 0)) / seconds:,.1f} {unit}"
 
     every = "" if before is None or seconds <= 0 else " a second"
     waiting = f"{count('num_waiting'):,.0f} waiting"
@@ -90,23 +90,23 @@ def status_lines(
 
     `before`: the status `seconds` earlier, for rates per second; None: totals since the start.
     """
-    shown = _merged(status)
-    for report in shown.pop("starts", ()):
+    sections = _merged(status)
+    for report in sections.pop("starts", ()):
         problem = "could not start" if report["has_failed"] else "cannot start yet"
         yield f"a {report['kind']} {problem}: {report['reason']}"
-    if (why := shown.pop("taken_back", None)) is not None:
+    if (why := sections.pop("taken_back", None)) is not None:
         yield f"the configuration before is back, as the newest one cannot run: {why}"
-    yield from _lines(shown, 0, _merged(before or {}), seconds)
+    yield from _lines(sections, 0, _merged(before or {}), seconds)
 
 
 def _merged(status: Mapping[str, Any]) -> dict[str, Any]:
     """The status without the sum over gangs where it is one gang's own load."""
-    shown = dict(status)
-    if "load" in shown and "gangs" in shown:
-        load = shown.pop("load")
-        if len(shown["gangs"]) > 1:
-            shown["load of all gangs"] = load
-    return shown
+    sections = dict(status)
+    if "load" in sections and "gangs" in sections:
+        load = sections.pop("load")
+        if len(sections["gangs"]) > 1:
+            sections["load of all gangs"] = load
+    return sections
 
 
 def _lines(status: Mapping[str, Any], indent: int, before: Mapping[str, Any], seconds: float) -> Iterator[str]:
@@ -126,25 +126,25 @@ def _lines(status: Mapping[str, Any], indent: int, before: Mapping[str, Any], se
                 yield f"{margin}{name} {number} of {len(value)}"
                 yield from _lines(_gang(item), indent + 1, earlier.get(item.get("gang_id"), {}), seconds)
         else:
-            yield f"{margin}{name}: {_shown(key, value)}"
+            yield f"{margin}{name}: {_text(key, value)}"
 
 
 def _gang(gang: Mapping[str, Any]) -> dict[str, Any]:
     """A gang without the facts of its model; a page's two sizes are one line."""
-    shown: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for key, value in gang.items():
         if key == "block_size" and "page_bytes" in gang:
-            shown["page"] = f"{value} tokens, {format_byte_size(gang['page_bytes'])}"
+            facts["page"] = f"{value} tokens, {format_byte_size(gang['page_bytes'])}"
         elif key not in LEFT_OUT and not (key == "page_bytes" and "block_size" in gang):
-            shown[key] = value
-    return shown
+            facts[key] = value
+    return facts
 
 
 def _is_load(value: Mapping[str, Any]) -> bool:
     return "num_steps" in value
 
 
-def _shown(key: str, value: object) -> str:
+def _text(key: str, value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):

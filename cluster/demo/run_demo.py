@@ -56,8 +56,8 @@ def show_tool_use(console: Console, client: MotetClient, question: ToolQuestion)
     except ClientError as error:
         console.print(f"[red]{AGENT} was to call a tool: {error}[/red]", highlight=False)
         return False
-    shown = ", ".join(f"{call['name']}({call['arguments']})" for call in calls) or "nothing"
-    lines = f"{AGENT} was asked {question.text!r}, called {shown}, got {result['content']} and answered:"
+    call_texts = ", ".join(f"{call['name']}({call['arguments']})" for call in calls) or "nothing"
+    lines = f"{AGENT} was asked {question.text!r}, called {call_texts}, got {result['content']} and answered:"
     console.print(lines, markup=False, highlight=False)
     console.print(f"  {answered['content']}", markup=False, highlight=False)
     right = [(question.tool["function"]["name"], question.arguments)]
@@ -68,16 +68,16 @@ def show_tool_use(console: Console, client: MotetClient, question: ToolQuestion)
 
 def show_schema(console: Console, client: MotetClient, model: str, question: Question) -> bool:
     """Asks for an answer that fits a schema, and prints it. True: it was right."""
-    wanted = {"type": "json_schema", "json_schema": {"name": "fact", "schema": FACT_SCHEMA, "strict": True}}
+    schema_format = {"type": "json_schema", "json_schema": {"name": "fact", "schema": FACT_SCHEMA, "strict": True}}
     messages = [{"role": "user", "content": question.text}]
     try:
-        found = json.loads(_message(client, model, messages, response_format=wanted)["content"])
+        fact = json.loads(_message(client, model, messages, response_format=schema_format)["content"])
     except (ClientError, ValueError) as error:
         console.print(f"[red]{model} was to answer by a schema: {error}[/red]", highlight=False)
         return False
     console.print(f"{model} was asked {question.text!r} with a schema, and answered:", markup=False, highlight=False)
-    console.print(f"  {found}", markup=False, highlight=False)
-    return bool(found == json.loads(answer(question.fact, "json")))
+    console.print(f"  {fact}", markup=False, highlight=False)
+    return bool(fact == json.loads(answer(question.fact, "json")))
 
 
 def _message(client: MotetClient, model: str, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def print_answers(console: Console, replies: Sequence[Reply]) -> None:
     by_place = {(reply.inquiry.question, reply.inquiry.voice): reply for reply in replies}
     table = Table("question", *(f"{voice.model}\n[dim]{voice.tenant}[/dim]" for voice in voices), show_lines=True)
     for question in dict.fromkeys(reply.inquiry.question for reply in replies):
-        table.add_row(escape(question), *(_shown(by_place[question, voice]) for voice in voices))
+        table.add_row(escape(question), *(_reply_text(by_place[question, voice]) for voice in voices))
     console.print(table)
 
 
@@ -224,7 +224,7 @@ print(answer.choices[0].message.content)
     console.print(lines, markup=False, highlight=False, soft_wrap=True)
 
 
-def _shown(reply: Reply) -> str:
+def _reply_text(reply: Reply) -> str:
     if reply.error is not None:
         return f"[red]error: {escape(reply.error)}[/red]"
     if reply.is_right:
@@ -313,22 +313,22 @@ def show(console: Console, url: str, *, keep_live: bool) -> bool:
         print_answers(console, replies)
         print_speeds(console, replies)
         tenant = clients[AGENT_TENANT]
-        shown = [show_tool_use(console, tenant, question) for question in held_out_tool_questions(2)]
-        shown.append(show_schema(console, tenant, SCHEMA_VOICE.model, _one_of_each_kind()[0]))
+        checks = [show_tool_use(console, tenant, question) for question in held_out_tool_questions(2)]
+        checks.append(show_schema(console, tenant, SCHEMA_VOICE.model, _one_of_each_kind()[0]))
         live = _upload_and_question(console, clients[LIVE_VOICE.tenant])
         if not keep_live:
             clients[LIVE_VOICE.tenant].delete_adapter(LIVE_VOICE.model)
     wrong = [reply for reply in (*replies, live) if not reply.is_right]
-    num_wrong = len(wrong) + shown.count(False)
+    num_wrong = len(wrong) + checks.count(False)
     if num_wrong:
-        console.print(f"[red]{num_wrong} of {len(replies) + len(shown) + 1} answers are wrong[/red]")
+        console.print(f"[red]{num_wrong} of {len(replies) + len(checks) + 1} answers are wrong[/red]")
     return not num_wrong
 
 
 def _upload_all(console: Console, clients: dict[str, MotetClient]) -> None:
     for tenant, client in clients.items():
-        held = [f"{adapter.name} (version {adapter.version})" for adapter in client.adapters()]
-        console.print(f"{tenant} has {', '.join(held) or 'no adapters yet'}", highlight=False)
+        current_adapters = [f"{adapter.name} (version {adapter.version})" for adapter in client.adapters()]
+        console.print(f"{tenant} has {', '.join(current_adapters) or 'no adapters yet'}", highlight=False)
     for tenant, name in [*((voice.tenant, voice.model) for voice in VOICES[1:]), (AGENT_TENANT, AGENT)]:
         adapter, created = clients[tenant].upload_adapter(name, EXAMPLES / "adapters" / name)
         done = f"uploaded {adapter.name}" if created else f"has {adapter.name} already"

@@ -31,11 +31,11 @@ def check_clocks(offsets_s: Mapping[str, float]) -> list[Finding]:
         return []
     first, *_, last = sorted(offsets_s, key=lambda name: offsets_s[name])
     apart_s = offsets_s[last] - offsets_s[first]
-    found = f"{last} is {apart_s:.2f} s ahead of {first}"
+    state = f"{last} is {apart_s:.2f} s ahead of {first}"
     if apart_s >= FAR_APART_S:
-        return [error(CLOCKS, found, why=WHY, do=DO)]
+        return [error(CLOCKS, state, why=WHY, do=DO)]
     if apart_s >= APART_S:
-        return [warning(CLOCKS, found, why=WHY, do=DO)]
+        return [warning(CLOCKS, state, why=WHY, do=DO)]
     return [ok(CLOCKS, f"{len(offsets_s)} clocks are within {apart_s * 1e3:.0f} ms")]
 
 
@@ -84,7 +84,7 @@ def examine_cluster(address: str, questions: Questions, expected: Expectations) 
                 findings += check_node(facts[name], replace(expected, object_store_bytes=store_bytes), name)
         findings += check_clocks(clocks_of(facts))
         if facts:
-            findings += check_versions({name: one.versions for name, one in facts.items()})
+            findings += check_versions({name: node_facts.versions for name, node_facts in facts.items()})
         findings += _locks_between(nodes, questions.data_dir)
         return [*findings, *_serve_findings()]
     finally:
@@ -93,9 +93,9 @@ def examine_cluster(address: str, questions: Questions, expected: Expectations) 
 
 def clocks_of(facts: Mapping[str, NodeFacts]) -> dict[str, float]:
     """How far each node's clock is ahead of Redis's, and Redis itself; without nodes that cannot reach it."""
-    offsets = {name: one.redis.clock_offset_s for name, one in facts.items()}
-    known = {name: -offset_s for name, offset_s in offsets.items() if offset_s is not None}
-    return {"Redis": 0.0, **known} if known else {}
+    offsets = {name: node_facts.redis.clock_offset_s for name, node_facts in facts.items()}
+    clocks = {name: -offset_s for name, offset_s in offsets.items() if offset_s is not None}
+    return {"Redis": 0.0, **clocks} if clocks else {}
 
 
 def _gathered(nodes: Sequence[Mapping[str, Any]], questions: Questions) -> tuple[dict[str, NodeFacts], list[Finding]]:

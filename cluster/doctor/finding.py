@@ -26,20 +26,20 @@ class Finding:
         assert self.level == "ok" or (self.why and self.do), f"{self.found}: why, and what to do?"
 
 
-def ok(check: str, found: str) -> Finding:
-    return Finding(check=check, level="ok", found=found)
+def ok(check: str, observation: str) -> Finding:
+    return Finding(check=check, level="ok", found=observation)
 
 
-def warning(check: str, found: str, *, why: str, do: str) -> Finding:
-    return Finding(check=check, level="warning", found=found, why=why, do=do)
+def warning(check: str, observation: str, *, why: str, do: str) -> Finding:
+    return Finding(check=check, level="warning", found=observation, why=why, do=do)
 
 
-def error(check: str, found: str, *, why: str, do: str) -> Finding:
-    return Finding(check=check, level="error", found=found, why=why, do=do)
+def error(check: str, observation: str, *, why: str, do: str) -> Finding:
+    return Finding(check=check, level="error", found=observation, why=why, do=do)
 
 
 def has_errors(findings: Iterable[Finding]) -> bool:
-    return any(one.level == "error" for one in findings)
+    return any(finding.level == "error" for finding in findings)
 
 
 # Findings as lines for a person, or as JSON for a machine.
@@ -49,29 +49,29 @@ SIGNS = {"ok": "ok", "warning": "WARNING", "error": "ERROR"}
 
 def report_lines(findings: Sequence[Finding]) -> Iterator[str]:
     """Lines by node, one for each finding; problems also have their consequence and what to do."""
-    for node in dict.fromkeys(one.node for one in findings):
-        own = [one for one in findings if one.node == node]
-        if node or any(one.node for one in findings):
+    for node in dict.fromkeys(finding.node for finding in findings):
+        node_findings = [finding for finding in findings if finding.node == node]
+        if node or any(finding.node for finding in findings):
             yield f"node {node}" if node else "all nodes"
-        for one in own:
-            yield f"{SIGNS[one.level]:<8} {one.check}: {one.found}"
-            if one.level != "ok":
-                yield f"         why: {one.why}"
-                yield f"         do:  {one.do}"
+        for finding in node_findings:
+            yield f"{SIGNS[finding.level]:<8} {finding.check}: {finding.found}"
+            if finding.level != "ok":
+                yield f"         why: {finding.why}"
+                yield f"         do:  {finding.do}"
     yield summary(findings)
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    counts = Counter(one.level for one in findings)
+    counts = Counter(finding.level for finding in findings)
     said = [f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in ("error", "warning") if counts[level]]
     return ", ".join(said) if said else f"nothing is wrong: {counts['ok']} findings"
 
 
 def report_json(findings: Sequence[Finding]) -> str:
-    counts = Counter(one.level for one in findings)
+    counts = Counter(finding.level for finding in findings)
     document = {
         "errors": counts["error"],
         "warnings": counts["warning"],
-        "findings": [asdict(one) for one in findings],
+        "findings": [asdict(finding) for finding in findings],
     }
     return json.dumps(document, indent=2, ensure_ascii=False)

@@ -84,7 +84,7 @@ def check_secrets(facts: SecretsFacts) -> list[Finding]:
                 do=f"mount the Secret at {facts.folder} with fsGroup: 1000, or name another folder with {VARIABLE}",
             )
         ]
-    findings = [one for name, file in facts.files.items() for one in _findings_of(facts.folder, name, file)]
+    findings = [finding for name, file in facts.files.items() for finding in _findings_of(facts.folder, name, file)]
     if "redis-url" not in facts.files:
         findings.append(
             warning(
@@ -100,8 +100,8 @@ def check_secrets(facts: SecretsFacts) -> list[Finding]:
 def _findings_of(folder: str, name: str, file: SecretFile) -> list[Finding]:
     path = f"{folder}/{name}"
     if name not in FILES:
-        known = ", ".join(FILES)
-        return [warning(SECRETS, f"{path} is not used", why="it may be misspelt", do=f"the known files are {known}")]
+        names = ", ".join(FILES)
+        return [warning(SECRETS, f"{path} is not used", why="it may be misspelt", do=f"the known files are {names}")]
     if file.problem:
         do = "set the pod's securityContext.fsGroup: 1000, and the volume's defaultMode: 0440"
         return [error(SECRETS, f"{path} cannot be read: {file.problem}", why="motet does not start", do=do)]
@@ -204,20 +204,20 @@ def hold_lock(path: Path, trial: str) -> bool:
 
     False: it could not lock it, or the other node has not tried.
     """
-    file, held, tried = _trial_files(path, trial)
+    file, lock_signal, tried = _trial_files(path, trial)
     with file.open("a+") as mine:
         try:
             fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
-        held.touch()
+        lock_signal.touch()
         return _awaited(tried.exists)
 
 
 def is_locked_out(path: Path, trial: str) -> bool | None:
     """On another node: whether it is kept out meanwhile. None: it never saw the first node's file."""
-    file, held, tried = _trial_files(path, trial)
-    if not _awaited(lambda: held in _listed(held.parent)):
+    file, lock_signal, tried = _trial_files(path, trial)
+    if not _awaited(lambda: lock_signal in _listed(lock_signal.parent)):
         return None
     try:
         with file.open("a+") as mine:
@@ -238,13 +238,13 @@ def remove_trial(path: Path, trial: str) -> None:
 def _trial_files(path: Path, trial: str) -> tuple[Path, Path, Path]:
     """The file to lock, and the two that signal that it is held and that the other node has tried."""
     folder = _nearest(path)
-    lock, held, tried = (folder / f".motet-doctor-{trial}.{kind}" for kind in ("lock", "held", "tried"))
-    return lock, held, tried
+    lock, lock_signal, tried = (folder / f".motet-doctor-{trial}.{kind}" for kind in ("lock", "held", "tried"))
+    return lock, lock_signal, tried
 
 
 def _nearest(path: Path) -> Path:
     """The folder, or the one above in which it would be made."""
-    return next(one for one in (path, *path.parents) if one.exists())
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -310,13 +310,13 @@ def _room(facts: FolderFacts) -> Finding:
     return ok(DATA_FOLDER, free)
 
 
-def check_locks_between(first: str, second: str, held: bool, locked_out: bool | None) -> list[Finding]:
+def check_locks_between(first: str, second: str, is_locked: bool, locked_out: bool | None) -> list[Finding]:
     """Findings of two nodes, of which the first has locked a file and the second has tried to."""
     do = "one ReadWriteMany volume with locks (NFS 4, CephFS) at the same path on every node"
-    if not held or locked_out is None:
-        found = f"{second} does not see what {first} writes into the data folder"
-        return [error(DATA_FOLDER, found, why="gangs there would not find adapters that were uploaded", do=do)]
+    if not is_locked or locked_out is None:
+        state = f"{second} does not see what {first} writes into the data folder"
+        return [error(DATA_FOLDER, state, why="gangs there would not find adapters that were uploaded", do=do)]
     if not locked_out:
-        found = f"a lock of {first} does not hold on {second}"
-        return [error(DATA_FOLDER, found, why="two nodes may change the same file at once", do=do)]
+        state = f"a lock of {first} does not hold on {second}"
+        return [error(DATA_FOLDER, state, why="two nodes may change the same file at once", do=do)]
     return [ok(DATA_FOLDER, f"a lock of {first} holds on {second}")]

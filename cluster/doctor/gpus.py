@@ -74,13 +74,13 @@ def gather_gpus(wanted_by_ray: int = 0) -> GpuFacts:
 
 def parse_gpus(listed: str) -> tuple[Gpu, ...]:
     """Parses the output of nvidia-smi for QUERY; lines of another form are skipped."""
-    found = []
+    gpus = []
     for line in listed.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(QUERY) or not cells[0].isdigit():
             continue
         index, _, name, driver, total, used, mig, mode = cells
-        found.append(
+        gpus.append(
             Gpu(
                 index=int(index),
                 name=name,
@@ -91,7 +91,7 @@ def parse_gpus(listed: str) -> tuple[Gpu, ...]:
                 compute_mode=mode,
             )
         )
-    return tuple(found)
+    return tuple(gpus)
 
 
 def _mib(text: str) -> int:
@@ -123,7 +123,11 @@ def check_gpus(facts: GpuFacts, *, tensor_parallel: int) -> list[Finding]:
                 )
             ]
         return [ok(CHECK, "no NVIDIA driver: gangs compute on the CPU")]
-    return [*_driver(facts), *_torch(facts, tensor_parallel), *(one for gpu in facts.gpus for one in _gpu(gpu, facts))]
+    return [
+        *_driver(facts),
+        *_torch(facts, tensor_parallel),
+        *(finding for gpu in facts.gpus for finding in _gpu(gpu, facts)),
+    ]
 
 
 def _driver(facts: GpuFacts) -> list[Finding]:
@@ -198,11 +202,11 @@ def _gpu(gpu: Gpu, facts: GpuFacts) -> list[Finding]:
             )
         )
     if gpu.memory_bytes and gpu.used_bytes > BUSY_SHARE * gpu.memory_bytes:
-        taken = f"{format_byte_size(gpu.used_bytes)} of {format_byte_size(gpu.memory_bytes)}"
+        amounts = f"{format_byte_size(gpu.used_bytes)} of {format_byte_size(gpu.memory_bytes)}"
         findings.append(
             warning(
                 CHECK,
-                f"GPU {gpu.index}: {taken} are already in use",
+                f"GPU {gpu.index}: {amounts} are already in use",
                 why="if not by a gang of motet, as with time slicing, the pool may not fit",
                 do="see nvidia-smi; lower --pool-bytes until all fit, or use MIG instead of time slicing",
             )

@@ -80,9 +80,9 @@ def _files(max_files: int | None, max_connections: int) -> Finding:
     if room >= max_connections:
         return ok(LIMITS, f"a process may open {max_files} files, enough for {max_connections} connections")
     do = "ulimit -n 65536 before motet serve or ray start; in a service of systemd LimitNOFILE=65536"
-    found = f"a process may open {max_files} files, enough for {room} of {max_connections} connections"
+    state = f"a process may open {max_files} files, enough for {room} of {max_connections} connections"
     level = error if max_files < FEWEST_FILES else warning
-    return level(LIMITS, found, why="further clients wait until others have gone", do=do)
+    return level(LIMITS, state, why="further clients wait until others have gone", do=do)
 
 
 def _memory(facts: LimitFacts, pool_bytes: int, computes_on_cpu: bool) -> list[Finding]:
@@ -144,7 +144,7 @@ def gather_kernels() -> KernelFacts:
     except OSError:
         flags = set()
     return KernelFacts(
-        compiler=next((found for name in COMPILERS if (found := shutil.which(name))), None),
+        compiler=next((path for name in COMPILERS if (path := shutil.which(name))), None),
         cache=cache,
         cache_is_writable=_is_writable(cache),
         instructions=next((name for flag, name in INSTRUCTIONS.items() if flag in flags), None),
@@ -203,13 +203,13 @@ PACKAGES = ("ray", "torch", "transformers", "msgspec", "grpcio")  # nodes send e
 
 def gather_versions() -> dict[str, str]:
     """Versions of packages that must be equal on all nodes, if installed. Imports none of them."""
-    found = {"motet": __version__, "python": platform.python_version()}
+    versions = {"motet": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def check_versions(by_node: Mapping[str, Mapping[str, str]]) -> list[Finding]:
@@ -229,11 +229,11 @@ def check_versions(by_node: Mapping[str, Mapping[str, str]]) -> list[Finding]:
                 )
             )
         elif len(nodes_of) > 1:
-            found = "; ".join(f"{version} on {', '.join(nodes)}" for version, nodes in sorted(nodes_of.items()))
+            distribution = "; ".join(f"{version} on {', '.join(nodes)}" for version, nodes in sorted(nodes_of.items()))
             findings.append(
                 error(
                     VERSIONS,
-                    f"{name} has several versions: {found}",
+                    f"{name} has several versions: {distribution}",
                     why="parts of motet on these nodes may not understand each other, or not compute alike",
                     do="the same image, by its digest, for the head and every workerGroupSpecs of the RayCluster",
                 )
@@ -314,4 +314,4 @@ def check_node(facts: NodeFacts, expected: Expectations, name: str = "") -> list
         *check_kernels(facts.kernels),
         *check_gpus(facts.gpus, tensor_parallel=expected.tensor_parallel),
     ]
-    return [replace(one, node=name) for one in findings]
+    return [replace(finding, node=name) for finding in findings]

@@ -46,8 +46,8 @@ def gather_redis(url: str | None) -> RedisFacts:
         except FileNotFoundError as problem:
             return RedisFacts(address=None, problem=str(problem))
     if (refusal := check_redis_url(url)) is not None:  # one in a file: those of settings were checked before
-        shown, accepted = refusal
-        return RedisFacts(address=str(shown), problem=accepted)
+        text, accepted = refusal
+        return RedisFacts(address=str(text), problem=accepted)
     address = _address(url)
     try:
         client: Any = Redis.from_url(
@@ -163,15 +163,15 @@ def _eviction(config: dict[str, str]) -> Finding:
     policy = config.get("maxmemory-policy", "")
     if policy == "noeviction":
         return ok(CHECK, "nothing is evicted (maxmemory-policy noeviction)")
-    found, do = (
+    state, do = (
         f"maxmemory-policy is {policy}",
         "redis-cli config set maxmemory-policy noeviction, and the same in its configuration",
     )
     if config.get("maxmemory", "0") == "0":
         return warning(
-            CHECK, f"{found}, without a limit of memory", why="once it gets a limit it forgets adapters and keys", do=do
+            CHECK, f"{state}, without a limit of memory", why="once it gets a limit it forgets adapters and keys", do=do
         )
-    return error(CHECK, found, why="when its memory is full it forgets adapters and keys without a word", do=do)
+    return error(CHECK, state, why="when its memory is full it forgets adapters and keys without a word", do=do)
 
 
 def _persistence(config: dict[str, str]) -> Finding:

@@ -53,8 +53,17 @@ def _is_motet(port: int) -> bool:
 
 def _owner(port: int) -> str:
     try:
-        listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-        pid = next((one.pid for one in listening if one.laddr and one.laddr.port == port and one.pid), None)
+        listening = [
+            connection for connection in psutil.net_connections("tcp") if connection.status == psutil.CONN_LISTEN
+        ]
+        pid = next(
+            (
+                connection.pid
+                for connection in listening
+                if connection.laddr and connection.laddr.port == port and connection.pid
+            ),
+            None,
+        )
         return f"{psutil.Process(pid).name()}, process {pid}" if pid else ""
     except (psutil.Error, OSError):
         return ""

@@ -37,8 +37,10 @@ def second_backends(names: Sequence[str]) -> list[str]:
 def second_backend(name: str, body: Sequence[str]) -> list[str]:
     """The section of a backend's second one. The first one checks the servers of both."""
     checks = r" *(option httpchk\b|http-check |default-server )"
-    kept = [line for line in body if not re.match(checks, line)]
-    tracking = [re.sub(r"^( *server (\S+) \S+) check\b.*?( backup)?$", rf"\1 track {name}/\2\3", line) for line in kept]
+    other_lines = [line for line in body if not re.match(checks, line)]
+    tracking = [
+        re.sub(r"^( *server (\S+) \S+) check\b.*?( backup)?$", rf"\1 track {name}/\2\3", line) for line in other_lines
+    ]
     return [f"backend {name}{SUFFIX}", f"    no {ABORT}", *tracking]
 
 
@@ -46,9 +48,9 @@ def with_second_backends(front: Sequence[str], names: Sequence[str]) -> list[str
     """The front's lines, where requests in HTTP/1.0 go to the second ones of these backends."""
     lines: list[str] = []
     for line in front:
-        found = re.match(r"( *)use_backend (\S+) if (.*)$", line)
-        if found and found[2] in names:
-            lines.append(f"{found[1]}use_backend {found[2]}{SUFFIX} if {IF_LAST} {found[3]}")
+        match = re.match(r"( *)use_backend (\S+) if (.*)$", line)
+        if match and match[2] in names:
+            lines.append(f"{match[1]}use_backend {match[2]}{SUFFIX} if {IF_LAST} {match[3]}")
         lines.append(line)
     return lines
 
@@ -79,18 +81,18 @@ def edge_config(
     where the front listens; None: where Serve says.
     """
     head, sections = _sections(serves)
-    known = {"global", "defaults", FRONT, STATISTICS, EXPORTER}
+    single_sections = {"global", "defaults", FRONT, STATISTICS, EXPORTER}
     names = [section[0].rstrip() for section in sections]
     for name in names:
-        if name not in known and not name.startswith("backend "):
+        if name not in single_sections and not name.startswith("backend "):
             raise TemplateChanged(f"there is a section without limits: {name}")
-    if missing := {name for name in known if names.count(name) != 1}:
+    if missing := {name for name in single_sections if names.count(name) != 1}:
         raise TemplateChanged(f"these sections are not there once: {', '.join(sorted(missing))}")
     if "backend default_backend" not in names:
         raise TemplateChanged("there is no default_backend")
     applications = _applications(sections[names.index(FRONT)])
-    others = [prefix for prefix in applications if prefix != "/"] if "/" in applications else None
-    front = front_lines(limits, max_connections, others)
+    prefixes = [prefix for prefix in applications if prefix != "/"] if "/" in applications else None
+    front = front_lines(limits, max_connections, prefixes)
     edited = [_edited(section, front, max_connections, error_files, front_host) for section in sections]
     for section in edited:
         if section[0].rstrip() == f"backend {applications.get('/')}":
@@ -113,11 +115,9 @@ def _edited(
     match name.rstrip():
         case "global":
             # A process that may write to the socket may change everything.
-            body = _replaced(name, body, r"( *stats socket .*) mode 666\b", lambda found: f"{found[1]} mode 600")
-            body = _replaced(
-                name, body, r"( *)tune.bufsize \d+$", lambda found: f"{found[1]}tune.bufsize {BUFFER_BYTES}"
-            )
-            body = _replaced(name, body, r"( *)maxconn \d+$", lambda found: f"{found[1]}maxconn {max_connections}")
+            body = _replaced(name, body, r"( *stats socket .*) mode 666\b", lambda hit: f"{hit[1]} mode 600")
+            body = _replaced(name, body, r"( *)tune.bufsize \d+$", lambda hit: f"{hit[1]}tune.bufsize {BUFFER_BYTES}")
+            body = _replaced(name, body, r"( *)maxconn \d+$", lambda hit: f"{hit[1]}maxconn {max_connections}")
             body = [*_indented([f"tune.stick-counters {COUNTER + 1}"]), *body]
         case "defaults":
             # Spliced requests hide from HAProxy 2.8 that a client has left before its answer begins, when body and
@@ -127,30 +127,30 @@ def _edited(
             _expect_one(name, body, r" *mode http$")
             _expect_one(name, body, rf" *{ABORT}$")
             body = _replaced(
-                name, body, r"( *)timeout client \d+s$", lambda found: f"{found[1]}timeout client {CLIENT_TIMEOUT_S}s"
+                name, body, r"( *)timeout client \d+s$", lambda hit: f"{hit[1]}timeout client {CLIENT_TIMEOUT_S}s"
             )
             # A router may close an idle connection at the moment in which HAProxy sends a request over it; clients do
             # not repeat a POST. So each request gets a connection of its own to its router.
-            own = [
+            defaults = [
                 "option http-server-close",
                 f"timeout http-request {HEADERS_TIMEOUT_S}s",
                 *error_file_lines(error_files),
             ]
-            body = [*_indented(own), *body]
+            body = [*_indented(defaults), *body]
         case header if header == FRONT:
             if front_host is not None:  # Serve gives replicas and front one host
                 host = "*" if front_host in ("0.0.0.0", "::") else front_host
-                body = _replaced(name, body, r"( *)bind \S+:(\d+)$", lambda found: f"{found[1]}bind {host}:{found[2]}")
+                body = _replaced(name, body, r"( *)bind \S+:(\d+)$", lambda hit: f"{hit[1]}bind {host}:{hit[2]}")
             else:
                 _expect_one(name, body, r" *bind \S+:\d+$")
             body = [*_indented(front), *body]
         case header if header in (STATISTICS, EXPORTER):  # Serve binds them to all addresses
-            body = _replaced(name, body, r"( *)bind \S*:(\d+)$", lambda found: f"{found[1]}bind {LOOPBACK}:{found[2]}")
+            body = _replaced(name, body, r"( *)bind \S*:(\d+)$", lambda hit: f"{hit[1]}bind {LOOPBACK}:{hit[2]}")
         case "backend default_backend":
-            kept = [line for line in body if not line.lstrip().startswith("http-request return ")]
-            if len(kept) != len(body) - 1:
+            other_lines = [line for line in body if not line.lstrip().startswith("http-request return ")]
+            if len(other_lines) != len(body) - 1:
                 raise TemplateChanged(f"{name} has not one answer")
-            body = [*kept, *_indented([f"http-request return {returned(*NO_APPLICATION)}"])]
+            body = [*other_lines, *_indented([f"http-request return {returned(*NO_APPLICATION)}"])]
     return [name, *body]
 
 
@@ -160,7 +160,7 @@ def _without_router(backend: str, body: list[str]) -> list[str]:
     Other requests go through Serve's own proxy: slower, and their keys and texts are then in the memory of a process
     that is not motet's. It reads whole bodies before a router has checked their keys.
     """
-    servers = [found[1] for line in body if (found := re.match(r" *server (\S+) (?!.* backup$)", line))]
+    servers = [match[1] for line in body if (match := re.match(r" *server (\S+) (?!.* backup$)", line))]
     routers = [f"acl motet_router srv_is_up({backend}/{server})" for server in servers]
     unreached = "!motet_router" if routers else ""
     return [
@@ -175,8 +175,8 @@ def _without_router(backend: str, body: list[str]) -> list[str]:
 
 def _applications(front: list[str]) -> dict[str, str]:
     """The backend of each application by the prefix of its paths. The one at "/" is motet."""
-    found = [re.match(r" *acl is_(\S+) path (\S+)$", line) for line in front]
-    return {one[2]: one[1] for one in found if one}
+    matches = [re.match(r" *acl is_(\S+) path (\S+)$", line) for line in front]
+    return {match[2]: match[1] for match in matches if match}
 
 
 def _sections(text: str) -> tuple[list[str], list[list[str]]]:
@@ -191,9 +191,9 @@ def _sections(text: str) -> tuple[list[str], list[list[str]]]:
     return head, sections
 
 
-def _replaced(name: str, body: list[str], pattern: str, made: Callable[[re.Match[str]], str]) -> list[str]:
+def _replaced(name: str, body: list[str], pattern: str, replacement: Callable[[re.Match[str]], str]) -> list[str]:
     _expect_one(name, body, pattern)
-    return [re.sub(f"^{pattern}", made, line) for line in body]
+    return [re.sub(f"^{pattern}", replacement, line) for line in body]
 
 
 def _expect_one(name: str, body: list[str], pattern: str) -> None:

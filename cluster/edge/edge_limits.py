@@ -38,7 +38,9 @@ def limits_of_environment(environ: Mapping[str, str] = os.environ) -> EdgeLimits
     settings = [field for field in fields_of(Settings) if field.name in names]
     return EdgeLimits(
         **{
-            one.name: one.converted(environ[one.mark.env]) if environ.get(one.mark.env) else one.default
-            for one in settings
+            setting.name: setting.converted(environ[setting.mark.env])
+            if environ.get(setting.mark.env)
+            else setting.default
+            for setting in settings
         }
     )

@@ -75,10 +75,10 @@ def table_lines() -> list[str]:
     return [*lines, *refusal_table_lines()]
 
 
-def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] | None = None) -> list[str]:
+def front_lines(limits: EdgeLimits, max_connections: int, other_prefixes: Sequence[str] | None = None) -> list[str]:
     """Directives of the front, in the order in which they apply. `max_connections`: of the whole front.
 
-    `others`: prefixes of paths of Serve's other applications, whose keys are unknown; None: motet is not deployed.
+    `other_prefixes`: of paths of Serve's other applications, whose keys are unknown; None: motet is not deployed.
     """
     lines = ["option disable-h2-upgrade"]  # HTTP/2 without TLS is not needed and would need limits of its own
     lines += _request_id_lines()
@@ -90,9 +90,9 @@ def front_lines(limits: EdgeLimits, max_connections: int, others: Sequence[str] 
     lines.append(f"http-request set-var(txn.motet_preflight) bool(true) if {preflight}")
     lines.append("acl motet_open var(txn.motet_preflight) -m bool")
     lines.append(f"acl motet_credential req.fhdr(authorization) -m reg -i '{CREDENTIAL}'")
-    lines += [f"acl motet_elsewhere path_beg {prefix}/" for prefix in others or ()]
-    lines += [f"acl motet_elsewhere path {prefix}" for prefix in others or ()]
-    lines.append(f"acl motet_elsewhere {'always_true' if others is None else 'always_false'}")
+    lines += [f"acl motet_elsewhere path_beg {prefix}/" for prefix in other_prefixes or ()]
+    lines += [f"acl motet_elsewhere path {prefix}" for prefix in other_prefixes or ()]
+    lines.append(f"acl motet_elsewhere {'always_true' if other_prefixes is None else 'always_false'}")
     lines += [*_source_lines(), *_connection_lines(limits, max_connections), *_header_lines(), *_api_key_lines()]
     # OPTIONS * asks for the methods of the server, not of a route.
     methods = "hdr Allow 'GET, POST, PUT, PATCH, DELETE'"
@@ -115,12 +115,12 @@ def _source_lines() -> list[str]:
 
 
 def _connection_lines(limits: EdgeLimits, max_connections: int) -> list[str]:
-    most = limits.max_connections_per_source
-    if not most:
+    limit = limits.max_connections_per_source
+    if not limit:
         return []
     return [
         f"tcp-request connection track-sc0 src,{NETWORK_OF_SOURCE} table {CONNECTIONS} unless motet_trusted",
-        f"tcp-request connection reject if {{ sc0_conn_cur gt {most} }} {{ fe_conn gt {max_connections // 2} }}",
+        f"tcp-request connection reject if {{ sc0_conn_cur gt {limit} }} {{ fe_conn gt {max_connections // 2} }}",
     ]
 
 
@@ -154,9 +154,9 @@ def _header_lines() -> list[str]:
 
 def _api_key_lines() -> list[str]:
     """Copies the key from the header of Anthropic's clients to the Authorization header, which all other rules read."""
-    given = "!{ req.fhdr(authorization) -m found } { req.fhdr(x-api-key) -m reg '^[!-~]+$' } !motet_elsewhere"
+    condition = "!{ req.fhdr(authorization) -m found } { req.fhdr(x-api-key) -m reg '^[!-~]+$' } !motet_elsewhere"
     return [
-        f"http-request set-header Authorization 'Bearer %[req.fhdr(x-api-key)]' if {given}",
+        f"http-request set-header Authorization 'Bearer %[req.fhdr(x-api-key)]' if {condition}",
         "http-request del-header x-api-key if !motet_elsewhere",
     ]
 
@@ -175,15 +175,15 @@ def _count_lines() -> list[str]:
 
 
 def _rate_lines(limits: EdgeLimits) -> list[str]:
-    most = limits.max_keyless_per_second
-    if not most:
+    limit = limits.max_keyless_per_second
+    if not limit:
         return []
-    message = f"More than {most} requests a second without a known key come from your address; send it again later."
+    message = f"More than {limit} requests a second without a known key come from your address; send it again later."
     over = (
-        f"{{ sc_http_req_rate(1) gt {most * RATE_S} }}",
-        f"{{ sc_gpc_rate(0,1) gt {most * UNKNOWN_RATE_S} }} !{{ var(txn.motet_key),table_gpt0({KEYS}) gt 0 }}",
+        f"{{ sc_http_req_rate(1) gt {limit * RATE_S} }}",
+        f"{{ sc_gpc_rate(0,1) gt {limit * UNKNOWN_RATE_S} }} !{{ var(txn.motet_key),table_gpt0({KEYS}) gt 0 }}",
     )
-    return [line for one in over for line in refusal_lines("rate", 429, "too_many_requests", message, one)]
+    return [line for condition in over for line in refusal_lines("rate", 429, "too_many_requests", message, condition)]
 
 
 def _keyless_lines() -> list[str]:
@@ -194,14 +194,14 @@ def _bound_lines(limits: EdgeLimits) -> list[str]:
     """Limits of running requests."""
     lines = []
     if limits.max_connections_per_source:
-        most = limits.max_connections_per_source
-        message = f"More than {most} requests from your address are running; send it again in a moment."
-        lines += refusal_lines("source", 429, "too_many_requests", message, f"{{ sc_conn_cur(1) gt {most} }}")
+        limit = limits.max_connections_per_source
+        message = f"More than {limit} requests from your address are running; send it again in a moment."
+        lines += refusal_lines("source", 429, "too_many_requests", message, f"{{ sc_conn_cur(1) gt {limit} }}")
     lines.append(f"http-request track-sc2 var(txn.motet_key) table {KEYS} if {{ var(txn.motet_key) -m found }}")
     if limits.max_requests_per_key:
-        most = limits.max_requests_per_key
-        message = f"More than {most} requests with your key are running; send it again in a moment."
-        lines += refusal_lines("key", 429, "too_many_requests", message, f"{{ sc_conn_cur(2) gt {most} }}")
+        limit = limits.max_requests_per_key
+        message = f"More than {limit} requests with your key are running; send it again in a moment."
+        lines += refusal_lines("key", 429, "too_many_requests", message, f"{{ sc_conn_cur(2) gt {limit} }}")
     return lines
 
 

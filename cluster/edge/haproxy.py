@@ -63,8 +63,8 @@ def with_json_errors(binary: bytes) -> bytes:
 
 def json_haproxy(original: Path, folder: Path) -> Path:
     """The copy in this folder, which is made if it is not there. Raises BinaryUnknown, OSError."""
-    found = original.stat()
-    copy = folder / f"motet-{found.st_size:x}-{found.st_mtime_ns:x}" / "haproxy"
+    stat = original.stat()
+    copy = folder / f"motet-{stat.st_size:x}-{stat.st_mtime_ns:x}" / "haproxy"
     if not copy.exists():
         copy.parent.mkdir(mode=0o700, exist_ok=True)
         libraries = original.parent / "lib"  # it looks for them beside itself
@@ -149,9 +149,9 @@ def _script(limits: EdgeLimits | None, front_host: str | None) -> str:
     return f'#!/bin/sh\nexec {shlex.join(arguments)} "$@"\n'
 
 
-def connections_with_room(wanted: int, max_files: int) -> int:
+def connections_with_room(max_connections: int, max_files: int) -> int:
     """The wanted connections, or fewer if the limit of open files is lower; at least one."""
-    return max(1, min(wanted, (max_files - SPARE_FILES) // FILES_PER_CONNECTION))
+    return max(1, min(max_connections, (max_files - SPARE_FILES) // FILES_PER_CONNECTION))
 
 
 def main(arguments: list[str]) -> None:
@@ -162,11 +162,13 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"motet's edge has no limits: {error}")
     front_host = json.loads(arguments[1])
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = limits.max_connections
-    num_connections = wanted if max_files == resource.RLIM_INFINITY else connections_with_room(wanted, max_files)
-    own = arguments[2:]
+    max_connections = limits.max_connections
+    num_connections = (
+        max_connections if max_files == resource.RLIM_INFINITY else connections_with_room(max_connections, max_files)
+    )
+    haproxy_arguments = arguments[2:]
     config_folder: Path | None = None
-    for option, path in pairwise(own):
+    for option, path in pairwise(haproxy_arguments):
         if option == "-f":
             file = Path(path)
             try:
@@ -187,7 +189,7 @@ def main(arguments: list[str]) -> None:
             binary = json_haproxy(binary, config_folder)
         except (BinaryUnknown, OSError, subprocess.TimeoutExpired) as error:
             print(f"motet: {binary} answers in HTML to invalid HTTP: {error}", file=sys.stderr, flush=True)
-    os.execv(binary, [str(binary), *own])
+    os.execv(binary, [str(binary), *haproxy_arguments])
 
 
 if __name__ == "__main__":

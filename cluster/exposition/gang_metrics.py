@@ -56,12 +56,12 @@ def lora_requests(
 
 def _listed(names: list[str]) -> str:
     """The distinct names, up to the limit of bytes."""
-    found, num_chars = dict.fromkeys(names), 0
-    for number, name in enumerate(found):
+    distinct_names, num_chars = dict.fromkeys(names), 0
+    for number, name in enumerate(distinct_names):
         num_chars += len(name) + 1
         if num_chars > MAX_CHARS:
-            return ",".join([*found][:number])
-    return ",".join(found)
+            return ",".join([*distinct_names][:number])
+    return ",".join(distinct_names)
 
 
 # A gang's adapters at hand, one by one, as LoRA-aware gateways will read them: vLLM's coming `lora_adapter_loaded`.
@@ -91,14 +91,14 @@ def loaded_adapters(
     `resident` and `pinned`: digests of adapters in the pool, and of those that host memory keeps. `hosted`: short
     digests of those in host memory.
     """
-    found: dict[str, LoadedAdapter] = {}
+    by_name: dict[str, LoadedAdapter] = {}
     for digest, level in _nearest_first(requested.names, resident, hosted):
-        if len(found) == MOST_LISTED:
+        if len(by_name) == MOST_LISTED:
             break
         name = requested.names[digest]
         is_pinned: Literal["true", "false"] = "true" if digest in pinned else "false"
-        found.setdefault(name, LoadedAdapter(name, level, is_pinned, str(requested.ranks[digest])))
-    return [*found.values()]
+        by_name.setdefault(name, LoadedAdapter(name, level, is_pinned, str(requested.ranks[digest])))
+    return [*by_name.values()]
 
 
 def _nearest_first(
@@ -198,21 +198,28 @@ class GangMetrics:
 
     def _of_tenants(self, shares: Sequence[TenantShare], make: Families) -> Iterator[Metric]:
         """Two metrics with at most MAX_NAMED series each."""
-        served = nlargest(MAX_NAMED, shares, key=lambda one: (one.num_running + one.num_waiting > 0, one.served))
+        served = nlargest(
+            MAX_NAMED, shares, key=lambda share: (share.num_running + share.num_waiting > 0, share.served)
+        )
         help_text = (
             "Service that the gang has given a tenant, in tokens' worth divided by its weight: of the "
             f"{MAX_NAMED} tenants who had most, those with sequences here first."
         )
         yield make.counters(
-            "motet_engine_top_tenant_service", help_text, ("tenant",), [((one.tenant,), one.served) for one in served]
+            "motet_engine_top_tenant_service",
+            help_text,
+            ("tenant",),
+            [((share.tenant,), share.served) for share in served],
         )
-        waiting = nlargest(MAX_NAMED, (one for one in shares if one.num_waiting), key=lambda one: one.num_waiting)
+        waiting = nlargest(
+            MAX_NAMED, (share for share in shares if share.num_waiting), key=lambda share: share.num_waiting
+        )
         help_text = f"Sequences of a tenant that wait in the gang: of the {MAX_NAMED} tenants with most."
         yield make.gauges(
             "motet_engine_top_tenant_waiting",
             help_text,
             ("tenant",),
-            [((one.tenant,), one.num_waiting) for one in waiting],
+            [((share.tenant,), share.num_waiting) for share in waiting],
         )
 
     def _of_adapters(self, facts: GangFacts, make: Families) -> Iterator[Metric]:
@@ -222,10 +229,10 @@ class GangMetrics:
             loads[name] += facts.num_loads.get(digest, 0)
             evictions[name] += facts.num_evictions.get(digest, 0)
         names = [name for name, number in loads.most_common(MAX_NAMED) if number]
-        for what, text, numbers in (("loads", "loaded into", loads), ("evictions", "evicted from", evictions)):
+        for kind, text, numbers in (("loads", "loaded into", loads), ("evictions", "evicted from", evictions)):
             help_text = f"How often an adapter was {text} the pool: of the {MAX_NAMED} that were loaded most."
             values = [((name,), numbers[name]) for name in names]
-            yield make.counters(f"motet_engine_top_adapter_{what}", help_text, ("adapter",), values)
+            yield make.counters(f"motet_engine_top_adapter_{kind}", help_text, ("adapter",), values)
 
     def _for_gateways(self, facts: GangFacts) -> Iterator[Metric]:
         """What the endpoint picker of the Gateway API inference extension asks of a server, under vLLM's names."""

@@ -189,7 +189,7 @@ class NodePage:
 
         `page`: the process's own, for a key; None: the key is not accepted.
         """
-        self._own, self._name = MetricsServer(page, max_connections=MAX_READERS), f"{process}_{name}"
+        self._process_server, self._name = MetricsServer(page, max_connections=MAX_READERS), f"{process}_{name}"
         self._shared = MetricsServer(self.text)
         self._folder = Path()
         self._prefix = ""  # of all sockets of one port
@@ -200,8 +200,8 @@ class NodePage:
         """Raises OSError if this process's own page cannot be served. Retries the port until it is free."""
         self._prefix = f"{host}_{port}_"
         self._folder = await asyncio.to_thread(node_folder, len(self._path(_LISTENER).name))
-        own = await asyncio.to_thread(_listening, self._path(_PAGE))
-        await self._own.start(own)
+        page_socket = await asyncio.to_thread(_listening, self._path(_PAGE))
+        await self._process_server.start(page_socket)
         if not await self._share(host, port):
             self._task = asyncio.create_task(self._share_in_the_end(host, port), name="metrics port")
 
@@ -212,7 +212,7 @@ class NodePage:
             self._hand_over.close()
             self._hand_over = None
         await self._shared.stop()
-        await self._own.stop()
+        await self._process_server.stop()
         if self._prefix:
             for suffix in (_LISTENER, _PAGE):
                 self._path(suffix).unlink(missing_ok=True)
@@ -244,8 +244,8 @@ class NodePage:
 
     async def _share(self, host: str, port: int) -> bool:
         """Whether this process listens at the port now."""
-        others = self._processes(_LISTENER)
-        if (listener := await asyncio.to_thread(_found_listener, host, port, others)) is None:
+        listener_paths = self._processes(_LISTENER)
+        if (listener := await asyncio.to_thread(_found_listener, host, port, listener_paths)) is None:
             return False
         hand_over = self._hand_over = await asyncio.to_thread(_listening, self._path(_LISTENER))
         asyncio.get_running_loop().add_reader(hand_over, _hand_to_next, hand_over, listener)
@@ -259,10 +259,10 @@ class NodePage:
         """The sockets of all processes of this port, this one included, with each one's kind and name."""
         names = sorted(os.listdir(self._folder))
         return {
-            self._folder / name: (process, rest)
+            self._folder / name: (process, process_name)
             for name in names
             if name.startswith(self._prefix) and name.endswith(suffix)
-            for process, _, rest in [name.removeprefix(self._prefix).removesuffix(suffix).partition("_")]
+            for process, _, process_name in [name.removeprefix(self._prefix).removesuffix(suffix).partition("_")]
         }
 
 
@@ -297,9 +297,9 @@ def _listening(path: Path) -> socket.socket:
     return listener
 
 
-def _found_listener(host: str, port: int, others: Iterable[Path]) -> socket.socket | None:
-    """The port's listening socket, of another process or a new one; None: a program that is not in `others` has it."""
-    for path in others:
+def _found_listener(host: str, port: int, paths: Iterable[Path]) -> socket.socket | None:
+    """The port's listening socket, of another process or a new one; None: a program that is not in `paths` has it."""
+    for path in paths:
         try:
             with socket.socket(socket.AF_UNIX) as asking:
                 asking.settimeout(_CONNECT_S)

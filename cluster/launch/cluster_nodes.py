@@ -46,7 +46,7 @@ class Node:
 class Demand:
     """What one gang takes, or one router, which has one bundle."""
 
-    what: str  # "gang"
+    part: str  # "gang"
     bundles: tuple[Mapping[str, float], ...]  # first the leader's, if it has one, then the workers'
     labels: Mapping[str, str]  # that each of its nodes must have
     placement: Placement
@@ -61,25 +61,25 @@ def places(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
     eligible = [node for node in nodes if has_labels(node, demand)]
     if demand.placement == "strict-pack":
         return min(limit, sum(_times(demand.sum, node.resources) for node in eligible))
-    for wanted in range(limit, 0, -1):
+    for number in range(limit, 0, -1):
         # Large bundles first: small ones still fit into what is left, on whichever nodes that is.
-        bundles = sorted(demand.bundles * wanted, key=lambda bundle: (len(bundle), sum(bundle.values())), reverse=True)
+        bundles = sorted(demand.bundles * number, key=lambda bundle: (len(bundle), sum(bundle.values())), reverse=True)
         if _fit(bundles, [dict(node.resources) for node in eligible]):
-            return wanted
+            return number
     return 0
 
 
-def why_no_place(demand: Demand, wanted: int, nodes: Sequence[Node]) -> str | None:
-    """A sentence that says what is missing for `wanted` of these at once; None: nothing."""
-    found = places(demand, nodes, wanted)
-    if found >= wanted:
+def why_no_place(demand: Demand, number: int, nodes: Sequence[Node]) -> str | None:
+    """A sentence that says what is missing for `number` of these at once; None: nothing."""
+    num_places = places(demand, nodes, number)
+    if num_places >= number:
         return None
     needs = describe(demand)
     if nodes and not any(has_labels(node, demand) for node in nodes):
         labels = ", ".join(f"{key}={value}" for key, value in demand.labels.items())
         return f"no node has the labels {labels}. {_describe_nodes(nodes, demand)}"
-    if found:
-        return f"the nodes have room for {found} of {wanted}, and {needs}. {_describe_nodes(nodes, demand)}"
+    if num_places:
+        return f"the nodes have room for {num_places} of {number}, and {needs}. {_describe_nodes(nodes, demand)}"
     return f"no node has room: {needs}. {_describe_nodes(nodes, demand)}"
 
 
@@ -96,19 +96,19 @@ def describe(demand: Demand) -> str:
     """A sentence that says what the demand takes, and whether all on one node."""
     if len(demand.bundles) == 1 or demand.placement == "strict-pack":
         where = "" if len(demand.bundles) == 1 else " of one node"
-        return f"a {demand.what} takes {_amounts(demand.sum)}{where}"
+        return f"a {demand.part} takes {_amounts(demand.sum)}{where}"
     bundles = "; ".join(_amounts(bundle) for bundle in demand.bundles)
-    return f"a {demand.what} takes, each on one node: {bundles}"
+    return f"a {demand.part} takes, each on one node: {bundles}"
 
 
 def _describe_nodes(nodes: Sequence[Node], demand: Demand) -> str:
     names = sorted({name for bundle in demand.bundles for name in bundle}, key=lambda name: (name not in "CPU", name))
-    found = []
+    descriptions = []
     for node in nodes:
         has = _amounts({name: node.resources.get(name, 0.0) for name in names})
         labels = "".join(f", {key}={node.labels.get(key, 'none')}" for key in demand.labels)
-        found.append(f"{node.name} has {has}{labels}")
-    return "; ".join(found) or "there is no node"
+        descriptions.append(f"{node.name} has {has}{labels}")
+    return "; ".join(descriptions) or "there is no node"
 
 
 def _amounts(resources: Mapping[str, float]) -> str:
@@ -170,26 +170,26 @@ class NodeExpectations:
 
 def problems_of_this_node(expected: NodeExpectations) -> Sequence[str]:
     """What is wrong on this node, a sentence for each problem."""
-    found = []
+    problems = []
     if __version__ != expected.version:
-        found.append(f"motet {__version__} is installed, and {expected.version} is needed")
+        problems.append(f"motet {__version__} is installed, and {expected.version} is needed")
     try:
         fingerprint = identify_base(expected.model_path, "").fingerprint
         if fingerprint != expected.fingerprint:
-            found.append(f"the model in {expected.model_path} is another one")
+            problems.append(f"the model in {expected.model_path} is another one")
     except (OSError, ValueError) as error:
-        found.append(f"the model cannot be read from {expected.model_path}: {error}")
+        problems.append(f"the model cannot be read from {expected.model_path}: {error}")
     folder = expected.marker_path.parent
     try:
         if expected.marker_path.read_text() != expected.marker:
-            found.append(f"{folder} is another folder: all nodes must share the data folder")
+            problems.append(f"{folder} is another folder: all nodes must share the data folder")
     except OSError as error:
-        found.append(f"{folder} is not the data folder, which all nodes must share at the same path: {error}")
+        problems.append(f"{folder} is not the data folder, which all nodes must share at the same path: {error}")
     if (problem := _redis_problem(expected)) is not None:
-        found.append(problem)
+        problems.append(problem)
     if expected.worker is not None and (problem := _device_problem(expected.worker, expected.num_workers)) is not None:
-        found.append(problem)
-    return found
+        problems.append(problem)
+    return problems
 
 
 def _device_problem(worker: WorkerDevice, num_workers: int) -> str | None:
@@ -201,14 +201,14 @@ def _device_problem(worker: WorkerDevice, num_workers: int) -> str | None:
     except ValueError as error:
         return f"a gang could not start there: {error}"
     if facts.memory_bytes is None:
-        memory_bytes, what, num_pools = psutil.virtual_memory().total, "it has", 1
+        memory_bytes, subject, num_pools = psutil.virtual_memory().total, "it has", 1
         pool_bytes = worker.pool_bytes or 0  # None: a share
     else:
-        memory_bytes, what, num_pools = facts.memory_bytes, "a GPU of it has", worker.num_pools_on_a_gpu(num_workers)
+        memory_bytes, subject, num_pools = facts.memory_bytes, "a GPU of it has", worker.num_pools_on_a_gpu(num_workers)
         pool_bytes = worker.pool_bytes or 0  # None: what is left
     if pool_bytes * num_pools > memory_bytes:
         pools = "the pool of one worker" if num_pools == 1 else f"the pools of the {num_pools} workers that share it"
-        return f"{what} {format_byte_size(memory_bytes)} of memory, less than {pools}"
+        return f"{subject} {format_byte_size(memory_bytes)} of memory, less than {pools}"
     return None
 
 
@@ -252,18 +252,18 @@ def check_room(config: MotetConfig) -> None:
         remedy = "Ask for less, or start a cluster of several machines and give its --address"
     else:
         remedy = "Start nodes that have it, ask for less, or, where the cluster grows by itself, add --wait-for-nodes"
-    for demand, wanted in demands(config):
-        if (problem := why_no_place(demand, wanted, nodes)) is not None:
-            raise CannotJoin(f"{wanted} {demand.what}{'s' * (wanted > 1)} cannot be placed: {problem}. {remedy}")
+    for demand, number in demands(config):
+        if (problem := why_no_place(demand, number, nodes)) is not None:
+            raise CannotJoin(f"{number} {demand.part}{'s' * (number > 1)} cannot be placed: {problem}. {remedy}")
 
 
 def room_taken(config: MotetConfig) -> list[str]:
     """A warning for each part of motet that does not fit into what others leave free at the moment."""
     nodes = free_nodes()
-    found = [(demand, why_no_place(demand, wanted, nodes)) for demand, wanted in demands(config)]
+    problems = [(demand, why_no_place(demand, number, nodes)) for demand, number in demands(config)]
     return [
-        f"a {demand.what} must wait for others to leave: of what is free now, {problem}"
-        for demand, problem in found
+        f"a {demand.part} must wait for others to leave: of what is free now, {problem}"
+        for demand, problem in problems
         if problem
     ]
 
@@ -271,8 +271,8 @@ def room_taken(config: MotetConfig) -> list[str]:
 def check_nodes(config: MotetConfig) -> None:
     """Has every node that may get a part of motet check itself. Raises CannotJoin with all that is wrong."""
     assert config.access.redis_url is not None
-    wanted = [demand for demand, _ in demands(config)]
-    hosts = [node for node in alive_nodes() if any(can_host(demand, node) for demand in wanted)]
+    all_demands = [demand for demand, _ in demands(config)]
+    hosts = [node for node in alive_nodes() if any(can_host(demand, node) for demand in all_demands)]
     rooms = [room_for_workers(config, node) for node in hosts]
     marker = secrets.token_hex(8)
     expected = NodeExpectations(
@@ -351,16 +351,16 @@ def _examine_nodes(nodes: Sequence[Node], of_each: Sequence[NodeExpectations]) -
         for node, expected in zip(nodes, of_each, strict=True)
     ]
     done, _ = ray.wait(calls, num_returns=len(calls), timeout=CHECK_TIMEOUT_S)
-    found = []
+    problems = []
     for node, answer in zip(nodes, calls, strict=True):
         if answer not in done:
-            found.append(f"{node.name}: it did not answer within {CHECK_TIMEOUT_S:g} s")
+            problems.append(f"{node.name}: it did not answer within {CHECK_TIMEOUT_S:g} s")
             continue
         try:
-            found += [f"{node.name}: {problem}" for problem in ray.get(answer)]
+            problems += [f"{node.name}: {problem}" for problem in ray.get(answer)]
         except ray.exceptions.RayError as error:
-            found.append(f"{node.name}: {_cause(error)}")
-    return found
+            problems.append(f"{node.name}: {_cause(error)}")
+    return problems
 
 
 def _cause(error: Exception) -> str:

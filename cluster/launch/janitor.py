@@ -35,15 +35,15 @@ class FoundLog(NamedTuple):
     written_at: float
 
 
-def chosen(found: Iterable[FoundLog]) -> list[tuple[FoundLog, int]]:
+def chosen(logs: Iterable[FoundLog]) -> list[tuple[FoundLog, int]]:
     """The files of a run to keep, the newest first, and how many bytes of the end of each."""
-    left, kept = MAX_RUN_BYTES, []
-    for log in sorted(found, key=lambda log: log.written_at, reverse=True):
-        num_bytes = min(log.num_bytes, MAX_FILE_BYTES, left)
+    remaining_bytes, selection = MAX_RUN_BYTES, []
+    for log in sorted(logs, key=lambda log: log.written_at, reverse=True):
+        num_bytes = min(log.num_bytes, MAX_FILE_BYTES, remaining_bytes)
         if num_bytes:
-            kept.append((log, num_bytes))
-            left -= num_bytes
-    return kept
+            selection.append((log, num_bytes))
+            remaining_bytes -= num_bytes
+    return selection
 
 
 def has_logs(session_path: Path) -> bool:
@@ -57,15 +57,15 @@ def keep_logs(session_path: Path, kept_path: Path) -> None:
     Copies nothing if Ray did not start. Raises OSError.
     """
     logs_path = (session_path / LOGS_OF_SESSION).resolve()
-    found = []
+    logs = []
     for path in logs_path.rglob("*"):
         if path.is_file() and not path.is_symlink():
             status = path.stat()
-            found.append(FoundLog(path, status.st_size, status.st_mtime))
-    if not found:
+            logs.append(FoundLog(path, status.st_size, status.st_mtime))
+    if not logs:
         return
     kept_path.mkdir(mode=0o700, parents=True)
-    for log, num_bytes in chosen(found):
+    for log, num_bytes in chosen(logs):
         target = kept_path / log.path.relative_to(logs_path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with log.path.open("rb") as source, target.open("wb") as copy:
@@ -104,14 +104,14 @@ class Janitor:
 
 def find_processes(session: str) -> list[psutil.Process]:
     """All other processes that carry the session's mark."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(SESSION_VARIABLE) == session:
-                found.append(process)
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue  # ended meanwhile, or another user's
-    return found
+    return processes
 
 
 def sweep(session: str) -> None:
@@ -120,10 +120,10 @@ def sweep(session: str) -> None:
     for process in find_processes(session):
         _signal(process, "terminate")
     time.sleep(GRACE_S)
-    while (left := find_processes(session)) and time.monotonic() < deadline:
-        for process in left:
+    while (survivors := find_processes(session)) and time.monotonic() < deadline:
+        for process in survivors:
             _signal(process, "kill")
-        psutil.wait_procs(left, timeout=0.2)
+        psutil.wait_procs(survivors, timeout=0.2)
 
 
 def _signal(process: psutil.Process, method: str) -> None:

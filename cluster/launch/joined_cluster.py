@@ -111,8 +111,10 @@ class JoinedCluster:
                     "--replace deletes it first; its streams end"
                 )
             serve.delete(application)
-        elif taken := [name for name in applications if _route_of(client, name) == "/"]:
-            raise CannotJoin(f"the application {taken[0]} has the route / of this cluster's Serve, which motet needs")
+        elif conflicts := [name for name in applications if _route_of(client, name) == "/"]:
+            raise CannotJoin(
+                f"the application {conflicts[0]} has the route / of this cluster's Serve, which motet needs"
+            )
         return running
 
     def deployed(self, application: str) -> None:
@@ -143,12 +145,12 @@ class JoinedCluster:
         from ray import serve
 
         by_id = addresses_of_nodes()
-        found = sorted(
+        addresses = sorted(
             by_id[node] for node, state in serve.status().proxies.items() if node in by_id and state == "HEALTHY"
         )
-        if not found:
+        if not addresses:
             raise CannotJoin("Serve has no healthy HTTP proxy on any node")
-        address = self.node_ip if self.node_ip in found else found[0]
+        address = self.node_ip if self.node_ip in addresses else addresses[0]
         host = address if front.host in (ALL_ADDRESSES, "::") else front.host
         return f"http://{f'[{host}]' if ':' in host else host}:{front.port}"
 
@@ -203,18 +205,20 @@ def _found_in_serve() -> tuple[Sequence[str], bool]:
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    found: tuple[Sequence[str], bool] = ray.get(controller.__ray_call__.remote(_found), timeout=CALL_TIMEOUT_S)
-    return found
+    flags_and_edge: tuple[Sequence[str], bool] = ray.get(
+        controller.__ray_call__.remote(_serve_constants), timeout=CALL_TIMEOUT_S
+    )
+    return flags_and_edge
 
 
-def _found(_controller: Any) -> tuple[list[str], bool]:
+def _serve_constants(_controller: Any) -> tuple[list[str], bool]:
     from ray.serve._private import constants
 
     missing = [name for name in SERVE_FLAGS if not getattr(constants, name)]
     return missing, is_edge_program(constants.RAY_SERVE_HAPROXY_BINARY_PATH)
 
 
-def check_running(running: Front, wanted: Front, missing_flags: Sequence[str], num_nodes: int) -> None:
+def check_running(running: Front, target: Front, missing_flags: Sequence[str], num_nodes: int) -> None:
     """Raises CannotJoin unless motet can use the Serve that runs."""
     remedy = "shut that Serve down (serve shutdown) and motet starts its own, or start it"
     if missing_flags:
@@ -225,7 +229,7 @@ def check_running(running: Front, wanted: Front, missing_flags: Sequence[str], n
             f"the Serve that runs on this cluster listens at {running.host}, where other nodes cannot reach it: "
             f"{remedy} with the HTTP host {ALL_ADDRESSES}"
         )
-    if running.port != wanted.port:
+    if running.port != target.port:
         raise CannotJoin(
             f"the Serve that runs on this cluster listens at port {running.port}: give --port {running.port}"
         )

@@ -48,20 +48,20 @@ if TYPE_CHECKING:
 # Checks that a running motet can change to a wanted config without a restart.
 
 
-def updated(running: MotetConfig, wanted: MotetConfig, max_gangs: int | None) -> MotetConfig:
+def updated(running: MotetConfig, target: MotetConfig, max_gangs: int | None) -> MotetConfig:
     """The config that is to run instead of `running`. `max_gangs`: that have room until a restart; None: any number.
 
     Raises ConfigError for a setting that only a restart can change.
     """
     # Cores are shared as at the start: a new number of gangs does not replace those that stay.
-    wanted = wanted.replaced(gangs_beside=running.gangs_beside or running.scaling_policy.max_gangs)
-    if wanted.access.redis_url is None:
-        wanted = wanted.replaced(redis_url=running.access.redis_url)  # the embedded server goes on
-    check_update(running.replaced(gangs_beside=wanted.gangs_beside), wanted)
-    if max_gangs is not None and wanted.scaling_policy.max_gangs > max_gangs:
+    target = target.replaced(gangs_beside=running.gangs_beside or running.scaling_policy.max_gangs)
+    if target.access.redis_url is None:
+        target = target.replaced(redis_url=running.access.redis_url)  # the embedded server goes on
+    check_update(running.replaced(gangs_beside=target.gangs_beside), target)
+    if max_gangs is not None and target.scaling_policy.max_gangs > max_gangs:
         accepted = f"at most {max_gangs} is accepted until a restart, as Ray was started with room for them"
-        raise ConfigError("--max-gangs", wanted.scaling_policy.max_gangs, accepted)
-    return wanted
+        raise ConfigError("--max-gangs", target.scaling_policy.max_gangs, accepted)
+    return target
 
 
 POLL_S = 0.1
@@ -172,17 +172,17 @@ class Deployment:
         LaunchError when the new ones do not start: those before are brought back then.
         """
         assert self._config is not None, "it runs"
-        running, wanted = self._config, updated(self._config, config, self._max_gangs)
+        running, target = self._config, updated(self._config, config, self._max_gangs)
         try:
-            asyncio.run(check_objectives(wanted))
+            asyncio.run(check_objectives(target))
         except RegistryUnavailable as error:
             raise LaunchError(str(error)) from error
         try:
-            _run_application(wanted, self._secrets_path, None, is_update=True)
+            _run_application(target, self._secrets_path, None, is_update=True)
         except LaunchError:
             _run_application(running, self._secrets_path, None, is_update=True)
             raise
-        self._config = wanted
+        self._config = target
 
     def stop(self) -> None:
         """Ends every process and removes the session's folder; what is acknowledged is on the disk. Idempotent.
@@ -344,7 +344,7 @@ def _run_application(
     while (status := serve.status().applications.get(APP)) is None or status.status != "RUNNING":
         if status is None:
             raise LaunchError("the application was deleted by another process")
-        said = {name: one for name, one in _said_of(status).items() if said.get(name) == one}
+        said = {name: message for name, message in _said_of(status).items() if said.get(name) == message}
         if reasons := why_not_running(status, said):
             raise LaunchError(f"the application could not be started: {'; '.join(reasons)}")
         time.sleep(STATUS_POLL_S)
@@ -352,7 +352,7 @@ def _run_application(
 
 def _said_of(status: ApplicationStatusOverview | None) -> dict[str, str]:
     """What Serve says of each deployment."""
-    return {} if status is None else {name: one.message for name, one in status.deployments.items()}
+    return {} if status is None else {name: deployment.message for name, deployment in status.deployments.items()}
 
 
 def why_not_running(status: ApplicationStatusOverview, said: Mapping[str, str]) -> list[str]:
@@ -364,10 +364,10 @@ def why_not_running(status: ApplicationStatusOverview, said: Mapping[str, str]) 
 
     has_failed = status.status == "DEPLOY_FAILED"
     reasons = [
-        f"{name}: {last_line(one.message)}"
-        for name, one in status.deployments.items()
+        f"{name}: {last_line(deployment.message)}"
+        for name, deployment in status.deployments.items()
         if name not in said
-        if num_failed_starts(one.message) or (has_failed and one.message)
+        if num_failed_starts(deployment.message) or (has_failed and deployment.message)
     ]
     return reasons or ([last_line(status.message) or "Serve has given it up"] if has_failed else [])
 

@@ -78,17 +78,17 @@ def free_ports(count: int) -> list[int]:
     They are among `PORTS`, because the kernel may assign its ephemeral ports to any process that connects.
     """
     with ExitStack() as probes:
-        found: list[int] = []
+        ports: list[int] = []
         for port in secrets.SystemRandom().sample(PORTS, len(PORTS)):
-            if len(found) == count:
+            if len(ports) == count:
                 break
             probe = probes.enter_context(socket.socket())
             with suppress(OSError):  # it is taken
                 probe.bind((LOOPBACK, port))
-                found.append(port)
-    if len(found) < count:
+                ports.append(port)
+    if len(ports) < count:
         raise OSError(f"fewer than {count} ports of {LOOPBACK} are free from {min(PORTS)} to {max(PORTS)}")
-    return found
+    return ports
 
 
 def make_session_folder() -> Path:
@@ -96,17 +96,17 @@ def make_session_folder() -> Path:
 
     Raises ConfigError if neither can be used.
     """
-    wanted = Path(tempfile.gettempdir())
-    for parent in dict.fromkeys((wanted, SHORT_PARENT)):
+    tmpdir = Path(tempfile.gettempdir())
+    for parent in dict.fromkeys((tmpdir, SHORT_PARENT)):
         with suppress(OSError):
             folder = Path(tempfile.mkdtemp(prefix="motet-", dir=parent))
             if len(os.fsencode(folder)) <= MAX_SESSION_BYTES:
-                if parent != wanted:
-                    _log.warning("TMPDIR=%s is too long for the paths of sockets: %s is used", wanted, folder)
+                if parent != tmpdir:
+                    _log.warning("TMPDIR=%s is too long for the paths of sockets: %s is used", tmpdir, folder)
                 return folder
             folder.rmdir()
     accepted = f"a folder that can be written, with a path of at most {MAX_SESSION_BYTES - 15} bytes"
-    raise ConfigError("TMPDIR", str(wanted), f"{accepted}, is needed for sockets; {SHORT_PARENT} cannot be used either")
+    raise ConfigError("TMPDIR", str(tmpdir), f"{accepted}, is needed for sockets; {SHORT_PARENT} cannot be used either")
 
 
 def serve_environment(session: str, session_path: Path, host: str, limits: EdgeLimits) -> dict[str, str]:
@@ -169,10 +169,10 @@ def start_serve(
 
     began_at, waited_for = time.monotonic(), ""
 
-    def note_step(what: str, done: int, total: int) -> None:
+    def note_step(stage: str, done: int, total: int) -> None:
         nonlocal waited_for
-        waited_for = what
-        on_event(what, done, total)
+        waited_for = stage
+        on_event(stage, done, total)
 
     for attempt in range(1, NUM_START_ATTEMPTS + 1):
         try:
@@ -229,8 +229,8 @@ def _reason(error: Exception) -> str:
 
 def _alert(error: Exception) -> str | None:
     """HAProxy's first alert in the error, which has the cause; None: HAProxy did not say anything."""
-    found = ALERT.search(str(error))
-    return None if found is None else f"HAProxy: {found[1].strip().rstrip('.')}"
+    match = ALERT.search(str(error))
+    return None if match is None else f"HAProxy: {match[1].strip().rstrip('.')}"
 
 
 def set_environment(variables: dict[str, str]) -> dict[str, str | None]:

@@ -108,9 +108,9 @@ def _pool_bytes_here(config: MotetConfig) -> int | None:
     if memory_bytes is None:
         memory_bytes, num_pools = psutil.virtual_memory().total, num_workers
     if pool_bytes is not None and pool_bytes * num_pools > memory_bytes:
-        has, what = format_byte_size(memory_bytes), "this machine" if device.kind == "cpu" else "a GPU here"
+        has, device_name = format_byte_size(memory_bytes), "this machine" if device.kind == "cpu" else "a GPU here"
         size = shortest_byte_size(pool_bytes)
-        raise ConfigError("--pool-bytes", size, f"{what} has {has} of memory: give less")
+        raise ConfigError("--pool-bytes", size, f"{device_name} has {has} of memory: give less")
     return pool_bytes
 
 

@@ -60,12 +60,12 @@ class LogFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
             self._num_bytes = os.fstat(self._descriptor).st_size
-        rest = memoryview(b"\n" + data if self._is_torn else data)
-        while rest:
+        remainder = memoryview(b"\n" + data if self._is_torn else data)
+        while remainder:
             self._is_torn = True  # until all of it is there: the last line may be half a one
-            written = os.write(self._descriptor, rest)
+            written = os.write(self._descriptor, remainder)
             self._num_bytes += written
-            rest = rest[written:]
+            remainder = remainder[written:]
         self._is_torn = False
 
     def close(self) -> None:
@@ -148,8 +148,8 @@ def fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
 
 def time_of(record: logging.LogRecord) -> str:
     """UTC, to the millisecond, as RFC 3339 writes it."""
-    second, rest = divmod(record.created, 1)
-    return f"{_second(int(second))}.{int(rest * 1000):03d}Z"
+    second, fraction = divmod(record.created, 1)
+    return f"{_second(int(second))}.{int(fraction * 1000):03d}Z"
 
 
 def summary_of(error: BaseException, logger: str) -> str:
@@ -161,10 +161,10 @@ def summary_of(error: BaseException, logger: str) -> str:
 def stack_of(error: BaseException, logger: str) -> list[str]:
     """Where the error was raised, innermost last, and what it came from before it. No values, and no source lines."""
     chain: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and one not in chain:
-        chain.append(one)
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    exception: BaseException | None = error
+    while exception is not None and exception not in chain:
+        chain.append(exception)
+        exception = exception.__cause__ or (None if exception.__suppress_context__ else exception.__context__)
     lines: list[str] = []
     for cause in reversed(chain):
         frames = traceback.extract_tb(cause.__traceback__, limit=-MAX_FRAMES)
@@ -207,7 +207,7 @@ def _printable(text: str) -> str:
     """The text with characters that are not printable, line breaks above all, escaped as in a Python string."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def _word(value: Any) -> str:
@@ -302,10 +302,10 @@ def to_descriptor(descriptor: int) -> Write:
     """Writes to a file descriptor of this process, whether or not it blocks."""
 
     def write(data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
+        remainder = memoryview(data)
+        while remainder:
             try:
-                rest = rest[os.write(descriptor, rest) :]
+                remainder = remainder[os.write(descriptor, remainder) :]
             except BlockingIOError:
                 with contextlib.suppress(InterruptedError):
                     threading.Event().wait(PAUSE_S)
@@ -363,10 +363,10 @@ def start_process_log(config: LogConfig, kind: str, origin: Mapping[str, Any], l
     if os.environ.get(TO_STDERR) == "1":
         writers.append(LogWriter(to_descriptor(STDERR), "stderr"))
     handler = ProcessLog(config, {"process": kind, **origin}, writers)
-    own, root = logging.getLogger("motet"), logging.getLogger()
-    own.addHandler(handler)
-    own.setLevel(config.log_level.upper())
-    own.propagate = False
+    motet_logger, root = logging.getLogger("motet"), logging.getLogger()
+    motet_logger.addHandler(handler)
+    motet_logger.setLevel(config.log_level.upper())
+    motet_logger.propagate = False
     handler_of_others = _OfOthers(handler)
     root.addHandler(handler_of_others)
     atexit.register(handler.close)

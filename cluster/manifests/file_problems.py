@@ -26,15 +26,15 @@ DEPLOYMENTS: tuple[Part, ...] = ("router", "gang")
 
 
 def serve_config(ray_service: Manifest) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(ray_service["spec"]["serveConfigV2"])
-    return found
+    config: dict[str, Any] = yaml.safe_load(ray_service["spec"]["serveConfigV2"])
+    return config
 
 
 def arguments(ray_service: Manifest) -> dict[str, Any]:
     """The arguments of motet's application."""
     (application,) = serve_config(ray_service)["applications"]
-    found: dict[str, Any] = application["args"]
-    return found
+    args: dict[str, Any] = application["args"]
+    return args
 
 
 def serve_problems(ray_service: Manifest) -> Iterator[str]:
@@ -52,8 +52,8 @@ def config_problems(config: dict[str, Any]) -> Iterator[str]:
             warnings.simplefilter("ignore", DeprecationWarning)
             ServeDeploySchema.model_validate(config)
     except ValidationError as error:
-        for one in error.errors():
-            yield f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
+        for detail in error.errors():
+            yield f"{'.'.join(str(part) for part in detail['loc'])}: {detail['msg']}"
         return
     yield from (f"{name} is not a field of Serve" for name in _unknown(ServeDeploySchema, config, ""))
     for application in config["applications"]:
@@ -90,35 +90,35 @@ def _of_deployment(deployment: dict[str, Any]) -> Iterator[str]:
 def _of_scaling(scaling: dict[str, Any], arguments: dict[str, Any]) -> Iterator[str]:
     from ..replicas.autoscaler import GangAutoscaler
 
-    least, most = scaling.get("min_replicas", 1), scaling.get("max_replicas", 1)
-    if least > most:
-        yield f"autoscaling_config of gang: min_replicas, {least}, is more than max_replicas, {most}"
+    min_gangs, max_gangs = scaling.get("min_replicas", 1), scaling.get("max_replicas", 1)
+    if min_gangs > max_gangs:
+        yield f"autoscaling_config of gang: min_replicas, {min_gangs}, is more than max_replicas, {max_gangs}"
     try:
         GangAutoscaler(**arguments)
     except (ValueError, TypeError) as error:  # ConfigError among them
         yield f"autoscaling_config of gang: policy_kwargs: {error}"
 
 
-def _unknown(model: type[BaseModel], given: Any, place: str) -> Iterator[str]:
+def _unknown(model: type[BaseModel], document: Any, place: str) -> Iterator[str]:
     """Keys that a model does not have, nor those within it."""
-    if not isinstance(given, dict):
+    if not isinstance(document, dict):
         return
-    for key, value in given.items():
+    for key, value in document.items():
         path = f"{place}.{key}" if place else key
         field = model.model_fields.get(key)
         if field is None:
             yield path
             continue
         for inner in _models(field.annotation):
-            for n, one in enumerate(value if isinstance(value, list) else [value]):
-                yield from _unknown(inner, one, f"{path}.{n}" if isinstance(value, list) else path)
+            for n, element in enumerate(value if isinstance(value, list) else [value]):
+                yield from _unknown(inner, element, f"{path}.{n}" if isinstance(value, list) else path)
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    for one in get_args(annotation):
-        yield from _models(one)
+    for argument in get_args(annotation):
+        yield from _models(argument)
 
 
 # What pods of a RayService must reach by their settings, beside what the NetworkPolicies of the same file let them.
@@ -146,45 +146,47 @@ def policy_problems(ray_service: Manifest, policies: Sequence[Manifest]) -> Iter
     cluster = ray_service["spec"]["rayClusterConfig"]
     groups = [("routers and gangs", group["template"]) for group in cluster.get("workerGroupSpecs", ())]
     problems: dict[str, None] = {}
-    for what, template in [("head", cluster["headGroupSpec"]["template"]), *groups]:
+    for part, template in [("head", cluster["headGroupSpec"]["template"]), *groups]:
         rules = _egress(policies, template.get("metadata", {}).get("labels", {}))
         if rules is None:
             continue  # nothing is closed
-        for one in _destinations(template, arguments(ray_service) if what != "head" else {}):
-            if not any(_allows(rule, one) for rule in rules):
-                server = f"{one.why} names {one.host}:{one.port}"
+        for destination in _destinations(template, arguments(ray_service) if part != "head" else {}):
+            if not any(_allows(rule, destination) for rule in rules):
+                server = f"{destination.why} names {destination.host}:{destination.port}"
                 problems[f"{server}, which the file's NetworkPolicies close: add it to networkPolicies.egress"] = None
     yield from problems
 
 
 def _egress(policies: Sequence[Manifest], labels: Mapping[str, str]) -> list[dict[str, Any]] | None:
     """The rules for what pods with these labels may reach; None: no policy closes anything for them."""
-    specs = [one["spec"] for one in policies if "Egress" in one["spec"].get("policyTypes", ("Ingress",))]
-    found = [spec for spec in specs if _selects(spec["podSelector"], labels)]
-    return [rule for spec in found for rule in spec.get("egress") or ()] if found else None
+    specs = [policy["spec"] for policy in policies if "Egress" in policy["spec"].get("policyTypes", ("Ingress",))]
+    matches = [spec for spec in specs if _selects(spec["podSelector"], labels)]
+    return [rule for spec in matches for rule in spec.get("egress") or ()] if matches else None
 
 
 def _selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     """Expressions other than In are of no policy here, and count as a match."""
     if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
         return False
-    listed = (one for one in selector.get("matchExpressions", ()) if one["operator"] == "In")
-    return all(labels.get(one["key"]) in one["values"] for one in listed)
+    listed = (expression for expression in selector.get("matchExpressions", ()) if expression["operator"] == "In")
+    return all(labels.get(expression["key"]) in expression["values"] for expression in listed)
 
 
-def _destinations(template: Manifest, given: Mapping[str, Any]) -> Iterator[Destination]:
+def _destinations(template: Manifest, app_args: Mapping[str, Any]) -> Iterator[Destination]:
     container = template["spec"]["containers"][0]
-    variables = {one["name"]: one["value"] for one in container.get("env", ()) if "value" in one}
-    proxy = next((name for one in PROXIES for name in (one, one.upper()) if variables.get(name)), None)
+    variables = {variable["name"]: variable["value"] for variable in container.get("env", ()) if "value" in variable}
+    proxy = next(
+        (name for proxy_name in PROXIES for name in (proxy_name, proxy_name.upper()) if variables.get(name)), None
+    )
     if proxy is not None:
         url = variables[proxy] if "://" in variables[proxy] else f"http://{variables[proxy]}"
         yield from _of_url(url, f"the variable {proxy}")
     if proxy is not None and proxy.lower() != "http_proxy":
         return  # which is asked for the rest
-    issuers = given.get("oidc-issuers") or variables.get("MOTET_OIDC_ISSUERS") or ()
+    issuers = app_args.get("oidc-issuers") or variables.get("MOTET_OIDC_ISSUERS") or ()
     for issuer in issuers.split(",") if isinstance(issuers, str) else issuers:
         yield from _of_url(issuer.strip(), "oidc-issuers")
-    model = given.get("model")
+    model = app_args.get("model")
     if isinstance(model, str) and not model.startswith("/"):
         yield from _of_url(variables.get("HF_ENDPOINT") or HUB, f"model = {model}, a hub id,")
 
@@ -201,7 +203,7 @@ def _of_url(url: str, why: str) -> Iterator[Destination]:
 
 def _allows(rule: Mapping[str, Any], to: Destination) -> bool:
     ports, peers = rule.get("ports"), rule.get("to")
-    return (not ports or any(_has_port(one, to.port) for one in ports)) and (
+    return (not ports or any(_has_port(port, to.port) for port in ports)) and (
         not peers or any(_may_be(peer, to.host) for peer in peers)
     )
 
@@ -225,7 +227,7 @@ def _may_be(peer: Mapping[str, Any], host: str) -> bool:
         return block is not None or not is_outside
     if block is None:
         return True  # a service's address
-    networks = [ip_network(one, strict=False) for one in (block["cidr"], *block.get("except", ()))]
+    networks = [ip_network(cidr, strict=False) for cidr in (block["cidr"], *block.get("except", ()))]
     return address in networks[0] and not any(address in network for network in networks[1:])
 
 
@@ -242,13 +244,19 @@ def file_problems(text: str, *, is_toml: bool = False) -> list[str]:
     if is_toml:
         return list(_of_settings(text))
     try:
-        documents = [one for one in yaml.safe_load_all(text) if one is not None]
+        documents = [manifest for manifest in yaml.safe_load_all(text) if manifest is not None]
     except yaml.YAMLError as error:
         raise UnknownFile(f"it is not valid YAML: {error}") from error
-    ours = [one for one in documents if isinstance(one, dict) and (one.get("kind") == "RayService" or _is_serve(one))]
+    ours = [
+        manifest
+        for manifest in documents
+        if isinstance(manifest, dict) and (manifest.get("kind") == "RayService" or _is_serve(manifest))
+    ]
     if not ours:
         raise UnknownFile("it has neither a RayService nor the applications of Ray Serve")
-    policies = [one for one in documents if isinstance(one, dict) and one.get("kind") == "NetworkPolicy"]
+    policies = [
+        manifest for manifest in documents if isinstance(manifest, dict) and manifest.get("kind") == "NetworkPolicy"
+    ]
     return [problem for document in ours for problem in _of_document(document, policies)]
 
 
@@ -262,9 +270,9 @@ def _of_document(document: Manifest, policies: Sequence[Manifest]) -> Iterator[s
         return
     try:
         yield from operator_problems(document)
-        found = list(serve_problems(document))
-        yield from found
-        if not found:
+        problems = list(serve_problems(document))
+        yield from problems
+        if not problems:
             yield from _of_numbers(document)
             yield from policy_problems(document, policies)
     except (KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
@@ -277,24 +285,24 @@ def _of_numbers(ray_service: Manifest) -> Iterator[str]:
     gang_pods = sum(group.get("maxReplicas", 0) for group in groups if group["groupName"] != ROUTERS)
     for application in serve_config(ray_service)["applications"]:
         for deployment in application.get("deployments", ()):
-            most = _most(deployment)
-            if deployment["name"] == "gang" and most is not None and most > gang_pods:
-                yield f"Serve may run {most} gangs, and there are at most {gang_pods} pods for them (maxReplicas)"
+            max_gangs = _max_replicas(deployment)
+            if deployment["name"] == "gang" and max_gangs is not None and max_gangs > gang_pods:
+                yield f"Serve may run {max_gangs} gangs, and there are at most {gang_pods} pods for them (maxReplicas)"
 
 
-def _most(deployment: dict[str, Any]) -> int | None:
+def _max_replicas(deployment: dict[str, Any]) -> int | None:
     scaling = deployment.get("autoscaling_config")
-    found = deployment.get("num_replicas") if scaling is None else scaling.get("max_replicas", 1)
-    return found if isinstance(found, int) else None
+    number = deployment.get("num_replicas") if scaling is None else scaling.get("max_replicas", 1)
+    return number if isinstance(number, int) else None
 
 
 def _of_settings(text: str) -> Iterator[str]:
     try:
-        given = tomllib.loads(text)
+        document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UnknownFile(f"it is not valid TOML: {error}") from error
     try:
-        values = values_of(given, "settings", lambda _: None)
+        values = values_of(document, "settings", lambda _: None)
         ApplicationConfig.from_environment({}, model_path=_ANY_MODEL, **values)
     except ValueError as error:  # ConfigError among them
         yield str(error)

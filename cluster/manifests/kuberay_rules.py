@@ -60,11 +60,11 @@ def _of_metadata(name: str, annotations: Mapping[str, str]) -> Iterator[str]:
 
 def _of_groups(cluster: Manifest) -> Iterator[str]:
     head, workers = cluster["headGroupSpec"], cluster.get("workerGroupSpecs", [])
-    for name, group in [("head", head), *((one["groupName"], one) for one in workers)]:
+    for name, group in [("head", head), *((spec["groupName"], spec) for spec in workers)]:
         params = group.get("rayStartParams", {})
         if not group["template"]["spec"].get("containers"):
             yield f"{name} has no container"
-        if group.get("resources") and any(params.get(one) for one in RAY_RESOURCES):
+        if group.get("resources") and any(params.get(resource) for resource in RAY_RESOURCES):
             yield f"{name} has resources both in rayStartParams and beside them"
         if "labels" in params:
             yield f"{name} has labels in rayStartParams"
@@ -73,11 +73,11 @@ def _of_groups(cluster: Manifest) -> Iterator[str]:
                 yield f"{name} has an invalid label: {key}={value}"
     scales = bool(cluster.get("enableInTreeAutoscaling"))
     for group in workers:
-        name, least, most = group["groupName"], group.get("minReplicas"), group.get("maxReplicas")
-        if not scales and (least is None or most is None):
+        name, min_pods, max_pods = group["groupName"], group.get("minReplicas"), group.get("maxReplicas")
+        if not scales and (min_pods is None or max_pods is None):
             yield f"{name} needs minReplicas and maxReplicas where nothing scales"
-        if least is not None and most is not None and not 0 <= least <= most:
-            yield f"{name} has minReplicas {least} and maxReplicas {most}"
+        if min_pods is not None and max_pods is not None and not 0 <= min_pods <= max_pods:
+            yield f"{name} has minReplicas {min_pods} and maxReplicas {max_pods}"
         if group.get("suspend"):
             yield f"{name} cannot be suspended"
         for field in ("idleTimeoutSeconds", "priority"):
@@ -118,11 +118,11 @@ def _of_autoscaling(cluster: Manifest) -> Iterator[str]:
         yield "RAY_enable_autoscaler_v2 is set beside autoscalerOptions.version"
     if options.get("idleTimeoutSeconds", 0) < 0:
         yield "idleTimeoutSeconds is negative"
-    if any(one["name"] == "KUBERAY_GEN_AUTOSCALER_START_CMD" for one in options.get("env", ())):
+    if any(variable["name"] == "KUBERAY_GEN_AUTOSCALER_START_CMD" for variable in options.get("env", ())):
         yield "KUBERAY_GEN_AUTOSCALER_START_CMD is the operator's"
     if _is_version_2(cluster):
         groups = [("head", cluster["headGroupSpec"])]
-        groups += [(one["groupName"], one) for one in cluster.get("workerGroupSpecs", ())]
+        groups += [(spec["groupName"], spec) for spec in cluster.get("workerGroupSpecs", ())]
         for name, group in groups:
             if group["template"]["spec"].get("restartPolicy", "Never") != "Never":
                 yield f"{name} has another restartPolicy than Never, with version 2 of the autoscaler"
@@ -172,4 +172,4 @@ def _is_version_2(cluster: Manifest) -> bool:
 def _environment(group: Manifest) -> dict[str, Any]:
     """The environment of Ray's container, which is the first one."""
     containers = group["template"]["spec"].get("containers") or [{}]
-    return {one["name"]: one.get("value") for one in containers[0].get("env", ())}
+    return {variable["name"]: variable.get("value") for variable in containers[0].get("env", ())}

@@ -52,33 +52,35 @@ def active_cluster(ray_service: Manifest) -> str:
     return name
 
 
-def scale_plan(ray_service: Manifest, ray_cluster: Manifest, wanted: Numbers, group: str | None) -> list[Change]:
+def scale_plan(ray_service: Manifest, ray_cluster: Manifest, target: Numbers, group: str | None) -> list[Change]:
     """The changes in their order. `group`: the pods for the gangs; None: there is one such group.
 
     Raises CannotScale.
     """
     config = yaml.safe_load(ray_service["spec"]["serveConfigV2"])
     scales = bool(ray_cluster["spec"].get("enableInTreeAutoscaling"))
-    before, (least, most) = _bounds(config), _wanted_bounds(_bounds(config), wanted)
-    if least != most and not scales:
+    before, (min_gangs, max_gangs) = _bounds(config), _wanted_bounds(_bounds(config), target)
+    if min_gangs != max_gangs and not scales:
         raise CannotScale("bounds that differ need Ray's autoscaler (autoscaling: true), which is not on")
     routers = _deployment(config, "router").get("num_replicas", 1)
-    num_routers = routers if wanted.num_routers is None else wanted.num_routers
-    is_less = most < before[1] or num_routers < routers
+    num_routers = routers if target.num_routers is None else target.num_routers
+    is_less = max_gangs < before[1] or num_routers < routers
     if is_less and not scales:
         raise CannotScale("without Ray's autoscaler KubeRay would end any pod of a smaller group, also one that serves")
-    if (before[0] == 0) != (least == 0):
+    if (before[0] == 0) != (min_gangs == 0):
         raise CannotScale("to or from 0 gangs args change as well (min-gangs): change the values, and apply them")
-    _set(config, least, most, num_routers)
-    others = {key: value for key, value in ray_service["spec"]["rayClusterConfig"].items() if key == "workerGroupSpecs"}
-    groups = others["workerGroupSpecs"]
+    _set(config, min_gangs, max_gangs, num_routers)
+    group_specs = {
+        key: value for key, value in ray_service["spec"]["rayClusterConfig"].items() if key == "workerGroupSpecs"
+    }
+    groups = group_specs["workerGroupSpecs"]
     name = group or _only_group(groups)
     # Other groups of gangs keep their numbers.
-    rest = [one for one in groups if one["groupName"] not in (ROUTERS, name)]
+    other_groups = [other for other in groups if other["groupName"] not in (ROUTERS, name)]
     pods = {
         name: (
-            least - sum(one["minReplicas"] for one in rest),
-            most - sum(one["maxReplicas"] for one in rest),
+            min_gangs - sum(other["minReplicas"] for other in other_groups),
+            max_gangs - sum(other["maxReplicas"] for other in other_groups),
         ),
         ROUTERS: (num_routers, None),
     }
@@ -98,30 +100,30 @@ def scale_plan(ray_service: Manifest, ray_cluster: Manifest, wanted: Numbers, gr
     return changes[::-1] if is_less else changes  # pods come before their gangs and go after them
 
 
-def _wanted_bounds(before: tuple[int, int], wanted: Numbers) -> tuple[int, int]:
-    least = before[0] if wanted.min_gangs is None else wanted.min_gangs
+def _wanted_bounds(before: tuple[int, int], target: Numbers) -> tuple[int, int]:
+    low = before[0] if target.min_gangs is None else target.min_gangs
     is_fixed = before[0] == before[1]
-    most = wanted.max_gangs if wanted.max_gangs is not None else (least if is_fixed else before[1])
-    if least > most:
-        raise CannotScale(f"at least {least} gangs and at most {most} do not go together: give --max-gangs as well")
-    if most < 1:
+    high = target.max_gangs if target.max_gangs is not None else (low if is_fixed else before[1])
+    if low > high:
+        raise CannotScale(f"at least {low} gangs and at most {high} do not go together: give --max-gangs as well")
+    if high < 1:
         raise CannotScale("at most 0 gangs: at least 1 is needed")
-    return least, most
+    return low, high
 
 
 def _deployment(config: dict[str, Any], name: str) -> dict[str, Any]:
     """The deployment in motet's application; added if it is missing."""
-    applications = [one for one in config["applications"] if one["import_path"] == IMPORT_PATH]
+    applications = [entry for entry in config["applications"] if entry["import_path"] == IMPORT_PATH]
     if len(applications) != 1:
         raise CannotScale(f"serveConfigV2 has {len(applications)} applications of motet: one is needed")
     deployments = applications[0].setdefault("deployments", [])
-    for one in deployments:
-        if one["name"] == name:
-            found: dict[str, Any] = one
-            return found
+    for entry in deployments:
+        if entry["name"] == name:
+            deployment: dict[str, Any] = entry
+            return deployment
     deployments.append({"name": name})
-    made: dict[str, Any] = deployments[-1]
-    return made
+    new_deployment: dict[str, Any] = deployments[-1]
+    return new_deployment
 
 
 def _bounds(config: dict[str, Any]) -> tuple[int, int]:
@@ -129,7 +131,7 @@ def _bounds(config: dict[str, Any]) -> tuple[int, int]:
     scaling = gang.get("autoscaling_config")
     if scaling is not None:
         return scaling.get("min_replicas", 1), scaling.get("max_replicas", 1)
-    (application,) = (one for one in config["applications"] if one["import_path"] == IMPORT_PATH)
+    (application,) = (entry for entry in config["applications"] if entry["import_path"] == IMPORT_PATH)
     if {"min-gangs", "gangs", "max-gangs"} & application["args"].keys() and "num_replicas" not in gang:
         raise CannotScale(
             "args say how many gangs there are, and a change there replaces every process: apply a manifest of this "
@@ -139,13 +141,13 @@ def _bounds(config: dict[str, Any]) -> tuple[int, int]:
     return count, count
 
 
-def _set(config: dict[str, Any], least: int, most: int, num_routers: int) -> None:
+def _set(config: dict[str, Any], min_gangs: int, max_gangs: int, num_routers: int) -> None:
     _deployment(config, "router")["num_replicas"] = num_routers
     gang = _deployment(config, "gang")
     scaling = copy.deepcopy(gang.pop("autoscaling_config", None))
     gang.pop("num_replicas", None)
-    if least == most and scaling is None:
-        gang["num_replicas"] = least
+    if min_gangs == max_gangs and scaling is None:
+        gang["num_replicas"] = min_gangs
         return
     scaling = scaling or {
         "upscale_delay_s": 0,
@@ -155,11 +157,11 @@ def _set(config: dict[str, Any], least: int, most: int, num_routers: int) -> Non
         "metrics_interval_s": 1,
         "policy": {"policy_function": POLICY},
     }
-    gang["autoscaling_config"] = {**scaling, "min_replicas": least, "max_replicas": most}
+    gang["autoscaling_config"] = {**scaling, "min_replicas": min_gangs, "max_replicas": max_gangs}
 
 
 def _only_group(groups: Sequence[Manifest]) -> str:
-    names = [one["groupName"] for one in groups if one["groupName"] != ROUTERS]
+    names = [spec["groupName"] for spec in groups if spec["groupName"] != ROUTERS]
     if len(names) != 1:
         raise CannotScale(f"the groups {', '.join(names)} are for gangs: say which one with --group")
     return str(names[0])
@@ -169,23 +171,23 @@ def _group_patch(
     groups: Sequence[Manifest], place: str, pods: Mapping[str, tuple[int, int | None]], *, scales: bool
 ) -> list[dict[str, Any]]:
     """`pods`: least and most of each group that changes; most None: what it was, raised if it is too small."""
-    known = {one["groupName"] for one in groups}
-    if missing := pods.keys() - known:
+    names = {spec["groupName"] for spec in groups}
+    if missing := pods.keys() - names:
         raise CannotScale(
-            f"there is no group of pods {', '.join(sorted(missing))}: there are {', '.join(sorted(known))}"
+            f"there is no group of pods {', '.join(sorted(missing))}: there are {', '.join(sorted(names))}"
         )
     patch = []
     for number, group in enumerate(groups):
         if group["groupName"] not in pods:
             continue
         path = f"{place}/workerGroupSpecs/{number}"
-        least, most = pods[group["groupName"]]
-        if most is None:
+        min_pods, max_pods = pods[group["groupName"]]
+        if max_pods is None:
             # An update of routers starts all of them before it ends one: keep the room that there was for it.
-            most = max(least, group["maxReplicas"] * least // max(1, group["minReplicas"]))
+            max_pods = max(min_pods, group["maxReplicas"] * min_pods // max(1, group["minReplicas"]))
         patch.append({"op": "test", "path": f"{path}/groupName", "value": group["groupName"]})
-        values = {"minReplicas": least, "maxReplicas": most}
+        values = {"minReplicas": min_pods, "maxReplicas": max_pods}
         if not scales:  # else Ray's autoscaler writes it
-            values["replicas"] = least
+            values["replicas"] = min_pods
         patch += [{"op": "add", "path": f"{path}/{key}", "value": value} for key, value in values.items()]
     return patch

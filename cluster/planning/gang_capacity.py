@@ -57,8 +57,8 @@ class Spread:
     def quantile(self, share: float) -> float:
         """The length that this share of the requests does not exceed; at least the mean, to grow with it."""
         variance = log(1 + (self.deviation / self.mean) ** 2)
-        found = exp(log(self.mean) - variance / 2 + sqrt(variance) * NormalDist().inv_cdf(share))
-        return max(self.mean, found)
+        length = exp(log(self.mean) - variance / 2 + sqrt(variance) * NormalDist().inv_cdf(share))
+        return max(self.mean, length)
 
 
 @dataclass(frozen=True)
@@ -163,9 +163,9 @@ class Limits:
     host_link: float  # bytes of adapters copied in
 
     def binding(self) -> tuple[str, float]:
-        found = {name.replace("_", " "): value for name, value in vars(self).items()}
-        name = max(found, key=lambda each: found[each])
-        return name, found[name]
+        shares = {name.replace("_", " "): value for name, value in vars(self).items()}
+        name = max(shares, key=lambda each: shares[each])
+        return name, shares[name]
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class GangCapacity:
         """Prompts with the traffic's average number of tokens, and of pairs of tokens."""
         return ceil(self.traffic.prompt.square_mean / self.traffic.prompt.mean)
 
-    def most(self) -> GangState | None:
+    def highest_load(self) -> GangState | None:
         """The state at the highest load that it can serve; None: it misses the objectives at any load."""
         low, high = 0.0, 1.0
         if self._fits(high):

@@ -35,9 +35,11 @@ class Profile:
     @property
     def starts(self) -> tuple[int, ...]:
         """The memory slices where it may begin."""
-        found = range(0, MEMORY_SLICES - self.memory_slices + 1, self.memory_slices)
+        first_slices = range(0, MEMORY_SLICES - self.memory_slices + 1, self.memory_slices)
         return tuple(
-            start for start in found if min(start + self.memory_slices, COMPUTE_SLICES) - start >= self.compute_slices
+            start
+            for start in first_slices
+            if min(start + self.memory_slices, COMPUTE_SLICES) - start >= self.compute_slices
         )
 
     def device(self, whole: Device) -> Device:
@@ -56,11 +58,11 @@ class MigGpu:
     profiles: tuple[Profile, ...]  # smallest first
 
     def profile(self, name: str) -> Profile:
-        found = next((profile for profile in self.profiles if profile.name == name), None)
-        if found is None:
+        match = next((profile for profile in self.profiles if profile.name == name), None)
+        if match is None:
             accepted = ", ".join(profile.name for profile in self.profiles)
             raise ValueError(f"{name!r} is not a profile of {self.device.name}: {accepted} are accepted")
-        return found
+        return match
 
 
 # Compute and memory slices of each profile. 1g is there twice: with twice the memory it is 1g.20gb of an A100 80GB.
@@ -85,8 +87,8 @@ Placement = tuple[tuple[Profile, int], ...]  # profiles and where they begin, in
 
 def is_valid(placement: Placement) -> bool:
     """Whether each profile may begin where it does, and no slice is taken twice."""
-    taken = [slice_ for profile, start in placement for slice_ in range(start, start + profile.memory_slices)]
-    return len(taken) == len(set(taken)) and all(start in profile.starts for profile, start in placement)
+    slices = [slice_ for profile, start in placement for slice_ in range(start, start + profile.memory_slices)]
+    return len(slices) == len(set(slices)) and all(start in profile.starts for profile, start in placement)
 
 
 @cache
@@ -100,8 +102,8 @@ def _extended(placement: Placement, profiles: tuple[Profile, ...]) -> Iterator[P
     last = placement[-1] if placement else None
     begin = 0 if last is None else last[1] + last[0].memory_slices
     later = [(profile, start) for profile in profiles for start in profile.starts if start >= begin]
-    for one in later:
-        yield from _extended((*placement, one), profiles)
+    for slot in later:
+        yield from _extended((*placement, slot), profiles)
     if not later and not any(
         is_valid(tuple(sorted((*placement, (profile, start)), key=lambda each: each[1])))
         for profile in profiles
@@ -120,13 +122,13 @@ def whole_mixes(profiles: tuple[Profile, ...]) -> tuple[Counter[Profile], ...]:
 def placement_of(mix: Counter[Profile]) -> Placement | None:
     """Where these profiles may lie on one GPU; None: they do not fit."""
 
-    def place(left: list[Profile], placed: Placement) -> Placement | None:
-        if not left:
+    def place(profiles: list[Profile], placed: Placement) -> Placement | None:
+        if not profiles:
             return tuple(sorted(placed, key=lambda each: each[1]))
-        for start in left[0].starts:
-            longer = (*placed, (left[0], start))
-            if is_valid(longer) and (found := place(left[1:], longer)) is not None:
-                return found
+        for start in profiles[0].starts:
+            longer = (*placed, (profiles[0], start))
+            if is_valid(longer) and (placement := place(profiles[1:], longer)) is not None:
+                return placement
         return None
 
     return place(sorted(mix.elements(), reverse=True), ())
@@ -215,10 +217,10 @@ def choose(demand: Demand, gpu: MigGpu, efficiency: float = EFFICIENCY) -> Gangs
     """The profile that takes the least of GPUs for all users of a model; of equals the one with fewest gangs."""
     best: tuple[float, int, Gangs] | None = None
     for profile in gpu.profiles:
-        if most := demand.most_users(profile.device(gpu.device), efficiency):
-            number = ceil(demand.users / most)
-            found = (number * share(profile), number, Gangs(demand.name, profile, number, most))
-            best = found if best is None or found[:2] < best[:2] else best
+        if max_users := demand.most_users(profile.device(gpu.device), efficiency):
+            number = ceil(demand.users / max_users)
+            candidate = (number * share(profile), number, Gangs(demand.name, profile, number, max_users))
+            best = candidate if best is None or candidate[:2] < best[:2] else best
     if best is None:
         raise ValueError(
             f"{demand.name}: no profile of {gpu.device.name} holds its weights and gives one user a token in "
@@ -236,19 +238,19 @@ def pack(slices: Mapping[Profile, int], gpu: MigGpu) -> tuple[Placement, ...]:
     """GPUs that hold these slices: the largest first, each where it leaves least room (best fit)."""
     mixes = whole_mixes(gpu.profiles)
     bins: list[Counter[Profile]] = []
-    for profile in sorted(Counter(slices).elements(), key=lambda one: (share(one), one), reverse=True):
-        fitting = [one for one in bins if any(_holds(mix, one + Counter([profile])) for mix in mixes)]
+    for profile in sorted(Counter(slices).elements(), key=lambda each: (share(each), each), reverse=True):
+        fitting = [content for content in bins if any(_holds(mix, content + Counter([profile])) for mix in mixes)]
         if fitting:
-            fullest = max(fitting, key=lambda one: sum(share(each) for each in one.elements()))
+            fullest = max(fitting, key=lambda content: sum(share(each) for each in content.elements()))
             fullest[profile] += 1
         else:
             bins.append(Counter([profile]))
-    placements = [placement_of(one) for one in bins]
+    placements = [placement_of(content) for content in bins]
     return tuple(placement for placement in placements if placement is not None)
 
 
-def _holds(mix: Counter[Profile], wanted: Counter[Profile]) -> bool:
-    return all(mix[profile] >= number for profile, number in wanted.items())
+def _holds(mix: Counter[Profile], profiles: Counter[Profile]) -> bool:
+    return all(mix[profile] >= number for profile, number in profiles.items())
 
 
 def fewest_gpus(slices: Mapping[Profile, int], gpu: MigGpu) -> int:
@@ -260,8 +262,11 @@ def fewest_gpus(slices: Mapping[Profile, int], gpu: MigGpu) -> int:
         {profile: float(profile.memory_slices) for profile in gpu.profiles},
         {profile: float(profile.compute_slices) for profile in gpu.profiles},
         {profile: share(profile) for profile in gpu.profiles},
-        *({profile: float(profile.compute_slices >= least) for profile in gpu.profiles} for least in (2, 3, 4)),
-        *({profile: float(profile.memory_slices >= least) for profile in gpu.profiles} for least in (2, 4)),
+        *(
+            {profile: float(profile.compute_slices >= min_slices) for profile in gpu.profiles}
+            for min_slices in (2, 3, 4)
+        ),
+        *({profile: float(profile.memory_slices >= min_slices) for profile in gpu.profiles} for min_slices in (2, 4)),
     ]
     bounds = [0]
     for weight in weights:
@@ -296,11 +301,11 @@ def mig_manifests(plan: Plan, gpus_per_node: int, name: str = "motet-mig") -> Mi
     node_configs = []
     for node in nodes:
         devices = _devices(node, gpus_per_node)
-        known = next((key for key, value in configs.items() if value == devices), None)
-        if known is None:
-            known = f"{name}-{len(configs)}"
-            configs[known] = devices
-        node_configs.append(known)
+        config_name = next((key for key, value in configs.items() if value == devices), None)
+        if config_name is None:
+            config_name = f"{name}-{len(configs)}"
+            configs[config_name] = devices
+        node_configs.append(config_name)
     return MigManifests(
         {
             "apiVersion": "v1",
@@ -323,13 +328,13 @@ def mig_manifests(plan: Plan, gpus_per_node: int, name: str = "motet-mig") -> Mi
 
 
 def _devices(node: tuple[Placement, ...], gpus_per_node: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for index, placement in enumerate(node):
         mix = Counter(profile.name for profile, _ in placement)
-        found.append({"devices": [index], "mig-enabled": True, "mig-devices": dict(sorted(mix.items()))})
+        entries.append({"devices": [index], "mig-enabled": True, "mig-devices": dict(sorted(mix.items()))})
     if len(node) < gpus_per_node:
-        found.append({"devices": list(range(len(node), gpus_per_node)), "mig-enabled": False})
-    return found
+        entries.append({"devices": list(range(len(node), gpus_per_node)), "mig-enabled": False})
+    return entries
 
 
 def _yaml(document: dict[str, Any]) -> str:

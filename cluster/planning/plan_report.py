@@ -31,18 +31,20 @@ class Report:
             yield from _plan_lines(self.plans)
         for gang, why in self.refused.items():
             yield f"not {gang}: {why}"
-        for name, found in self.replayed.items():
+        for name, replay in self.replayed.items():
             yield ""
             yield f"the trace on {name}"
-            yield from (f"  {key}: {value:.4g}" for key, value in _replayed(found).items() if value is not None)
-            yield from (f"  refused, {count}: {why}" for why, count in found.refused.items())
+            yield from (f"  {key}: {value:.4g}" for key, value in _replayed(replay).items() if value is not None)
+            yield from (f"  refused, {count}: {why}" for why, count in replay.refused.items())
 
     def as_json(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "plans": [_plan_json(plan) for plan in self.plans],
             "refused": dict(self.refused),
-            "replayed": {name: _replayed(found) | {"refused": found.refused} for name, found in self.replayed.items()},
+            "replayed": {
+                name: _replayed(replay) | {"refused": replay.refused} for name, replay in self.replayed.items()
+            },
         }
 
     def page(self) -> str:
@@ -78,7 +80,7 @@ def _plan_lines(plans: Sequence[ServingPlan]) -> Iterator[str]:
         f"{-(-plan.num_gangs // (plan.devices_per_node // plan.degree))} nodes, at an efficiency of {gang.efficiency:g}"
     )
     yield (
-        f"a gang: {state.requests_per_s:.3g} requests/s of {plan.most.requests_per_s:.3g} at most, "
+        f"a gang: {state.requests_per_s:.3g} requests/s of {plan.peak.requests_per_s:.3g} at most, "
         f"{state.num_sequences:.3g} sequences, a step of {state.step_s * 1e3:.3g} ms, a token in "
         f"{state.interval_s * 1e3:.3g} ms, the first in {state.first_token_s:.3g} s"
     )
@@ -88,12 +90,12 @@ def _plan_lines(plans: Sequence[ServingPlan]) -> Iterator[str]:
         f"{format_byte_size(int(state.adapter_bytes / plan.degree))}; host memory for adapters "
         f"{format_byte_size(plan.host_bytes)}; {state.loads_per_s:.3g} loads/s"
     )
-    name, _ = plan.most.limits.binding()
-    slowest = max(plan.most.step_shares, key=lambda each: plan.most.step_shares[each])
-    others = sorted((value, key.replace("_", " ")) for key, value in vars(plan.most.limits).items())[:-1]
+    name, _ = plan.peak.limits.binding()
+    slowest = max(plan.peak.step_shares, key=lambda each: plan.peak.step_shares[each])
+    other_limits = sorted((value, key.replace("_", " ")) for key, value in vars(plan.peak.limits).items())[:-1]
     yield (
-        f"what ends a gang: {name}; next {others[-1][1]}, at {others[-1][0]:.0%} of its limit then. A step is "
-        f"{plan.most.step_shares[slowest]:.0%} {slowest}"
+        f"what ends a gang: {name}; next {other_limits[-1][1]}, at {other_limits[-1][0]:.0%} of its limit then. A "
+        f"step is {plan.peak.step_shares[slowest]:.0%} {slowest}"
     )
     gains = ", ".join(f"{name} {value:+.1%}" for name, value in plan.gains())
     yield f"10 % more of each gives: {gains}; one more gang {1 / plan.num_gangs:+.1%}"
@@ -108,12 +110,12 @@ def _plan_lines(plans: Sequence[ServingPlan]) -> Iterator[str]:
         price = "-" if each.price_per_hour is None else f"{each.price_per_hour * each.num_devices:.4g}"
         yield (
             f"{each.gang.device.name:18} {each.degree:6} {each.num_gangs:6} {each.num_devices:8} "
-            f"{each.most.requests_per_s:13.3g} {each.most.limits.binding()[0]:>16} {price:>9}"
+            f"{each.peak.requests_per_s:13.3g} {each.peak.limits.binding()[0]:>16} {price:>9}"
         )
 
 
 def _plan_json(plan: ServingPlan) -> dict[str, Any]:
-    name, value = plan.most.limits.binding()
+    name, value = plan.peak.limits.binding()
     traffic = plan.gang.traffic
     return {
         "device": plan.gang.device.name,
@@ -125,8 +127,8 @@ def _plan_json(plan: ServingPlan) -> dict[str, Any]:
         "host_bytes": plan.host_bytes,
         "settings": plan.settings,
         "places": [asdict(place) for place in plan.places],
-        "binding": {"limit": name, "used": value, "step_shares": plan.most.step_shares},
-        "most": asdict(plan.most),
+        "binding": {"limit": name, "used": value, "step_shares": plan.peak.step_shares},
+        "most": asdict(plan.peak),
         "state": asdict(plan.state),
         "gains_of_ten_percent": dict(plan.gains()),
         "gain_of_one_more_gang": 1 / plan.num_gangs,
@@ -135,18 +137,18 @@ def _plan_json(plan: ServingPlan) -> dict[str, Any]:
     }
 
 
-def _replayed(found: Replayed) -> dict[str, float | None]:
+def _replayed(replay: Replayed) -> dict[str, float | None]:
     return {
-        "seconds": found.seconds,
-        "output tokens/s": found.tokens_per_s,
-        "requests answered": len(found.first_token_s) or None,
-        "first token s, median": _share(found.first_token_s, 50),
-        "first token s, 95 %": _share(found.first_token_s, 95),
-        "token interval s, median": _share(found.token_interval_s, 50),
-        "token interval s, 95 %": _share(found.token_interval_s, 95),
-        "sequences at once, at most": found.most_running,
-        "pages used, at most": found.most_used_pages,
-        "preemptions": found.num_preemptions,
+        "seconds": replay.seconds,
+        "output tokens/s": replay.tokens_per_s,
+        "requests answered": len(replay.first_token_s) or None,
+        "first token s, median": _share(replay.first_token_s, 50),
+        "first token s, 95 %": _share(replay.first_token_s, 95),
+        "token interval s, median": _share(replay.token_interval_s, 50),
+        "token interval s, 95 %": _share(replay.token_interval_s, 95),
+        "sequences at once, at most": replay.most_running,
+        "pages used, at most": replay.most_used_pages,
+        "preemptions": replay.num_preemptions,
     }
 
 
@@ -173,8 +175,8 @@ def _bars(values: Mapping[str, float], full: float) -> str:
 def _curves(plan: ServingPlan) -> str:
     """Both objectives as shares of what is requested, so that they have one axis."""
     gang = plan.gang
-    most = plan.most.num_sequences / gang.traffic.answer.mean  # arrivals in a step
-    states = [gang.at(1.15 * most * (number + 1) / _NUM_POINTS) for number in range(_NUM_POINTS)]
+    max_arrivals = plan.peak.num_sequences / gang.traffic.answer.mean  # arrivals in a step
+    states = [gang.at(1.15 * max_arrivals * (number + 1) / _NUM_POINTS) for number in range(_NUM_POINTS)]
     right = states[-1].requests_per_s
     curves = {
         f"token interval over {gang.objectives.token_interval_s * 1e3:g} ms": [s.limits.token_interval for s in states],
@@ -207,9 +209,9 @@ def _curves(plan: ServingPlan) -> str:
 
 def _nodes(plan: ServingPlan) -> str:
     """The first nodes, with each gang's devices in one colour."""
-    shown = [place for place in plan.places if place.node < 8]
+    places = [place for place in plan.places if place.node < 8]
     drawn = []
-    for number, place in enumerate(shown):
+    for number, place in enumerate(places):
         y = 6 + 30 * place.node
         for device in place.devices:
             colour = _COLOURS[number % len(_COLOURS)]
@@ -217,7 +219,7 @@ def _nodes(plan: ServingPlan) -> str:
                 f'<rect x="{70 + 44 * device}" y="{y}" width="40" height="22" fill="{colour}"/>'
                 f'<text x="{76 + 44 * device}" y="{y + 15}" fill="#fff">{number}</text>'
             )
-    nodes = sorted({place.node for place in shown})
+    nodes = sorted({place.node for place in places})
     drawn += [f'<text x="0" y="{21 + 30 * node}">node {node}</text>' for node in nodes]
     more = plan.places[-1].node - nodes[-1]
     if more:

@@ -31,7 +31,7 @@ class ServingPlan:
 
     gang: GangCapacity
     num_gangs: int
-    most: GangState  # of a gang at its highest load
+    peak: GangState  # of a gang at its highest load
     state: GangState  # of a gang with its share of the load
     devices_per_node: int
     price_per_hour: float | None = None  # of a device
@@ -68,12 +68,12 @@ class ServingPlan:
     @property
     def max_num_sequences(self) -> int:
         """The number of sequences that is hardly ever exceeded."""
-        return max(1, ceil(self.most.num_sequences + 2 * sqrt(self.most.num_sequences)))
+        return max(1, ceil(self.peak.num_sequences + 2 * sqrt(self.peak.num_sequences)))
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of motet, without the pool, which a worker sizes by the memory that is left."""
-        found: dict[str, Any] = {
+        gang_settings: dict[str, Any] = {
             "gang-num-gpus": 1,
             "tensor-parallel": self.degree,
             "min-gangs": self.num_gangs,
@@ -81,7 +81,7 @@ class ServingPlan:
             "max-num-sequences": self.max_num_sequences,
             "max-tokens-per-step": self.gang.max_tokens_per_step,
         }
-        return found | ({"host-bytes": self.host_bytes} if self.gang.traffic.adapters.shares else {})
+        return gang_settings | ({"host-bytes": self.host_bytes} if self.gang.traffic.adapters.shares else {})
 
     @property
     def price_per_s(self) -> float | None:
@@ -111,9 +111,9 @@ class ServingPlan:
             ),
         }
         for name, other in changed.items():
-            found = other.most()
-            assert found is not None, "more of a resource never serves less"
-            yield name, found.requests_per_s / self.most.requests_per_s - 1
+            state = other.highest_load()
+            assert state is not None, "more of a resource never serves less"
+            yield name, state.requests_per_s / self.peak.requests_per_s - 1
 
 
 def options(
@@ -130,24 +130,24 @@ def options(
         raise ValueError(
             f"{devices_per_node} devices a node at {price_per_hour}: at least 1 device and a price of 0 are accepted"
         )
-    found, refused = [], dict[int, str]()
+    plans, refused = [], dict[int, str]()
     degree = 1
     while degree <= devices_per_node:
         try:
             gang = GangCapacity(model, device, degree, traffic, objectives, **of_gang)
-            if (most := gang.most()) is None:
+            if (peak := gang.highest_load()) is None:
                 nothing = gang.at(1e-6)
-                what, over = nothing.limits.binding()
-                raise ValueError(f"the {what} objective is missed {over:.3g} times by a gang that is nearly idle")
-            num_gangs = ceil(traffic.requests_per_s / most.requests_per_s)
+                objective, over = nothing.limits.binding()
+                raise ValueError(f"the {objective} objective is missed {over:.3g} times by a gang that is nearly idle")
+            num_gangs = ceil(traffic.requests_per_s / peak.requests_per_s)
             if num_gangs > MAX_GANGS:
                 raise ValueError(f"{num_gangs} gangs would be needed: at most {MAX_GANGS} are planned")
             state = gang.serving(traffic.requests_per_s / num_gangs)
-            found.append(ServingPlan(gang, num_gangs, most, state, devices_per_node, price_per_hour))
+            plans.append(ServingPlan(gang, num_gangs, peak, state, devices_per_node, price_per_hour))
         except ValueError as error:
             refused[degree] = str(error)
         degree *= 2
-    return tuple(sorted(found, key=lambda plan: (plan.num_devices, plan.degree))), refused
+    return tuple(sorted(plans, key=lambda plan: (plan.num_devices, plan.degree))), refused
 
 
 def best(plans: Sequence[ServingPlan]) -> ServingPlan:

@@ -65,8 +65,8 @@ def adapter_refs(model: ModelConfig, requests: Sequence[TracedRequest], ranks: S
     }
 
 
-def _engine_config(model_path: Path, **given: Any) -> EngineConfig:
-    return MotetConfig.of(model_path=model_path, block_size=BLOCK_SIZE, **given).engine
+def _engine_config(model_path: Path, **settings: Any) -> EngineConfig:
+    return MotetConfig.of(model_path=model_path, block_size=BLOCK_SIZE, **settings).engine
 
 
 def _dealt(

@@ -109,8 +109,8 @@ def build_application(
 def _settings_of_a_router(config: MotetConfig) -> tuple[object, ...]:
     """All settings that a RouterReplica reads from the config."""
     waiting = (config.sequence_wait_s, config.scaling.min_gangs == 0, config.admission)
-    shown = (config.logs, config.exposition)
-    return (config.router, *shown, config.model_path, config.store_path, config.serving.name, config.packing, waiting)
+    views = (config.logs, config.exposition)
+    return (config.router, *views, config.model_path, config.store_path, config.serving.name, config.packing, waiting)
 
 
 def _with_version(deployment: Any, *settings: object) -> Any:

@@ -76,7 +76,7 @@ class WorkerActor:
 def interface_of(ip_address: str) -> str | None:
     """The network interface that has the address; None: none has it, for example because addresses are translated."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == ip_address for one in addresses):
+        if any(entry.address.partition("%")[0] == ip_address for entry in addresses):
             return name
     return None
 

@@ -132,13 +132,15 @@ class RouterReplica:
         self._is_up = False
         on_event = ignore_event if progress_path is None else ProgressWriter(progress_path)
         page = StartPage(config.exposition, "router", replica, ray.util.get_node_ip_address())
-        self._begun = begun = ReplicaStart("router", replica, id_of_this_cluster(), on_event, page=page)
+        self._replica_start = replica_start = ReplicaStart("router", replica, id_of_this_cluster(), on_event, page=page)
         with step(on_event, "starting a router"):
-            async with begun:
-                secrets = await begun.until("its secrets", partial(asyncio.to_thread, read_secrets, secrets_path))
-                begun.secrets = secrets
+            async with replica_start:
+                secrets = await replica_start.until(
+                    "its secrets", partial(asyncio.to_thread, read_secrets, secrets_path)
+                )
+                replica_start.secrets = secrets
                 check = partial(asyncio.to_thread, check_model, config.model_path, config.hub_id, on_event)
-                await begun.until("the model", check)
+                await replica_start.until("the model", check)
                 async with RunningParts() as parts:
                     await self._start(parts, config, secrets, secrets_path, gang)
                     self._parts = parts.pop_all()
@@ -157,13 +159,13 @@ class RouterReplica:
         self._registry = Registry(redis)
         await self._start_launch_keeper(parts, redis, secrets, secrets_path)
         view = self._view = RegistryView(self._registry)
-        await self._begun.until("Redis", view.start)
+        await self._replica_start.until("Redis", view.start)
         parts.push_async_callback(view.stop)
-        token = await self._begun.until("Redis", partial(shared_token, secrets))
+        token = await self._replica_start.until("Redis", partial(shared_token, secrets))
         model = await asyncio.to_thread(ModelConfig.from_folder, config.model_path)
         layouts = layouts_of_gang(model, *config.packing)
         self._uploads = UploadService(
-            await self._begun.until("the store", partial(asyncio.to_thread, AdapterStore, config.store_path)),
+            await self._replica_start.until("the store", partial(asyncio.to_thread, AdapterStore, config.store_path)),
             self._registry,
             view,
             layouts=layouts,
@@ -248,12 +250,12 @@ class RouterReplica:
         """Registers this router's base and its launch's keys, and follows changes of these keys."""
         launch = LaunchKeeper(self._registry, Launches(redis), id_of_this_cluster(), partial(_keys_of, secrets_path))
         make_folder = partial(self._config.serving.data_dir.mkdir, parents=True, exist_ok=True)
-        await self._begun.until("the data folder", partial(asyncio.to_thread, make_folder))
+        await self._replica_start.until("the data folder", partial(asyncio.to_thread, make_folder))
         register = partial(register_router, self._registry, self._config, launch.owner, secrets.keys)
-        await self._begun.until("Redis", register)
+        await self._replica_start.until("Redis", register)
         # A node's secrets may get a file of keys later.
-        given = secrets.keys if secrets_path is not None else secrets.keys or ()
-        await self._begun.until("Redis", partial(launch.start, given))
+        keys = secrets.keys if secrets_path is not None else secrets.keys or ()
+        await self._replica_start.until("Redis", partial(launch.start, keys))
         parts.push_async_callback(launch.stop)
 
     async def _start_fleet(self, parts: RunningParts, gang: Any, token: str, layout: AdapterLayout) -> PinKeeper:
@@ -293,10 +295,10 @@ class RouterReplica:
         try:
             config = self._config.replaced(**live_values("router", user_config))
             check = partial(check_objectives_of, self._registry, config)
-            await (check() if self._is_up else self._begun.until("Redis", check))
+            await (check() if self._is_up else self._replica_start.until("Redis", check))
         except (ConfigError, RegistryUnavailable) as error:
             if not self._is_up:
-                await self._begun.failed(error)
+                await self._replica_start.failed(error)
                 raise
             _log.error("the settings stay as they were: %s", error)
             return
@@ -311,7 +313,7 @@ class RouterReplica:
         """Serve's hook: a router that answers is well."""
         if not self._is_up:
             self._is_up = True
-            await self._begun.succeeded()
+            await self._replica_start.succeeded()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook for the app of a replica."""

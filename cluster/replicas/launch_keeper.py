@@ -162,8 +162,8 @@ class RolloutKeeper:
 
     async def look(self) -> None:
         """Records a configuration with which all replicas run, and rolls back one with which they cannot start."""
-        known = await self._rollouts.get(self._cluster)
-        self._on_state(None if known is None else known.taken_back)
+        rollout = await self._rollouts.get(self._cluster)
+        self._on_state(None if rollout is None else rollout.taken_back)
         if not await self._rollouts.may_look(self._cluster, LOOK_S / 2):
             return
         details = await asyncio.to_thread(self._serve.details)
@@ -172,25 +172,25 @@ class RolloutKeeper:
         if config is None:  # not through the REST API
             return
         if is_whole(application):
-            if known is None or known.good != config or _is_configured_anew(known, application):
+            if rollout is None or rollout.good != config or _is_configured_anew(rollout, application):
                 await self._rollouts.set(self._cluster, Rollout(good=config))
             return
-        if known is None or known.good == config:
+        if rollout is None or rollout.good == config:
             return
-        if known.tried_at != (tried_at := application["last_deployed_time_s"]):
-            said = {name: one["message"] for name, one in application["deployments"].items()}
-            await self._rollouts.set(self._cluster, structs.replace(known, tried_at=tried_at, said=said))
+        if rollout.tried_at != (tried_at := application["last_deployed_time_s"]):
+            said = {name: entry["message"] for name, entry in application["deployments"].items()}
+            await self._rollouts.set(self._cluster, structs.replace(rollout, tried_at=tried_at, said=said))
             return
-        failed = [one for one in await self._starts.reports() if one.has_failed and one.began_at > tried_at]
-        if (why := why_not_whole(application, known.said, failed)) is None:
+        failed = [entry for entry in await self._starts.reports() if entry.has_failed and entry.began_at > tried_at]
+        if (why := why_not_whole(application, rollout.said, failed)) is None:
             return
         latest = await asyncio.to_thread(self._serve.details)  # keeps what others have configured meanwhile
         if latest["applications"].get(self._app, {}).get("last_deployed_time_s") != tried_at:
             return
         _log.error("rolling back to the earlier configuration, since gangs of the new one cannot start: %s", why)
         now = time.time()
-        await self._rollouts.set(self._cluster, Rollout(good=known.good, taken_back=why, came_back_at=now))
-        await asyncio.to_thread(self._serve.apply, with_application(latest, self._app, known.good), now)
+        await self._rollouts.set(self._cluster, Rollout(good=rollout.good, taken_back=why, came_back_at=now))
+        await asyncio.to_thread(self._serve.apply, with_application(latest, self._app, rollout.good), now)
 
     async def _keep_forever(self) -> None:
         while True:
@@ -209,10 +209,10 @@ class ServeController:
     def details(self) -> Mapping[str, Any]:
         import ray
 
-        found: Mapping[str, Any] = ray.get(
+        instance_details: Mapping[str, Any] = ray.get(
             serve_controller().get_serve_instance_details.remote(), timeout=CALL_TIMEOUT_S
         )
-        return found
+        return instance_details
 
     def apply(self, config: Mapping[str, Any], now: float) -> None:
         import ray
@@ -225,7 +225,7 @@ class ServeController:
 def is_whole(application: Mapping[str, Any]) -> bool:
     """Whether all of its deployments run as configured."""
     deployments = application["deployments"].values()
-    return application["status"] == "RUNNING" and all(one["status"] == "HEALTHY" for one in deployments)
+    return application["status"] == "RUNNING" and all(deployment["status"] == "HEALTHY" for deployment in deployments)
 
 
 def why_not_whole(application: Mapping[str, Any], said: Mapping[str, str], failed: Sequence[StartReport]) -> str | None:
@@ -238,7 +238,7 @@ def why_not_whole(application: Mapping[str, Any], said: Mapping[str, str], faile
     for name, deployment in application["deployments"].items():
         # With many replicas, a single bad node does not count.
         enough = max(ENOUGH_FAILURES, deployment["target_num_replicas"])
-        reported = [one for one in failed if one.kind == name]
+        reported = [report for report in failed if report.kind == name]
         if len(reported) >= enough:
             return f"{name}: {reported[-1].reason}"
         message = deployment["message"]
@@ -247,18 +247,18 @@ def why_not_whole(application: Mapping[str, Any], said: Mapping[str, str], faile
     return None
 
 
-def _is_configured_anew(known: Rollout, application: Mapping[str, Any]) -> bool:
+def _is_configured_anew(rollout: Rollout, application: Mapping[str, Any]) -> bool:
     """Whether the application was configured again since its earlier configuration came back."""
-    return known.taken_back is not None and bool(application["last_deployed_time_s"] > known.came_back_at)
+    return rollout.taken_back is not None and bool(application["last_deployed_time_s"] > rollout.came_back_at)
 
 
 def with_application(details: Mapping[str, Any], app: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration of all applications, with `config` for `app`. Serve ends applications that are left out."""
-    configs = {name: one.get("deployed_app_config") for name, one in details["applications"].items()}
+    configs = {name: entry.get("deployed_app_config") for name, entry in details["applications"].items()}
     configs[app] = config
     return {
         "target_capacity": details.get("target_capacity"),
-        "applications": [one for one in configs.values() if one is not None],
+        "applications": [entry for entry in configs.values() if entry is not None],
     }
 
 
@@ -267,8 +267,8 @@ def num_failed_starts(message: str) -> int:
 
     Serve does not count them for a deployment that already has replicas of this version.
     """
-    found = _RETRYING.search(message)
-    return 0 if found is None else MAX_FAILED_STARTS - int(found[1])
+    match = _RETRYING.search(message)
+    return 0 if match is None else MAX_FAILED_STARTS - int(match[1])
 
 
 def last_line(message: str) -> str:

@@ -201,27 +201,27 @@ class ReplicaStart:
         if isinstance(error, Exception):
             await self.failed(error)
 
-    async def until(self, what: str, ask: Callable[[], Awaitable[Answer]]) -> Answer:
-        """What `ask` returns, which is called until what it asks for is not away. `what`: "the model", "Redis"."""
+    async def until(self, dependency: str, ask: Callable[[], Awaitable[Answer]]) -> Answer:
+        """What `ask` returns, which is called until what it asks for is there. `dependency`: "the model", "Redis"."""
         try:
             return await ask()
         except AWAY as error:
             why = error
-        self._on_event(f"waiting for {what}", 0, 1)
+        self._on_event(f"waiting for {dependency}", 0, 1)
         try:
-            return await self._until(what, ask, why)
+            return await self._until(dependency, ask, why)
         finally:
-            self._on_event(f"waiting for {what}", 1, 1)
+            self._on_event(f"waiting for {dependency}", 1, 1)
             if self._page is not None:
                 await self._page.stop()
 
-    async def _until(self, what: str, ask: Callable[[], Awaitable[Answer]], why: Exception) -> Answer:
+    async def _until(self, dependency: str, ask: Callable[[], Awaitable[Answer]], why: Exception) -> Answer:
         said, said_at = "", 0.0
         for pause in map(pause_s, count(1)):
             if str(why) != said or time.monotonic() - said_at >= LOG_INTERVAL_S:
                 said, said_at = str(why), time.monotonic()
-                _log.warning("this %s waits for %s: %s", self._kind, what, why)
-            await self._report(f"it waits for {what}: {why}", has_failed=False)
+                _log.warning("this %s waits for %s: %s", self._kind, dependency, why)
+            await self._report(f"it waits for {dependency}: {why}", has_failed=False)
             await self._sleep(pause)
             try:
                 return await ask()
@@ -261,7 +261,7 @@ class ReplicaStart:
         await self._with_registry(lambda starts: starts.report(report))
 
     async def _num_failures(self, starts: Starts) -> int:
-        return sum(one.has_failed and one.kind == self._kind for one in await starts.reports())
+        return sum(report.has_failed and report.kind == self._kind for report in await starts.reports())
 
     async def _with_registry(self, ask: Callable[[Starts], Awaitable[Answer]]) -> Answer | None:
         """None: there is no Redis that answers; then the log has it alone."""

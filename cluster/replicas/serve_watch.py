@@ -75,7 +75,9 @@ class ReplicaDirectory:
                     _log.warning("the Serve controller is away; replicas known before stay in use: %s", error)
 
     def _update(self, targets: DeploymentTargetInfo) -> None:
-        self._on_change({one.replica_id.unique_id: one.replica_metadata for one in targets.running_replicas})
+        self._on_change(
+            {replica.replica_id.unique_id: replica.replica_metadata for replica in targets.running_replicas}
+        )
 
 
 def serve_controller() -> Any:
@@ -163,14 +165,14 @@ class PlacementKeeper:
 
     def keep(self) -> None:
         """One look; it waits for Ray."""
-        found = self._look()
-        for name in self._seen & found.keys():
+        placements = self._look()
+        for name in self._seen & placements.keys():
             _log.warning("what a dead gang held is freed, as Serve has lost sight of it: %s", name)
             try:
-                remove_placement(found[name])
+                remove_placement(placements[name])
             except Exception as error:  # the others are freed nevertheless
                 _log.warning("the placement group of %s could not be removed: %s", name, error)
-        self._seen = set(found)
+        self._seen = set(placements)
 
     async def _keep_forever(self) -> None:
         while True:
@@ -270,7 +272,7 @@ class ServeWatch:
         gang = application["deployments"][self._gang]
         config = gang["deployment_config"]
         bounds = config.get("autoscaling_config")
-        wanted = gang["target_num_replicas"]
+        target = gang["target_num_replicas"]
         now = self._clock()
         if application["status"] != DEPLOYING:
             self._deploying_since = None
@@ -278,9 +280,9 @@ class ServeWatch:
             self._deploying_since = now
         return ServeFacts(
             status=application["status"],
-            num_wanted_gangs=wanted,
-            min_gangs=wanted if bounds is None else bounds["min_replicas"],
-            max_gangs=wanted if bounds is None else bounds["max_replicas"],
+            num_wanted_gangs=target,
+            min_gangs=target if bounds is None else bounds["min_replicas"],
+            max_gangs=target if bounds is None else bounds["max_replicas"],
             rollout_s=0.0 if self._deploying_since is None else now - self._deploying_since,
             is_head_connected=True,
         )

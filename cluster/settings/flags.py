@@ -49,8 +49,8 @@ class GroupedCommand(click.Command):
             heading = parameter.heading if isinstance(parameter, SettingOption) else OTHER_OPTIONS
             if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
                 groups.setdefault(heading, []).append(record)
-        others = groups.pop(OTHER_OPTIONS, [])
-        for heading, records in (*groups.items(), (OTHER_OPTIONS, others)):
+        other_options = groups.pop(OTHER_OPTIONS, [])
+        for heading, records in (*groups.items(), (OTHER_OPTIONS, other_options)):
             with formatter.section(heading):
                 formatter.write_dl(records)
 

@@ -34,15 +34,15 @@ def check_objectives(objectives_s: tuple[tuple[str, float], ...]) -> Refusal | N
     """Whether there are such tenants is the registry's business."""
     seen: set[str] = set()
     for tenant, objective_s in objectives_s:
-        given = f"{tenant}={objective_s:g}"
+        pair_text = f"{tenant}={objective_s:g}"
         try:
             check_tenant(tenant)
         except AdapterInvalid as error:
-            return given, str(error)
+            return pair_text, str(error)
         if not 0 < objective_s < float("inf"):
-            return given, "a positive number of seconds is needed"
+            return pair_text, "a positive number of seconds is needed"
         if tenant in seen:
-            return given, f"{tenant} has another one already; one is accepted"
+            return pair_text, f"{tenant} has another one already; one is accepted"
         seen.add(tenant)
     return None
 

@@ -167,7 +167,7 @@ class SettingField:
             return ", ".join("=".join(map(str, pair)) for pair in value) or "none"
         return "none" if value is None else str(value)
 
-    def shown(self, value: Any) -> object:
+    def display_text(self, value: Any) -> object:
         """A value as it is shown in a message."""
         if self.mark.secret:
             return "…"
@@ -178,19 +178,23 @@ class SettingField:
 
         Raises ConfigError.
         """
-        made: Any
+        setting: Any
         if isinstance(self.unit, Pairs):
-            made = self._pairs(value, self.unit)
-        elif isinstance(self.unit, Texts) and isinstance(value, list) and all(isinstance(one, str) for one in value):
-            made = ",".join(value)
+            setting = self._pairs(value, self.unit)
+        elif (
+            isinstance(self.unit, Texts)
+            and isinstance(value, list)
+            and all(isinstance(element, str) for element in value)
+        ):
+            setting = ",".join(value)
         else:
-            made = self._made(self._from_text(value), self.type, value)
-        if isinstance(made, float) and not math.isfinite(made):
+            setting = self._convert(self._from_text(value), self.type, value)
+        if isinstance(setting, float) and not math.isfinite(setting):
             raise self._refused(value)
-        if self.mark.check is not None and (refusal := self.mark.check(made)) is not None:
-            shown, accepted = refusal
-            raise ConfigError(self.option, shown, accepted)
-        return made
+        if self.mark.check is not None and (refusal := self.mark.check(setting)) is not None:
+            text, accepted = refusal
+            raise ConfigError(self.option, text, accepted)
+        return setting
 
     def _from_text(self, value: Any) -> Any:
         number = _number(self.type)
@@ -204,29 +208,29 @@ class SettingField:
     def _pairs(self, value: Any, unit: Pairs) -> tuple[Any, ...]:
         """A list of one pair may be given as the pair."""
         kind = get_args(_without_marks(self.type))[0]
-        given = value.items() if isinstance(value, Mapping) else (value,) if isinstance(value, str) else value
-        if not isinstance(given, Iterable):
+        pairs = value.items() if isinstance(value, Mapping) else (value,) if isinstance(value, str) else value
+        if not isinstance(pairs, Iterable):
             raise self._refused(value)
-        return tuple(self._pair(one, kind, unit) for one in given)
+        return tuple(self._pair(pair, kind, unit) for pair in pairs)
 
-    def _pair(self, given: Any, kind: Any, unit: Pairs) -> Any:
-        pair = given
-        if isinstance(given, str):
-            name, _, value = given.rpartition("=") if unit.split_last else given.partition("=")
+    def _pair(self, source: Any, kind: Any, unit: Pairs) -> Any:
+        pair = source
+        if isinstance(source, str):
+            name, _, value = source.rpartition("=") if unit.split_last else source.partition("=")
             pair = (name, value) if name and value else None
         match pair, get_args(kind):
             case [name, str(text)], (_, number) if number is float:
                 try:
                     pair = (name, _read_number(float, text))
                 except ValueError:
-                    raise self._refused(given) from None
-        return self._made(pair, kind, given)
+                    raise self._refused(source) from None
+        return self._convert(pair, kind, source)
 
-    def _made(self, given: Any, kind: Any, shown: Any) -> Any:
+    def _convert(self, source: Any, kind: Any, original: Any) -> Any:
         try:
-            return msgspec.convert(given, kind, strict=False, dec_hook=_make_path)
+            return msgspec.convert(source, kind, strict=False, dec_hook=_make_path)
         except (msgspec.ValidationError, OverflowError):
-            raise self._refused(shown) from None
+            raise self._refused(original) from None
 
     def _refused(self, value: object) -> ConfigError:
         return ConfigError(self.option, "…" if self.mark.secret else value, f"{self.accepted} is accepted")
@@ -240,10 +244,10 @@ class SettingField:
         elif self.unit is SECONDS:
             kind = "a number of seconds"
         low, above, high = (_bound(self.type, name) for name in ("ge", "gt", "le"))
-        least = "" if low is None else f" from {low:g}"
+        lower = "" if low is None else f" from {low:g}"
         more = "" if above is None else f" above {above:g}"
-        most = "" if high is None else f" to {high:g}" if low is not None else f" and at most {high:g}"
-        return kind + least + more + most
+        upper = "" if high is None else f" to {high:g}" if low is not None else f" and at most {high:g}"
+        return kind + lower + more + upper
 
 
 class SettingGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -273,12 +277,12 @@ def fields_of(schema: type[msgspec.Struct]) -> tuple[SettingField, ...]:
 @cache
 def _fields_of_group(group: type[SettingGroup]) -> tuple[SettingField, ...]:
     heading = (group.__doc__ or group.__name__).splitlines()[0].rstrip(".")
-    found = []
+    fields = []
     for field in msgspec.structs.fields(group):
         mark = next((part for part in _parts(field.type) if isinstance(part, Setting)), None)
         assert mark is not None, f"{group.__name__}.{field.name} is not annotated with a Setting"
-        found.append(SettingField(field.name, heading, field.type, field.default, mark))
-    return tuple(found)
+        fields.append(SettingField(field.name, heading, field.type, field.default, mark))
+    return tuple(fields)
 
 
 def _parts(annotation: Any) -> tuple[Any, ...]:
@@ -287,7 +291,7 @@ def _parts(annotation: Any) -> tuple[Any, ...]:
         return (*_parts(annotation.__origin__), *annotation.__metadata__)
     if get_origin(annotation) in (Literal, tuple, None):
         return (annotation,)
-    return tuple(part for one in get_args(annotation) for part in _parts(one))
+    return tuple(part for argument in get_args(annotation) for part in _parts(argument))
 
 
 def _without_marks(annotation: Any) -> Any:

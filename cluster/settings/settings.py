@@ -37,16 +37,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
         Other fields of a subclass are accepted as well. Raises ConfigError, and TypeError for the name of a group.
         """
-        by_group, others = _by_group(cls, values)
+        by_group, other_fields = _by_group(cls, values)
         kinds = groups_of(cls)
-        groups: dict[str, Any] = {name: kinds[name](**given) for name, given in by_group.items()}
-        return cls(**others, **groups)
+        groups: dict[str, Any] = {name: kinds[name](**group_values) for name, group_values in by_group.items()}
+        return cls(**other_fields, **groups)
 
     def replaced(self, **values: Any) -> Self:
         """A copy with other values, which are given as to `of`."""
-        by_group, others = _by_group(type(self), values)
+        by_group, other_fields = _by_group(type(self), values)
         replace = msgspec.structs.replace
-        return replace(self, **others, **{name: replace(getattr(self, name), **by_group[name]) for name in by_group})
+        return replace(
+            self, **other_fields, **{name: replace(getattr(self, name), **by_group[name]) for name in by_group}
+        )
 
     def value(self, name: str) -> Any:
         """The value of the setting with this name, or of another attribute of a subclass."""
@@ -63,12 +65,12 @@ def _by_group(schema: type[Settings], values: dict[str, Any]) -> tuple[dict[str,
     """The settings among `values` by their groups, and the rest."""
     groups = _groups_by_setting(schema)
     by_group: dict[str, dict[str, Any]] = {}
-    others: dict[str, Any] = {}
+    other_fields: dict[str, Any] = {}
     if misplaced := values.keys() & groups_of(schema).keys():
         raise TypeError(f"{', '.join(sorted(misplaced))}: a group of settings, not a setting")
     for name, value in values.items():
-        (by_group.setdefault(groups[name], {}) if name in groups else others)[name] = value
-    return by_group, others
+        (by_group.setdefault(groups[name], {}) if name in groups else other_fields)[name] = value
+    return by_group, other_fields
 
 
 # Which settings a running motet may change, and in which way.
@@ -88,19 +90,19 @@ SERVES_OPTIONS = {
 }
 
 
-def check_update(running: Settings, wanted: Settings) -> None:
+def check_update(running: Settings, target: Settings) -> None:
     """Raises ConfigError for the first difference that only a restart makes.
 
     Marked "restart" is what says where motet listens, whose it is, how its adapters are packed, or what Ray was started
     with. A field that is no setting is the same.
     """
-    for field in fields_of(type(wanted)):
-        value = wanted.value(field.name)
+    for field in fields_of(type(target)):
+        value = target.value(field.name)
         if field.mark.change == "restart" and value != running.value(field.name):
-            raise ConfigError(field.option, field.shown(value), ONLY_RESTART)
-    for name in wanted.__struct_fields__:
-        if name not in groups_of(type(wanted)) and getattr(wanted, name) != getattr(running, name):
-            raise ConfigError(name, getattr(wanted, name), ONLY_RESTART)
+            raise ConfigError(field.option, field.display_text(value), ONLY_RESTART)
+    for name in target.__struct_fields__:
+        if name not in groups_of(type(target)) and getattr(target, name) != getattr(running, name):
+            raise ConfigError(name, getattr(target, name), ONLY_RESTART)
 
 
 def why_not_live(part: Part, field: SettingField) -> str | None:

@@ -48,8 +48,8 @@ def settings_page(schema: type[Settings]) -> str:
 def _row(field: SettingField) -> str:
     flags = ", ".join(f"`--{flag}`" for flag in field.flags)
     live = "live" if field.mark.change == "live" else ""
-    what = field.mark.help + (f" Environment variable: `{field.mark.env}`." if field.mark.env else "")
-    cells = (flags, field.accepted, field.shown_default, live, what, _way_to_change(field))
+    description = field.mark.help + (f" Environment variable: `{field.mark.env}`." if field.mark.env else "")
+    cells = (flags, field.accepted, field.shown_default, live, description, _way_to_change(field))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

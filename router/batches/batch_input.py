@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from ...adapters.errors import shown
+from ...adapters.errors import quote
 from ...adapters.registry.batches.records import BatchError
 
 MAX_LINES: Final = 50_000
@@ -122,7 +122,7 @@ class InputCheck:
         try:
             request = _decode(line)
         except msgspec.ValidationError as error:
-            return "invalid_line", f"The line is invalid: {shown(str(error), 200)}.", None
+            return "invalid_line", f"The line is invalid: {quote(str(error), 200)}.", None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return "invalid_json_line", "The line is not a JSON object.", None
         if not 0 < len(request.custom_id) <= _MAX_ID_CHARS:
@@ -131,20 +131,20 @@ class InputCheck:
         if first != number:
             return "duplicate_custom_id", f"The custom_id is the same as that of line {first}.", "custom_id"
         if request.method != "POST":
-            return "invalid_method", f"The method {shown(request.method)} is not accepted: it must be POST.", "method"
+            return "invalid_method", f"The method {quote(request.method)} is not accepted: it must be POST.", "method"
         if request.url != self._endpoint:
-            return "mismatched_url", f"The url {shown(request.url)} is not the batch's {self._endpoint}.", "url"
+            return "mismatched_url", f"The url {quote(request.url)} is not the batch's {self._endpoint}.", "url"
         try:
             body = _decode_body(request.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            return "invalid_body", f"The body is invalid: {shown(str(error), 200)}.", "body"
+            return "invalid_body", f"The body is invalid: {quote(str(error), 200)}.", "body"
         if body.stream not in (None, False):
             return "invalid_body", "Lines are not streamed: leave out stream.", "body.stream"
         if not 0 < len(body.model) <= _MAX_MODEL_CHARS:
             return "invalid_body", f"model must have 1 to {_MAX_MODEL_CHARS} characters.", "body.model"
         self.model = self.model or body.model
         if body.model != self.model:
-            message = f"The model {shown(body.model)} is not that of earlier lines, {shown(self.model)}."
+            message = f"The model {quote(body.model)} is not that of earlier lines, {quote(self.model)}."
             return "mismatched_model", message, "body.model"
         return None
 

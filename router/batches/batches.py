@@ -252,8 +252,8 @@ class Batches:
             timeout_s,
             clock,
             key=RESPONSES,
-            what="stored responses",
-            most=lambda: config.now.max_stored_responses,
+            kind="stored responses",
+            max_files=lambda: config.now.max_stored_responses,
         )
         responses = FileStore(folder.with_name("responses"), lambda: config.now.min_free_bytes)
         self.responses = StoredResponses(config, records, responses, clock)

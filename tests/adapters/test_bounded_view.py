@@ -277,7 +277,7 @@ def test_room_is_made_in_a_bounded_time_however_much_all_are_used() -> None:
             kept.find(("acme", str(i)))
     kept.keep(("acme", "new"), version(1, "new"))
     assert len(kept) == kept.capacity
-    assert sum(entry.uses for entry in kept._kept.values()) >= MAX_USES * (kept.capacity - 1) - MAX_LOOKS
+    assert sum(entry.uses for entry in kept._entries.values()) >= MAX_USES * (kept.capacity - 1) - MAX_LOOKS
 
 
 def test_a_page_that_is_older_than_an_event_changes_nothing() -> None:

@@ -20,7 +20,7 @@ def node(name: str, labels: dict[str, str] | None = None, **resources: float) ->
 
 
 def gang(*bundles: dict[str, float], placement: Placement = "strict-pack", **labels: str) -> Demand:
-    return Demand(what="gang", bundles=bundles, labels=labels, placement=placement)
+    return Demand(part="gang", bundles=bundles, labels=labels, placement=placement)
 
 
 def test_a_gang_on_one_node_needs_one_that_has_it_all() -> None:
@@ -62,7 +62,7 @@ def test_no_node_at_all() -> None:
 
 
 def test_a_demand_of_nothing_goes_anywhere() -> None:
-    nothing = Demand(what="router", bundles=({},), labels={}, placement="strict-pack")
+    nothing = Demand(part="router", bundles=({},), labels={}, placement="strict-pack")
     assert why_no_place(nothing, 5, [node("a", CPU=0.0), *(node(str(n)) for n in range(4))]) is None
     assert why_no_place(nothing, 5, [node("a", CPU=0.0)]) is None
     assert can_host(nothing, node("a"))

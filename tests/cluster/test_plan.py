@@ -101,7 +101,7 @@ def test_a_prompt_beside_more_sequences_is_no_sooner(traffic: Traffic, few: floa
 def test_a_better_device_never_serves_less(traffic: Traffic, wanted: Objectives, name: str) -> None:
     better = replace(A100, **{name: 1.5 * getattr(A100, name)})
     for degree in (1, 4):
-        most = [GangCapacity(MODELS[0], each, degree, traffic, wanted).most() for each in (A100, better)]
+        most = [GangCapacity(MODELS[0], each, degree, traffic, wanted).highest_load() for each in (A100, better)]
         rates = [0.0 if state is None else state.requests_per_s for state in most]
         assert rates[1] >= rates[0] * (1 - 1e-9)
 
@@ -121,9 +121,9 @@ def check_plan(plan: ServingPlan, traffic: Traffic) -> None:
     assert len(taken) == len(set(taken)) == plan.num_devices
     assert all(len(place.devices) == plan.degree for place in plan.places)
     assert all(0 <= device < plan.devices_per_node for _, device in taken)
-    assert plan.num_gangs * plan.most.requests_per_s >= traffic.requests_per_s * (1 - 1e-9)
-    assert (plan.num_gangs - 1) * plan.most.requests_per_s < traffic.requests_per_s, "a gang too many"
-    assert plan.most.limits.binding()[1] <= 1 and plan.state.limits.binding()[1] <= 1 + 1e-9
+    assert plan.num_gangs * plan.peak.requests_per_s >= traffic.requests_per_s * (1 - 1e-9)
+    assert (plan.num_gangs - 1) * plan.peak.requests_per_s < traffic.requests_per_s, "a gang too many"
+    assert plan.peak.limits.binding()[1] <= 1 and plan.state.limits.binding()[1] <= 1 + 1e-9
     assert plan.state.kv_bytes + plan.state.adapter_bytes <= plan.gang.pool_bytes
     assert plan.state.requests_per_s == pytest.approx(traffic.requests_per_s / plan.num_gangs, rel=1e-6)
     assert plan.max_num_sequences <= plan.settings["max-tokens-per-step"]
@@ -134,15 +134,15 @@ def test_what_binds_is_what_gives_more() -> None:
     traffic = Traffic(10, Spread(1000), Spread(200))
     (plan, *_), _ = options(MODELS[0], H100, traffic, Objectives(100, 0.03))
     gains = dict(plan.gains())
-    assert plan.most.limits.binding()[0] == "token interval" and gains["token interval"] > 0.02
+    assert plan.peak.limits.binding()[0] == "token interval" and gains["token interval"] > 0.02
     assert gains["network"] == gains["memory"] == 0
     loose = Objectives(100, 100)
     (plan, *_), _ = options(MODELS[0], H100, traffic, loose)
-    assert plan.most.limits.binding()[0] in ("pool", "prompts", "step tokens")
+    assert plan.peak.limits.binding()[0] in ("pool", "prompts", "step tokens")
     long_ = Traffic(10, Spread(4000), Spread(2000))
     (plan, *_), _ = options(published_base("Llama-2-7B"), H100, long_, loose)
     gains = dict(plan.gains())
-    assert plan.most.limits.binding()[0] == "pool" and gains["memory"] > 0 == gains["token interval"]
+    assert plan.peak.limits.binding()[0] == "pool" and gains["memory"] > 0 == gains["token interval"]
 
 
 def test_a_gang_by_hand() -> None:

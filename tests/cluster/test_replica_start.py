@@ -295,7 +295,7 @@ async def test_a_router_waits_for_redis_with_all_of_its_reads(
     monkeypatch.setattr(ingress, "AdapterStore", lambda path: None)
     monkeypatch.setattr(ingress, "UploadService", lambda *given, **more: None)
     replica = HalfRouter.__new__(HalfRouter)
-    replica._begun = a_start(Sleeps(), "router")
+    replica._replica_start = a_start(Sleeps(), "router")
     with pytest.raises(Enough):
         await replica._start(RunningParts(), config, SECRETS, None, None)
     assert {name: one.num_calls for name, one in requested.items()} == dict.fromkeys(requested, 2)

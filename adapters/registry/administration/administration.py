@@ -42,19 +42,19 @@ class AuditLog:
         if not tenant:
             return await self._pages(self._read_all, end, limit)
         async with answered_within():
-            found = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=None if user else limit)
-        own = [decode_entry(one, fields["entry"], fields["result"]) for one, fields in found]
+            rows = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=None if user else limit)
+        tenant_entries = [decode_entry(entry_id, fields["entry"], fields["result"]) for entry_id, fields in rows]
         if user:  # operators have no user
-            return [entry for entry in own if entry.entry.actor.user == user][:limit]
+            return [entry for entry in tenant_entries if entry.entry.actor.user == user][:limit]
         by_operators = await self._pages(partial(self._read_operators, tenant=tenant), end, limit)
-        return sorted([*own, *by_operators], key=_place, reverse=True)[:limit]
+        return sorted([*tenant_entries, *by_operators], key=_place, reverse=True)[:limit]
 
     async def _pages(self, read: Callable[..., Awaitable[Any]], end: str, limit: int) -> Sequence[WrittenEntry]:
         entries: list[WrittenEntry] = []
         while len(entries) < limit:
             async with answered_within():
-                last, *found = await read(last=end, count=_PAGE_SIZE)
-            entries += map(decode_entry, found[::3], found[1::3], found[2::3])
+                last, *rows = await read(last=end, count=_PAGE_SIZE)
+            entries += map(decode_entry, rows[::3], rows[1::3], rows[2::3])
             if not last:
                 break
             end = f"({last}"

@@ -34,40 +34,38 @@ class KeyRegistry:
         self._changes = RecordChanges(client)
         self._clock = clock
 
-    async def create(
-        self, wanted: KeyRecord, actor: Actor, admission: Admission | None = None
-    ) -> tuple[KeyRecord, str]:
-        """Creates a key with the fields of `wanted`, but for id and time. Returns its record and the key itself.
+    async def create(self, draft: KeyRecord, actor: Actor, admission: Admission | None = None) -> tuple[KeyRecord, str]:
+        """Creates a key with the fields of `draft`, but for id and time. Returns its record and the key itself.
 
         `admission`: of a tenant's own request. Raises TenantEnding if its tenant is being deleted, CallerGone, and
         TooManyKeys.
         """
-        check_tenant(wanted.tenant)
+        check_tenant(draft.tenant)
         key, key_hash = _new_key()
-        made = structs.replace(wanted, key_id=key_id_of(key_hash), created_at=self._clock())
-        entry = _entry("key.create", made, actor, _given(made))
+        record = structs.replace(draft, key_id=key_id_of(key_hash), created_at=self._clock())
+        entry = _entry("key.create", record, actor, _audit_fields(record))
 
-        def make(found: Found) -> Wanted:
-            _check_not_ending(found.tenant)
-            return Wanted(entry=entry, keys={key_hash: made}, admission=admission)
+        def make(records: Found) -> Wanted:
+            _check_not_ending(records.tenant)
+            return Wanted(entry=entry, keys={key_hash: record}, admission=admission)
 
-        await self._changes.change(made.tenant, (key_hash,), make)
-        return made, key
+        await self._changes.change(record.tenant, (key_hash,), make)
+        return record, key
 
     async def change(self, key_hash: str, key: KeyRecord, fields: Mapping[str, Any], actor: Actor) -> KeyRecord:
         """The key with `fields` in place of what it had; `quota` is a mapping of those of its fields that change.
 
         `key`: what is known of it. Raises NoSuchKey.
         """
-        shown = {name: sorted(value) if name == "scopes" else value for name, value in fields.items()}
-        shown.pop("label", None)  # which may say anything
+        audit_fields = {name: sorted(value) if name == "scopes" else value for name, value in fields.items()}
+        audit_fields.pop("label", None)  # which may say anything
 
-        def make(found: Found) -> Wanted:
-            before, given = _held(found, key_hash), dict(fields)
-            if "quota" in given:
-                given["quota"] = structs.replace(before.quota, **given["quota"])
-            changed = structs.replace(before, **given)
-            return Wanted(entry=_entry("key.change", before, actor, shown), keys={key_hash: changed})
+        def make(records: Found) -> Wanted:
+            before, changes = _existing_key(records, key_hash), dict(fields)
+            if "quota" in changes:
+                changes["quota"] = structs.replace(before.quota, **changes["quota"])
+            changed = structs.replace(before, **changes)
+            return Wanted(entry=_entry("key.change", before, actor, audit_fields), keys={key_hash: changed})
 
         return _key_of(await self._changes.change(key.tenant, (key_hash,), make), key_hash)
 
@@ -80,15 +78,15 @@ class KeyRegistry:
         """
         new_key, new_hash = _new_key()
 
-        def make(found: Found) -> Wanted:
-            _check_not_ending(found.tenant)
-            before, now = _held(found, key_hash), self._clock()
+        def make(records: Found) -> Wanted:
+            _check_not_ending(records.tenant)
+            before, now = _existing_key(records, key_hash), self._clock()
             if before.expires_at is not None and before.expires_at <= now:
                 raise NoSuchKey(f"the key {key.key_id} has expired: make another one")
             ends_at = now + overlap_s if before.expires_at is None else min(before.expires_at, now + overlap_s)
-            made = structs.replace(before, key_id=key_id_of(new_hash), created_at=now)
-            entry = _entry("key.rotate", before, actor, {"new_key": made.key_id, "expires_at": ends_at})
-            keys = {key_hash: structs.replace(before, expires_at=ends_at), new_hash: made}
+            new_record = structs.replace(before, key_id=key_id_of(new_hash), created_at=now)
+            entry = _entry("key.rotate", before, actor, {"new_key": new_record.key_id, "expires_at": ends_at})
+            keys = {key_hash: structs.replace(before, expires_at=ends_at), new_hash: new_record}
             return Wanted(entry=entry, keys=keys, admission=admission)
 
         done = await self._changes.change(key.tenant, (key_hash,), make)
@@ -97,8 +95,8 @@ class KeyRegistry:
     async def delete(self, key_hash: str, key: KeyRecord, actor: Actor, admission: Admission | None = None) -> None:
         """Deletes the key. Raises NoSuchKey, CallerGone."""
 
-        def make(found: Found) -> Wanted:
-            entry = _entry("key.delete", _held(found, key_hash), actor, {})
+        def make(records: Found) -> Wanted:
+            entry = _entry("key.delete", _existing_key(records, key_hash), actor, {})
             return Wanted(entry=entry, keys={key_hash: None}, admission=admission)
 
         await self._changes.change(key.tenant, (key_hash,), make)
@@ -112,8 +110,8 @@ class KeyRegistry:
         """
         entry = None if actor is None else AuditEntry(action="user.delete", tenant=tenant, target=user, actor=actor)
 
-        def make(found: Found) -> Wanted:
-            mine = [key_hash for key_hash, key in found.keys.items() if key is not None and key.user == user]
+        def make(records: Found) -> Wanted:
+            mine = [key_hash for key_hash, key in records.keys.items() if key is not None and key.user == user]
             return Wanted(entry=entry, keys=dict.fromkeys(mine), ended_user=user)
 
         num_deleted = 0
@@ -129,7 +127,7 @@ def _new_key() -> tuple[str, str]:
     return key, hash_key(key)
 
 
-def _given(key: KeyRecord) -> dict[str, object]:
+def _audit_fields(key: KeyRecord) -> dict[str, object]:
     user = {"user": key.user} if key.user else {}
     return {"scopes": sorted(key.scopes), "expires_at": key.expires_at, **user}
 
@@ -138,15 +136,15 @@ def _entry(action: str, key: KeyRecord, actor: Actor, changed: dict[str, object]
     return AuditEntry(action=action, tenant=key.tenant, target=key.key_id, changed=changed, actor=actor)
 
 
-def _held(found: Found, key_hash: str) -> KeyRecord:
-    held = found.keys[key_hash]
-    if held is None:
+def _existing_key(records: Found, key_hash: str) -> KeyRecord:
+    record = records.keys[key_hash]
+    if record is None:
         raise NoSuchKey("there is no such key any more")
-    return held
+    return record
 
 
-def _key_of(wanted: Wanted, key_hash: str) -> KeyRecord:
-    record = wanted.keys[key_hash]
+def _key_of(update: Wanted, key_hash: str) -> KeyRecord:
+    record = update.keys[key_hash]
     assert record is not None
     return record
 

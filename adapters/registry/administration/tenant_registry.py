@@ -64,28 +64,31 @@ class RecordChanges:
                 pipeline = self._client.pipeline(transaction=False).hget(TENANTS, tenant)
                 if hashes:
                     pipeline = pipeline.hmget(API_KEYS, list(hashes))
-                tenant_record, *others = await pipeline.execute()
-            held = dict(zip(hashes, others[0] if hashes else (), strict=True))
-            wanted = make(
+                tenant_record, *key_replies = await pipeline.execute()
+            key_records = dict(zip(hashes, key_replies[0] if hashes else (), strict=True))
+            update = make(
                 Found(
                     tenant=None if tenant_record is None else decode_tenant(tenant_record),
-                    keys={one: None if record is None else decode_key(one, record) for one, record in held.items()},
+                    keys={
+                        key_hash: None if record is None else decode_key(key_hash, record)
+                        for key_hash, record in key_records.items()
+                    },
                 )
             )
             keys = []
-            for key_hash, record in wanted.keys.items():
-                keys += [key_hash, held.get(key_hash), _encoded(record)]
+            for key_hash, record in update.keys.items():
+                keys += [key_hash, key_records.get(key_hash), _encoded(record)]
             async with answered_within():
                 done = await self._change_records(
-                    entry=encode_entry(wanted.entry),
+                    entry=encode_entry(update.entry),
                     tenant=tenant,
                     old_record=tenant_record,
-                    new_record=_encoded(wanted.tenant),
+                    new_record=_encoded(update.tenant),
                     max_keys=MAX_KEYS,
-                    ended_user=wanted.ended_user,
-                    user="" if wanted.admission is None else wanted.admission.user,
-                    incarnation=None if wanted.admission is None else wanted.admission.incarnation,
-                    last_event=None if wanted.admission is None else wanted.admission.last_event,
+                    ended_user=update.ended_user,
+                    user="" if update.admission is None else update.admission.user,
+                    incarnation=None if update.admission is None else update.admission.incarnation,
+                    last_event=None if update.admission is None else update.admission.last_event,
                     keys=keys,
                 )
             if done == _TOO_MANY_KEYS:
@@ -93,9 +96,9 @@ class RecordChanges:
             if done == _CALLER_GONE:
                 raise CallerGone(f"the tenant {tenant}, or its user, was deleted")
             if done:
-                if wanted.entry is not None:
-                    log_entry(wanted.entry)
-                return wanted
+                if update.entry is not None:
+                    log_entry(update.entry)
+                return update
         raise RegistryUnavailable("these records keep changing: try again")
 
 
@@ -131,17 +134,17 @@ class TenantRegistry:
         A tenant that has keys but no record keeps its keys.
         """
         check_tenant(tenant.name)
-        given: dict[str, object] = {"weight": tenant.weight, "is_background": tenant.is_background}
-        given |= {"quota": structs.asdict(tenant.quota), "user_quota": structs.asdict(tenant.user_quota)}
-        entry = AuditEntry(action="tenant.create", tenant=tenant.name, changed=given, actor=actor)
+        audit_fields: dict[str, object] = {"weight": tenant.weight, "is_background": tenant.is_background}
+        audit_fields |= {"quota": structs.asdict(tenant.quota), "user_quota": structs.asdict(tenant.user_quota)}
+        entry = AuditEntry(action="tenant.create", tenant=tenant.name, changed=audit_fields, actor=actor)
 
-        def make(found: Found) -> Wanted:
-            before = found.tenant or TenantRecord(name=tenant.name, is_gone=True)
+        def make(records: Found) -> Wanted:
+            before = records.tenant or TenantRecord(name=tenant.name, is_gone=True)
             _check_not_ending(before)
             if not before.is_gone:
                 raise TenantExists(f"there is a tenant {tenant.name} already")
-            made = structs.replace(tenant, created_at=self._clock(), num_ended=before.num_ended)
-            return Wanted(entry=entry, tenant=made)
+            record = structs.replace(tenant, created_at=self._clock(), num_ended=before.num_ended)
+            return Wanted(entry=entry, tenant=record)
 
         return _tenant_of(await self._changes.change(tenant.name, (), make))
 
@@ -153,16 +156,16 @@ class TenantRegistry:
         The tenant must exist. Raises TenantEnding.
         """
         check_tenant(name)
-        shown = {field: value for field, value in fields.items() if field != "label"}  # which may say anything
-        entry = AuditEntry(action=action, tenant=name, changed=shown, actor=actor)
+        audit_fields = {field: value for field, value in fields.items() if field != "label"}  # which may say anything
+        entry = AuditEntry(action=action, tenant=name, changed=audit_fields, actor=actor)
 
-        def make(found: Found) -> Wanted:
-            before = found.tenant or TenantRecord(name=name)
+        def make(records: Found) -> Wanted:
+            before = records.tenant or TenantRecord(name=name)
             _check_not_ending(before)
-            given = dict(fields)
-            for quota in given.keys() & {"quota", "user_quota"}:
-                given[quota] = structs.replace(getattr(before, quota), **given[quota])
-            return Wanted(entry=entry, tenant=structs.replace(before, is_gone=False, **given))
+            changes = dict(fields)
+            for quota in changes.keys() & {"quota", "user_quota"}:
+                changes[quota] = structs.replace(getattr(before, quota), **changes[quota])
+            return Wanted(entry=entry, tenant=structs.replace(before, is_gone=False, **changes))
 
         return _tenant_of(await self._changes.change(name, (), make))
 
@@ -183,31 +186,31 @@ class TenantRegistry:
         """
         tenant_id = ""
 
-        def begun(found: Found) -> Wanted:
+        def begin_ending(records: Found) -> Wanted:
             nonlocal tenant_id
-            wanted = self._begun(name, found, actor)
-            ending = wanted.tenant or found.tenant
+            update = self._begin_ending(name, records, actor)
+            ending = update.tenant or records.tenant
             assert ending is not None
             tenant_id = ending.tenant_id
-            return wanted
+            return update
 
-        await self._changes.change(name, (), begun)
+        await self._changes.change(name, (), begin_ending)
         await self._delete_keys(name)
         num_adapters = await self._delete_adapters(name, tenant_id)
         for end in self._ends:
             await end(tenant_id)
-        await self._changes.change(name, (), lambda found: self._ended(name, found, actor))
+        await self._changes.change(name, (), lambda records: self._ended(name, records, actor))
         return num_adapters
 
-    def _begun(self, name: str, found: Found, actor: Actor) -> Wanted:
-        before = found.tenant or TenantRecord(name=name)
+    def _begin_ending(self, name: str, records: Found, actor: Actor) -> Wanted:
+        before = records.tenant or TenantRecord(name=name)
         entry = AuditEntry(action="tenant.delete", tenant=name, actor=actor)
         if before.is_ending:
             return Wanted(entry=entry)
         return Wanted(entry=entry, tenant=structs.replace(before, is_ending=True, num_ended=before.num_ended + 1))
 
-    def _ended(self, name: str, found: Found, actor: Actor) -> Wanted:
-        before = found.tenant
+    def _ended(self, name: str, records: Found, actor: Actor) -> Wanted:
+        before = records.tenant
         if before is None or not before.is_ending:
             raise NoSuchTenant(f"the tenant {name} was deleted meanwhile")
         remains = TenantRecord(name=name, is_gone=True, num_ended=before.num_ended)
@@ -233,9 +236,9 @@ class TenantRegistry:
                 return num_deleted
 
 
-def _tenant_of(wanted: Wanted) -> TenantRecord:
-    assert wanted.tenant is not None
-    return wanted.tenant
+def _tenant_of(update: Wanted) -> TenantRecord:
+    assert update.tenant is not None
+    return update.tenant
 
 
 def _check_not_ending(tenant: TenantRecord) -> None:

@@ -75,8 +75,8 @@ class BatchRegistry:
             raise NoSuchFile("there is no such file")
 
     async def get(self, tenant_id: str, batch_id: str) -> BatchRecord | None:
-        found = await self._read(tenant_id, batch_id)
-        return None if found is None else _decode(found)
+        record = await self._read(tenant_id, batch_id)
+        return None if record is None else _decode(record)
 
     async def ids_of(self, tenant_id: str) -> list[str]:
         async with answered_within(self._timeout_s):
@@ -92,8 +92,8 @@ class BatchRegistry:
         ids = ids if is_ascending else ids[::-1]
         for start in range(0, len(ids), _PAGE):
             async with answered_within(self._timeout_s):
-                found = await self._client.hmget(BATCHES + tenant_id, ids[start : start + _PAGE])
-            yield [_decode(one) for one in found if one is not None]
+                records = await self._client.hmget(BATCHES + tenant_id, ids[start : start + _PAGE])
+            yield [_decode(record) for record in records if record is not None]
 
     async def change(
         self,
@@ -121,8 +121,8 @@ class BatchRegistry:
             if new == old and not bounds:
                 return new, False
             ends = new.has_ended and not old.has_ended
-            made = {file.id: file for file in (files(new) if ends else ())}
-            records = {file_id: _encode(file) for file_id, file in made.items()}
+            new_files = {file.id: file for file in (files(new) if ends else ())}
+            records = {file_id: _encode(file) for file_id, file in new_files.items()}
             async with answered_within(self._timeout_s):
                 reply = await self._change(
                     tenant=new.tenant,
@@ -135,7 +135,7 @@ class BatchRegistry:
                     user=new.user,
                     input_file=new.input_file_id if ends else "",
                     ends_at=kept_until,
-                    files_end_at=max((file.expires_at or kept_until for file in made.values()), default=0),
+                    files_end_at=max((file.expires_at or kept_until for file in new_files.values()), default=0),
                     output_id=new.output_file_id,
                     output=records.get(new.output_file_id, ""),
                     error_id=new.error_file_id,
@@ -187,11 +187,11 @@ class BatchRegistry:
             if reply == 1:
                 return batch
 
-    async def tenants(self, first: int, most: int) -> list[str]:
+    async def tenants(self, first: int, limit: int) -> list[str]:
         """Ids of tenants with batches that have not ended, the longest wait first."""
         async with answered_within(self._timeout_s):
-            found: list[str] = await self._client.zrange(BATCH_TENANTS, first, first + most - 1)
-        return found
+            tenant_ids: list[str] = await self._client.zrange(BATCH_TENANTS, first, first + limit - 1)
+        return tenant_ids
 
     async def queue(self, tenant_id: str) -> list[str]:
         """Ids of a tenant's batches that have not ended, the oldest first."""
@@ -209,5 +209,5 @@ class BatchRegistry:
 
     async def _read(self, tenant_id: str, batch_id: str) -> str | None:
         async with answered_within(self._timeout_s):
-            found: str | None = await self._client.hget(BATCHES + tenant_id, batch_id)
-        return found
+            record: str | None = await self._client.hget(BATCHES + tenant_id, batch_id)
+        return record

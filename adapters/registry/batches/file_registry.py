@@ -44,13 +44,13 @@ class FileRegistry:
         clock: Callable[[], float] = time.time,
         *,
         key: str = FILES,
-        what: str = "files",
-        most: Callable[[], int] = lambda: MAX_FILES,
+        kind: str = "files",
+        max_files: Callable[[], int] = lambda: MAX_FILES,
     ) -> None:
-        """`key`: of what a tenant has, which is called `what`. `most`: that a tenant may have."""
+        """`key`: of what a tenant has, which is called `kind`. `max_files`: that a tenant may have."""
         self._client: Any = client
         self._timeout_s, self._clock = timeout_s, clock
-        self._key, self._what, self._most = key, what, most
+        self._key, self._kind, self._max_files = key, kind, max_files
         self.sweeping = Lease(client, FILE_SWEEP, timeout_s)
         self._add = bind_script(client, "batches/add_file.lua")
         self._delete = bind_script(client, "batches/delete_file.lua", allow_oom=True)
@@ -77,13 +77,13 @@ class FileRegistry:
                 ends_at=file.expires_at,
                 key_id=file.key_id,
                 user=file.user,
-                max_files=self._most(),
+                max_files=self._max_files(),
                 bounds=bound_args(bounds),
             )
         if reply == 0:
             raise CallerGone(f"the tenant {file.tenant}, or its user, was deleted")
         if reply == 2:
-            raise QuotaExceeded(f"a tenant has at most {self._most()} {self._what}: delete one")
+            raise QuotaExceeded(f"a tenant has at most {self._max_files()} {self._kind}: delete one")
         if reply != 1:
             owner, adapters, num_bytes, more_adapters, more_bytes = reply
             bound = next(bound for bound in bounds if bound.owner == owner)
@@ -91,8 +91,8 @@ class FileRegistry:
 
     async def get(self, tenant_id: str, file_id: str) -> FileRecord | None:
         async with answered_within(self._timeout_s):
-            found: str | None = await self._client.hget(self._key + tenant_id, file_id)
-        return None if found is None else _decode(found)
+            record: str | None = await self._client.hget(self._key + tenant_id, file_id)
+        return None if record is None else _decode(record)
 
     async def ids_of(self, tenant_id: str) -> list[str]:
         async with answered_within(self._timeout_s):
@@ -108,16 +108,16 @@ class FileRegistry:
         ids = ids if is_ascending else ids[::-1]
         for start in range(0, len(ids), _PAGE):
             async with answered_within(self._timeout_s):
-                found = await self._client.hmget(self._key + tenant_id, ids[start : start + _PAGE])
-            yield [_decode(one) for one in found if one is not None]
+                records = await self._client.hmget(self._key + tenant_id, ids[start : start + _PAGE])
+            yield [_decode(record) for record in records if record is not None]
 
     async def scan(self, tenant_id: str) -> AsyncGenerator[list[FileRecord], None]:
         """All, in no order, however many there are; one may come twice."""
         cursor = 0
         while True:
             async with answered_within(self._timeout_s):
-                cursor, found = await self._client.hscan(self._key + tenant_id, cursor, count=_PAGE)
-            yield [_decode(one) for one in found.values()]
+                cursor, records = await self._client.hscan(self._key + tenant_id, cursor, count=_PAGE)
+            yield [_decode(record) for record in records.values()]
             if not cursor:
                 return
 
@@ -140,21 +140,21 @@ class FileRegistry:
         if reply == 2:
             raise FileInUse("a batch that has not ended reads this file: cancel it first")
 
-    async def expired(self, most: int = 100) -> list[tuple[str, str]]:
+    async def expired(self, limit: int = 100) -> list[tuple[str, str]]:
         """Tenant ids, and ids of files, responses and batches."""
         async with answered_within(self._timeout_s):
-            places = await self._client.zrange(FILE_ENDS, 0, self._clock(), byscore=True, offset=0, num=most)
-        return [(tenant_id, one) for tenant_id, _, one in (place.partition("/") for place in places)]
+            places = await self._client.zrange(FILE_ENDS, 0, self._clock(), byscore=True, offset=0, num=limit)
+        return [(tenant_id, record_id) for tenant_id, _, record_id in (place.partition("/") for place in places)]
 
-    async def forget_place(self, tenant_id: str, one: str) -> None:
+    async def forget_place(self, tenant_id: str, record_id: str) -> None:
         """Removes the entry of an expired file or batch that has no record any more."""
         async with answered_within(self._timeout_s):
-            await self._client.zrem(FILE_ENDS, f"{tenant_id}/{one}")
+            await self._client.zrem(FILE_ENDS, f"{tenant_id}/{record_id}")
 
-    async def put_off(self, tenant_id: str, one: str, by_s: float) -> None:
+    async def put_off(self, tenant_id: str, record_id: str, by_s: float) -> None:
         """An expired file that a batch still reads, or a batch that has not ended, is looked at again later."""
         async with answered_within(self._timeout_s):
-            await self._client.zadd(FILE_ENDS, {f"{tenant_id}/{one}": self._clock() + by_s}, xx=True)
+            await self._client.zadd(FILE_ENDS, {f"{tenant_id}/{record_id}": self._clock() + by_s}, xx=True)
 
     async def retire(self, tenant_id: str) -> None:
         """A tenant is deleted: its files, responses and batches are forgotten. May be called again."""
@@ -163,10 +163,10 @@ class FileRegistry:
             cursor = 0
             while True:
                 async with answered_within(self._timeout_s):
-                    cursor, found = await self._client.hscan(key + tenant_id, cursor, count=_PAGE)
-                if found:
+                    cursor, records = await self._client.hscan(key + tenant_id, cursor, count=_PAGE)
+                if records:
                     async with answered_within(self._timeout_s):
-                        await self._client.zrem(FILE_ENDS, *(f"{tenant_id}/{one}" for one in found))
+                        await self._client.zrem(FILE_ENDS, *(f"{tenant_id}/{record_id}" for record_id in records))
                 if not cursor:
                     break
         async with answered_within(self._timeout_s):

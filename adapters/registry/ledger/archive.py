@@ -167,9 +167,9 @@ class LedgerArchive:
         file = await asyncio.to_thread(writing.__enter__)
         try:
             # What another archivist wrote, or this one before more entries came.
-            held = await asyncio.to_thread(_copy_lines, path, temporary, file)
+            entry_names = await asyncio.to_thread(_copy_lines, path, temporary, file)
             async for page in pages:
-                new = b"".join(_line(name, text) for name, text in page if name not in held)
+                new = b"".join(_line(name, text) for name, text in page if name not in entry_names)
                 await asyncio.to_thread(file.write, new)
         except BaseException as error:
             await asyncio.to_thread(writing.__exit__, type(error), error, error.__traceback__)
@@ -200,10 +200,10 @@ def _version(path: Path) -> _Version:
     """Another one for each file that was ever at this path."""
     try:
         with path.open("rb") as file:  # opened: a network's file system may show old attributes of a file that is not
-            found = os.fstat(file.fileno())
+            stat = os.fstat(file.fileno())
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _lock(file: BinaryIO) -> bool:

@@ -113,19 +113,19 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return tuple([getattr(self, name) for name in NUMBERS])
 
 
-def merged(one: Entry, other: Entry) -> Entry:
+def merged(record: Entry, other: Entry) -> Entry:
     """Merges two entries of one id. Associative, commutative and idempotent.
 
     Each position of the prompt is charged once. So what is cached is what no entry has computed: a stream that is
     resumed finds in the cache what it computed before.
     """
-    assert (one.id, one.tenant_id) == (other.id, other.tenant_id)
+    assert (record.id, record.tenant_id) == (other.id, other.tenant_id)
     # A stream can be resumed with another key of its tenant: either key would do, but all must choose the same.
-    first = min(one, other, key=lambda entry: (entry.full_group.encode(), entry.began_at))
-    later = max(one, other, key=lambda entry: (entry.stage, entry.error.encode()))
-    numbers = {name: max(getattr(one, name), getattr(other, name)) for name in NUMBERS}
-    num_computed = max(entry.prompt_tokens - entry.cached_tokens for entry in (one, other))
+    first = min(record, other, key=lambda entry: (entry.full_group.encode(), entry.began_at))
+    later = max(record, other, key=lambda entry: (entry.stage, entry.error.encode()))
+    numbers = {name: max(getattr(record, name), getattr(other, name)) for name in NUMBERS}
+    num_computed = max(entry.prompt_tokens - entry.cached_tokens for entry in (record, other))
     numbers["cached_tokens"] = numbers["prompt_tokens"] - num_computed
-    if one.stage != other.stage:
+    if record.stage != other.stage:
         numbers |= {"requests": later.requests, "cut_off": later.cut_off}
     return msgspec.structs.replace(first, stage=later.stage, error=later.error, **numbers)

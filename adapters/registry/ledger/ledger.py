@@ -49,9 +49,9 @@ def prefix_of(tenant_id: str) -> str:
 
 def field_of(id_text: str) -> str:
     """A short name of an answer's id."""
-    prefix, dash, rest = id_text.partition("-")
+    prefix, dash, id_tail = id_text.partition("-")
     kind = _KINDS.get(prefix + dash)
-    return f"{_OTHER_KIND}{id_text}" if kind is None else kind + rest
+    return f"{_OTHER_KIND}{id_text}" if kind is None else kind + id_tail
 
 
 def entry_of(tenant_id: str, day: date, field: str, record: str, group: str) -> Entry:
@@ -69,10 +69,10 @@ def entry_of(tenant_id: str, day: date, field: str, record: str, group: str) -> 
     tenant, num_ended = parse_tenant_id(tenant_id)
     *user, key_id, adapter, version, digest = group.split("\t")
     midnight = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp())
-    kind, rest = field[0], field[1:]
+    kind, id_tail = field[0], field[1:]
     prefix = next((prefix for prefix, short in _KINDS.items() if short == kind), "")
     return Entry(
-        id=prefix + rest,
+        id=prefix + id_tail,
         tenant=tenant,
         num_ended=num_ended,
         began_at=midnight + second,
@@ -156,8 +156,8 @@ class Ledger:
                 by_tenant[entry.tenant_id].append(entry)
             async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
                 pipeline.sadd(TENANT_IDS, *by_tenant)
-                for tenant_id, found in by_tenant.items():
-                    for first in range(0, len(found), _BATCH_SIZE):
+                for tenant_id, tenant_entries in by_tenant.items():
+                    for first in range(0, len(tenant_entries), _BATCH_SIZE):
                         await self._take(
                             on=pipeline,
                             prefix=prefix_of(tenant_id),
@@ -167,7 +167,7 @@ class Ledger:
                             max_user_groups=self._max_groups // USERS_PART,
                             others=str(OTHERS),
                             digest_digits=NUM_DIGEST_DIGITS,
-                            entries=_arguments(found[first : first + _BATCH_SIZE]),
+                            entries=_arguments(tenant_entries[first : first + _BATCH_SIZE]),
                         )
                 await asyncio.sleep(0)
                 await pipeline.execute()
@@ -192,8 +192,8 @@ class Ledger:
     async def pending_days(self, tenant_id: str) -> list[PendingDay]:
         """The days that have records, beginning with the one that has not changed for longest."""
         async with answered_within(self._timeout_s):
-            found = await self._client.zrange(prefix_of(tenant_id) + PENDING, 0, -1, withscores=True)
-        return [PendingDay(datetime.strptime(day, "%Y%m%d").date(), int(score)) for day, score in found]
+            days = await self._client.zrange(prefix_of(tenant_id) + PENDING, 0, -1, withscores=True)
+        return [PendingDay(datetime.strptime(day, "%Y%m%d").date(), int(score)) for day, score in days]
 
     async def entries_of(self, tenant_id: str, day: date) -> AsyncIterator[list[Entry]]:
         """What is known of each answer that began on the day, in small pages."""
@@ -229,8 +229,10 @@ class Ledger:
     async def first_old_day(self, tenant_id: str) -> date | None:
         """The day of the oldest entry in the stream of versions before records; None: there is none."""
         async with answered_within(self._timeout_s):
-            found = await self._client.xrange(prefix_of(tenant_id) + OLD_ENTRIES, count=1)
-        return datetime.fromtimestamp(int(found[0][0].split("-")[0]) / 1000, UTC).date() if found else None
+            first_entries = await self._client.xrange(prefix_of(tenant_id) + OLD_ENTRIES, count=1)
+        return (
+            datetime.fromtimestamp(int(first_entries[0][0].split("-")[0]) / 1000, UTC).date() if first_entries else None
+        )
 
     async def old_entries_of(self, tenant_id: str, day: date) -> AsyncIterator[list[OldEntry]]:
         """Pages of that stream's entries that were taken in on that day, by Redis's clock."""
@@ -279,10 +281,10 @@ class Ledger:
                 place, _, name = field.partition("\t")
                 if not name or name in seen[place]:
                     continue
-                known = groups.get(name)
-                if known is None:
-                    known = groups[name] = name, parse_group(name)
-                name, group = known  # one text in memory, however often it was read
+                name_and_group = groups.get(name)
+                if name_and_group is None:
+                    name_and_group = groups[name] = name, parse_group(name)
+                name, group = name_and_group  # one text in memory, however often it was read
                 seen[place].add(name)
                 page.append((int(place), group, tuple([int(number) for number in numbers.split()])))
             yield page

@@ -196,8 +196,8 @@ def encode_entry(entry: AuditEntry | None) -> str:
 
 def decode_entry(entry_id: str, entry: str, result: str) -> WrittenEntry:
     milliseconds, _, _ = entry_id.partition("-")
-    found = msgspec.json.decode(entry, type=AuditEntry)
-    return WrittenEntry(id=entry_id, at=int(milliseconds) / 1000, result=result, entry=found)
+    audit_entry = msgspec.json.decode(entry, type=AuditEntry)
+    return WrittenEntry(id=entry_id, at=int(milliseconds) / 1000, result=result, entry=audit_entry)
 
 
 def log_entry(entry: AuditEntry, result: str = "") -> None:

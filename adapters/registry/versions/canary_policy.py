@@ -49,7 +49,7 @@ class ArmCounts:
 class _Question:
     """Whether the canary's share of bad events is larger."""
 
-    what: str
+    symptom: str
     stable: tuple[int, int]  # bad ones, and all
     canary: tuple[int, int]
     margin: float
@@ -79,7 +79,7 @@ def why_worse(stable: ArmCounts, canary: ArmCounts) -> str | None:
         _, highest = rate_bounds(*ask.stable, ask.false_alarm / 2)
         if lowest > highest + ask.margin:
             return (
-                f"{ask.what}: {ask.canary[0]} of {ask.canary[1]}, "
+                f"{ask.symptom}: {ask.canary[0]} of {ask.canary[1]}, "
                 f"and {ask.stable[0]} of {ask.stable[1]} with the current version"
             )
     return None
@@ -87,17 +87,17 @@ def why_worse(stable: ArmCounts, canary: ArmCounts) -> str | None:
 
 def _questions(stable: ArmCounts, canary: ArmCounts) -> Iterator[_Question]:
     share = FALSE_ALARM / _NUM_KINDS
-    for what, bad in (("answers that failed", "errors"), ("answers refused, as it could not be loaded", "refused")):
+    for symptom, bad in (("answers that failed", "errors"), ("answers refused, as it could not be loaded", "refused")):
         pairs = [(getattr(arm, bad), arm.answers) for arm in (stable, canary)]
-        yield _Question(what, pairs[0], pairs[1], FAULT_MARGIN, share)
-    for what, times, edges in (
+        yield _Question(symptom, pairs[0], pairs[1], FAULT_MARGIN, share)
+    for symptom, times, edges in (
         ("first tokens later than {:g} s", "first_token", FIRST_TOKEN_EDGES_S),
         ("answers slower than {:g} s a token", "per_token", PER_TOKEN_EDGES_S),
     ):
         for place, edge in enumerate(edges):
             counts = [getattr(arm, times) for arm in (stable, canary)]
             pairs = [(sum(count[place + 1 :]), sum(count)) for count in counts]
-            yield _Question(what.format(edge), pairs[0], pairs[1], SLOW_MARGIN, share / len(edges))
+            yield _Question(symptom.format(edge), pairs[0], pairs[1], SLOW_MARGIN, share / len(edges))
     thumbs = [(arm.thumbs_down, arm.thumbs_down + arm.thumbs_up) for arm in (stable, canary)]
     yield _Question("thumbs down", thumbs[0], thumbs[1], THUMB_MARGIN, share)
 

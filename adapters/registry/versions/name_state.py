@@ -73,12 +73,12 @@ class NameState:
 
     def find(self, selector: str) -> AdapterVersion:
         """The version that a number or an alias stands for. Raises NoSuchVersion."""
-        found = selected(self.current, selector)
-        if found is None:
+        version = selected(self.current, selector)
+        if version is None:
             raise NoSuchVersion(
                 f"{self.current.name}@{selector[:80]} does not exist: there is no such version or alias"
             )
-        return found
+        return version
 
 
 def no_version_yet(name: str) -> VersionRefused:
@@ -98,8 +98,8 @@ def with_upload(
     if activate:
         return _trimmed(_with_current(replace(state, notes=notes), upload, now))
     rollout = state.rollout
-    others = (*rollout.others, facts_of(upload))
-    return _trimmed(replace(_with(state, others=others), notes=notes))
+    other_versions = (*rollout.others, facts_of(upload))
+    return _trimmed(replace(_with(state, others=other_versions), notes=notes))
 
 
 def promoted(state: NameState, selector: str | None, now: float) -> NameState:
@@ -117,8 +117,8 @@ def promoted(state: NameState, selector: str | None, now: float) -> NameState:
 
 def rolled_back(state: NameState, now: float) -> NameState:
     """The name with the version that was current before. A canary ends with it."""
-    kept = {facts.version for facts in state.rollout.others}
-    before = [version for version in state.rollout.previous if version in kept]
+    version_numbers = {facts.version for facts in state.rollout.others}
+    before = [version for version in state.rollout.previous if version in version_numbers]
     if not before:
         raise VersionRefused(f"{state.current.name} has had no other current version that is kept: promote one")
     target = state.find(str(before[-1]))
@@ -192,12 +192,12 @@ def _with_current(state: NameState, target: AdapterVersion, now: float) -> NameS
         ending: Ending = "promoted" if is_it else "superseded"
         state = without_canary(state, ending, f"version {target.version} is current", now)
     rollout = state.rollout
-    others = (*(facts for facts in rollout.others if facts.version != target.version), facts_of(before))
+    other_versions = (*(facts for facts in rollout.others if facts.version != target.version), facts_of(before))
     shadow = rollout.shadow
     if shadow is not None and shadow.version == target.version:
         shadow = None
     previous = (*(version for version in rollout.previous if version != target.version), before.version)
-    changed = structs.replace(rollout, others=_sorted(others), previous=previous[-MAX_VERSIONS:], shadow=shadow)
+    changed = structs.replace(rollout, others=_sorted(other_versions), previous=previous[-MAX_VERSIONS:], shadow=shadow)
     return replace(state, current=replace(target, rollout=changed.json()))
 
 
@@ -206,13 +206,13 @@ def _trimmed(state: NameState) -> NameState:
     rollout = state.rollout
     pointed_to = rollout.pointed_to()
     free = [facts for facts in rollout.others if facts.version not in pointed_to]
-    gone = {facts.version for facts in free[: max(0, len(free) + 1 - MAX_VERSIONS)]}
-    if not gone:
+    numbers_to_drop = {facts.version for facts in free[: max(0, len(free) + 1 - MAX_VERSIONS)]}
+    if not numbers_to_drop:
         return state
-    others = tuple(facts for facts in rollout.others if facts.version not in gone)
-    previous = tuple(version for version in rollout.previous if version not in gone)
-    versions = {version: note for version, note in state.notes.versions.items() if version not in gone}
-    state = _with(state, others=others, previous=previous)
+    other_versions = tuple(facts for facts in rollout.others if facts.version not in numbers_to_drop)
+    previous = tuple(version for version in rollout.previous if version not in numbers_to_drop)
+    versions = {version: note for version, note in state.notes.versions.items() if version not in numbers_to_drop}
+    state = _with(state, others=other_versions, previous=previous)
     return replace(state, notes=structs.replace(state.notes, versions=versions))
 
 
@@ -223,8 +223,8 @@ def _with(state: NameState, **changes: object) -> NameState:
     return replace(state, current=replace(state.current, rollout=rollout.json()))
 
 
-def _sorted(others: tuple) -> tuple:  # type: ignore[type-arg]
-    return tuple(sorted(others, key=lambda facts: facts.version))
+def _sorted(versions: tuple) -> tuple:  # type: ignore[type-arg]
+    return tuple(sorted(versions, key=lambda facts: facts.version))
 
 
 def _noted(notes: NameNotes, version: int, note: VersionNote) -> NameNotes:
@@ -238,13 +238,13 @@ def check_integrity(state: NameState) -> None:
     rollout = state.rollout
     versions = [facts.version for facts in rollout.others]
     assert versions == sorted(set(versions)) and state.current.version not in versions
-    known = {*versions, state.current.version}
-    assert rollout.pointed_to() <= known, "something points to a version that is gone"
+    all_versions = {*versions, state.current.version}
+    assert rollout.pointed_to() <= all_versions, "something points to a version that is gone"
     assert len(versions) < MAX_VERSIONS + len(rollout.pointed_to()) + 1 and len(rollout.aliases) <= MAX_ALIASES
     for trial in (rollout.canary, rollout.shadow):
         assert trial is None or trial.version != state.current.version
         assert trial is None or version_of(state.current, trial.version) is not None
-    assert set(state.notes.versions) <= known
+    assert set(state.notes.versions) <= all_versions
     assert 0 <= rollout.pinned_gangs <= MAX_PINNED_GANGS
 
 
@@ -280,7 +280,7 @@ def changed_fields(before: NameState | None, after: NameState) -> dict[str, obje
 def _facts(state: NameState) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "current": state.current.version,
-        "versions": sorted(one.version for one in versions_of(state.current)),
+        "versions": sorted(adapter.version for adapter in versions_of(state.current)),
     }
     if state.rollout.pinned_gangs:
         facts["pinned_gangs"] = state.rollout.pinned_gangs

@@ -124,8 +124,8 @@ def selected(current: AdapterVersion, selector: str) -> AdapterVersion | None:
 
 def versions_of(current: AdapterVersion) -> Iterator[AdapterVersion]:
     """All versions of the name, the newest first."""
-    facts = sorted((*rollout_of(current).others, facts_of(current)), key=lambda one: -one.version)
-    return (current if one.version == current.version else _adapter(current, one) for one in facts)
+    facts = sorted((*rollout_of(current).others, facts_of(current)), key=lambda entry: -entry.version)
+    return (current if entry.version == current.version else _adapter(current, entry) for entry in facts)
 
 
 def _adapter(current: AdapterVersion, facts: VersionFacts) -> AdapterVersion:
