@@ -24,19 +24,8 @@ from motet.benchmarks.papers.policies import Continuous
 from motet.benchmarks.papers.virtual_load import BLOCK_SIZE, Job, run
 from motet.benchmarks.rigs.published_bases import published_base
 from motet.benchmarks.scarce.page_reserve import LENGTHS, Lengths
-<<<<<<< HEAD
 from motet.workers.costs.device_costs import DeviceCosts
-from motet.workers.costs.operations import Batch, Chunk, kv_bytes_of_a_token, model_size, step_operations
-=======
-from motet.workers.costs.operations import (
-    Chunk,
-    DeviceCosts,
-    StepBatch,
-    kv_bytes_of_a_token,
-    model_size,
-    step_operations,
-)
->>>>>>> names_workers
+from motet.workers.costs.operations import Chunk, StepBatch, kv_bytes_of_a_token, model_size, step_operations
 from motet.workers.plan import StepPlan
 
 MODEL = published_base("Llama-2-70B")

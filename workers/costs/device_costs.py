@@ -8,7 +8,7 @@ from statistics import fmean
 from ..models.config import ModelConfig
 from ..plan import StepPlan
 from .devices import Device
-from .operations import Batch, Chunk, step_operations
+from .operations import Chunk, StepBatch, step_operations
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class DeviceCosts:
             else:
                 chunks.append(Chunk(part.start, len(part.token_ids)))
         ranks = [fmean(residence.module_ranks.values()) for residence in plan.adapters]
-        batch = Batch(tuple(decodes), tuple(chunks), len(ranks), fmean(ranks) if ranks else 1)
+        batch = StepBatch(tuple(decodes), tuple(chunks), len(ranks), fmean(ranks) if ranks else 1)
         operations = step_operations(self.model, batch, self.degree)
         return sum([operation.seconds(self.device, self.degree) for operation in operations]) / self.efficiency
 
