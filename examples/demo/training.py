@@ -28,6 +28,7 @@ class Schedule:
     weight_decay: float
     seed: int
     batch_size: int = 32
+    in_bfloat16: bool = True  # arithmetic; False: in float32
 
     def rate_at(self, step: int) -> float:
         """Linear warm-up times a cosine that ends at a small share of the peak."""
@@ -40,7 +41,7 @@ Sample = Callable[[random.Random, int], Batch]  # so many conversations
 
 
 def fit(model: Any, sample: Sample, schedule: Schedule, report: Callable[[str], None]) -> None:
-    """Trains the parameters of `model` that require gradients: float32 weights, bfloat16 arithmetic."""
+    """Trains the parameters of `model` that require gradients: float32 weights, the arithmetic as scheduled."""
     rng = random.Random(schedule.seed)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -52,7 +53,7 @@ def fit(model: Any, sample: Sample, schedule: Schedule, report: Callable[[str], 
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate_at(step)
         batch = sample(rng, schedule.batch_size)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=schedule.in_bfloat16):
             loss = model(input_ids=batch.token_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

@@ -91,9 +91,11 @@ class RunningMotet:
 
 
 @contextmanager
-def running_motet(data_dir: Path, port: int, *options: str, pool_bytes: str | None = "32MiB") -> Iterator[RunningMotet]:
-    """`motet serve` of the demo model, ready; ended by Ctrl-C, after which none of its processes may be left."""
-    command = [str(Path(sys.executable).parent / "motet"), "serve", str(DEMO / "base"), "--name", BASE]
+def running_motet(
+    data_dir: Path, port: int, *options: str, pool_bytes: str | None = "32MiB", base: Path = DEMO / "base"
+) -> Iterator[RunningMotet]:
+    """`motet serve` of `base`, ready; ended by Ctrl-C, after which none of its processes may be left."""
+    command = [str(Path(sys.executable).parent / "motet"), "serve", str(base), "--name", BASE]
     command += ["--port", str(port), "--data-dir", str(data_dir), *options]
     command += [] if pool_bytes is None else ["--pool-bytes", pool_bytes]
     environ = os.environ | {"MOTET_KEYS": " ".join(f"{tenant}={key}" for tenant, key in KEYS.items())}

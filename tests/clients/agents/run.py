@@ -1,51 +1,29 @@
-"""Runs coding agents against a router: python -m motet.tests.clients.agents.run NODE_MODULES.
+"""Runs coding agents against a motet: python -m motet.tests.clients.agents.run NODE_MODULES FOLDER.
 
-Prints a line of JSON for each check. The router is motet's own. In place of an engine it has a stand-in, which calls
-the tool that the prompt names and says the word that the tool has found. Run it in a network namespace with loopback
-alone (`scripts/clients --agents`): the agents have an empty environment and a home of their own.
+Prints a line of JSON for each check. FOLDER has the base and the adapter of `copying_base.py`, which `motet serve`
+serves. Run it in a network namespace with loopback alone (`scripts/clients --agents`): the agents have an empty
+environment and a home of their own.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from motet.tests.rigs.router_rig import BASE, RouterRig, serving, text_service, token_by_token
-from motet.workers.wire.messages import SequenceRequest, SequenceUpdate
+from motet.cluster.launch.local_serve import free_ports
+from motet.tests.clients.agents.copying_base import AGAIN, CONTEXT
+from motet.tests.rigs.running_motet import BASE, KEYS, running_motet
 
-KEY: Final = "key-of-acme"
+KEY: Final = KEYS["acme"]
 WORD: Final = "mango-42"
-KNOWN_TO_CODEX: Final = "gpt-5.5"  # the name of an adapter: for this model Codex sends a custom tool
-AGAIN: Final = "Say the word again."
-TIMEOUT_S: Final = 120
-CONTEXT: Final = 200_000  # the stand-in's tokens are short
-TEMPLATE: Final = (
-    "<|im_start|>system\n{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-_ASKED: Final = re.compile(r"Use the tool (\w+) with (\{.*?\}) now\.", re.DOTALL)
-_FOUND: Final = re.compile(r"The word is ([\w-]+)")
-
-
-def spoken(prompt: str) -> str:
-    """What the stand-in says."""
-    asked = [*_ASKED.finditer(prompt)]
-    last_result = prompt.rfind("<|im_start|>tool\n")
-    if asked and asked[-1].start() > last_result:
-        name, arguments = asked[-1].groups()
-        if arguments.startswith('{\\"'):  # opencode quotes what it is asked
-            arguments = arguments.replace('\\"', '"')
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-    found = _FOUND.findall(prompt[last_result:]) or _FOUND.findall(prompt)
-    return f"The word is {found[-1]}." if last_result >= 0 and found else "Done."
+KNOWN_TO_CODEX: Final = "gpt-5.5"  # the name of the adapter: for this model Codex sends a custom tool
+TIMEOUT_S: Final = 300
 
 
 class Agent(NamedTuple):
@@ -144,15 +122,15 @@ def agents(modules: Path, url: str, note: Path) -> list[Agent]:
     ]
 
 
-def run_agent(agent: Agent, folder: Path, home: Path) -> dict[str, str]:
-    """What went wrong by check; empty: nothing."""
+def run_agent(agent: Agent, folder: Path, home: Path) -> Iterator[dict[str, Any]]:
+    """Its checks, with what went wrong in each; empty: nothing."""
     for path, text in agent.files.items():
         (home / path).parent.mkdir(parents=True, exist_ok=True)
         (home / path).write_text(text)
     environment = {"HOME": str(home), "PATH": "/usr/local/bin:/usr/bin:/bin", "TERM": "dumb", **agent.environment}
-    asked = f"Use the tool {agent.tool} with {json.dumps(agent.arguments)} now."
-    found = {}
-    for check, command in (("tool", [*agent.first, asked]), ("resumed", [*agent.second, AGAIN])):
+    question = f"Use the tool {agent.tool} with {json.dumps(agent.arguments)} now."
+    for check, command in (("tool", [*agent.first, question]), ("resumed", [*agent.second, AGAIN])):
+        started_s = time.monotonic()
         try:
             done = subprocess.run(
                 command,
@@ -166,35 +144,29 @@ def run_agent(agent: Agent, folder: Path, home: Path) -> dict[str, str]:
             )
             is_right = done.returncode == 0 and f"The word is {WORD}." in done.stdout
             is_right = is_right and (folder / agent.makes).exists()
-            found[check] = "" if is_right else f"{done.returncode}: {done.stdout[-300:]} {done.stderr[-300:]}"
+            wrong = "" if is_right else f"{done.returncode}: {done.stdout[-300:]} {done.stderr[-300:]}"
         except subprocess.TimeoutExpired:
-            found[check] = f"it took more than {TIMEOUT_S} s"
-    return found
+            wrong = f"it took more than {TIMEOUT_S} s"
+        seconds = round(time.monotonic() - started_s, 1)
+        yield {"library": agent.name, "check": check, "wrong": wrong, "seconds": seconds}
 
 
 def main() -> int:
-    modules = Path(sys.argv[1]).resolve()
+    modules, trained = (Path(argument).resolve() for argument in sys.argv[1:])
     num_wrong = 0
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        rig = RouterRig(folder / "spool", text_service(TEMPLATE))
-        rig.registry.add("acme", KNOWN_TO_CODEX)
-        rig.dispatcher.context = CONTEXT
-
-        def script(request: SequenceRequest) -> list[SequenceUpdate]:
-            prompt = rig.text._backend.decode(request.prompt_token_ids, skip_special_tokens=False)
-            return token_by_token(rig.ids(spoken(prompt)), request.sampling)
-
-        rig.dispatcher.script = script
-        with serving(rig.app) as url:
-            for number, agent in enumerate(agents(modules, url, folder / "work" / "note.txt")):
+        port = free_ports(1)[0]
+        with running_motet(folder / "data", port, base=trained / "base", pool_bytes="512MiB") as motet:
+            motet.upload(KNOWN_TO_CODEX, trained / "adapter").raise_for_status()
+            for number, agent in enumerate(agents(modules, motet.url, folder / "work" / "note.txt")):
                 work, home = folder / "work", folder / f"home{number}"
                 work.mkdir(exist_ok=True)
                 (work / "note.txt").write_text(f"The word is {WORD}.\n")
                 home.mkdir()
-                for check, wrong in run_agent(agent, work, home).items():
-                    num_wrong += bool(wrong)
-                    print(json.dumps({"library": agent.name, "check": check, "wrong": wrong}), flush=True)
+                for line in run_agent(agent, work, home):
+                    num_wrong += bool(line["wrong"])
+                    print(json.dumps(line), flush=True)
     return 1 if num_wrong else 0
 
 
