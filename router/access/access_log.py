@@ -26,9 +26,9 @@ _RAW_HEADER: Final = REQUEST_ID_HEADER.encode()
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The id in the headers of an ASGI scope. A new one if there is none, more than one, or one with odd characters."""
-    given = [value for name, value in headers if name == _RAW_HEADER]
-    if len(given) == 1:
-        text = given[0].decode("latin-1")
+    request_ids = [value for name, value in headers if name == _RAW_HEADER]
+    if len(request_ids) == 1:
+        text = request_ids[0].decode("latin-1")
         if _GOOD.fullmatch(text):
             return text
     return str(uuid.uuid4())
@@ -71,9 +71,9 @@ class RequestRecord:
         """The answer's header with the request's id."""
         return _RAW_HEADER, self.request_id.encode("ascii")
 
-    def headers_besides(self, own: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    def headers_besides(self, response_headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """The request's id, a warning, and those of `headers` that are not among an answer's own."""
-        names = {name for name, _ in own} if self.headers else set()
+        names = {name for name, _ in response_headers} if self.headers else set()
         warnings = [warning_header(self.ignored)] if self.ignored else []
         return [self.header, *warnings, *(header for header in self.headers if header[0] not in names)]
 
@@ -98,9 +98,9 @@ def begin_record(scope: Scope, route: str) -> RequestRecord:
 
 def record_of(scope: Scope) -> RequestRecord:
     """The record that the endpoint has begun."""
-    found = scope[_KEY]
-    assert isinstance(found, RequestRecord)
-    return found
+    record = scope[_KEY]
+    assert isinstance(record, RequestRecord)
+    return record
 
 
 LOGGER: Final = "motet.router.access"
