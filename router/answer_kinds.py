@@ -45,7 +45,7 @@ class PromptTokens:
     left_out: Sequence[str] = ()  # names of what has no part in the prompt or the answer
     echoes: Sequence[str] = ()  # the text of each prompt, where the answer repeats it; empty: it does not
     reader: ResponseReader | None = None  # of the answers' text; None: it is shown unchanged
-    wanted: WantedGrammar | None = None  # the form of the answers; None: any
+    grammar: WantedGrammar | None = None  # the form of the answers; None: any
     pooling: Pooling | None = None  # None: no embeddings are requested
     thinking: ThinkingBudget | None = None  # None: thoughts may go on
     num_id_chars: int = NUM_ID_CHARS  # of a call's id
@@ -133,7 +133,7 @@ class OfChat(Generic[C]):
                 *([] if is_bounded else ["thinking_token_budget"]),
             ],
             reader=reader,
-            wanted=answer_grammar(request, reader),
+            grammar=answer_grammar(request, reader),
             thinking=thinking,
             num_id_chars=NUM_ID_CHARS if answers is None else answers.num_id_chars,
         )
@@ -216,7 +216,7 @@ class TextCompletion:
         token_lists = await completion_prompts(request, text, gang)
         skips = request.skip_special_tokens is not False
         echoes = await text.echoes(token_lists, skip_special_tokens=skips) if request.echo else ()
-        return PromptTokens(token_lists, echoes=echoes, wanted=request_grammar(request))
+        return PromptTokens(token_lists, echoes=echoes, grammar=request_grammar(request))
 
     def max_tokens(self, request: CompletionRequest, room: int) -> int | None:
         if request.max_tokens is not None:

@@ -120,10 +120,10 @@ async def answer_id(
     if position is None:
         return new_response_id(prefix, int(time.time()), fingerprint(choice.version)), choice
     response_id = position.response_id
-    for begun in choice.candidates():
-        if response_id.prefix == prefix and fingerprint(begun) == response_id.fingerprint:
+    for candidate in choice.candidates():
+        if response_id.prefix == prefix and fingerprint(candidate) == response_id.fingerprint:
             _check_position(position, generation, context)
-            return response_id, choice.with_version(begun)
+            return response_id, choice.with_version(candidate)
     raise wrong_position(
         "it belongs to the answer to another request: send the same body with it. A stream cannot be resumed either if "
         "the version of the adapter that it began with is kept no more."
@@ -342,13 +342,17 @@ class CompletionsApi:
             gang, text = self._base.gang(), self._text.of(identity.name)
             prompts = await kind.tokenize(request, text, gang, template)
             self._leave_out(record, request, prompts, kind)
-            wanted = prompts.wanted
-            has_form, thinking = wanted is not None, prompts.thinking
+            response_grammar = prompts.grammar
+            has_form, thinking = response_grammar is not None, prompts.thinking
             rules = await token_rules(request, text, gang, has_form=has_form, thinking=thinking)
-            grammar = "" if wanted is None else await self._grammars.lark(identity.name, wanted, gang.vocab_size)
+            grammar = (
+                ""
+                if response_grammar is None
+                else await self._grammars.lark(identity.name, response_grammar, gang.vocab_size)
+            )
         generation = _generation(request, kind, prompts, rules, grammar, identity, gang, record.request_id)
-        if len(generation.prompts) > (most := self._config.now.max_sequences_per_request):
-            generation = replace(generation, most_at_once=most)
+        if len(generation.prompts) > (limit := self._config.now.max_sequences_per_request):
+            generation = replace(generation, most_at_once=limit)
         response_id, choice = await answer_id(kind.id_prefix, generation, position, choice, gang.max_model_len)
         head = AnswerHead(str(response_id), response_id.created, request.model)
         record.answer = head.id[-NUM_ANSWER_CHARS:]

@@ -33,12 +33,12 @@ class Histogram:
     def buckets(self) -> list[tuple[str, float]]:
         """(upper bound, number of values up to it) of each bucket, as Prometheus expects them."""
         total = 0
-        found = []
+        cumulative = []
         counts = self._counts[:]  # of one moment: +Inf, which is also their number, is the sum of what stands before it
         for bound, count in zip([*map(str, map(float, self._bounds)), "+Inf"], counts, strict=True):
             total += count
-            found.append((bound, float(total)))
-        return found
+            cumulative.append((bound, float(total)))
+        return cumulative
 
 
 # What a router knows of the Ray Serve that runs it.

@@ -62,15 +62,15 @@ class ModelsApi:
     )
     async def list(self, request: Request, identity: Identity) -> Response:
         """The base first, then the adapters that the key may see, by name."""
-        wanted = page_request(request)
+        page_query = page_request(request)
         models: list[Model] = []
-        if wanted.after is None:
+        if page_query.after is None:
             models.append(self._base_model())
-            wanted = PageRequest(wanted.limit - 1)
-        elif wanted.after == self._base.name:
-            wanted = PageRequest(wanted.limit)
+            page_query = PageRequest(page_query.limit - 1)
+        elif page_query.after == self._base.name:
+            page_query = PageRequest(page_query.limit)
         adapters, more = await read_page(
-            partial(self._view.list_adapters, identity.name, sight=identity.sight), _name, wanted
+            partial(self._view.list_adapters, identity.name, sight=identity.sight), _name, page_query
         )
         models += map(self._adapter_model, adapters)
         return await list_answer(models, [model.id for model in models], more)
@@ -156,11 +156,11 @@ class TokenizeApi:
             elif request.messages:
                 raise invalid_value("prompt", "it cannot be combined with messages.")
             else:
-                most = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
-                if most is None:
+                limit = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
+                if limit is None:
                     check_text(request.prompt, text, gang, "prompt")
                 add_special_tokens = request.add_special_tokens is not False
-                token_ids = await text.encode(request.prompt, add_special_tokens=add_special_tokens, most=most)
+                token_ids = await text.encode(request.prompt, add_special_tokens=add_special_tokens, limit=limit)
         answer = bytearray(_encode({"count": len(token_ids), "max_model_len": gang.max_model_len})[:-1])
         answer += b',"tokens":' + await _listed(token_ids)
         if request.return_token_strs:

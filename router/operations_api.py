@@ -143,10 +143,10 @@ class OperationsApi:
     )
     async def metrics(self, request: Request) -> Response:
         """This router's own numbers, and what each gang has reported to it: all numbers, where there is one router."""
-        own = router_families(self._metrics, router_facts(self._dispatcher, self._view), self._labels)
+        router_metrics = router_families(self._metrics, router_facts(self._dispatcher, self._view), self._labels)
         gangs = gang_families({info.gang_id: load for info, load in self._dispatcher.gangs()}, self._labels)
         # In a thread: a hundred gangs have thousands of series.
-        text = await asyncio.to_thread(text_of, chain(own, gangs))
+        text = await asyncio.to_thread(text_of, chain(router_metrics, gangs))
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @route(
@@ -170,13 +170,13 @@ class OperationsApi:
             redis_connected=self._view.connected,
             starts=list(self._metrics.starts or ()),
             taken_back=self._metrics.taken_back,
-            gangs=[self._shown(gang, gang_load) for gang, gang_load in self._dispatcher.gangs()],
+            gangs=[self._gang_view(gang, gang_load) for gang, gang_load in self._dispatcher.gangs()],
             load=None if load is None else load.flat(),
             open_generations=self._metrics.num_open_generations,
             refused_requests=self._metrics.refused.total(),
             timed_out_requests=self._metrics.num_timed_out,
         )
 
-    def _shown(self, gang: GangInfo, load: EngineLoad) -> dict[str, Any]:
+    def _gang_view(self, gang: GangInfo, load: EngineLoad) -> dict[str, Any]:
         # A gang names its model by the folder on its machine, which stays private.
         return {**msgspec.to_builtins(gang), "model": self._base.name, "load": load.flat()}

@@ -139,9 +139,11 @@ def create_app(
         endpoint = Endpoint(route, authenticator, metrics, access_log, cors, outages)
         app.router.routes.append(_Route(route.path, endpoint, methods=[route.method]))
     if batches is not None:
-        lines = [replace(one, method="BATCH") for one in routes if one.path in get_args(LineRoute) and one.reads_body]
+        lines = [
+            replace(spec, method="BATCH") for spec in routes if spec.path in get_args(LineRoute) and spec.reads_body
+        ]
         batches.answer_with(
-            {one.path: Endpoint(one, batches.authenticator, metrics, access_log, cors, outages) for one in lines},
+            {spec.path: Endpoint(spec, batches.authenticator, metrics, access_log, cors, outages) for spec in lines},
             lambda: config.now.scales_from_zero or dispatcher.gang() is not None,
         )
     app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log, cors))
@@ -164,11 +166,11 @@ class _Route(Route):
         if b"%2f" not in raw.lower():
             return super().matches(scope)
         path = unquote(_SLASH.sub(_IN_NAME, raw.decode("latin-1")))
-        match, found = super().matches({**scope, "path": path})
+        match, child_scope = super().matches({**scope, "path": path})
         if match is not Match.NONE:
-            params = {name: str(value).replace(_IN_NAME, "/") for name, value in found["path_params"].items()}
-            found = {**found, "path_params": params}
-        return match, found
+            params = {name: str(value).replace(_IN_NAME, "/") for name, value in child_scope["path_params"].items()}
+            child_scope = {**child_scope, "path_params": params}
+        return match, child_scope
 
 
 async def _no_route(

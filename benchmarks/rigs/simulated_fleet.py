@@ -51,7 +51,7 @@ def simulate(jobs: Sequence[Job], num_gangs: int, choosers: Sequence[Choose], co
             router = routers[job.router]
             router.read(job.arrives_at)
             key = router.choose(job.request, [known.view(key, job.digest) for key, known in router.known.items()])
-            router.known[key].sent(job.request)
+            router.known[key].add_sequence(job.request)
             job.gang = key
             arrives_at = job.arrives_at + MESSAGE_S
             gangs[key].inbox.append((arrives_at, job))

@@ -52,9 +52,9 @@ class RequestRecord:
         """The answer's header with the request's id."""
         return _RAW_HEADER, self.request_id.encode("ascii")
 
-    def headers_besides(self, own: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    def headers_besides(self, response_headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """The request's id, a warning, and those of `headers` that are not among an answer's own."""
-        names = {name for name, _ in own} if self.headers else set()
+        names = {name for name, _ in response_headers} if self.headers else set()
         warnings = [warning_header(self.ignored)] if self.ignored else []
         return [self.header, *warnings, *(header for header in self.headers if header[0] not in names)]
 
@@ -79,9 +79,9 @@ def begin_record(scope: Scope, route: str) -> RequestRecord:
 
 def record_of(scope: Scope) -> RequestRecord:
     """The record that the endpoint has begun."""
-    found = scope[_KEY]
-    assert isinstance(found, RequestRecord)
-    return found
+    record = scope[_KEY]
+    assert isinstance(record, RequestRecord)
+    return record
 
 
 LOGGER: Final = "motet.router.access"

@@ -16,9 +16,9 @@ _RAW_HEADER: Final = REQUEST_ID_HEADER.encode()
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """The id in the headers of an ASGI scope. A new one if there is none, more than one, or one with odd characters."""
-    given = [value for name, value in headers if name == _RAW_HEADER]
-    if len(given) == 1:
-        text = given[0].decode("latin-1")
+    request_ids = [value for name, value in headers if name == _RAW_HEADER]
+    if len(request_ids) == 1:
+        text = request_ids[0].decode("latin-1")
         if _GOOD.fullmatch(text):
             return text
     return str(uuid.uuid4())

@@ -103,15 +103,15 @@ class RotationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
 
 
-def given(body: msgspec.Struct) -> dict[str, Any]:
+def fields_of(body: msgspec.Struct) -> dict[str, Any]:
     """The fields that the body has, with those of its quota as a mapping."""
     fields = {name: getattr(body, name) for name in body.__struct_fields__}
     present = {name: value for name, value in fields.items() if value is not UNSET}
-    return {name: given(value) if isinstance(value, UserQuotaBody) else value for name, value in present.items()}
+    return {name: fields_of(value) if isinstance(value, UserQuotaBody) else value for name, value in present.items()}
 
 
 def quota_of(body: UserQuotaBody) -> Quota:
-    return Quota(**given(body))
+    return Quota(**fields_of(body))
 
 
 # Tenants, keys and entries of the audit log as their API shows them.
@@ -271,5 +271,5 @@ def _quota(quota: Quota) -> QuotaShown:
 
 
 def _user_quota(quota: Quota) -> UserQuotaShown:
-    shown = structs.asdict(quota)
-    return UserQuotaShown(**{name: shown[name] for name in UserQuotaShown.__struct_fields__})
+    fields = structs.asdict(quota)
+    return UserQuotaShown(**{name: fields[name] for name in UserQuotaShown.__struct_fields__})

@@ -31,7 +31,7 @@ from .administration_schema import (
     KeyRotated,
     KeyShown,
     RotationBody,
-    given,
+    fields_of,
     made_key,
     named_tenant,
     quota_of,
@@ -42,21 +42,21 @@ from .administration_schema import (
 # What a key may give to keys that it makes: no more than it has itself.
 
 
-def within(wanted: KeyRecord, body: KeyBody, maker: KeyRecord) -> KeyRecord:
-    """`wanted` with what the maker's own bounds leave of it, where `body` leaves that open.
+def within(record: KeyRecord, body: KeyBody, maker: KeyRecord) -> KeyRecord:
+    """`record` with what the maker's own bounds leave of it, where `body` leaves that open.
 
     Raises 403 for scopes that the maker lacks and for a maker that has a quota, 400 if no scope is left.
     """
     _check_unbounded(maker)
     if body.scopes is None:
-        wanted = structs.replace(wanted, scopes=wanted.scopes & maker.scopes)
-        if not wanted.scopes:
+        record = structs.replace(record, scopes=record.scopes & maker.scopes)
+        if not record.scopes:
             raise invalid_value("scopes", "this key may give admin only: name it.")
-    _check_scopes(wanted, maker)
+    _check_scopes(record, maker)
     expires_at = maker.expires_at
-    if expires_at is not None and wanted.expires_at is not None:
-        expires_at = min(expires_at, wanted.expires_at)
-    return structs.replace(wanted, expires_at=wanted.expires_at if expires_at is None else expires_at)
+    if expires_at is not None and record.expires_at is not None:
+        expires_at = min(expires_at, record.expires_at)
+    return structs.replace(record, expires_at=record.expires_at if expires_at is None else expires_at)
 
 
 def check_not_beyond(key: KeyRecord, maker: KeyRecord) -> None:
@@ -115,7 +115,7 @@ class KeysApi:
 
     @_operator_route("POST", _OF_TENANT, summary="Make a key of a tenant.", status=201, errors=_MAKING)
     async def create_for_tenant(self, request: Request, body: KeyBody) -> KeyMade:
-        return await self._create(self._wanted(await named_tenant(request, self._view), body), operators(request))
+        return await self._create(self._new_record(await named_tenant(request, self._view), body), operators(request))
 
     @_operator_route("GET", _KEY, summary="Show a key.")
     async def show(self, request: Request) -> KeyShown:
@@ -124,7 +124,7 @@ class KeysApi:
 
     @_operator_route("PATCH", _KEY, summary="Change a key.")
     async def change(self, request: Request, body: KeyChanges) -> KeyShown:
-        fields = given(body)
+        fields = fields_of(body)
         if "scopes" in fields:
             fields["scopes"] = frozenset(fields["scopes"])
         if "expires_in_s" in fields:
@@ -156,8 +156,8 @@ class KeysApi:
 
     @_own_route("POST", OWN_KEYS, summary="Make a key of your tenant.", status=201, errors=_MAKING)
     async def create_own(self, request: Request, identity: Identity, body: KeyBody) -> KeyMade:
-        wanted = within(self._wanted(identity.name, body), body, identity.key)
-        return await self._create(wanted, identity.actor(request), identity.admission)
+        record = within(self._new_record(identity.name, body), body, identity.key)
+        return await self._create(record, identity.actor(request), identity.admission)
 
     @_own_route("GET", _OWN_KEY, summary="Show a key of your tenant.")
     async def show_own(self, request: Request, identity: Identity) -> KeyShown:
@@ -175,15 +175,15 @@ class KeysApi:
         return await self._rotate(key_hash, key, body.overlap_s, identity.actor(request), identity.admission)
 
     async def _list(self, request: Request, tenant: str) -> Response:
-        wanted = page_request(request)
+        page_query = page_request(request)
         await self._view.catch_up()
         user = request.query_params.get("user")
-        behind = self._view.keys.keys_of(tenant, wanted.after or "")
-        keys = list(islice((key for key in behind if user in (None, key.user)), wanted.limit + 1))
-        page = keys[: wanted.limit]
+        behind = self._view.keys.keys_of(tenant, page_query.after or "")
+        keys = list(islice((key for key in behind if user in (None, key.user)), page_query.limit + 1))
+        page = keys[: page_query.limit]
         return await list_answer(map(shown_key, page), [key.key_id for key in page], len(keys) > len(page))
 
-    def _wanted(self, tenant: str, body: KeyBody) -> KeyRecord:
+    def _new_record(self, tenant: str, body: KeyBody) -> KeyRecord:
         return KeyRecord(
             key_id="",
             tenant=tenant,
@@ -194,18 +194,18 @@ class KeysApi:
             user="" if body.user is None else _user(body.user),
         )
 
-    async def _create(self, wanted: KeyRecord, actor: Actor, admission: Admission | None = None) -> KeyMade:
+    async def _create(self, record: KeyRecord, actor: Actor, admission: Admission | None = None) -> KeyMade:
         await self._view.catch_up()
-        made, key = await self._keys.create(wanted, actor, admission)
+        new_record, key = await self._keys.create(record, actor, admission)
         await self._settle()
-        return made_key(made, key)
+        return made_key(new_record, key)
 
     async def _rotate(
         self, key_hash: str, key: KeyRecord, overlap_s: float, actor: Actor, admission: Admission | None = None
     ) -> KeyRotated:
-        made, new_key, old = await self._keys.rotate(key_hash, key, overlap_s, actor, admission)
+        new_record, new_key, old = await self._keys.rotate(key_hash, key, overlap_s, actor, admission)
         await self._settle()
-        return rotated_key(made, new_key, old)
+        return rotated_key(new_record, new_key, old)
 
     async def _delete(self, key_hash: str, key: KeyRecord, actor: Actor, admission: Admission | None = None) -> Deleted:
         await self._keys.delete(key_hash, key, actor, admission)
@@ -215,10 +215,10 @@ class KeysApi:
     async def _key(self, request: Request, identity: Identity | None = None) -> tuple[str, KeyRecord]:
         """Hash and record of the key in the path, of the tenant that asks; None: of any. Raises NoSuchKey."""
         await self._view.catch_up()
-        found = self._view.keys.key_with_id(request.path_params["key_id"])
-        if found is None or (identity is not None and found[1].tenant != identity.name):
+        entry = self._view.keys.key_with_id(request.path_params["key_id"])
+        if entry is None or (identity is not None and entry[1].tenant != identity.name):
             raise NoSuchKey("there is no such key")
-        return found
+        return entry
 
     async def _settle(self) -> None:
         """Waits until this router accepts the new key. If Redis fails meanwhile the key is sent all the same, because

@@ -31,7 +31,7 @@ from .administration_schema import (
     TenantChanges,
     TenantShown,
     UserShown,
-    given,
+    fields_of,
     named_tenant,
     quota_of,
     shown_entry,
@@ -62,11 +62,11 @@ class TenantsApi:
         errors=("registry_unavailable",),
     )
     async def list(self, request: Request) -> Response:
-        wanted = page_request(request)
+        page_query = page_request(request)
         await self._view.catch_up()
-        names = sorted(name for name in self._view.keys.tenant_names() if name > (wanted.after or ""))
-        page = names[: wanted.limit]
-        return await list_answer(map(self._shown, page), page, len(names) > len(page))
+        names = sorted(name for name in self._view.keys.tenant_names() if name > (page_query.after or ""))
+        page = names[: page_query.limit]
+        return await list_answer(map(self._view_of, page), page, len(names) > len(page))
 
     @_route(
         "POST",
@@ -90,11 +90,11 @@ class TenantsApi:
 
     @_route("GET", _TENANT, summary="Show a tenant.")
     async def show(self, request: Request) -> TenantShown:
-        return self._shown(await named_tenant(request, self._view))
+        return self._view_of(await named_tenant(request, self._view))
 
     @_route("PATCH", _TENANT, summary="Change a tenant.")
     async def change(self, request: Request, body: TenantChanges) -> TenantShown:
-        fields = given(body)
+        fields = fields_of(body)
         if "background" in fields:
             fields["is_background"] = fields.pop("background")
         name = await named_tenant(request, self._view)
@@ -133,25 +133,25 @@ class TenantsApi:
         """The newest entries, or those before the entry `after`; with `tenant` only those about it, with `user` of
         those only what this user did.
         """
-        wanted = page_request(request)
-        if wanted.after is not None and not _is_entry_id(wanted.after):
+        page_query = page_request(request)
+        if page_query.after is not None and not _is_entry_id(page_query.after):
             raise invalid_value("after", "it is not the id of an entry.")
         tenant, user = (request.query_params.get(name, "") for name in ("tenant", "user"))
         if user and not tenant:
             raise invalid_value("user", "it is a tenant's: name the tenant too.")
         if tenant:
             _check_name(tenant)
-        limit = min(wanted.limit, _MAX_ENTRIES)
-        entries = await self._audit.read(wanted.after or "", limit + 1, tenant, user)
+        limit = min(page_query.limit, _MAX_ENTRIES)
+        entries = await self._audit.read(page_query.after or "", limit + 1, tenant, user)
         page = entries[:limit]
         return await list_answer(map(shown_entry, page), [entry.id for entry in page], len(entries) > limit)
 
     async def _changed(self, name: str) -> TenantShown:
         """What this router knows of the tenant once it has the change."""
         await self._view.catch_up()
-        return self._shown(name)
+        return self._view_of(name)
 
-    def _shown(self, name: str) -> TenantShown:
+    def _view_of(self, name: str) -> TenantShown:
         return shown_tenant(self._view.tenant(name), self._view.keys.num_keys_of(name))
 
 
@@ -265,19 +265,19 @@ class UsersApi:
         return BatchesCancelled(user=user, num_batches=num)
 
     async def _list(self, request: Request, tenant: str) -> Response:
-        wanted = page_request(request)
-        limit, after = min(wanted.limit, _PAGE_SIZE), wanted.after or ""
+        page_query = page_request(request)
+        limit, after = min(page_query.limit, _PAGE_SIZE), page_query.after or ""
         num_keys = Counter(key.user for key in self._view.keys.keys_of(tenant) if key.user)
-        found = {user for user in num_keys if not after or user_place(user) > user_place(after)}
-        found.update(await self._uploads.owners(tenant, after, limit + 1))
-        users = sorted(found, key=user_place)
-        shown = []
+        user_names = {user for user in num_keys if not after or user_place(user) > user_place(after)}
+        user_names.update(await self._uploads.owners(tenant, after, limit + 1))
+        users = sorted(user_names, key=user_place)
+        rows = []
         for user in users[:limit]:
             _, use = await self._uploads.stored(tenant, user_owner(user))
-            shown.append(
+            rows.append(
                 UserShown(name=user, num_keys=num_keys[user], adapters=use.adapters, stored_bytes=use.stored_bytes)
             )
-        return await list_answer(shown, users[:limit], len(users) > limit)
+        return await list_answer(rows, users[:limit], len(users) > limit)
 
     async def _delete(self, tenant: str, user: str, actor: Actor) -> Deleted:
         """First the keys go, so that nothing further comes with them, nor of what is under way."""

@@ -110,8 +110,8 @@ class WholeChoice:
         Joining tens of megabytes would block the event loop.
         """
         long, self._long = self._long, []
-        first, *rest = encoded.split(_MARK)
-        return chain([first], *(chain(pieces, [after]) for pieces, after in zip(long, rest, strict=True)))
+        first, *tails = encoded.split(_MARK)
+        return chain([first], *(chain(pieces, [after]) for pieces, after in zip(long, tails, strict=True)))
 
     def _later(self, pieces: Iterator[bytes]) -> msgspec.Raw:
         self._long.append(pieces)

@@ -37,13 +37,13 @@ class EmbeddingForm:
         self._vectors[index] = None if delta.embedding is None else delta.embedding[:num_bytes]
 
     def document(self, usage: Usage) -> Iterator[bytes]:
-        own = EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens)
-        before, after = _encode(EmbeddingList([], self._model, own)).split(_NO_DATA, 1)
+        embedding_usage = EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens)
+        before, after = _encode(EmbeddingList([], self._model, embedding_usage)).split(_NO_DATA, 1)
         yield before + b'"data":['
         for index, vector in enumerate(self._vectors):
             if vector is None:
                 raise RuntimeError("a gang has sent no embedding: is it one of an older motet?")
-            yield (b"," if index else b"") + _encode(Embedding(index, self._shown(vector)))
+            yield (b"," if index else b"") + _encode(Embedding(index, self._components(vector)))
         yield b"]" + after
 
     def opening(self, usage: Usage, *, is_over: bool) -> Iterable[bytes]:
@@ -61,12 +61,12 @@ class EmbeddingForm:
     def refusal(self, error: ApiError) -> Response:
         return error.response()
 
-    def _shown(self, vector: bytes) -> list[float] | str:
+    def _components(self, vector: bytes) -> list[float] | str:
         numbers = unpacked_vector(vector).astype(np.float64)
         if self._is_normalised and (length := np.linalg.norm(numbers)):
             numbers /= length
-        shown = numbers.astype(FLOAT)
-        return b64encode(shown.tobytes()).decode() if self._style == "base64" else shown.tolist()
+        components = numbers.astype(FLOAT)
+        return b64encode(components.tobytes()).decode() if self._style == "base64" else components.tolist()
 
 
 def _never() -> NoReturn:

@@ -127,11 +127,13 @@ class GenerationResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self._answer(scope, receive, send))
-        gone = asyncio.create_task(_client_gone(receive))
+        disconnect = asyncio.create_task(_client_gone(receive))
         self._metrics.num_open_generations += 1
         try:
             silence_s, num_sent = HEADERS_AFTER_S if self._form.is_stream else None, 0
-            while not (await asyncio.wait((answer, gone), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+            while not (
+                await asyncio.wait((answer, disconnect), timeout=silence_s, return_when=asyncio.FIRST_COMPLETED)
+            )[0]:
                 if self._num_sent == num_sent and not self._is_ending:
                     await self._start(send)
                     if self._num_sent == num_sent and not self._is_ending:  # nothing came while that took its time
@@ -145,13 +147,13 @@ class GenerationResponse:
             is_cancelled = not answer.done()
             self._settle(is_cancelled=True)  # no-op unless the client has left before the end
             self._fill_record(record_of(scope), is_cancelled=is_cancelled)
-            gone.cancel()
+            disconnect.cancel()
             answer.cancel()  # a no-op when it is done
-            await asyncio.gather(answer, gone, return_exceptions=True)
+            await asyncio.gather(answer, disconnect, return_exceptions=True)
             if self._settling is not None:
                 await asyncio.shield(self._settling)
         if answer.cancelled():
-            gone.result()  # raises if the server failed while it waited for the client to disconnect
+            disconnect.result()  # raises if the server failed while it waited for the client to disconnect
         else:
             answer.result()
 

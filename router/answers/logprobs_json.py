@@ -107,8 +107,8 @@ class EchoedLogprobs:
         for token_id in token_ids:
             offsets.append(self._num_chars)
             self._num_chars += len(self._step(token_id))
-        for parts, found in zip(self.fields.values(), (texts, logprobs, tops, offsets), strict=True):
-            parts.append(_encode(found)[1:-1])
+        for parts, column in zip(self.fields.values(), (texts, logprobs, tops, offsets), strict=True):
+            parts.append(_encode(column)[1:-1])
 
     def _text(self, token_id: int) -> str:
         return readable(self._bytes_of(token_id))
@@ -180,9 +180,9 @@ class CompletionLogprobsJson:
     def add(self, tokens: Sequence[ShownToken]) -> None:
         if self._num_echoed:
             tokens = [token._replace(offset=token.offset + self._num_echoed) for token in tokens]
-        found = completion_logprobs(tokens, self._bytes_of)
+        logprobs = completion_logprobs(tokens, self._bytes_of)
         for field, parts in self._fields.items():
-            parts.append(_elements(getattr(found, field)))
+            parts.append(_elements(getattr(logprobs, field)))
 
     def whole(self) -> Iterator[bytes]:
         before = {} if self._echoed is None else self._echoed.fields

@@ -133,10 +133,10 @@ def _input(text: str) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError):
         pass
     try:
-        found = from_json(text, allow_partial=True)
+        arguments = from_json(text, allow_partial=True)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _usage(usage: Usage) -> schema.MessageUsage:

@@ -185,9 +185,9 @@ class ResponseForm:
         return _encode(self._ended(usage))
 
     def opening(self, usage: Usage, *, is_over: bool) -> Iterator[bytes]:
-        begun = self._response("in_progress")
-        yield named_event(schema.Created(sequence_number=next(self._numbers), response=begun))
-        yield named_event(schema.InProgress(sequence_number=next(self._numbers), response=begun))
+        initial_response = self._response("in_progress")
+        yield named_event(schema.Created(sequence_number=next(self._numbers), response=initial_response))
+        yield named_event(schema.InProgress(sequence_number=next(self._numbers), response=initial_response))
 
     def delta(self, index: int, delta: Delta) -> bytes:
         if delta.is_empty:

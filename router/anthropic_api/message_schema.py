@@ -220,7 +220,7 @@ def error_response(error: ApiError) -> Response:
 
 
 def _type_of(status_code: int) -> str:
-    known = {
+    types = {
         401: "authentication_error",
         403: "permission_error",
         404: "not_found_error",
@@ -229,4 +229,4 @@ def _type_of(status_code: int) -> str:
         429: "rate_limit_error",
         503: "overloaded_error",
     }
-    return known.get(status_code, "api_error" if status_code >= 500 else "invalid_request_error")
+    return types.get(status_code, "api_error" if status_code >= 500 else "invalid_request_error")

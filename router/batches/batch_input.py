@@ -71,8 +71,8 @@ class LineReader:
 
     def checked_piece(self) -> list[Line] | None:
         """The next lines, decoded, of a file that `InputCheck` has found valid."""
-        found = self.piece()
-        return None if found is None else [_decode(line) for _, line in found]
+        lines = self.piece()
+        return None if lines is None else [_decode(line) for _, line in lines]
 
     @property
     def num_read(self) -> int:
@@ -93,7 +93,7 @@ class InputCheck:
     @property
     def is_over(self) -> bool:
         """Whether the following lines need no check."""
-        return len(self.errors) >= MAX_ERRORS or any(one.code in _FATAL for one in self.errors)
+        return len(self.errors) >= MAX_ERRORS or any(error.code in _FATAL for error in self.errors)
 
     def take(self, lines: Sequence[tuple[int, bytes]], num_read: int) -> None:
         """Checks the next lines. `num_read`: lines read so far, blank ones included."""

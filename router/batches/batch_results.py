@@ -126,11 +126,11 @@ class BatchResults:
             raise
         try:
             for file in (self._output, self._errors):
-                for known in file.read():
-                    self.answered.add(digest_of(known.custom_id))
-                    if known.response is not None:
-                        self.tokens += known.response.body.usage.tokens
-                    self.has_expired |= known.error is not None and known.error.code == EXPIRED
+                for answer in file.read():
+                    self.answered.add(digest_of(answer.custom_id))
+                    if answer.response is not None:
+                        self.tokens += answer.response.body.usage.tokens
+                    self.has_expired |= answer.error is not None and answer.error.code == EXPIRED
             sync_folder(store.path(batch.tenant_id, batch.output_file_id).parent)
         except BaseException:
             self.close()
@@ -194,9 +194,9 @@ class _ResultFile:
     def append(self, lines: Sequence[bytearray]) -> None:
         try:
             for line in lines:
-                left = memoryview(line)
-                while left:
-                    left = left[os.write(self._handle, left) :]
+                remainder = memoryview(line)
+                while remainder:
+                    remainder = remainder[os.write(self._handle, remainder) :]
             os.fsync(self._handle)
         except OSError:
             os.ftruncate(self._handle, self.num_bytes)

@@ -133,7 +133,7 @@ class BatchRunner:
         if self._is_leaving:
             return False
 
-        def begun(batch: BatchRecord) -> BatchRecord:
+        def start(batch: BatchRecord) -> BatchRecord:
             now = int(self._batches.clock())
             if batch.status == "cancelling":
                 return structs.replace(batch, status="cancelled", cancelled_at=now)
@@ -144,7 +144,7 @@ class BatchRunner:
                 return structs.replace(batch, status="failed", failed_at=now, errors=tuple(check.errors))
             return structs.replace(batch, status="in_progress", in_progress_at=now, num_lines=check.num_lines)
 
-        batch, _ = await self._change(begun)
+        batch, _ = await self._change(start)
         return not batch.has_ended
 
     async def _input_gone(self, missing: FileNotFoundError) -> BatchError:
@@ -216,7 +216,7 @@ class BatchRunner:
             if answer.retry_after_s is None or num_lost >= _MOST_LOST:
                 return answer
             answer.room.give_back()
-            await self._rest(max(wait_s, min(answer.retry_after_s, self._pace.longest_retry_s)))
+            await self._pause(max(wait_s, min(answer.retry_after_s, self._pace.longest_retry_s)))
             if self._is_ended_early():
                 error = self._error_of_rest()
                 return None if error is None else answer._replace(result=Result(custom_id=line.custom_id, error=error))
@@ -230,7 +230,7 @@ class BatchRunner:
                     await asyncio.sleep(self._pace.look_s)
                     await self._look()
 
-    async def _rest(self, wait_s: float) -> None:
+    async def _pause(self, wait_s: float) -> None:
         """Waits for at least this time, and until a gang runs, unless no line will be tried again."""
         until, step_s = time.monotonic() + wait_s * random.uniform(0.75, 1.25), min(wait_s, self._pace.look_s)
         while time.monotonic() < until and not self._is_ended_early():  # noqa: ASYNC110
@@ -250,14 +250,14 @@ class BatchRunner:
             if batch.has_ended:
                 return batch
             now, has_output, has_errors = int(self._batches.clock()), sizes[0] > 0, sizes[1] > 0
-            made = structs.replace(batch, has_output=has_output, has_errors=has_errors)
+            final_batch = structs.replace(batch, has_output=has_output, has_errors=has_errors)
             if batch.status == "cancelling":
-                return structs.replace(made, status="cancelled", cancelled_at=now)
+                return structs.replace(final_batch, status="cancelled", cancelled_at=now)
             if error is not None:
-                return structs.replace(made, status="failed", failed_at=now, errors=(error,))
+                return structs.replace(final_batch, status="failed", failed_at=now, errors=(error,))
             if results.has_expired:
-                return structs.replace(made, status="expired", expired_at=now)
-            return structs.replace(made, status="completed", completed_at=now)
+                return structs.replace(final_batch, status="expired", expired_at=now)
+            return structs.replace(final_batch, status="completed", completed_at=now)
 
         def files(batch: BatchRecord) -> Sequence[FileRecord]:
             return [
@@ -267,13 +267,13 @@ class BatchRunner:
                     incarnation=batch.incarnation,
                     user=batch.user,
                     key_id=batch.key_id,
-                    filename=f"{batch.id}_{what}.jsonl",
+                    filename=f"{batch.id}_{kind}.jsonl",
                     num_bytes=num_bytes,
                     purpose="batch_output",
                     created_at=int(self._batches.clock()),
                     expires_at=expires_at,
                 )
-                for file_id, what, num_bytes in (
+                for file_id, kind, num_bytes in (
                     (batch.output_file_id, "output", sizes[0]),
                     (batch.error_file_id, "error", sizes[1]),
                 )
@@ -287,12 +287,12 @@ class BatchRunner:
 
     async def _write(self, results: BatchResults, ready: Sequence[Result]) -> None:
         """Waits while the disk is full. A result that is written is not made again, whatever becomes of this router."""
-        before, left, is_paused = results.written, list(ready), False
+        before, pending, is_paused = results.written, list(ready), False
         with ExitStack() as pause:
-            while left:
+            while pending:
                 try:
-                    await asyncio.to_thread(results.append, left)
-                    left = []
+                    await asyncio.to_thread(results.append, pending)
+                    pending = []
                 except OSError as error:
                     if error.errno not in DISK_FULL:
                         raise
@@ -300,9 +300,9 @@ class BatchRunner:
                         _log.warning("batches pause: the disk has no room for results")
                         pause.enter_context(self._paused("disk"))
                     is_paused = True
-                    left = [one for one in left if digest_of(one.custom_id) not in results.answered]
+                    pending = [result for result in pending if digest_of(result.custom_id) not in results.answered]
                     await asyncio.sleep(self._pace.disk_s)
-        results.has_expired |= any(one.error is not None and one.error.code == EXPIRED for one in ready)
+        results.has_expired |= any(result.error is not None and result.error.code == EXPIRED for result in ready)
         now = results.written
         self._metrics.batch_lines["completed"] += now.num_completed - before.num_completed
         self._metrics.batch_lines["failed"] += now.num_failed - before.num_failed
@@ -331,15 +331,15 @@ class BatchRunner:
 
     def _bounds(self) -> tuple[StorageBound, ...]:
         batch = self._batch
-        found = self._view.keys.key_with_id(batch.key_id)
-        key = KeyRecord(key_id=batch.key_id, tenant=batch.tenant) if found is None else found[1]
+        entry = self._view.keys.key_with_id(batch.key_id)
+        key = KeyRecord(key_id=batch.key_id, tenant=batch.tenant) if entry is None else entry[1]
         return storage_bounds(self._view.tenant(batch.tenant), key, batch.user)
 
     async def _look(self, *, now: bool = False) -> BatchRecord:
         """The current record of the batch, maybe a moment old."""
         if now or time.monotonic() - self._looked_at >= self._pace.look_s:
-            found = await self._patiently(lambda: self._batches.get(self.tenant_id, self.batch_id))
-            self._took(found)
+            record = await self._patiently(lambda: self._batches.get(self.tenant_id, self.batch_id))
+            self._took(record)
         return self._batch
 
     async def _change(
@@ -357,11 +357,11 @@ class BatchRunner:
         )
         return self._took(changed), is_over
 
-    def _took(self, found: BatchRecord | None) -> BatchRecord:
-        if found is None:
+    def _took(self, record: BatchRecord | None) -> BatchRecord:
+        if record is None:
             raise BatchGone
-        self._batch, self._looked_at = found, time.monotonic()
-        return found
+        self._batch, self._looked_at = record, time.monotonic()
+        return record
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Waits while Redis is away: nothing is begun meanwhile."""
@@ -471,7 +471,7 @@ def _close(opening: asyncio.Task[BatchResults]) -> None:
 
 
 def _num_bytes(answers: Sequence[LineAnswer]) -> int:
-    return sum(len(memoryview(one.result.response.body)) for one in answers if one.result.response is not None)
+    return sum(len(memoryview(answer.result.response.body)) for answer in answers if answer.result.response is not None)
 
 
 def _give_back(answers: Sequence[LineAnswer]) -> None:

@@ -76,9 +76,9 @@ class BatchWorker:
     async def stop(self) -> None:
         """Gives running lines a few seconds to end, after which their results are lost."""
         await end_tasks(self._working)
-        running = [one.task for one in self._running.values()]
-        for one in self._running.values():
-            one.runner.leave()
+        running = [batch.task for batch in self._running.values()]
+        for batch in self._running.values():
+            batch.runner.leave()
         if running:
             await asyncio.wait(running, timeout=self._pace.stop_s)
         await end_tasks(*running)
@@ -126,7 +126,7 @@ class BatchWorker:
 
     def _end_a_turn(self) -> None:
         """Makes room for another tenant: the batch that has run longest is put back if its turn is over."""
-        oldest = min((one.runner for one in self._running.values()), key=lambda runner: runner.began_at)
+        oldest = min((batch.runner for batch in self._running.values()), key=lambda runner: runner.began_at)
         if self._batches.clock() - oldest.began_at >= self._pace.turn_s:
             oldest.leave()
 
@@ -188,43 +188,43 @@ class FileSweep:
         if not await self._files.sweeping.hold(self._holder, _LEASE_S):
             return False
         while expired := await self._files.expired():
-            for tenant_id, one in expired:
-                await self._remove(tenant_id, one)
+            for tenant_id, entry_id in expired:
+                await self._remove(tenant_id, entry_id)
             await self._files.sweeping.hold(self._holder, _LEASE_S)
         for tenant_id, names in await asyncio.to_thread(lambda: [*self._store.old_files(orphan_s)]):
             if not names:
                 continue
-            known = set[str]()
+            file_ids = set[str]()
             async for page in self._batches.pages_of(tenant_id):
                 for batch in page:
-                    known |= set() if batch.has_ended else {batch.output_file_id, batch.error_file_id}
+                    file_ids |= set() if batch.has_ended else {batch.output_file_id, batch.error_file_id}
             # Afterwards: a batch that ends meanwhile has its files there.
-            known.update(await self._files.ids_of(tenant_id))
+            file_ids.update(await self._files.ids_of(tenant_id))
             for name in names:
-                if name not in known:
+                if name not in file_ids:
                     await asyncio.to_thread(self._store.delete, tenant_id, name)
         await self._files.sweeping.hold(self._holder, rest_s)
         return True
 
-    async def _remove(self, tenant_id: str, one: str) -> None:
-        if one.startswith(RESPONSE_PREFIX):
-            await self._responses.remove(tenant_id, one)
-        elif not one.startswith(FILE_PREFIX):
-            batch = await self._batches.get(tenant_id, one)
+    async def _remove(self, tenant_id: str, entry_id: str) -> None:
+        if entry_id.startswith(RESPONSE_PREFIX):
+            await self._responses.remove(tenant_id, entry_id)
+        elif not entry_id.startswith(FILE_PREFIX):
+            batch = await self._batches.get(tenant_id, entry_id)
             if batch is not None and not batch.has_ended:
-                await self._files.put_off(tenant_id, one, _LATER_S)
+                await self._files.put_off(tenant_id, entry_id, _LATER_S)
                 return
-            await self._batches.delete(tenant_id, one)
-        elif (file := await self._files.get(tenant_id, one)) is not None:
+            await self._batches.delete(tenant_id, entry_id)
+        elif (file := await self._files.get(tenant_id, entry_id)) is not None:
             try:
                 await self._files.delete(file)
             except FileInUse:
-                await self._files.put_off(tenant_id, one, _LATER_S)
+                await self._files.put_off(tenant_id, entry_id, _LATER_S)
                 return
             except NoSuchFile:
                 pass
-            await asyncio.to_thread(self._store.delete, tenant_id, one)
-        await self._files.forget_place(tenant_id, one)
+            await asyncio.to_thread(self._store.delete, tenant_id, entry_id)
+        await self._files.forget_place(tenant_id, entry_id)
 
 
 class Batches:

@@ -145,14 +145,14 @@ class FilesApi:
     )
     async def list(self, request: Request, identity: Identity) -> Response:
         """A user sees its own, keys without a user those of such keys, and administrators all."""
-        wanted, is_ascending = page_request(request), requested_order(request)
+        page_query, is_ascending = page_request(request), requested_order(request)
         purpose = request.query_params.get(_PURPOSE)
 
         def is_shown(file: FileRecord) -> bool:
             return self._is_there(identity, file) and (not purpose or file.purpose == purpose)
 
-        pages = self._files.pages_of(identity.tenant.tenant_id, wanted.after, is_ascending=is_ascending)
-        page, more = await page_of(pages, wanted.limit, is_shown)
+        pages = self._files.pages_of(identity.tenant.tenant_id, page_query.after, is_ascending=is_ascending)
+        page, more = await page_of(pages, page_query.limit, is_shown)
         return await list_answer(map(shown_file, page), [file.id for file in page], more)
 
     @route("GET", _FILE, scope="infer", summary="Show a file.", errors=("file_not_found", "registry_unavailable"))
@@ -271,9 +271,9 @@ class BatchesApi:
     )
     async def list(self, request: Request, identity: Identity) -> Response:
         """The newest first. Whose are seen: as files."""
-        wanted = page_request(request)
-        pages = self._batches.pages_of(identity.tenant.tenant_id, wanted.after)
-        page, more = await page_of(pages, wanted.limit, lambda batch: sees(identity, batch))
+        page_query = page_request(request)
+        pages = self._batches.pages_of(identity.tenant.tenant_id, page_query.after)
+        page, more = await page_of(pages, page_query.limit, lambda batch: sees(identity, batch))
         return await list_answer(map(shown_batch, page), [batch.id for batch in page], more)
 
     @route("GET", _BATCH, scope="infer", summary="Show a batch.", errors=("batch_not_found", "registry_unavailable"))
@@ -289,8 +289,8 @@ class BatchesApi:
     )
     async def cancel(self, request: Request, identity: Identity) -> Batch:
         """Lines that are under way are answered; no other is begun."""
-        found = await self._find(request, identity)
-        batch = await self._batches.cancel(found.tenant_id, found.id)
+        record = await self._find(request, identity)
+        batch = await self._batches.cancel(record.tenant_id, record.id)
         if batch is None:
             raise _not_found()
         if batch.has_ended:

@@ -52,5 +52,5 @@ class LineAuthenticator:
             if not self._view.keys.has_tenant(batch.tenant):
                 return None
             return structs.replace(batch.token, expires_at=None)
-        found = self._view.keys.key_with_id(batch.key_id)
-        return found[1] if found is not None and found[1].tenant == batch.tenant else None
+        entry = self._view.keys.key_with_id(batch.key_id)
+        return entry[1] if entry is not None and entry[1].tenant == batch.tenant else None

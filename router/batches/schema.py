@@ -44,12 +44,12 @@ async def page_of(
     pages: AsyncIterator[Sequence[Record]], limit: int, is_shown: Callable[[Record], bool]
 ) -> tuple[list[Record], bool]:
     """The first records that are shown, and whether more follow."""
-    shown: list[Record] = []
+    records: list[Record] = []
     async for page in pages:
-        shown += filter(is_shown, page)
-        if len(shown) > limit:
+        records += filter(is_shown, page)
+        if len(records) > limit:
             break
-    return shown[:limit], len(shown) > limit
+    return records[:limit], len(records) > limit
 
 
 def requested_order(request: Request) -> bool:
@@ -182,7 +182,9 @@ def shown_file(file: FileRecord) -> File:
 
 
 def shown_batch(batch: BatchRecord) -> Batch:
-    errors = [InputError(code=one.code, message=one.message, param=one.param, line=one.line) for one in batch.errors]
+    errors = [
+        InputError(code=error.code, message=error.message, param=error.param, line=error.line) for error in batch.errors
+    ]
     return Batch(
         id=batch.id,
         endpoint=batch.endpoint,  # type: ignore[arg-type]  # a record says only what a body has said

@@ -127,11 +127,11 @@ class StoredResponses:
         if (num_bytes := sum(record.num_bytes for record in records)) > most_bytes:
             message = f"The stored conversation has {num_bytes} bytes: at most {most_bytes} are accepted."
             raise ApiError(413, message, code="request_too_large")
-        found = list[bytes]()
+        documents = list[bytes]()
         for record in records:
             with suppress(NoSuchResponse):
-                found.append(await asyncio.to_thread(self._recalled, record))
-        return b"{" + b",".join(found) + b"}"
+                documents.append(await asyncio.to_thread(self._recalled, record))
+        return b"{" + b",".join(documents) + b"}"
 
     async def remove(self, tenant_id: str, response_id: str) -> bool:
         """Whether it was there. Its file goes first: see above."""
@@ -266,10 +266,12 @@ class ResponsesApi:
     )
     async def input_items(self, request: Request, identity: Identity) -> HttpResponse:
         """Those of the conversation before it included. Of long ones a page has fewer."""
-        wanted, is_ascending = page_request(request), requested_order(request)
-        limit = wanted.limit if "limit" in request.query_params else _PAGE_SIZE
+        page_query, is_ascending = page_request(request), requested_order(request)
+        limit = page_query.limit if "limit" in request.query_params else _PAGE_SIZE
         record = await self._responses.find(identity, request.path_params["response_id"])
-        read = partial(input_page, response_id=record.id, after=wanted.after, limit=limit, is_ascending=is_ascending)
+        read = partial(
+            input_page, response_id=record.id, after=page_query.after, limit=limit, is_ascending=is_ascending
+        )
         page, more = await self._responses.with_conversation(record, read)
         return await list_answer(page, [item.id for item in page], more)
 

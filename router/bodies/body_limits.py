@@ -37,14 +37,14 @@ class ArrivalPace:
         return min(self.grace_s + num_bytes / self.bytes_per_s, self.deadline_s)
 
 
-def max_body_bytes(context: int | None, num_prompts: int, given: int | None) -> int:
+def max_body_bytes(context: int | None, num_prompts: int, configured_bytes: int | None) -> int:
     """The largest body with `num_prompts` prompts: as large as the model's context may need, and not much larger.
 
-    `context`: of the model, in tokens; None: it is not known yet. `given`: the operator's own limit, which replaces
-    this.
+    `context`: of the model, in tokens; None: it is not known yet. `configured_bytes`: the operator's own limit, which
+    replaces this.
     """
-    if given is not None:
-        return given
+    if configured_bytes is not None:
+        return configured_bytes
     if context is None:
         return MOST_BYTES
     return min(FIXED_BYTES + num_prompts * context * BYTES_PER_TOKEN, MOST_BYTES)
@@ -63,12 +63,14 @@ def check_extent(request: BodyRequest, context: int | None) -> None:
             raise invalid_value("prompt", f"there are {len(prompt)} of them: at most {MAX_MESSAGES} are accepted.")
     if not isinstance(request, ChatRequest):
         return
-    most = MAX_MESSAGES if context is None else min(MAX_MESSAGES, context)
-    if len(request.messages) > most:
-        raise invalid_value("messages", f"there are {len(request.messages)} of them: at most {most} are accepted.")
-    num_parts = sum(len(one.content) for one in request.messages if isinstance(one.content, list))
-    if num_parts > most:
-        raise invalid_value("messages", f"they have {num_parts} parts: at most {most} together are accepted.")
+    max_messages = MAX_MESSAGES if context is None else min(MAX_MESSAGES, context)
+    if len(request.messages) > max_messages:
+        raise invalid_value(
+            "messages", f"there are {len(request.messages)} of them: at most {max_messages} are accepted."
+        )
+    num_parts = sum(len(message.content) for message in request.messages if isinstance(message.content, list))
+    if num_parts > max_messages:
+        raise invalid_value("messages", f"they have {num_parts} parts: at most {max_messages} together are accepted.")
 
 
 def check_free(request: BodyRequest) -> BodyRequest:
@@ -86,8 +88,8 @@ def check_free(request: BodyRequest) -> BodyRequest:
             _check_names(message, position)
             num_left -= _arguments_chars(message, position)
         if num_left < 0:
-            what = f"the arguments of all tool calls have over {MAX_CALLS_CHARS} characters."
-            raise invalid_value("messages", what)
+            problem = f"the arguments of all tool calls have over {MAX_CALLS_CHARS} characters."
+            raise invalid_value("messages", problem)
     return request
 
 
@@ -96,8 +98,8 @@ def _arguments_chars(message: ChatMessage, position: int) -> int:
     calls = [call.function for call in message.tool_calls or ()]
     sizes = [len(call.arguments or "") for call in [*calls, *filter(None, [message.function_call])]]
     if max(sizes, default=0) > MAX_ARGUMENTS_CHARS:
-        what = f"arguments of at most {MAX_ARGUMENTS_CHARS} characters are accepted."
-        raise invalid_value(f"messages[{position}].tool_calls", what)
+        problem = f"arguments of at most {MAX_ARGUMENTS_CHARS} characters are accepted."
+        raise invalid_value(f"messages[{position}].tool_calls", problem)
     return sum(sizes)
 
 

@@ -29,13 +29,13 @@ from .request_decoder import BODY_KINDS, MAX_BYTES_ON_LOOP, RequestDecoder
 
 
 class Turns:
-    """Lets at most `most` of each tenant inside at once; others wait in the order of their arrival.
+    """Lets at most `limit` of each tenant inside at once; others wait in the order of their arrival.
 
     It keeps only tenants that have a turn or wait for one. Belongs to one event loop.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._places: dict[str, asyncio.Semaphore] = {}
         self._num_here: Counter[str] = Counter()
 
@@ -45,7 +45,7 @@ class Turns:
 
     @asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
-        places = self._places.setdefault(tenant, asyncio.Semaphore(self._most))
+        places = self._places.setdefault(tenant, asyncio.Semaphore(self._limit))
         self._num_here[tenant] += 1
         try:
             async with places:
@@ -73,7 +73,7 @@ class BodyBudget:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max(1, max_bytes // TENANT_SHARE)
-        self._held: Counter[str] = Counter()
+        self._tenant_bytes: Counter[str] = Counter()
         self._num_held = 0
 
     @property
@@ -85,28 +85,30 @@ class BodyBudget:
         """Counts bytes that have arrived. Raises 429, and counts nothing, if they are too many."""
         if not num_bytes:
             return  # the end of a body: only tenants that hold bytes are kept
-        if self._held[tenant] + num_bytes > self._max_tenant_bytes:
-            raise _full(f"Your requests that are arriving hold {self._held[tenant]} bytes", self._max_tenant_bytes)
+        if self._tenant_bytes[tenant] + num_bytes > self._max_tenant_bytes:
+            raise _full(
+                f"Your requests that are arriving hold {self._tenant_bytes[tenant]} bytes", self._max_tenant_bytes
+            )
         if self._num_held + num_bytes > self._max_bytes:
             raise _full("Requests that are arriving hold this router's memory for them", self._max_bytes)
-        self._held[tenant] += num_bytes
+        self._tenant_bytes[tenant] += num_bytes
         self._num_held += num_bytes
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
-        self._held[tenant] -= num_bytes
+        self._tenant_bytes[tenant] -= num_bytes
         self._num_held -= num_bytes
-        if not self._held[tenant]:
-            del self._held[tenant]
+        if not self._tenant_bytes[tenant]:
+            del self._tenant_bytes[tenant]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if bytes are miscounted, or a tenant that holds nothing is remembered."""
-        assert self._num_held == self._held.total()
-        assert all(0 < held <= self._max_tenant_bytes for held in self._held.values())
+        assert self._num_held == self._tenant_bytes.total()
+        assert all(0 < num_bytes <= self._max_tenant_bytes for num_bytes in self._tenant_bytes.values())
         assert self._num_held <= self._max_bytes
 
 
-def _full(what: str, most: int) -> ApiError:
-    message = f"{what}, of at most {most}: send fewer large requests at once, or try again in a moment."
+def _full(problem: str, limit: int) -> ApiError:
+    message = f"{problem}, of at most {limit}: send fewer large requests at once, or try again in a moment."
     headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}  # its body is not read to the end
     return ApiError(429, message, code="bodies_full", headers=headers)
 
@@ -129,11 +131,11 @@ class BodyDecoder:
         self._processes = ChildProcesses(_MODULE, NUM_PROCESSES, DEADLINE_S)
 
     async def decode(
-        self, body: bytearray, kind: type[R], context: int | None, kept: bytes | None
+        self, body: bytearray, kind: type[R], context: int | None, conversations: bytes | None
     ) -> tuple[R, list[str]]:
         """The request in the body, checked for its extent, and the fields that its schema lacks.
 
-        `kept`: see `RequestDecoder.decode`.
+        `conversations`: see `RequestDecoder.decode`.
 
         Raises ApiError for one that does not fit the schema.
 
@@ -141,27 +143,27 @@ class BodyDecoder:
         """
 
         def read(frames: list[bytes]) -> tuple[R, list[str]] | Refusal:
-            head, *rest = frames
-            if not rest:
+            head, *tail = frames
+            if not tail:
                 return msgspec.msgpack.decode(head, type=Refusal)
-            values, unknown, *pieces = rest
+            values, unknown, *pieces = tail
             request = unpacked(PackedRequest(head, values, pieces), kind)
             return request, msgspec.msgpack.decode(unknown, type=list[str])
 
         question = msgspec.msgpack.encode(Question(kind.__name__, context))
         try:
             async with self._processes.process() as process:
-                found = await process.ask([question, body, *([] if kept is None else [kept])], read)
+                outcome = await process.ask([question, body, *([] if conversations is None else [conversations])], read)
         except (OSError, EOFError, TimeoutError) as error:
             _log.warning("a body of %d bytes could not be decoded: %r", len(body), error)
             raise ApiError(413, "The request's body takes too long to decode.", code="request_too_large") from error
-        if isinstance(found, Refusal):
-            refusal = ApiError(found.status_code, found.message, param=found.param, code=found.code)
-            if found.response_ids is not None:
-                refusal = NoSuchResponse(found.param or "", found.response_ids)
-            refusal.is_as_sent = found.is_as_sent
+        if isinstance(outcome, Refusal):
+            refusal = ApiError(outcome.status_code, outcome.message, param=outcome.param, code=outcome.code)
+            if outcome.response_ids is not None:
+                refusal = NoSuchResponse(outcome.param or "", outcome.response_ids)
+            refusal.is_as_sent = outcome.is_as_sent
             raise refusal
-        return found
+        return outcome
 
 
 # Bodies of requests that change something: JSON of a few kilobytes, read at once.
@@ -245,9 +247,9 @@ class BodyReader:
                         raise
                     if not is_large:  # what it refers to may be
                         await turn.enter_async_context(self._turns.of(tenant))
-                    kept = await recall(error.response_ids, max_bytes)
-                    self._hold(body, len(kept))
-                    request, unknown = await self._decoded(body, kind, context, kept)
+                    conversations = await recall(error.response_ids, max_bytes)
+                    self._hold(body, len(conversations))
+                    request, unknown = await self._decoded(body, kind, context, conversations)
                 record_of(http.scope).ignored += unknown
                 self._release(body)
                 yield request
@@ -255,13 +257,13 @@ class BodyReader:
             self._release(body)
 
     async def _decoded(
-        self, body: _HeldBody, kind: type[R], context: int | None, kept: bytes | None
+        self, body: _HeldBody, kind: type[R], context: int | None, conversations: bytes | None
     ) -> tuple[R, list[str]]:
-        """The request, and the fields that its schema lacks. `kept`: see `RequestDecoder.decode`."""
+        """The request, and the fields that its schema lacks. `conversations`: see `RequestDecoder.decode`."""
         decoder = self._small[kind]
         if body.num_bytes > decoder.max_bytes_on_loop:
-            return await self._decoder.decode(body.data, kind, context, kept)
-        small = decoder.decode(body.data, kept)
+            return await self._decoder.decode(body.data, kind, context, conversations)
+        small = decoder.decode(body.data, conversations)
         assert isinstance(small, kind)
         check_extent(small, context)
         return small, decoder.unknown_fields(body.data)

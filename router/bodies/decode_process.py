@@ -49,21 +49,21 @@ class Refusal(msgspec.Struct, frozen=True):
     response_ids: list[str] | None  # of `NoSuchResponse`
 
 
-def answer(question: Question, body: bytes, kept: bytes | None = None) -> list[bytes]:
+def answer(question: Question, body: bytes, conversations: bytes | None = None) -> list[bytes]:
     """The frames of the answer after its first one: a `PackedRequest`'s and unknown fields, or one with a `Refusal`."""
     try:
-        found, unknown = _packed(question, body, kept)
+        packed_request, unknown = _packed(question, body, conversations)
     except ApiError as error:
         detail = error.detail
         response_ids = error.response_ids if isinstance(error, NoSuchResponse) else None
         refusal = Refusal(error.status_code, detail.message, detail.param, detail.code, error.is_as_sent, response_ids)
         return [msgspec.msgpack.encode(refusal)]
-    return [found.head, found.values, msgspec.msgpack.encode(unknown), *found.pieces]
+    return [packed_request.head, packed_request.values, msgspec.msgpack.encode(unknown), *packed_request.pieces]
 
 
-def _packed(question: Question, body: bytes, kept: bytes | None) -> tuple[PackedRequest, list[str]]:
+def _packed(question: Question, body: bytes, conversations: bytes | None) -> tuple[PackedRequest, list[str]]:
     decoder = _DECODERS[question.kind]
-    request = decoder.decode(body, kept)
+    request = decoder.decode(body, conversations)
     check_extent(request, question.context)
     try:
         return packed(check_free(request)), decoder.unknown_fields(body)
@@ -79,12 +79,12 @@ def main(source: IO[bytes], sink: IO[bytes]) -> None:
     yield_to_others(NICENESS)
     decoder = msgspec.msgpack.Decoder(Question)
     while frames := read_frames(source):
-        question, body, *kept = frames
-        found = answer(decoder.decode(question), body, *kept)
-        del frames, body, kept
+        question, body, *conversations = frames
+        response = answer(decoder.decode(question), body, *conversations)
+        del frames, body, conversations
         is_last = resident_bytes() > MOST_RESIDENT_BYTES
-        write_frames(sink, [LAST if is_last else NOT_LAST, *found])
-        del found
+        write_frames(sink, [LAST if is_last else NOT_LAST, *response])
+        del response
         if is_last:
             return
 

@@ -42,22 +42,22 @@ class PackedRequest(NamedTuple):
 def packed(request: BodyRequest) -> PackedRequest:
     """Raises a 400 for a prompt that mixes texts and token ids."""
     if isinstance(request, ChatRequest):
-        found: list[str | list[int]] = []
-        bare = [_with_texts(message, lambda text: _taken(text, found)) for message in request.messages]
+        texts: list[str | list[int]] = []
+        bare = [_with_texts(message, lambda text: _extract(text, texts)) for message in request.messages]
         request = msgspec.structs.replace(request, messages=bare)
         if isinstance(request, TokenizeRequest) and request.prompt is not None:
-            found.append(request.prompt)
+            texts.append(request.prompt)
             request = msgspec.structs.replace(request, prompt="")
     elif isinstance(request, DetokenizeRequest):
-        found = [request.tokens]
+        texts = [request.tokens]
         request = msgspec.structs.replace(request, tokens=[])
     else:
         assert isinstance(request, CompletionRequest)
-        found = _values_of(request.prompt)
+        texts = _values_of(request.prompt)
         request = msgspec.structs.replace(request, prompt=_bare(request.prompt))
     pieces: list[bytes] = []
     shapes: list[tuple[Kind, int]] = []
-    for value in found:
+    for value in texts:
         parts = _text_pieces(value) if isinstance(value, str) else _id_pieces(value)
         shapes.append(("text" if isinstance(value, str) else "ids", len(parts)))
         pieces += parts
@@ -69,7 +69,7 @@ def unpacked(packed_request: PackedRequest, kind: type[R]) -> R:
     request = msgspec.msgpack.decode(packed_request.head, type=kind)
     pieces = iter(packed_request.pieces)
     shapes = msgspec.msgpack.decode(packed_request.values, type=list[tuple[Kind, int]])
-    values = [_joined(what, [next(pieces) for _ in range(num_pieces)]) for what, num_pieces in shapes]
+    values = [_joined(shape, [next(pieces) for _ in range(num_pieces)]) for shape, num_pieces in shapes]
     if isinstance(request, ChatRequest):
         texts = (value for value in values if isinstance(value, str))
         request = msgspec.structs.replace(
@@ -106,8 +106,8 @@ def _values_of(prompt: str | Sequence[str | int | list[int]]) -> list[str | list
 _TEXTS: Final = ("content", "reasoning_content", "reasoning", "refusal")
 
 
-def _taken(text: str, found: list[str | list[int]]) -> str:
-    found.append(text)
+def _extract(text: str, texts: list[str | list[int]]) -> str:
+    texts.append(text)
     return ""
 
 

@@ -26,7 +26,7 @@ MAX_TRANSLATED_BYTES_ON_LOOP: Final = 24 << 10
 MAX_OBJECTS: Final = 1 << 20
 
 R = TypeVar("R", bound=BodyRequest)
-_kept: Final = msgspec.json.Decoder(dict[str, KeptConversation]).decode
+_decode_stored: Final = msgspec.json.Decoder(dict[str, KeptConversation]).decode
 
 BODY_KINDS: Final[tuple[type[BodyRequest], ...]] = (
     CompletionRequest,
@@ -58,16 +58,21 @@ class RequestDecoder(Generic[R]):
         self.max_bytes_on_loop = MAX_TRANSLATED_BYTES_ON_LOOP if self._is_translated else MAX_BYTES_ON_LOOP
         self._json = msgspec.json.Decoder(self._schema)
 
-    def decode(self, body: bytes | bytearray, kept: bytes | None = None) -> R:
+    def decode(self, body: bytes | bytearray, conversations: bytes | None = None) -> R:
         """Raises a 400 for a body that does not fit the schema.
 
-        `kept`: JSON of the stored responses that it may refer to, for `ResponseChat` alone; see `response_chat`.
+        `conversations`: JSON of the stored responses that it may refer to, for `ResponseChat` alone; see
+        `response_chat`.
         """
         if self._is_translated and body.count(b"{") > MAX_OBJECTS:
             raise ApiError(413, f"The request's body has more than {MAX_OBJECTS} objects.", code="request_too_large")
         try:
             decoded = decode(body, self._json)
-            request: R = self._translate(decoded) if kept is None else self._translate(decoded, _kept(kept))
+            request: R = (
+                self._translate(decoded)
+                if conversations is None
+                else self._translate(decoded, _decode_stored(conversations))
+            )
         except ApiError as error:
             error.is_as_sent = True
             raise

@@ -72,7 +72,7 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
         "Batches of messages about quotas that this router has sent to Redis. prompt: answered within 0.1 s; late: "
         "within 2 s; unanswered: not within 2 s; unreachable: the connection was refused, or broke three times."
     )
-    outcomes = [((one,), metrics.quota_calls.get(one, 0)) for one in get_args(QuotaCall)]
+    outcomes = [((outcome,), metrics.quota_calls.get(outcome, 0)) for outcome in get_args(QuotaCall)]
     yield make.counters("motet_quota_calls", help_text, ("outcome",), outcomes)
     help_text = (
         "How late a timer of the router's event loop, set 50 times a second, fired: every stream waited as long. "
@@ -104,8 +104,8 @@ def router_families(metrics: Metrics, facts: RouterFacts, labels: Mapping[str, s
 def _starts(metrics: Metrics, make: Families) -> Iterator[Metric]:
     if metrics.starts is None:
         return  # Redis, which has what is shown here, is away
-    waiting = Counter((one.kind,) for one in metrics.starts if not one.has_failed)
-    failed = Counter((one.kind,) for one in metrics.starts if one.has_failed)
+    waiting = Counter((start.kind,) for start in metrics.starts if not start.has_failed)
+    failed = Counter((start.kind,) for start in metrics.starts if start.has_failed)
     kinds = [(kind,) for kind in get_args(Kind)]
     yield make.gauges(*WAITING_STARTS, ("kind",), [(kind, waiting[kind]) for kind in kinds])
     yield make.gauges(*FAILED_STARTS, ("kind",), [(kind, failed[kind]) for kind in kinds])

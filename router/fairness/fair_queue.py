@@ -35,11 +35,11 @@ class QueueUse:
 def tenant_to_preempt(tenant: str, weight: float, uses: Mapping[str, QueueUse]) -> str | None:
     """The tenant that loses a place to `tenant`, which wants one more; None: no tenant has more than it would have."""
     highest = _load(tenant, weight, uses)
-    found: str | None = None
+    victim: str | None = None
     for other, use in uses.items():
         if other != tenant and use.num > use.num_committed and use.num / use.weight > highest:
-            found, highest = other, use.num / use.weight
-    return found
+            victim, highest = other, use.num / use.weight
+    return victim
 
 
 def is_in_share(tenant: str, weight: float, uses: Mapping[str, QueueUse], num_places: int) -> bool:
@@ -72,55 +72,55 @@ class FleetShares:
 
     def __init__(self) -> None:
         self._totals: dict[str, float] = {}  # by tenant, of all gangs that ever reported
-        self._here: dict[str, dict[str, float]] = {}  # by gang and tenant: of the total, what this gang served
+        self._local: dict[str, dict[str, float]] = {}  # by gang and tenant: of the total, what this gang served
         self._last: dict[str, dict[str, float]] = {}  # by gang and tenant: what the gang reported last
-        self._sent: dict[str, dict[str, float]] = {}  # by gang and tenant: the total elsewhere that it was sent
+        self._reports: dict[str, dict[str, float]] = {}  # by gang and tenant: the total elsewhere that it was sent
 
     def receive(self, gang_id: str, shares: Iterable[TenantShare]) -> None:
         """Takes in a gang's report. `gang_id`: of its process, not of its address."""
-        here, last = self._here.setdefault(gang_id, {}), self._last.setdefault(gang_id, {})
+        local, last = self._local.setdefault(gang_id, {}), self._last.setdefault(gang_id, {})
         for share in shares:
             tenant, before = share.tenant, last.get(share.tenant, 0.0)
             last[tenant] = share.served
             growth = share.served - before if share.served >= before else share.served
             if growth > 0:
                 self._totals[tenant] = self._totals.pop(tenant, 0.0) + growth
-                here[tenant] = here.get(tenant, 0.0) + growth
+                local[tenant] = local.get(tenant, 0.0) + growth
         while len(self._totals) > _MAX_TENANTS:
             self._forget_tenant(next(iter(self._totals)))
 
     def forget(self, gang_id: str) -> None:
         """Removes a gang that has ended. Its service still counts at the others."""
-        for known in (self._here, self._last, self._sent):
-            known.pop(gang_id, None)
+        for table in (self._local, self._last, self._reports):
+            table.pop(gang_id, None)
 
     def elsewhere(self, gang_id: str, tenant: str) -> float:
         """What the tenant was served at all gangs but this one."""
-        here = self._here.get(gang_id, {}).get(tenant, 0.0)
-        return max(0.0, self._totals.get(tenant, 0.0) - here)
+        local = self._local.get(gang_id, {}).get(tenant, 0.0)
+        return max(0.0, self._totals.get(tenant, 0.0) - local)
 
-    def take_due(self, gang_id: str, tenants: Iterable[str], most: int = MAX_SENT) -> list[tuple[str, float]]:
+    def take_due(self, gang_id: str, tenants: Iterable[str], limit: int = MAX_SENT) -> list[tuple[str, float]]:
         """What to send the gang of these tenants: the totals elsewhere that have grown since they were last sent.
 
-        If they are more than `most`, those that have grown most; the others are due the next time. A tenant that the
+        If they are more than `limit`, those that have grown most; the others are due the next time. A tenant that the
         gang was never sent comes first, since a gang charges only what grows.
         """
-        sent = self._sent.setdefault(gang_id, {})
+        reports = self._reports.setdefault(gang_id, {})
         due: list[tuple[float, str, float]] = []
         for tenant in tenants:
             total = self.elsewhere(gang_id, tenant)
-            known = sent.get(tenant)
-            if total > (known or 0.0):
-                due.append((float("inf") if known is None else total - known, tenant, total))
-        chosen = due if len(due) <= most else nlargest(most, due)
+            last_total = reports.get(tenant)
+            if total > (last_total or 0.0):
+                due.append((float("inf") if last_total is None else total - last_total, tenant, total))
+        chosen = due if len(due) <= limit else nlargest(limit, due)
         for _, tenant, total in chosen:
-            sent[tenant] = total
+            reports[tenant] = total
         return [(tenant, total) for _, tenant, total in chosen]
 
     def _forget_tenant(self, tenant: str) -> None:
         del self._totals[tenant]
-        for known in (self._here, self._last, self._sent):
-            for of_gang in known.values():
+        for table in (self._local, self._last, self._reports):
+            for of_gang in table.values():
                 of_gang.pop(tenant, None)
 
 
@@ -175,49 +175,51 @@ class FairQueue:
         tenant: str,
         num_queued_tokens: int,
         weight: float = 1.0,
-        unseen: Mapping[str, int] | None = None,
+        unreported_tokens: Mapping[str, int] | None = None,
         num_more: int = 0,
     ) -> int:
         """Tokens that the gang computes before the turn of a sequence of the tenant that comes now.
 
         `num_queued_tokens`: of all tenants, by what was reported or sent last; the result is never more than these, and
         exactly these for a tenant that is alone, or if the gang does not go by shares. `weight`: the tenant's, used if
-        none was reported. `unseen`: tokens by tenant that are not in the shares yet. `num_more`: of the tenant, beside
-        these; negative: fewer.
+        none was reported. `unreported_tokens`: tokens by tenant that are not in the shares yet. `num_more`: of the
+        tenant, beside these; negative: fewer.
         """
         if not (self.has_shares or self._is_fair):
             return num_queued_tokens
-        unseen = unseen or {}
-        own = self._active.get(tenant)
-        has_others = len(self._active) > (own is not None) or len(unseen) > (tenant in unseen)
-        if not has_others and own is not None:
+        unreported_tokens = unreported_tokens or {}
+        tenant_share = self._active.get(tenant)
+        has_others = len(self._active) > (tenant_share is not None) or len(unreported_tokens) > (
+            tenant in unreported_tokens
+        )
+        if not has_others and tenant_share is not None:
             return num_queued_tokens
         if self._fluid is None:
             self._fluid = _Fluid(self._columns)
-        if own is None:  # its counter is at least the lowest of those that are there
+        if tenant_share is None:  # its counter is at least the lowest of those that are there
             resting = self._resting.get(tenant)
             weight = weight if resting is None else resting.weight
-            counter = max(self._fluid.least, self._fluid.least if resting is None else resting.counter)
+            counter = max(self._fluid.min_counter, self._fluid.min_counter if resting is None else resting.counter)
             num_reported = 0
         else:
-            weight, counter, num_reported = own.weight, own.counter, _num_tokens(own)
-        num_own = max(0, num_reported + unseen.get(tenant, 0) + num_more)
-        if not num_own and counter <= self._fluid.least:
+            weight, counter, num_reported = tenant_share.weight, tenant_share.counter, _num_tokens(tenant_share)
+        num_own = max(0, num_reported + unreported_tokens.get(tenant, 0) + num_more)
+        if not num_own and counter <= self._fluid.min_counter:
             return 0
         level = counter + num_own / weight
-        others = self._fluid.num_tokens_below(level)
-        if own is not None:
-            others -= _below(level, own, num_reported)
-        for other, number in unseen.items():
+        num_other_tokens = self._fluid.num_tokens_below(level)
+        if tenant_share is not None:
+            num_other_tokens -= _below(level, tenant_share, num_reported)
+        for other, number in unreported_tokens.items():
             if other == tenant:
                 continue
             share = self._active.get(other)
             if share is None:
-                others += max(0.0, min(number, level - self._fluid.least))
+                num_other_tokens += max(0.0, min(number, level - self._fluid.min_counter))
             else:
                 reported = _num_tokens(share)
-                others += _below(level, share, reported + number) - _below(level, share, reported)
-        return min(num_queued_tokens, num_own + max(0, round(others)))
+                num_other_tokens += _below(level, share, reported + number) - _below(level, share, reported)
+        return min(num_queued_tokens, num_own + max(0, round(num_other_tokens)))
 
 
 class _Columns:
@@ -256,7 +258,7 @@ class _Fluid:
 
     def __init__(self, columns: _Columns) -> None:
         counters, weights, tokens = columns.values
-        self.least = float(counters.min()) if counters.size else 0.0  # counter of all
+        self.min_counter = float(counters.min()) if counters.size else 0.0  # counter of all
         # Where the sum's slope changes: a tenant begins to be served at its counter, and has nothing more at the end.
         levels = np.concatenate([counters, counters + tokens / weights])
         order = np.argsort(levels, kind="stable")

@@ -28,7 +28,9 @@ class LoopTurns:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._tenants: dict[str, TenantTurns] = {}  # that share the loop
-        self._known: WeakValueDictionary[str, TenantTurns] = WeakValueDictionary()  # these, and who has answers open
+        self._all_turns: WeakValueDictionary[str, TenantTurns] = (
+            WeakValueDictionary()
+        )  # these, and who has answers open
         self._total_weight = 0.0  # of these
         self._swept_at = 0.0
         self._order: list[tuple[float, int, TenantTurns]] = []  # a heap of tenants that wait
@@ -43,46 +45,48 @@ class LoopTurns:
         now = self.clock()
         if now - self._swept_at >= _SWEEP_S:
             self._swept_at = now
-            self._tenants = {name: one for name, one in self._tenants.items() if one.is_active(now)}
-            self._total_weight = sum([one.weight for one in self._tenants.values()])
-        one = self._known.get(tenant)
-        if one is None:
-            one = self._known[tenant] = TenantTurns(self, tenant, weight, now)
-        one.weight = weight
-        self._join(one)
-        return one
+            self._tenants = {name: turns for name, turns in self._tenants.items() if turns.is_active(now)}
+            self._total_weight = sum([turns.weight for turns in self._tenants.values()])
+        turns = self._all_turns.get(tenant)
+        if turns is None:
+            turns = self._all_turns[tenant] = TenantTurns(self, tenant, weight, now)
+        turns.weight = weight
+        self._join(turns)
+        return turns
 
-    def begin(self, one: TenantTurns) -> bool:
+    def begin(self, turns: TenantTurns) -> bool:
         """Begins a piece of the tenant's work, unless it must wait: then it returns False, and nothing has begun."""
         now = self.clock()
         self._charge(now)
-        if now - one.seen_at >= ACTIVE_S:
-            self._join(one)
+        if now - turns.seen_at >= ACTIVE_S:
+            self._join(turns)
         if self._round_at is None:
             self._round_at = now
             asyncio.get_running_loop().call_soon(self._begin_round)
-        elif one.waiting or ((self._order or now - self._round_at >= PIECE_S) and self._is_over_its_share(one, now)):
+        elif turns.waiting or (
+            (self._order or now - self._round_at >= PIECE_S) and self._is_over_its_share(turns, now)
+        ):
             return False
-        self._current, self._since = one, now
+        self._current, self._since = turns, now
         return True
 
-    async def wait(self, one: TenantTurns) -> None:
+    async def wait(self, turns: TenantTurns) -> None:
         """Begins a piece of the tenant's work when its turn has come."""
         turn = asyncio.get_running_loop().create_future()
-        one.waiting.append(turn)
-        if len(one.waiting) == 1:
-            one.value = max(one.value, self._level - BURST_S / one.weight)
-            self._queue(one, one.value)
+        turns.waiting.append(turn)
+        if len(turns.waiting) == 1:
+            turns.value = max(turns.value, self._level - BURST_S / turns.weight)
+            self._queue(turns, turns.value)
         await turn
         now = self.clock()
         self._charge(now)
-        self._current, self._since = one, now
+        self._current, self._since = turns, now
 
-    def _join(self, one: TenantTurns) -> None:
+    def _join(self, turns: TenantTurns) -> None:
         """The tenant shares the loop from now on, unless it does so already."""
-        if one.tenant not in self._tenants:
-            self._tenants[one.tenant] = one
-            self._total_weight += one.weight  # summed up anew with each sweep
+        if turns.tenant not in self._tenants:
+            self._tenants[turns.tenant] = turns
+            self._total_weight += turns.weight  # summed up anew with each sweep
 
     def _begin_round(self) -> None:
         """Lets those that wait go on, the tenant that has had least first, for as much as takes PIECE_S."""
@@ -90,35 +94,35 @@ class LoopTurns:
         self._charge(now)
         self._round_at, left_s = None, PIECE_S
         while self._order and left_s > 0:
-            value, _, one = heappop(self._order)
+            value, _, turns = heappop(self._order)
             self._level = max(self._level, value)
-            turn = one.waiting.popleft()
+            turn = turns.waiting.popleft()
             if not turn.done():  # it was cancelled
                 turn.set_result(None)
-                left_s -= one.mean_s
-                value += one.mean_s / one.weight  # about what it is charged
-            if one.waiting:
-                self._queue(one, max(value, one.value))
+                left_s -= turns.mean_s
+                value += turns.mean_s / turns.weight  # about what it is charged
+            if turns.waiting:
+                self._queue(turns, max(value, turns.value))
         if self._order:
             self._round_at = now
             asyncio.get_running_loop().call_soon(self._begin_round)
 
     def _charge(self, now: float) -> None:
         """Charges the piece that ends now, if there is one."""
-        one, self._current = self._current, None
-        if one is not None:
+        turns, self._current = self._current, None
+        if turns is not None:
             taken_s = now - self._since
-            one.value += taken_s / one.weight
-            one.mean_s += _NEWEST * (taken_s - one.mean_s)
-            one.recent_s = one.left_s(now) + taken_s
-            one.seen_at = now
+            turns.value += taken_s / turns.weight
+            turns.mean_s += _NEWEST * (taken_s - turns.mean_s)
+            turns.recent_s = turns.left_s(now) + taken_s
+            turns.seen_at = now
 
-    def _is_over_its_share(self, one: TenantTurns, now: float) -> bool:
-        return len(self._tenants) > 1 and one.left_s(now) * self._total_weight > WINDOW_S * one.weight
+    def _is_over_its_share(self, turns: TenantTurns, now: float) -> bool:
+        return len(self._tenants) > 1 and turns.left_s(now) * self._total_weight > WINDOW_S * turns.weight
 
-    def _queue(self, one: TenantTurns, value: float) -> None:
+    def _queue(self, turns: TenantTurns, value: float) -> None:
         self._number += 1
-        heappush(self._order, (value, self._number, one))
+        heappush(self._order, (value, self._number, turns))
 
 
 class TenantTurns:

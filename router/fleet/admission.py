@@ -123,14 +123,14 @@ def _refusal(
             "even without a queue" if is_hopeless else f"as {_readable(expectation.queue_s)} are expected in the queue"
         )
         needed_s = expectation.alone_s if is_hopeless else expectation.answer_s
-        left = (
+        remaining_time = (
             f"{_readable(limit.timeout_s)} of its timeout are left"
             if limit.timeout_s
             else "nothing of its timeout is left"
         )
         return SequenceError(
             "overloaded",
-            f"the answer needs up to {_readable(needed_s)}, {queue}, and {left}",
+            f"the answer needs up to {_readable(needed_s)}, {queue}, and {remaining_time}",
             None if is_hopeless else expectation.queue_s,
             "timeout",
         )

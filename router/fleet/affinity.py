@@ -96,9 +96,9 @@ def choose_gang(request: RoutingRequest, gangs: Sequence[GangView], config: Rout
     """
     if not gangs:
         return None
-    kept = [gang.key for gang in gangs if gang.has_sequence]
-    if kept:
-        return min(kept)
+    resident_gangs = [gang.key for gang in gangs if gang.has_sequence]
+    if resident_gangs:
+        return min(resident_gangs)
     nets_s = {gang.key: gang.net_s(config.num_shared_steps) for gang in gangs}
     num_cached = {gang.key: gang.num_cached_tokens for gang in gangs}
     if request.digest is None:

@@ -113,7 +113,11 @@ class UnsentSequences:
         preempted = tenant_to_preempt(tenant, weight, self._uses)
         if preempted is None:
             return is_in_share(tenant, weight, self._uses, num_places), None
-        return True, next(one for one in reversed(self._timers) if one.request.tenant == preempted and one.may_move)
+        return True, next(
+            candidate
+            for candidate in reversed(self._timers)
+            if candidate.request.tenant == preempted and candidate.may_move
+        )
 
     def add(self, sequence: OpenSequence) -> None:
         """Adds a sequence that has no place."""
@@ -338,13 +342,13 @@ class FleetDispatcher:
         return dict(zip(gang_ids, sequences[: len(gang_ids)], strict=True))
 
     def residency(self, asker: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
-        found: dict[str, AdapterTier] = {}
-        for one in self._fleet.connected:
-            if one.info is not None:
-                is_known = one.info.gang_id in known_gangs
-                if (tier := one.known.tier_for(asker, digest, is_known=is_known)) is not None:
-                    found[one.info.gang_id] = tier
-        return found
+        tiers: dict[str, AdapterTier] = {}
+        for connection in self._fleet.connected:
+            if connection.info is not None:
+                is_known = connection.info.gang_id in known_gangs
+                if (tier := connection.known_gang.tier_for(asker, digest, is_known=is_known)) is not None:
+                    tiers[connection.info.gang_id] = tier
+        return tiers
 
     def load(self) -> EngineLoad | None:
         loads = [leader.load for leader in self._fleet.connected]

@@ -110,7 +110,7 @@ class Fleet:
         if len(self._gang_ids) < 2 or now < self._next_served_at.get(key, now):
             return
         self._next_served_at[key] = now + _SERVED_INTERVAL_S
-        reported_last = islice(reversed(connection.known.fair_queue.active), _MAX_EXAMINED)
+        reported_last = islice(reversed(connection.known_gang.fair_queue.active), _MAX_EXAMINED)
         if totals := self._shares.take_due(self._gang_ids[key], reported_last):
             connection.send(ServedElsewhere(totals))
 
@@ -126,7 +126,7 @@ class Fleet:
 
     def holds(self, sequence_key: str) -> bool:
         """A connected gang keeps the sequence with this key for any router that asks, or computes it for this one."""
-        return any(connection.known.holds(sequence_key) for connection in self.connected)
+        return any(connection.known_gang.holds(sequence_key) for connection in self.connected)
 
     def has_untried(self, sequence: OpenSequence) -> bool:
         """A connected gang has not failed to read the sequence's adapter."""
@@ -147,8 +147,8 @@ class Fleet:
                 block_size = connection.block_size
                 if block_size not in page_keys:
                     page_keys[block_size] = _page_keys(sequence, block_size)
-                num_cached_tokens = block_size * connection.known.num_cached_pages(page_keys[block_size])
-            views[key] = connection.known.view(
+                num_cached_tokens = block_size * connection.known_gang.num_cached_pages(page_keys[block_size])
+            views[key] = connection.known_gang.view(
                 key,
                 request.digest,
                 num_cached_tokens,
@@ -163,8 +163,8 @@ class Fleet:
         if chosen is None:
             return True
         connection = connections[chosen]
-        left = replace(request, num_tokens=request.num_tokens - views[chosen].num_cached_tokens)
-        connection.submit(sequence, left, page_keys.get(connection.block_size, ()))
+        uncached_request = replace(request, num_tokens=request.num_tokens - views[chosen].num_cached_tokens)
+        connection.submit(sequence, uncached_request, page_keys.get(connection.block_size, ()))
         return True
 
     def bring(self, sequences: Sequence[OpenSequence], wait_s: float) -> list[str]:
@@ -177,8 +177,8 @@ class Fleet:
             return []
         request, connections = self._request(sequences[0]), self._able(sequences[0])
         views = {
-            key: one.known.view(key, request.digest, 0, "", request.tenant, request.weight)
-            for key, one in connections.items()
+            key: leader.known_gang.view(key, request.digest, 0, "", request.tenant, request.weight)
+            for key, leader in connections.items()
         }
         gang_ids = []
         for sequence in sequences[: len(views)]:
@@ -211,9 +211,11 @@ class Fleet:
     def _found_orphans(self, connection: LeaderConnection, keys: Collection[str]) -> None:
         """A gang keeps sequences for any router that asks. Those that this router has elsewhere need not be kept."""
         self._on_orphans()
-        others = [other for other in self._connections.values() if other is not connection]
-        wanted = frozenset(keys)
-        elsewhere = [sequence for other in others for sequence in other.living(wanted)] if wanted else []
+        other_connections = [other for other in self._connections.values() if other is not connection]
+        orphan_keys = frozenset(keys)
+        elsewhere = (
+            [sequence for other in other_connections for sequence in other.living(orphan_keys)] if orphan_keys else []
+        )
         if elsewhere:
             connection.disown([(sequence.request.tenant, sequence.request.key) for sequence in elsewhere])
 
@@ -241,7 +243,7 @@ class Fleet:
         can_read = {
             key: c
             for key, c in least_tried.items()
-            if c.known.has(digest) or self._store_failed_at.get(key, since) <= since
+            if c.known_gang.has(digest) or self._store_failed_at.get(key, since) <= since
         }
         return can_read or least_tried
 

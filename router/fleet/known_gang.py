@@ -185,7 +185,7 @@ class KnownGang:
             self.load = frame.load
             self._num_unseen = self._num_unseen_tokens = self._num_unseen_background_tokens = 0
 
-    def sent(self, request: RoutingRequest, page_keys: Sequence[int] = (), sequence_key: str = "") -> None:
+    def add_sequence(self, request: RoutingRequest, page_keys: Sequence[int] = (), sequence_key: str = "") -> None:
         """A sequence of this router is on its way there. Its adapter counts as coming until `ended`.
 
         `page_keys`: short keys of its full pages. They count as there too, for sequences that begin alike.
@@ -204,7 +204,7 @@ class KnownGang:
             del self._expected_pages[next(iter(self._expected_pages))]
         if request.digest is not None:
             self._open[request.digest] += 1
-            self._uses.begun(request.digest, asker_of(request.tenant, request.owner))
+            self._uses.begin(request.digest, asker_of(request.tenant, request.owner))
 
     def ended(self, digest: str | None, sequence_key: str = "", asker: str = "") -> None:
         """A sequence of this asker, with this adapter and key, that was sent to the gang has ended."""

@@ -183,7 +183,7 @@ class LeaderConnection:
         """
         self.address = address
         self.info: GangInfo | None = None  # None: not connected
-        self.known = KnownGang(routing)
+        self.known_gang = KnownGang(routing)
         self.retired = False
         self._token = token
         self._name = secrets.token_hex(8)  # lets the leader recognise its streams as those of one router
@@ -208,7 +208,7 @@ class LeaderConnection:
     @property
     def load(self) -> EngineLoad:
         """As of the last frame."""
-        return self.known.load
+        return self.known_gang.load
 
     @property
     def block_size(self) -> int:
@@ -271,7 +271,7 @@ class LeaderConnection:
         self._ids[sequence] = sequence_id
         if sequence.may_move:
             self._unbegun[sequence] = Unbegun(max(0, sequence.num_tokens - request.num_tokens))
-        self.known.sent(request, page_keys, sequence.request.key)
+        self.known_gang.add_sequence(request, page_keys, sequence.request.key)
         self._outbox.put(Submit(sequence.request_from_here(sequence_id)))
 
     def cancel(self, sequence: OpenSequence) -> None:
@@ -294,7 +294,7 @@ class LeaderConnection:
         del self._sequences[self._ids.pop(sequence)]
         self._unbegun.pop(sequence, None)
         request, adapter = sequence.request, sequence.request.adapter
-        self.known.ended(
+        self.known_gang.ended(
             None if adapter is None else adapter.digest, request.key, asker_of(request.tenant, request.owner)
         )
         self._end_if_idle()
@@ -361,7 +361,7 @@ class LeaderConnection:
         if not isinstance(hello, Hello):
             raise ConnectionError("the leader sent a frame before its greeting")
         self.info = hello.info
-        self.known = KnownGang.greeted(self._routing, hello)
+        self.known_gang = KnownGang.greeted(self._routing, hello)
         _log.info("connected to gang %s at %s", hello.info.gang_id, self.address)
         if hello.info.gang_id == self._last_gang_id:  # else it is another gang at the same address
             self._go_on(hello.orphans)
@@ -393,7 +393,7 @@ class LeaderConnection:
         raise ConnectionError("the leader ended the stream")
 
     def _receive(self, frame: Frame) -> None:
-        self.known.receive(frame)
+        self.known_gang.receive(frame)
         self._last_arrived = frame.last_submitted
         given_back: SequenceError | None = None
         for update in frame.updates:
@@ -491,22 +491,22 @@ class LeaderConnection:
         if self.info is not None and not self.retired:
             _log.warning("lost gang %s at %s: %s", self.info.gang_id, self.address, reason)
         self.info = None
-        self.known = KnownGang(self._routing)
+        self.known_gang = KnownGang(self._routing)
         self._outbox.clear()
         cut_off = [CutOffSequence(sequence, key <= self._last_arrived) for key, sequence in self._sequences.items()]
         self._sequences, self._ids, self._unbegun = {}, {}, {}
         self._end_reports()
-        for one in cut_off:
-            one.sequence.move(self, None)
+        for entry in cut_off:
+            entry.sequence.move(self, None)
         if not is_fault:
             self._report_lost(cut_off, reason, is_fault=False)
             return
         may_return = not self.retired
-        self._report_lost([one for one in cut_off if not (may_return and one.sequence.request.key)], reason)
-        self._awaiting_reconnect.wait([one for one in cut_off if may_return and one.sequence.request.key], reason)
+        self._report_lost([entry for entry in cut_off if not (may_return and entry.sequence.request.key)], reason)
+        self._awaiting_reconnect.wait([entry for entry in cut_off if may_return and entry.sequence.request.key], reason)
 
     def _report_lost(self, cut_off: list[CutOffSequence], reason: str, *, is_fault: bool = True) -> None:
         """Gives sequences back to the dispatcher."""
-        for one in cut_off:
-            one.sequence.lose_gang(is_fault=is_fault, had_arrived=one.had_arrived)
-        self._on_lost([one.sequence for one in cut_off], reason)
+        for entry in cut_off:
+            entry.sequence.lose_gang(is_fault=is_fault, had_arrived=entry.had_arrived)
+        self._on_lost([entry.sequence for entry in cut_off], reason)

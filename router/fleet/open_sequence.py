@@ -209,10 +209,10 @@ class OpenSequence:
             return
         if update.token_ids or update.beam_rounds:
             self._token_ids += update.token_ids
-            for one in update.beam_rounds or ():
+            for beam_round in update.beam_rounds or ():
                 self._num_rounds += 1
                 assert self._search is not None
-                self._search.add(one)
+                self._search.add(beam_round)
             self.num_losses = self.num_failed_sends = 0
             self.num_store_failures.clear()
         if update.prompt_scores is not None:
@@ -308,19 +308,19 @@ class AwaitingReconnect:
         assert not self._waiting
         if not cut_off:
             return
-        for one in cut_off:
-            one.sequence.move(None, self)
-        self._waiting, self._reason = {one.sequence: one for one in cut_off}, reason
+        for entry in cut_off:
+            entry.sequence.move(None, self)
+        self._waiting, self._reason = {entry.sequence: entry for entry in cut_off}, reason
         self._timer = asyncio.get_running_loop().call_later(RECONNECT_WAIT_S, self.give_up)
 
     def take(self, orphans: Iterable[str]) -> list[OpenSequence]:
         """Removes the sequences with these keys, which the leader, now back, reports as held."""
         keys = set(orphans)
-        found = [sequence for sequence in self._waiting if sequence.request.key in keys]
-        for sequence in found:
+        sequences = [sequence for sequence in self._waiting if sequence.request.key in keys]
+        for sequence in sequences:
             del self._waiting[sequence]
             sequence.move(self, None)
-        return found
+        return sequences
 
     def give_up(self) -> None:
         """The leader is not back: all sequences here are lost."""

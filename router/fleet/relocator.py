@@ -184,15 +184,15 @@ class Relocator:
             return
         self._next_round = now + ROUND_S
         self._rests_until = {key: until for key, until in self._rests_until.items() if until > now}
-        connected = {key: one for key, one in self._connections.items() if one.info is not None}
+        connected = {key: leader for key, leader in self._connections.items() if leader.info is not None}
         if len(connected) < 2:
             return
-        num_sources = sum(connection.known.load.gauges.num_waiting > 0 for connection in connected.values())
+        num_sources = sum(connection.known_gang.load.gauges.num_waiting > 0 for connection in connected.values())
         if not num_sources:
             return
         num_examined = max(1, self._config.max_examined // num_sources)
         candidates: dict[str, list[OpenSequence]] = {key: [] for key in connected}
-        queues = [self._queue(key, one, candidates[key], num_examined) for key, one in connected.items()]
+        queues = [self._queue(key, leader, candidates[key], num_examined) for key, leader in connected.items()]
         for source, place, target in relocations(queues, self._config):
             connected[source].withdraw(candidates[source][place], target)
             self._rests_until[target] = now + REST_S
@@ -201,7 +201,7 @@ class Relocator:
         self, key: str, connection: LeaderConnection, candidates: list[OpenSequence], num_examined: int
     ) -> GangQueue:
         """Its queue, without sequences that are being recalled. `candidates` gets the sequences of its `newest`."""
-        view = connection.known.view(key, None)
+        view = connection.known_gang.view(key, None)
         num_recalled = num_tokens = 0
         recalled: Counter[str] = Counter()  # tokens, by tenant
         newest: list[WaitingSequence] = []
@@ -216,14 +216,14 @@ class Relocator:
                     newest.append(self._waiting(sequence, unbegun.num_cached_tokens))
         return GangQueue(
             key,
-            max(0, connection.known.num_queued_tokens - num_tokens),
+            max(0, connection.known_gang.num_queued_tokens - num_tokens),
             max(0, view.num_waiting - num_recalled),
-            connection.known.load.gauges.oldest_waiting_s,
+            connection.known_gang.load.gauges.oldest_waiting_s,
             view.costs,
             connection.num_unbegun - num_recalled,
             newest if num_recalled < _MAX_RECALLED else [],
-            connection.known.has,
-            partial(_num_before, connection.known, num_tokens, recalled),
+            connection.known_gang.has,
+            partial(_num_before, connection.known_gang, num_tokens, recalled),
             takes=key not in self._rests_until,
         )
 
@@ -241,7 +241,7 @@ class Relocator:
 
 
 def _num_before(
-    known: KnownGang,
+    gang: KnownGang,
     num_recalled: int,
     recalled: Mapping[str, int],
     tenant: str,
@@ -250,4 +250,4 @@ def _num_before(
     num_more_of_all: int,
 ) -> float:
     """A `TokensBefore`. `recalled`: tokens by tenant that are about to leave; `num_recalled`: all of them."""
-    return known.num_tokens_before(tenant, weight, num_more - recalled.get(tenant, 0), num_more_of_all - num_recalled)
+    return gang.num_tokens_before(tenant, weight, num_more - recalled.get(tenant, 0), num_more_of_all - num_recalled)

@@ -66,18 +66,20 @@ NEW_SEARCH: Final = BeamSearch((Beam(),), ())
 
 
 def advanced(
-    search: BeamSearch, one: BeamRound, rules: BeamRules, is_stopped: Callable[[Beam], bool] = lambda _: False
+    search: BeamSearch, beam_round: BeamRound, rules: BeamRules, is_stopped: Callable[[Beam], bool] = lambda _: False
 ) -> tuple[BeamSearch, bool]:
     """The search after a round, and whether a beam was stopped in it: the gang does not know of that."""
     grown, stopped = dict[int, Beam](), set[int]()
 
     def beam(index: int) -> Beam:
         if index not in grown:
-            candidate = one.candidates[index]
+            candidate = beam_round.candidates[index]
             parent = search.live[candidate.parent]
-            shown = TokenLogprobs(candidate.logprob, candidate.top_ids, candidate.top_logprobs)
+            token_logprobs = TokenLogprobs(candidate.logprob, candidate.top_ids, candidate.top_logprobs)
             grown[index] = Beam(
-                (*parent.token_ids, candidate.token_id), (*parent.logprobs, shown), parent.total + candidate.logprob
+                (*parent.token_ids, candidate.token_id),
+                (*parent.logprobs, token_logprobs),
+                parent.total + candidate.logprob,
             )
         return grown[index]
 
@@ -86,7 +88,7 @@ def advanced(
             stopped.add(index)
         return index in stopped
 
-    choice = choose(search.state(rules), one.candidates, rules, is_stopped_here)
+    choice = choose(search.state(rules), beam_round.candidates, rules, is_stopped_here)
     finished = [*search.finished, *map(beam, choice.finished)]
     finished.sort(key=lambda each: each.score(rules), reverse=True)
     after = BeamSearch(tuple(map(beam, choice.live)), tuple(finished[: rules.width]))
@@ -126,9 +128,9 @@ class BeamStops:
         matcher = StopMatcher(self._automaton) if parent is None else parent.copy()
         context = [*self._context, *earlier[-_NUM_CONTEXT_TOKENS:]][-_NUM_CONTEXT_TOKENS:]
         detokenizer = self._text.detokenizer(context, skip_special_tokens=self._skip_special_tokens)
-        found = matcher.find(detokenizer.step(last))
+        match = matcher.find(detokenizer.step(last))
         self._now[beam.token_ids] = matcher
-        return found is not None
+        return match is not None
 
 
 _TOO_FEW: Final = "the model gives too few continuations a chance to fill {width} beams: n must be smaller"
@@ -164,7 +166,7 @@ class BeamRun:
         self._ended_usage = SequenceUsage()  # of earlier streams
         self._began_at: float | None = None  # when a step was first planned for it, by time.perf_counter()
         self._stream: SequenceStream | None = None
-        self._task = asyncio.create_task(self._found())
+        self._task = asyncio.create_task(self._best_updates())
 
     def streams(self) -> list[BeamStream]:
         """One stream for each beam that will be found, the best first."""
@@ -183,7 +185,7 @@ class BeamRun:
         if self._stream is not None:
             await self._stream.reported()
 
-    async def _found(self) -> list[SequenceUpdate]:
+    async def _best_updates(self) -> list[SequenceUpdate]:
         """The updates of all streams, by rank: each a whole beam, or the error for which the search failed."""
         try:
             search = NEW_SEARCH
@@ -218,8 +220,8 @@ class BeamRun:
                 self._num_cached_tokens = update.num_cached_tokens
             if self._began_at is None and update.computing_s is not None:
                 self._began_at = time.perf_counter() - update.computing_s
-            for one in update.beam_rounds or ():
-                search, has_stopped = advanced(search, one, self._rules, self._is_stopped)
+            for beam_round in update.beam_rounds or ():
+                search, has_stopped = advanced(search, beam_round, self._rules, self._is_stopped)
                 if has_stopped or not search.live:
                     stream.cancel()  # no-op if it has ended
                     return search

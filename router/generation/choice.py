@@ -142,9 +142,9 @@ class Choice:
             num_before = len(self._held_text)
             self._held_text += piece
             if self._stop is not None:
-                found = self._stop.find(piece)
-                if found is not None and self.num_tokens > self._ends.min_tokens:
-                    start, end = num_before + found[0], num_before + found[1]
+                match = self._stop.find(piece)
+                if match is not None and self.num_tokens > self._ends.min_tokens:
+                    start, end = num_before + match[0], num_before + match[1]
                     self.stop_reason = self._held_text[start:end]
                     return end if self._ends.shows_stop else start
         return None
@@ -153,18 +153,18 @@ class Choice:
         """The delta of `text` and of the held tokens that go with it; at the end all of them go."""
         num_sent = self._num_sent_chars
         if self.finish_reason is None:
-            sent = [token for token in self._held_tokens if token.offset < num_sent]
-            self._held_tokens = self._held_tokens[len(sent) :]  # offsets never fall, so those were the first ones
+            tokens = [token for token in self._held_tokens if token.offset < num_sent]
+            self._held_tokens = self._held_tokens[len(tokens) :]  # offsets never fall, so those were the first ones
         else:
-            sent, self._held_tokens = self._held_tokens, []
-        shown = [
+            tokens, self._held_tokens = self._held_tokens, []
+        logprobs = [
             ShownToken(token.token_id, token.logprobs, token.offset)
-            for token in sent
+            for token in tokens
             if token.logprobs is not None
             and (self._keep_hidden or not (token.is_hidden or (is_cut and token.offset >= num_sent)))
         ]
-        token_ids = [token.token_id for token in sent] if self._keep_token_ids else []
-        return Delta(text, token_ids, shown if self._keep_logprobs else [], self.finish_reason, self.stop_reason)
+        token_ids = [token.token_id for token in tokens] if self._keep_token_ids else []
+        return Delta(text, token_ids, logprobs if self._keep_logprobs else [], self.finish_reason, self.stop_reason)
 
 
 # One answer of a chat under way: a choice whose text is parsed to thoughts, tool calls and content.
@@ -182,9 +182,9 @@ class MessageChoice(Choice):
         pieces: list[Piece] = []
         token_ids: list[int] = []
         logprobs: list[ShownToken] = []
-        for one in _by_token(update):
+        for token_update in _by_token(update):
             was_reasoning = self._reader.is_reasoning
-            delta = super().fold(one)
+            delta = super().fold(token_update)
             pieces += self._reader.feed(delta.text)
             self.num_reasoning_tokens += was_reasoning or self._reader.is_reasoning
             token_ids += delta.token_ids
@@ -204,7 +204,7 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
     for number, group in groupby(pieces, lambda piece: piece.number if isinstance(piece, Call) else None):
         parts = [*group]
         calls = [part for part in parts if isinstance(part, Call)]
-        joined += parts if number is None else [Call(number, calls[0].name, "".join(one.arguments for one in calls))]
+        joined += parts if number is None else [Call(number, calls[0].name, "".join(call.arguments for call in calls))]
     return joined
 
 
@@ -232,10 +232,10 @@ def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
     Scores of a prompt come before its tokens, of as many at most in an update, too.
     """
     if update.prompt_scores is not None:
-        scores, rest = update.prompt_scores, structs.replace(update, prompt_scores=None)
+        scores, remainder = update.prompt_scores, structs.replace(update, prompt_scores=None)
         limit = _max_tokens(scores.num_top)
         parts = [scores.part(start, start + limit) for start in range(0, scores.num_rows, limit)]
-        return [*(SequenceUpdate(update.sequence_id, prompt_scores=part) for part in parts), *portions(rest)]
+        return [*(SequenceUpdate(update.sequence_id, prompt_scores=part) for part in parts), *portions(remainder)]
     token_ids, logprobs = update.token_ids, update.logprobs
     limit = _max_tokens(len(logprobs[0].top_ids) if logprobs else 0)
     if len(token_ids) <= limit:

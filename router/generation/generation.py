@@ -178,21 +178,21 @@ class Generation:
     def _take_seen(self, index: int, update: SequenceUpdate) -> SequenceUpdate:
         """Skips the tokens that the client has had; returns the rest. Raises a 400 if fewer were generated."""
         choice, num_seen = self.choices[index], self._num_seen[index]
-        seen, rest = _split(update, num_seen - choice.num_tokens)
+        seen, remainder = _split(update, num_seen - choice.num_tokens)
         self._fold(index, seen)
         if choice.finish_reason is not None and choice.num_tokens < num_seen:
             raise wrong_position(
                 f"choice {index} ends after {choice.num_tokens} tokens, and the position says {num_seen}."
             )
-        return rest
+        return remainder
 
     def _fold(self, index: int, update: SequenceUpdate) -> Delta:
         choice = self.choices[index]
         num_tokens = choice.num_tokens
         delta = choice.fold(update)
         if update.logprobs is not None:  # tokens after a stop string do not count
-            shown = update.logprobs[: choice.num_tokens - num_tokens]
-            self._total_logprobs[index] += sum(token.chosen for token in shown)
+            logprobs = update.logprobs[: choice.num_tokens - num_tokens]
+            self._total_logprobs[index] += sum(token.chosen for token in logprobs)
         if choice.finish_reason is not None:
             self._metrics.finished[choice.finish_reason] += 1
             self._metrics.completion_tokens.observe(choice.num_tokens)
@@ -222,11 +222,11 @@ class Generation:
         n, num_best = self.request.n, self.request.num_best
         if num_best is None or num_best == n:
             return list(range(len(self.choices)))
-        found: list[int] = []
+        indices: list[int] = []
         for start in range(0, len(self.choices), n):
             ranked = sorted(range(start, start + n), key=self._mean_logprob, reverse=True)  # ties: in their order
-            found += ranked[:num_best]
-        return found
+            indices += ranked[:num_best]
+        return indices
 
     def usage(self) -> Usage:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.request.prompts)
@@ -235,8 +235,8 @@ class Generation:
         details = UNSET if num_cached is None else PromptTokensDetails(num_cached)
         reasoned: CompletionTokensDetails | UnsetType = UNSET
         if self.request.reader is not None:
-            found = (choice.num_reasoning_tokens for choice in self.choices if isinstance(choice, MessageChoice))
-            reasoned = CompletionTokensDetails(sum(found))
+            token_counts = (choice.num_reasoning_tokens for choice in self.choices if isinstance(choice, MessageChoice))
+            reasoned = CompletionTokensDetails(sum(token_counts))
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details, reasoned)
 
     def progress(self) -> Progress:
@@ -249,10 +249,10 @@ class Generation:
         # Tokens that were found in the cache count once for a prompt, however many sequences share it.
         num_prompt_tokens = sum(
             max(
-                one.num_computed_prompt_tokens,
-                min(len(prompt.token_ids), one.num_computed_prompt_tokens + one.num_cached_prompt_tokens),
+                counts.num_computed_prompt_tokens,
+                min(len(prompt.token_ids), counts.num_computed_prompt_tokens + counts.num_cached_prompt_tokens),
             )
-            for prompt, one in zip(self.request.prompts, of_prompts, strict=False)
+            for prompt, counts in zip(self.request.prompts, of_prompts, strict=False)
         )
         return Progress(
             num_prompt_tokens=num_prompt_tokens,
@@ -296,13 +296,13 @@ class Generation:
     @property
     def num_cached_tokens(self) -> int | None:
         """Tokens of the prompts that no choice had to compute; None: not all sequences have reported yet."""
-        n, found = self.request.n, 0
+        n, total = self.request.n, 0
         for start, prompt in zip(range(0, len(self.choices), n), self.request.prompts, strict=True):
-            known = [num_cached for num_cached in self._num_cached[start : start + n] if num_cached is not None]
-            if len(known) < n:
+            cached_counts = [num_cached for num_cached in self._num_cached[start : start + n] if num_cached is not None]
+            if len(cached_counts) < n:
                 return None
-            found += min(*known, len(prompt.token_ids))
-        return found
+            total += min(*cached_counts, len(prompt.token_ids))
+        return total
 
     def _mean_logprob(self, index: int) -> float:
         return self._total_logprobs[index] / max(self.choices[index].num_tokens, 1)
@@ -315,8 +315,8 @@ class Generation:
     async def _submit(self) -> None:
         """As many as may be at gangs now."""
         request, share = self.request, LoopShare()
-        most = len(self.choices) if request.most_at_once is None else request.most_at_once
-        while self._num_sent_prompts < len(request.prompts) and self._num_at_once < most:
+        max_at_once = len(self.choices) if request.most_at_once is None else request.most_at_once
+        while self._num_sent_prompts < len(request.prompts) and self._num_at_once < max_at_once:
             position, prompt = self._num_sent_prompts, request.prompts[self._num_sent_prompts]
             self._num_sent_prompts += 1
             self._metrics.num_prompt_tokens += len(prompt.token_ids)
@@ -380,12 +380,12 @@ class Generation:
         share = LoopShare()
         while True:
             if queue.empty():
-                found = await queue.get()
+                indexed_update = await queue.get()
                 share = LoopShare()
             else:  # without this a request of many sequences would take in all of a frame in one go
-                found = queue.get_nowait()
+                indexed_update = queue.get_nowait()
                 await share.pause()
-            yield found
+            yield indexed_update
 
     def _pump_new(self) -> None:
         """Puts updates of streams into the queue that were submitted since the last time."""
@@ -433,8 +433,8 @@ def _split(update: SequenceUpdate, num_tokens: int) -> tuple[SequenceUpdate, Seq
         seen = SequenceUpdate(sequence_id, token_ids, logprobs, update.finish_reason)
         return seen, SequenceUpdate(sequence_id, error=update.error)
     before, after = (None, None) if logprobs is None else (logprobs[:num_tokens], logprobs[num_tokens:])
-    rest = SequenceUpdate(sequence_id, token_ids[num_tokens:], after, update.finish_reason, update.error)
-    return SequenceUpdate(sequence_id, token_ids[:num_tokens], before), rest
+    remainder = SequenceUpdate(sequence_id, token_ids[num_tokens:], after, update.finish_reason, update.error)
+    return SequenceUpdate(sequence_id, token_ids[:num_tokens], before), remainder
 
 
 async def _numbered(stream: SequenceStream) -> AsyncIterator[tuple[int, SequenceUpdate]]:

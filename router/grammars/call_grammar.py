@@ -152,7 +152,7 @@ class BareJson:
                 return f"{self._mark} {self._text}"
             if words <= {"type", "enum"} and "enum" in words and kind in (None, "string"):
                 choices = schema["enum"]
-                if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+                if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
                     return f"{self._mark} ({' | '.join(map(quoted, choices))}) {self._mark}"
             if words == {"type", "items"} and kind == "array" and isinstance(schema["items"], dict):
                 item = self.value(schema["items"], depth + 1)
@@ -197,13 +197,13 @@ INPUT: Final = "input"  # the only argument of a custom tool
 _NO_TEXT: Final = ("pattern", "minLength", "maxLength", "format")  # of strings that are written without quotes
 
 
-def with_calls(wanted: WantedCalls, answer: str | None, special_ids: Mapping[str, int], spaces: str | None) -> str:
+def with_calls(calls: WantedCalls, answer: str | None, special_ids: Mapping[str, int], spaces: str | None) -> str:
     """A whole grammar of tool calls, or of `answer`, a whole grammar, where none must be made.
 
     None: then of any text with calls in it. Raises ValueError for schemas that cannot be written so.
     """
-    text, rules = wanted.text, _Rules(wanted, special_ids, spaces)
-    if wanted.must_call:
+    text, rules = calls.text, _Rules(calls, special_ids, spaces)
+    if calls.must_call:
         return rules.lines(f"start: {_SPACES} {rules.calls(text.first)}")
     if answer is not None:
         return rules.lines(f"start: {_SPACES} {rules.calls(text.first)} | answer", f"answer: %lark {{\n{answer}\n}}")
@@ -213,9 +213,9 @@ def with_calls(wanted: WantedCalls, answer: str | None, special_ids: Mapping[str
         head = f"head: TEXT <[{special_ids[text.trigger]}]>"
     else:
         head = f"head[lazy]: TEXT {quoted(text.trigger)}"
-    repeats = "?" if wanted.is_one else "*"
+    repeats = "?" if calls.is_one else "*"
     body = rules.calls(text.first, text.trigger)
-    return rules.lines(f"start: (head {body}){repeats} {'' if wanted.is_one else 'TEXT'}", head, f"TEXT: {ANY_TEXT}")
+    return rules.lines(f"start: (head {body}){repeats} {'' if calls.is_one else 'TEXT'}", head, f"TEXT: {ANY_TEXT}")
 
 
 def after_thought(grammar: str, opening: str, closing: str, behind: str, special_ids: Mapping[str, int]) -> str:
@@ -234,8 +234,8 @@ def after_thought(grammar: str, opening: str, closing: str, behind: str, special
 
 
 class _Rules:
-    def __init__(self, wanted: WantedCalls, special_ids: Mapping[str, int], spaces: str | None) -> None:
-        self._wanted = wanted
+    def __init__(self, calls: WantedCalls, special_ids: Mapping[str, int], spaces: str | None) -> None:
+        self._calls = calls
         self._special_ids = special_ids
         self._spaces = spaces
         self._lines: list[str] = []
@@ -248,19 +248,19 @@ class _Rules:
 
         `without`: the beginning of it that has been written already.
         """
-        text, tools = self._wanted.text, self._wanted.tools
+        text, tools = self._calls.text, self._calls.tools
         firsts = [f"first_{number}" for number in range(len(tools))]
         for number, (name, schema) in enumerate(tools):
             begin = text.begin.replace("{name}", name)
-            if name in self._wanted.inputs:
-                arguments = self._input(*self._wanted.inputs[name], text)
+            if name in self._calls.inputs:
+                arguments = self._input(*self._calls.inputs[name], text)
             else:
                 arguments = self._arguments(number, schema, text)
             self._lines.append(f"arguments_{number}: {arguments}")
             opening = self._text((before + begin).removeprefix(without))
             self._lines.append(f"first_{number}: {opening} arguments_{number} {self._text(text.end)}")
         more = ""
-        if not (self._wanted.is_one or text.is_alone) and (
+        if not (self._calls.is_one or text.is_alone) and (
             text.last or not without
         ):  # others begin with the trigger again
             nexts = []
@@ -362,12 +362,12 @@ class _Rules:
         opening = self._text(tags.opening.replace("{key}", key))
         kind = value.get("type") if isinstance(value, dict) else None
         choices = value.get("enum", [value["const"]] if "const" in value else None) if isinstance(value, dict) else None
-        if isinstance(choices, list) and choices and all(isinstance(one, str) for one in choices):
+        if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
             return f"{opening} ({' | '.join(map(quoted, choices))}) {self._text(tags.closing)}"
         if isinstance(kind, str) and kind != "string":
             return f"{opening} {self._json(root, value)} {self._text(tags.closing)}"
-        if kind == "string" and (found := [name for name in _NO_TEXT if name in value]):
-            raise ValueError(f"of texts the keyword {found[0]!r} is not supported with this model's form of calls.")
+        if kind == "string" and (keywords := [name for name in _NO_TEXT if name in value]):
+            raise ValueError(f"of texts the keyword {keywords[0]!r} is not supported with this model's form of calls.")
         if kind != "string":
             raise ValueError(f"the argument {key!r} needs one type with this model's form of calls.")
         self._lines.append(f"text_{number}[lazy]: {ANY_TEXT} {quoted(tags.closing)}")

@@ -155,9 +155,9 @@ def _in_words(error: str) -> str:
     return f"{first[:_MAX_PROBLEM_CHARS].rstrip('.')}."
 
 
-def _verdict(trial: GrammarTrial, question: Question, wanted: bytes) -> Verdict:
+def _verdict(trial: GrammarTrial, question: Question, grammar: bytes) -> Verdict:
     try:
-        lark = lark_text(msgspec.msgpack.decode(wanted, type=WantedGrammar), question.special_ids)
+        lark = lark_text(msgspec.msgpack.decode(grammar, type=WantedGrammar), question.special_ids)
     except RecursionError:
         return Verdict(problem="it is nested too deeply.")
     except ValueError as error:
@@ -170,7 +170,7 @@ def _verdict(trial: GrammarTrial, question: Question, wanted: bytes) -> Verdict:
     return Verdict(problem=problem) if problem else Verdict(lark)
 
 
-def _answer(trial: GrammarTrial, question: Question, wanted: bytes) -> list[bytes]:
+def _answer(trial: GrammarTrial, question: Question, grammar: bytes) -> list[bytes]:
     """The verdict, by a process that the grammar may end, and the seconds of CPU that it took."""
     source, sink = os.pipe()
     child = os.fork()
@@ -184,7 +184,7 @@ def _answer(trial: GrammarTrial, question: Question, wanted: bytes) -> list[byte
             bound_stack(STACK_BYTES)
             bound_cpu(CPU_S)
             with os.fdopen(sink, "wb") as answer:
-                answer.write(msgspec.msgpack.encode(_verdict(trial, question, wanted)))
+                answer.write(msgspec.msgpack.encode(_verdict(trial, question, grammar)))
             status = 0
         finally:
             os._exit(status)
@@ -203,9 +203,9 @@ def main(source: IO[bytes], sink: IO[bytes]) -> None:
     bound_memory(MOST_BYTES)
     trial, decoder = GrammarTrial(), msgspec.msgpack.Decoder(Question)
     while frames := read_frames(source):
-        question, wanted = decoder.decode(frames[0]), frames[1]
+        question, grammar = decoder.decode(frames[0]), frames[1]
         trial.prepare(question.vocab_size)
-        write_frames(sink, [NOT_LAST, *_answer(trial, question, wanted)])
+        write_frames(sink, [NOT_LAST, *_answer(trial, question, grammar)])
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class CpuShares:
     def rest_s(self, tenant: str, cpu_s: float) -> float:
         """The tenant has taken this: how long it must take nothing now."""
         now = self._clock()
-        self._paid_at = {one: paid_at for one, paid_at in self._paid_at.items() if paid_at > now}
+        self._paid_at = {name: paid_at for name, paid_at in self._paid_at.items() if paid_at > now}
         self._paid_at[tenant] = paid_at = self._paid_at.get(tenant, now) + cpu_s / self._share
         return max(0.0, paid_at - now - self._burst_s / self._share)
 
@@ -63,20 +63,20 @@ class KnownGrammars:
         self._num_bytes: dict[str, int] = {}
 
     def get(self, tenant: str, digest: bytes) -> Verdict | None:
-        own = self._of_tenant.get(tenant)
-        verdict = None if own is None else own.get(digest)
-        if own is not None and verdict is not None:
-            own.move_to_end(digest)
+        verdicts = self._of_tenant.get(tenant)
+        verdict = None if verdicts is None else verdicts.get(digest)
+        if verdicts is not None and verdict is not None:
+            verdicts.move_to_end(digest)
             self._of_tenant.move_to_end(tenant)
         return verdict
 
     def put(self, tenant: str, digest: bytes, verdict: Verdict) -> None:
-        own = self._of_tenant.setdefault(tenant, OrderedDict())
+        verdicts = self._of_tenant.setdefault(tenant, OrderedDict())
         self._of_tenant.move_to_end(tenant)
-        own[digest] = verdict
+        verdicts[digest] = verdict
         self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + _num_bytes(verdict)
         while self._num_bytes[tenant] > MAX_TENANT_BYTES:
-            _, oldest = own.popitem(last=False)
+            _, oldest = verdicts.popitem(last=False)
             self._num_bytes[tenant] -= _num_bytes(oldest)
         while sum(self._num_bytes.values()) > MAX_BYTES:
             tenant, _ = self._of_tenant.popitem(last=False)
@@ -84,7 +84,7 @@ class KnownGrammars:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if bytes are miscounted, or are too many."""
-        counted = {tenant: sum(map(_num_bytes, own.values())) for tenant, own in self._of_tenant.items()}
+        counted = {tenant: sum(map(_num_bytes, verdicts.values())) for tenant, verdicts in self._of_tenant.items()}
         assert counted == self._num_bytes
         assert all(0 < num_bytes <= MAX_TENANT_BYTES for num_bytes in counted.values())
         assert sum(counted.values()) <= MAX_BYTES
@@ -117,28 +117,28 @@ class GrammarCheck:
         self._waiting_places = TenantPlaces(NUM_PROCESSES - 1)  # for tenants that may wait: others find a process
         self._shares = CpuShares(CPU_SHARE, CPU_BURST_S)
         self._trials: dict[tuple[str, bytes], asyncio.Task[Verdict]] = {}  # by tenant and digest
-        self.known = KnownGrammars()
+        self.cache = KnownGrammars()
 
-    async def lark(self, tenant: str, wanted: WantedGrammar, vocab_size: int) -> str:
+    async def lark(self, tenant: str, grammar: WantedGrammar, vocab_size: int) -> str:
         """The grammar for the engine. Raises a 400 that names the field for one that llguidance does not take.
 
         Raises 429 where too many of the tenant's grammars wait, and 503 where none can be tried.
         """
         try:
-            data = msgspec.msgpack.encode(wanted)
+            data = msgspec.msgpack.encode(grammar)
         except UnicodeEncodeError:
-            raise invalid_value(wanted.param, "it has half of a surrogate pair, which is not a character.") from None
+            raise invalid_value(grammar.param, "it has half of a surrogate pair, which is not a character.") from None
         except OverflowError:
-            raise invalid_value(wanted.param, "it has a whole number of more than 64 bits.") from None
+            raise invalid_value(grammar.param, "it has a whole number of more than 64 bits.") from None
         except RecursionError:
-            raise invalid_value(wanted.param, "it is nested too deeply.") from None
+            raise invalid_value(grammar.param, "it is nested too deeply.") from None
         if len(data) > MAX_GRAMMAR_BYTES:
             message = f"it has {len(data)} bytes: at most {MAX_GRAMMAR_BYTES} are accepted."
-            raise invalid_value(wanted.param, message)
+            raise invalid_value(grammar.param, message)
         digest = blake2b(data, digest_size=16).digest()
-        verdict = self.known.get(tenant, digest) or await self._awaited(tenant, digest, data, vocab_size)
+        verdict = self.cache.get(tenant, digest) or await self._awaited(tenant, digest, data, vocab_size)
         if verdict.problem:
-            raise invalid_value(wanted.param, verdict.problem)
+            raise invalid_value(grammar.param, verdict.problem)
         return verdict.lark
 
     async def _awaited(self, tenant: str, digest: bytes, data: bytes, vocab_size: int) -> Verdict:
@@ -170,7 +170,7 @@ class GrammarCheck:
             await places.enter_async_context(self._places.of(tenant))
             verdict, cpu_s = await self._run(Question(vocab_size, self._special_ids, may_wait), data)
             turn.rest_s = self._shares.rest_s(tenant, cpu_s)
-        self.known.put(tenant, digest, verdict)
+        self.cache.put(tenant, digest, verdict)
         return verdict
 
     async def _run(self, question: Question, data: bytes) -> tuple[Verdict, float]:

@@ -65,19 +65,19 @@ def json_value(schema: dict[str, Any] | bool, spaces: str | None) -> str:
 
 def _refuse_inexact(schema: Any) -> None:
     """llguidance reads numbers as doubles: a neighbour of this integer would be answered. Raises ValueError."""
-    rest: list[tuple[Any, bool, str]] = [(schema, True, "")]  # the value, whether its keys are keywords, of which one
-    while rest:
-        value, has_keywords, keyword = rest.pop()
+    stack: list[tuple[Any, bool, str]] = [(schema, True, "")]  # the value, whether its keys are keywords, of which one
+    while stack:
+        value, has_keywords, keyword = stack.pop()
         if isinstance(value, list):
-            rest += [(one, has_keywords, keyword) for one in value]
+            stack += [(child, has_keywords, keyword) for child in value]
         elif isinstance(value, dict) and has_keywords:
-            rest += [
-                (one, name not in _VALUES and name not in _SCHEMAS_BY_NAME, name)
-                for name, one in value.items()
+            stack += [
+                (child, name not in _VALUES and name not in _SCHEMAS_BY_NAME, name)
+                for name, child in value.items()
                 if name not in _NOTES
             ]
         elif isinstance(value, dict):
-            rest += [(one, keyword in _SCHEMAS_BY_NAME, keyword) for one in value.values()]
+            stack += [(child, keyword in _SCHEMAS_BY_NAME, keyword) for child in value.values()]
         elif isinstance(value, int) and keyword in _NUMERIC and int(float(value)) != value:
             raise ValueError(
                 f"{keyword!r} has {value}, which a double does not hold: whole numbers from {-(2**53)} to {2**53} and "
@@ -238,7 +238,7 @@ def quoted_pattern(pattern: str, *, dot_is_all: bool = False) -> str:
             out.append(
                 _either(
                     "[^" + _avoided("" if dot_is_all else "\n"),
-                    [*_ESCAPES] if dot_is_all else [one for one in _ESCAPES if one != "\n"],
+                    [*_ESCAPES] if dot_is_all else [char for char in _ESCAPES if char != "\n"],
                 )
             )
         else:
@@ -271,19 +271,19 @@ def _quoted_class(inner: str) -> str:
         if last is None and first in ("\\d", "\\w"):
             plain.append(first)
             continue
-        low, high = (one[1:] if one.startswith("\\") else one for one in (first, last or first))
+        low, high = (char[1:] if char.startswith("\\") else char for char in (first, last or first))
         if first[0] == "\\" and low in "DWS":
             raise ValueError(f"{first} is not supported within a class of characters.")
         begin, end = (
-            _char(one) if source.startswith("\\") else one for one, source in ((low, first), (high, last or first))
+            _char(char) if source.startswith("\\") else char for char, source in ((low, first), (high, last or first))
         )
-        specials |= {one for one in _ESCAPES if begin <= one <= end}
+        specials |= {char for char in _ESCAPES if begin <= char <= end}
         plain.append(_in_class(begin) if begin == end else f"{_in_class(begin)}-{_in_class(end)}")
     if is_negative:
-        return _either(f"[^{''.join(plain)}" + _avoided(""), [one for one in _ESCAPES if one not in specials])
+        return _either(f"[^{''.join(plain)}" + _avoided(""), [char for char in _ESCAPES if char not in specials])
     # A range may hold some that JSON escapes.
-    shown = [f"[{''.join(plain)}--[{_avoided('')[:-1]}]]"] if plain else []
-    return "(?:" + "|".join([*shown, *(_literal(_ESCAPES[one]) for one in sorted(specials))]) + ")"
+    branches = [f"[{''.join(plain)}--[{_avoided('')[:-1]}]]"] if plain else []
+    return "(?:" + "|".join([*branches, *(_literal(_ESCAPES[char]) for char in sorted(specials))]) + ")"
 
 
 def _quoted_range(low: str, high: str) -> str:
@@ -297,7 +297,7 @@ def _avoided(more: str) -> str:
 
 
 def _either(plain: str, specials: list[str]) -> str:
-    return "(?:" + "|".join([plain, *(_literal(_ESCAPES[one]) for one in specials)]) + ")"
+    return "(?:" + "|".join([plain, *(_literal(_ESCAPES[char]) for char in specials)]) + ")"
 
 
 def _quoted_char(char: str) -> str:

@@ -80,9 +80,9 @@ class _Converter:
     def lark(self) -> str:
         self._lines = [f"start: {self._reference(ROOT)}"]
         for name, body in self._bodies.items():
-            piece, rest = self._alternatives(body, 0, 0)
-            if rest < len(body):
-                raise self._error(body[rest].position, "a ')' has no '('")
+            piece, end = self._alternatives(body, 0, 0)
+            if end < len(body):
+                raise self._error(body[end].position, "a ')' has no '('")
             self._lines.append(f"{self._reference(name)}: {piece.lark}")
         return "\n".join(self._lines)
 
@@ -103,10 +103,10 @@ class _Converter:
         }
         users: dict[str, list[str]] = {name: [] for name in references}
         for name, used in references.items():
-            for one in used:
-                if one not in users:
-                    raise ValueError(f"its rule {name!r} uses {one!r}, which is not defined.")
-                users[one].append(name)
+            for rule in used:
+                if rule not in users:
+                    raise ValueError(f"its rule {name!r} uses {rule!r}, which is not defined.")
+                users[rule].append(name)
         num_open = {name: len(used) for name, used in references.items()}
         ready = [name for name, number in num_open.items() if not number]
         for name in ready:  # grows during the loop
@@ -214,33 +214,33 @@ class _Converter:
             raise self._error(token.position, f"{match[0]!r} is not a character")
         return chr(number)
 
-    def _error(self, position: int, what: str) -> ValueError:
-        return ValueError(f"line {self._grammar.count(chr(10), 0, position) + 1}: {what}.")
+    def _error(self, position: int, problem: str) -> ValueError:
+        return ValueError(f"line {self._grammar.count(chr(10), 0, position) + 1}: {problem}.")
 
 
 # vLLM's structural tags: text in which structures must follow, as xgrammar describes it.
 
 
-def structural_tags(wanted: ResponseFormat, special_ids: Mapping[str, int], spaces: str | None) -> str:
+def structural_tags(response_format: ResponseFormat, special_ids: Mapping[str, int], spaces: str | None) -> str:
     """A whole grammar. Raises ValueError.
 
     `structures` and `triggers`, the older form, say the same as a `format` of the type "triggered_tags".
     """
-    form = wanted.format
+    form = response_format.format
     if form is None:
-        if wanted.structures is None or wanted.triggers is None:
+        if response_format.structures is None or response_format.triggers is None:
             raise ValueError("a structural tag needs 'format', or 'structures' and 'triggers'.")
-        contents = [True if one.schema is None else one.schema for one in wanted.structures]
+        contents = [True if structure.schema is None else structure.schema for structure in response_format.structures]
         tags = [
             {
                 "type": "tag",
-                "begin": one.begin,
+                "begin": structure.begin,
                 "content": {"type": "json_schema", "json_schema": schema},
-                "end": one.end,
+                "end": structure.end,
             }
-            for one, schema in zip(wanted.structures, contents, strict=True)
+            for structure, schema in zip(response_format.structures, contents, strict=True)
         ]
-        form = {"type": "triggered_tags", "triggers": wanted.triggers, "tags": tags}
+        form = {"type": "triggered_tags", "triggers": response_format.triggers, "tags": tags}
     rules = _Rules(special_ids, spaces)
     rules.lines[0] = f"start: {rules.expression(form, ends=True)}"
     return "\n".join(rules.lines)
@@ -333,20 +333,22 @@ class _Rules:
                 return self._any_text(ends)
             case _Sequence():
                 last = len(form.elements) - 1
-                parts = [self.expression(one, ends=ends and at == last) for at, one in enumerate(form.elements)]
+                parts = [self.expression(element, ends=ends and at == last) for at, element in enumerate(form.elements)]
                 return " ".join(parts) or '""'
             case _Or():
-                return self._one_of([self.expression(one, ends=ends) for one in form.elements])
+                return self._one_of([self.expression(element, ends=ends) for element in form.elements])
             case _Tag():
-                return self._text(form.begin) + " " + self._rest(form, ends)
+                return self._text(form.begin) + " " + self._tail(form, ends)
             case _TriggeredTags():
                 return self._triggered(form, ends)
             case _TagsWithSeparator():
-                tag = self._one_of([self._text(one.begin) + " " + self._rest(one, ends=False) for one in form.tags])
+                tag = self._one_of(
+                    [self._text(element.begin) + " " + self._tail(element, ends=False) for element in form.tags]
+                )
                 more = "" if form.stop_after_first else f" ({self._text(form.separator)} {tag})*"
                 return f"({tag}{more})" + ("" if form.at_least_one else "?")
 
-    def _rest(self, tag: _Tag, ends: bool) -> str:
+    def _tail(self, tag: _Tag, ends: bool) -> str:
         """A tag's content and end."""
         if tag.content.get("type") == "any_text" and tag.end:
             return self._up_to(tag.end)
@@ -360,8 +362,8 @@ class _Rules:
             trigger = next(filter(tag.begin.startswith, form.triggers), None)
             if trigger is None:
                 raise ValueError(f"the structure {position} begins with {tag.begin[:40]!r}, and no trigger does.")
-            rest = f"{self._text(tag.begin.removeprefix(trigger))} {self._rest(tag, ends=False)}"
-            of_trigger.setdefault(trigger, []).append(rest)
+            tail = f"{self._text(tag.begin.removeprefix(trigger))} {self._tail(tag, ends=False)}"
+            of_trigger.setdefault(trigger, []).append(tail)
         calls = [f"{self._up_to(trigger)} {self._one_of(rests)}" for trigger, rests in of_trigger.items()]
         call = self._one_of(calls)
         if form.stop_after_first:
@@ -394,24 +396,24 @@ class _Rules:
 _ANY_ANSWER: Final = f"start: {ANY_TEXT}"
 
 
-def lark_text(wanted: WantedGrammar, special_ids: Mapping[str, int]) -> str:
+def lark_text(grammar: WantedGrammar, special_ids: Mapping[str, int]) -> str:
     """`special_ids`: of the model's special tokens, by name. Raises ValueError for an invalid grammar."""
-    text = None if wanted.form == "any" else _answer(wanted, special_ids)
-    if wanted.opening and (text is not None or not (wanted.calls is not None and wanted.calls.must_call)):
-        opening = text_with_tokens(wanted.opening, special_ids)
+    text = None if grammar.form == "any" else _answer(grammar, special_ids)
+    if grammar.opening and (text is not None or not (grammar.calls is not None and grammar.calls.must_call)):
+        opening = text_with_tokens(grammar.opening, special_ids)
         text = f"start: {opening} opened\nopened: %lark {{\n{text or _ANY_ANSWER}\n}}"
-    if wanted.calls is not None:
-        text = with_calls(wanted.calls, text, special_ids, wanted.spaces)
+    if grammar.calls is not None:
+        text = with_calls(grammar.calls, text, special_ids, grammar.spaces)
     assert text is not None
-    return text if wanted.thought is None else after_thought(text, *wanted.thought, special_ids)
+    return text if grammar.thought is None else after_thought(text, *grammar.thought, special_ids)
 
 
-def _answer(wanted: WantedGrammar, special_ids: Mapping[str, int]) -> str:
-    value = wanted.value
-    match wanted.form:
+def _answer(grammar: WantedGrammar, special_ids: Mapping[str, int]) -> str:
+    value = grammar.value
+    match grammar.form:
         case "json":
             schema = _parsed(value, dict[str, Any] | bool) if isinstance(value, str) else value
-            return f"start: {json_value(schema, wanted.spaces)}"
+            return f"start: {json_value(schema, grammar.spaces)}"
         case "regex":
             return f"start: {regular_expression(value)}"
         case "choice":
@@ -421,8 +423,8 @@ def _answer(wanted: WantedGrammar, special_ids: Mapping[str, int]) -> str:
         case "structural_tag":
             if isinstance(value, str):
                 value = _parsed(value, dict[str, Any])
-            return structural_tags(msgspec.convert(value, ResponseFormat), special_ids, wanted.spaces)
-    raise AssertionError(wanted.form)
+            return structural_tags(msgspec.convert(value, ResponseFormat), special_ids, grammar.spaces)
+    raise AssertionError(grammar.form)
 
 
 def _parsed(text: str, kind: Any) -> Any:

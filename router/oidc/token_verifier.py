@@ -85,17 +85,17 @@ class IssuerKeys:
                 await self.fetch()
                 backoff_s, rest_s = _FIRST_BACKOFF_S, REFRESH_S
             except (IssuerError, httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
-                kept = "none are known yet" if self.keys is None else "the last ones are kept"
-                _log.warning("keys of a token issuer were not fetched, %s: %s", kept, type(error).__name__)
+                key_state = "none are known yet" if self.keys is None else "the last ones are kept"
+                _log.warning("keys of a token issuer were not fetched, %s: %s", key_state, type(error).__name__)
                 rest_s = backoff_s * random.uniform(0.5, 1.0)
                 backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
             except Exception:  # if this loop ended, tokens with the issuer's new keys would be refused for ever
                 _log.exception("keys of a token issuer cannot be read")
                 rest_s = _MAX_BACKOFF_S
             fetched.set()
-            await self._rest(rest_s)
+            await self._sleep(rest_s)
 
-    async def _rest(self, rest_s: float) -> None:
+    async def _sleep(self, rest_s: float) -> None:
         """Waits until the next fetch is due, or a token has requested one."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._requested.wait(), rest_s)
@@ -130,7 +130,7 @@ def public_keys(document: Mapping[str, Any]) -> Mapping[str, PublicKey]:
     entries = document.get("keys")
     if not isinstance(entries, list) or len(entries) > MAX_KEYS:
         raise IssuerError(f"a list of at most {MAX_KEYS} keys is needed")
-    found: dict[str, PublicKey] = {}
+    keys: dict[str, PublicKey] = {}
     for entry in entries:
         if not isinstance(entry, dict) or entry.get("kty") not in _KINDS or entry.get("use", "sig") != "sig":
             continue
@@ -138,12 +138,12 @@ def public_keys(document: Mapping[str, Any]) -> Mapping[str, PublicKey]:
         if not isinstance(key_id, str) or not isinstance(algorithm, str):
             continue
         try:
-            found[key_id] = PublicKey(jwt.PyJWK(entry).key, algorithm)
+            keys[key_id] = PublicKey(jwt.PyJWK(entry).key, algorithm)
         except (jwt.PyJWTError, ValueError, TypeError):  # the other keys can still be used
             continue
-    if not found:
+    if not keys:
         raise IssuerError("none of its keys can be used")
-    return MappingProxyType(found)
+    return MappingProxyType(keys)
 
 
 async def _document(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
@@ -201,19 +201,19 @@ class TokenVerifier:
         if len(token) > MAX_TOKEN_CHARS or token.count(".") != 2 or not token.isascii():
             return None
         name = sha256(token.encode()).digest()
-        known = self._verified.get(name)
-        if known is not None:
+        cached_identity = self._verified.get(name)
+        if cached_identity is not None:
             self._verified.move_to_end(name)
-            return known  # the authenticator checks its expiry
+            return cached_identity  # the authenticator checks its expiry
         try:
-            found = self._verify(token)
+            identity = self._verify(token)
         except _REFUSALS:
             return None
-        if found is not None:
-            self._verified[name] = found
+        if identity is not None:
+            self._verified[name] = identity
             if len(self._verified) > MAX_CACHED:
                 self._verified.popitem(last=False)
-        return found
+        return identity
 
     def _verify(self, token: str) -> _Verified | None:
         parts = jwt.decode_complete(token, options={"verify_signature": False})

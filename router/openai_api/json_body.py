@@ -37,15 +37,15 @@ def explained(error: msgspec.ValidationError) -> ApiError:
     """A 400 for an error of msgspec's, such as "Expected `int`, got `str` - at `$.messages[0].role`"."""
     match = _AT_PATH.match(str(error))
     assert match is not None  # every part of the pattern is optional
-    what, path = match["what"], (match["path"] or "").removesuffix("[...]")
-    missing = _MISSING.match(what)
+    problem, path = match["what"], (match["path"] or "").removesuffix("[...]")
+    missing = _MISSING.match(problem)
     if missing is not None:
         param = f"{path}.{missing['field']}" if path else missing["field"]
         message = f"Missing required parameter: '{param}'."
         return ApiError(400, message, param=param, code="missing_required_parameter")
     if not path:
-        return ApiError(400, f"The request's body does not fit: {what}.", code="invalid_value")
-    return invalid_value(path, f"{what[:1].lower()}{what[1:]}.")
+        return ApiError(400, f"The request's body does not fit: {problem}.", code="invalid_value")
+    return invalid_value(path, f"{problem[:1].lower()}{problem[1:]}.")
 
 
 # Names in a request's body that its schema does not have, and the header that says that they were ignored.
@@ -64,7 +64,7 @@ _LIST: Final = msgspec.json.Decoder(list[Raw])
 class _Names(NamedTuple):
     """The names that an object may have, and those of the objects in it, by the names of their fields."""
 
-    own: frozenset[str]
+    keys: frozenset[str]
     parts: Mapping[str, _Names]
 
 
@@ -77,10 +77,10 @@ def _of_struct(kind: inspect.StructType, outer: tuple[type, ...]) -> _Known:
     """`outer`: the structs that it is a part of. One that is a part of itself is looked into twice."""
     parts, fields, encoded = dict[str, _Names](), list[tuple[str, Any, Any]](), dict[str, str]()
     for number, field in enumerate(kind.fields):
-        known = _of_type(field.type, (*outer, kind.cls))
-        if known is not None:
-            parts[field.encode_name] = known.names
-        fields.append((f"f{number}", Raw if known is None else known.strict | None, None))
+        names = _of_type(field.type, (*outer, kind.cls))
+        if names is not None:
+            parts[field.encode_name] = names.names
+        fields.append((f"f{number}", Raw if names is None else names.strict | None, None))
         encoded[f"f{number}"] = field.encode_name
     for name in getattr(kind.cls, "harmless_names", ()):
         fields.append((f"f{len(fields)}", Raw, None))
@@ -97,21 +97,21 @@ def _of_type(kind: inspect.Type, outer: tuple[type, ...]) -> _Known | None:
         case inspect.StructType() if kind.tag is None and outer.count(kind.cls) < 2:
             return _of_struct(kind, outer)
         case inspect.ListType():
-            known = _of_type(kind.item_type, outer)
-            return None if known is None else _Known(known.names, list[known.strict])  # type: ignore[name-defined]
+            member_names = _of_type(kind.item_type, outer)
+            return None if member_names is None else _Known(member_names.names, list[member_names.strict])  # type: ignore[name-defined]
         case inspect.UnionType():
-            others = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
-            has_objects = any(isinstance(one, inspect.DictType) for one in others)
-            found = [known for one in others if (known := _of_type(one, outer)) is not None]
-            if len(found) != 1 or len(others) > (3 if has_objects else 2):
+            members = [member for member in kind.types if not isinstance(member, inspect.NoneType)]
+            has_objects = any(isinstance(member, inspect.DictType) for member in members)
+            candidates = [member_names for member in members if (member_names := _of_type(member, outer)) is not None]
+            if len(candidates) != 1 or len(members) > (3 if has_objects else 2):
                 return None
             beside = str | dict[str, Raw] if has_objects else str
-            return found[0] if len(others) == 1 else _Known(found[0].names, found[0].strict | beside)
+            return candidates[0] if len(members) == 1 else _Known(candidates[0].names, candidates[0].strict | beside)
     return None
 
 
 @functools.cache
-def _known(kind: type[msgspec.Struct]) -> tuple[_Names, msgspec.json.Decoder[Any]]:
+def _schema_of(kind: type[msgspec.Struct]) -> tuple[_Names, msgspec.json.Decoder[Any]]:
     """The decoder takes bodies that have no other names. That is quick: names are looked for only where it fails."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
@@ -121,16 +121,16 @@ def _known(kind: type[msgspec.Struct]) -> tuple[_Names, msgspec.json.Decoder[Any
 
 def unknown_fields(body: bytes | bytearray, kind: type[msgspec.Struct]) -> list[str]:
     """The unknown names in a body that fits the schema; a few of them if there are many. Values are not decoded."""
-    names, decoder = _known(kind)
+    names, decoder = _schema_of(kind)
     try:
         decoder.decode(body)
     except msgspec.ValidationError:
-        found = dict[str, None]()
+        fields = dict[str, None]()
         for name in _unknown(Raw(body.lstrip()), names, ""):
-            found[name] = None
-            if len(found) > MOST_NAMES:
+            fields[name] = None
+            if len(fields) > MOST_NAMES:
                 break
-        return [*found]
+        return [*fields]
     return []
 
 
@@ -138,20 +138,20 @@ def _unknown(value: Raw, names: _Names, where: str) -> Iterator[str]:
     match bytes(memoryview(value)[:1]):
         case b"{":
             fields = _OBJECT.decode(value)
-            yield from (where + name for name in fields if name not in names.own)
+            yield from (where + name for name in fields if name not in names.keys)
             for name, part in names.parts.items():
                 if name in fields:
                     yield from _unknown(fields[name], part, f"{where}{name}.")
         case b"[":
-            for one in _LIST.decode(value):
-                yield from _unknown(one, names, f"{where.removesuffix('.')}[].")
+            for entry in _LIST.decode(value):
+                yield from _unknown(entry, names, f"{where.removesuffix('.')}[].")
 
 
 def warning_header(names: Sequence[str]) -> tuple[bytes, bytes]:
     """The warning header for these ignored fields; it lists some of very many."""
-    shown = [_UNSAFE.sub("?", name[:_MOST_CHARS]) for name in names[:MOST_NAMES]]
+    parts = [_UNSAFE.sub("?", name[:_MOST_CHARS]) for name in names[:MOST_NAMES]]
     more = ", ..." if len(names) > MOST_NAMES else ""
-    return WARNING_HEADER, f"ignored fields: {', '.join(shown)}{more}".encode("ascii")
+    return WARNING_HEADER, f"ignored fields: {', '.join(parts)}{more}".encode("ascii")
 
 
 # Which fields of a request are refused, because an answer that ignores them would not be the one requested.
@@ -194,7 +194,9 @@ def refuse_unsupported(request: GenerationFields) -> None:
     for field in refused_fields(type(request)):
         value = getattr(request, field)
         # The type counts, because False == 0 in Python.
-        if value is not None and not any(type(value) is type(one) and value == one for one in NEUTRAL.get(field, ())):
+        if value is not None and not any(
+            type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(field, ())
+        ):
             raise unsupported(field, _advice(field))
     if isinstance(request, ChatRequest) and request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of", "a chat has none but one equal to n; leave it out.")

@@ -51,7 +51,7 @@ def page_request(request: Request) -> PageRequest:
 
 
 async def read_page(
-    read: Callable[[str, int], Awaitable[Sequence[Entry]]], name_of: Callable[[Entry], str], wanted: PageRequest
+    read: Callable[[str, int], Awaitable[Sequence[Entry]]], name_of: Callable[[Entry], str], page_query: PageRequest
 ) -> tuple[list[Entry], bool]:
     """The entries that are requested, and whether there are more after them.
 
@@ -59,15 +59,15 @@ async def read_page(
     there any more: a client that reads page after page misses nothing when an entry is deleted meanwhile.
     """
     entries: list[Entry] = []
-    after, most = wanted.after or "", wanted.limit
-    while len(entries) <= most:  # one more than wanted shows that there are more
-        size = min(PAGE_SIZE, most + 1 - len(entries))
+    after, limit = page_query.after or "", page_query.limit
+    while len(entries) <= limit:  # one more than wanted shows that there are more
+        size = min(PAGE_SIZE, limit + 1 - len(entries))
         page = await read(after, size)
         entries += page
         if len(page) < size:
             break
         after = name_of(page[-1])
-    return entries[:most], len(entries) > most
+    return entries[:limit], len(entries) > limit
 
 
 async def list_answer(entries: Iterable[msgspec.Struct], ids: Sequence[str], more: bool) -> Response:

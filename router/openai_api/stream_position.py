@@ -35,20 +35,20 @@ class EventSealer:
     """Seals the ids of one answer's events: all of an id but its end is hashed once."""
 
     def __init__(self, key: bytes, tenant: str, response_id: str) -> None:
-        self._begun = blake2b(key=key, digest_size=_SEAL_BYTES, person=_PURPOSE)
-        self._begun.update(f"{len(tenant)}:{tenant}{response_id}:".encode())
+        self._hasher = blake2b(key=key, digest_size=_SEAL_BYTES, person=_PURPOSE)
+        self._hasher.update(f"{len(tenant)}:{tenant}{response_id}:".encode())
 
     def seal(self, position: str) -> str:
         """`NUM_SEAL_CHARS` characters. `position`: the part of the id that is the position."""
-        ended = self._begun.copy()
+        ended = self._hasher.copy()
         ended.update(position.encode())
         return ended.hexdigest()
 
 
 def is_sealed(seal: str, keys: Sequence[bytes], tenant: str, response_id: str, position: str) -> bool:
     """Whether a router with any of these keys made the seal."""
-    own = [EventSealer(key, tenant, response_id).seal(position) for key in keys]
-    return any(hmac.compare_digest(one, seal) for one in own)
+    seals = [EventSealer(key, tenant, response_id).seal(position) for key in keys]
+    return any(hmac.compare_digest(valid_seal, seal) for valid_seal in seals)
 
 
 # The id of an answer, which holds what another router must know to resume its stream.
@@ -133,12 +133,12 @@ def parse_position(text: str, tenant: str, keys: Sequence[bytes]) -> StreamPosit
 
     `keys`: with which its routers have sealed ids.
     """
-    id_text, _, rest = text.partition(":")
+    id_text, _, tail = text.partition(":")
     response_id = parse_response_id(id_text)
-    match = _POSITION.fullmatch(rest) if len(text) <= _MAX_CHARS else None
+    match = _POSITION.fullmatch(tail) if len(text) <= _MAX_CHARS else None
     if response_id is None or match is None:
-        shown = text if len(text) <= 80 else f"{text[:80]}…"
-        raise wrong_position(f"{shown!r} is not the id of an event of these streams.")
+        excerpt = text if len(text) <= 80 else f"{text[:80]}…"
+        raise wrong_position(f"{excerpt!r} is not the id of an event of these streams.")
     position, dotted, suffix, seal = match.groups()
     if not is_sealed(seal, keys, tenant, id_text, position):
         raise wrong_position(

@@ -226,14 +226,14 @@ class _Types:
                 _restrict(self.components[kind.__name__], kind)
 
     def schema(self, kind: Any) -> Schema:
-        return next(schema for known, schema in self._schemas if known is kind)
+        return next(schema for schema_type, schema in self._schemas if schema_type is kind)
 
 
 def _forget_written(schema: Any) -> None:
     """Takes `msgspec.Raw` out of all unions: it stands for JSON of the other types that is written already."""
     if isinstance(schema, dict):
         if {} in schema.get("anyOf", ()):
-            schema["anyOf"] = [one for one in schema["anyOf"] if one]
+            schema["anyOf"] = [branch for branch in schema["anyOf"] if branch]
         for value in schema.values():
             _forget_written(value)
     elif isinstance(schema, list):
@@ -254,7 +254,7 @@ def _types_of(routes: Sequence[RouteSpec]) -> list[Any]:
     for spec in routes:
         of_route = (spec.body, spec.form, spec.events, *spec.answers.values())
         for kind in (*of_route, *spec.query.values(), *spec.headers.values()):
-            if kind is not None and not any(kind is known for known in types):
+            if kind is not None and not any(kind is member for member in types):
                 types.append(kind)
     return types
 
@@ -329,8 +329,8 @@ def _successes(route: RouteSpec, types: _Types) -> dict[int, Schema]:
     }
     if route.texts:
         whole = answers.setdefault(200, {"description": "Done.", "headers": _REQUEST_ID})
-        for media_type, what in route.texts.items():
-            whole["description"] += f" As `{media_type}`: {what}"
+        for media_type, description in route.texts.items():
+            whole["description"] += f" As `{media_type}`: {description}"
             whole.setdefault("content", {})[media_type] = _text(media_type, route, types)
     return answers
 

@@ -69,7 +69,7 @@ def quotas_of(identity: Identity) -> tuple[tuple[Owner, Quota, str], ...]:
 
 def limits_of(identity: Identity) -> tuple[Limit, ...]:
     """Empty: its requests have no limit."""
-    found = []
+    limits = []
     for owner, quota, suffix in quotas_of(identity):
         kinds: tuple[tuple[Kind, int | None], ...] = (
             ("requests", quota.requests_per_minute),
@@ -77,8 +77,8 @@ def limits_of(identity: Identity) -> tuple[Limit, ...]:
             ("streams", quota.concurrent_streams),
             ("uploads", quota.uploads_per_minute),
         )
-        found += [Limit(kind + suffix, kind, owner, limit) for kind, limit in kinds if limit is not None]
-    return tuple(found)
+        limits += [Limit(kind + suffix, kind, owner, limit) for kind, limit in kinds if limit is not None]
+    return tuple(limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Level:
     in_use: int = 0
 
     @property
-    def left(self) -> int:
+    def num_left(self) -> int:
         """Whole units that may be taken at once."""
         if not self.limit.limit:
             return 0
@@ -116,15 +116,15 @@ LEASE_US: Final = 20_000_000  # after which a router that did not renew its gran
 _RECENT_US: Final = 1_000_000.0  # time constant of what was taken recently
 
 
-def spare_target(recent: float, idle_us: float, left: int, num_routers: int) -> int:
+def spare_target(recent: float, idle_us: float, num_left: int, num_routers: int) -> int:
     """How many units a router should hold beyond those that wait for them.
 
     As many as it took in the last second (`recent`, without the last request, so that one alone needs none), and all
-    routers together at most half of what is `left`. None once it took nothing for `IDLE_US`.
+    routers together at most half of `num_left`. None once it took nothing for `IDLE_US`.
     """
     if idle_us >= IDLE_US:
         return 0
-    return max(0, min(int(recent), left // (2 * max(num_routers, 1))))
+    return max(0, min(int(recent), num_left // (2 * max(num_routers, 1))))
 
 
 @dataclass(slots=True)
@@ -215,14 +215,14 @@ class Grant:
             self.spare += 1
         self.spare = max(self.spare, -self.in_use)
 
-    def settle(self, taken: Taken, used: int) -> Taken:
+    def settle(self, reservation: Taken, used: int) -> Taken:
         """Charges what was used beyond what was taken, or gives back the rest. Returns what is charged by now."""
-        if used > taken.units:
-            self._charged_us += (used - taken.units) * self.limit.unit_us
-        elif used < taken.units and taken.epoch == self._epoch:
-            self._refunds.append(taken._replace(units=taken.units - used))
+        if used > reservation.units:
+            self._charged_us += (used - reservation.units) * self.limit.unit_us
+        elif used < reservation.units and reservation.epoch == self._epoch:
+            self._refunds.append(reservation._replace(units=reservation.units - used))
             self._is_changed = True
-        return taken._replace(units=used)
+        return reservation._replace(units=used)
 
     @property
     def needs_report(self) -> bool:
@@ -235,11 +235,11 @@ class Grant:
 
     def level(self, now_us: float, *, with_held: bool = True) -> Level:
         """How full the limit is, as this router knows it. `with_held`: units that other routers hold count as used."""
-        held = self._held_elsewhere if with_held else 0
+        num_elsewhere = self._held_elsewhere if with_held else 0
         if not self.limit.is_rate:
-            return Level(self.limit, in_use=self.in_use + self._in_use_elsewhere + held)
+            return Level(self.limit, in_use=self.in_use + self._in_use_elsewhere + num_elsewhere)
         drained_us = max(0.0, self._backlog_us - max(0.0, now_us - self._known_at_us))
-        return Level(self.limit, drained_us + self._unreported_us + held * self.limit.unit_us)
+        return Level(self.limit, drained_us + self._unreported_us + num_elsewhere * self.limit.unit_us)
 
     def message(self, now_us: float, num_routers: int) -> Message:
         """The message to send now: the pending one again, if there is one."""
@@ -251,8 +251,8 @@ class Grant:
 
     def _compose(self, now_us: float, num_routers: int) -> Message:
         needed = sum(waiter.cost for waiter in self.waiters)
-        target = spare_target(self._recent, now_us - self._taken_at_us, self.level(now_us).left, num_routers)
-        wanted = needed + target - self.spare if self.spare < needed + target / 2 else 0
+        target = spare_target(self._recent, now_us - self._taken_at_us, self.level(now_us).num_left, num_routers)
+        num_needed = needed + target - self.spare if self.spare < needed + target / 2 else 0
         self.spare = min(self.spare, needed + target)
         self._number += 1
         parameters = {
@@ -267,7 +267,7 @@ class Grant:
             "in_use": self.in_use,
             "used_us": self._used_us + self._charged_us,
             "least": min((waiter.cost - self.spare for waiter in self.waiters if waiter.cost > self.spare), default=1),
-            "wanted": wanted,
+            "wanted": num_needed,
             "takeovers": sum(waiter.is_resumed for waiter in self.waiters),
             "refunds_us": [
                 part
@@ -284,12 +284,12 @@ class Grant:
     def apply(self, message: Message, reply: Sequence[Any], sent_at_us: float) -> None:
         """Takes in Redis's reply to the pending message, which was sent at that moment."""
         assert message is self.pending
-        is_known, epoch, held, tail_us, backlog_us, self._held_elsewhere, self._in_use_elsewhere = reply
+        is_known, epoch, num_granted, tail_us, backlog_us, self._held_elsewhere, self._in_use_elsewhere = reply
         if epoch != self._epoch:
             self._refunds = []
         self._epoch, self._known_at_us = epoch, sent_at_us
         self._tail_us, self._backlog_us = float(tail_us), float(backlog_us)
-        granted = held - message.parameters["held"]
+        granted = num_granted - message.parameters["held"]
         if is_known:
             self.pending, self._lease_ends_us = None, sent_at_us + LEASE_US
             if message.parameters["limit"] == self.limit.limit or granted < 0:

@@ -76,7 +76,7 @@ def _of(owner: Owner, identity: Identity, levels: Sequence[Level], stored: Stora
         for level in levels:
             if (level.limit.kind, level.limit.owner) == (kind, owner):
                 reset_s = round(level.full_in_s, 3) if level.limit.is_rate else None
-                return LimitStatus(limit=level.limit.limit, remaining=level.left, reset_s=reset_s)
+                return LimitStatus(limit=level.limit.limit, remaining=level.num_left, reset_s=reset_s)
         return _NO_LIMIT
 
     return OwnersLimits(

@@ -40,13 +40,17 @@ def headers_of(levels: Sequence[Level]) -> Headers:
     """OpenAI's rate-limit headers. Where tenant, user and key have a limit, of the one that has less left."""
     headers: Headers = []
     for kind in _KINDS:
-        level = min((one for one in levels if one.limit.kind == kind), key=lambda one: one.left, default=None)
+        level = min(
+            (candidate for candidate in levels if candidate.limit.kind == kind),
+            key=lambda candidate: candidate.num_left,
+            default=None,
+        )
         if level is None:
             continue
         name = kind.encode()
         headers += [
             (b"x-ratelimit-limit-" + name, b"%d" % level.limit.limit),
-            (b"x-ratelimit-remaining-" + name, b"%d" % level.left),
+            (b"x-ratelimit-remaining-" + name, b"%d" % level.num_left),
         ]
         if level.limit.is_rate:
             headers.append((b"x-ratelimit-reset-" + name, duration(level.full_in_s).encode()))
@@ -54,19 +58,19 @@ def headers_of(levels: Sequence[Level]) -> Headers:
 
 
 def zero_refusal(limit: Limit) -> ApiError:
-    what = f"{limit.kind} a minute" if limit.is_rate else "answers at once"
-    return insufficient_quota(f"This {limit.owner}'s quota of {what} is 0: ask the operators for more.")
+    unit = f"{limit.kind} a minute" if limit.is_rate else "answers at once"
+    return insufficient_quota(f"This {limit.owner}'s quota of {unit} is 0: ask the operators for more.")
 
 
 def refusal(lacking: Sequence[tuple[Level, int]], levels: Sequence[Level]) -> ApiError:
     """The 429 for a request whose cost some limits do not have. `levels`: of all its limits."""
-    level, cost = max(lacking, key=lambda one: one[0].wait_s(one[1]) if one[0].limit.is_rate else 0.0)
+    level, cost = max(lacking, key=lambda pair: pair[0].wait_s(pair[1]) if pair[0].limit.is_rate else 0.0)
     limit, wait_s = level.limit, float(RETRY_AFTER_S)
     if limit.is_rate:
         wait_s = max(level.wait_s(cost), 1e-6)
         message = (
             f"Rate limit reached for this {limit.owner}'s {limit.kind} a minute: limit {limit.limit}, left "
-            f"{level.left}, requested {cost}. Try again in {duration(wait_s)}."
+            f"{level.num_left}, requested {cost}. Try again in {duration(wait_s)}."
         )
         if limit.kind == "tokens":
             message += " The prompt is counted, and max_tokens of each sequence."
@@ -87,8 +91,8 @@ def duration(seconds: float) -> str:
         return f"{math.ceil(seconds * 1000)}ms"
     if seconds < 60:
         return f"{math.ceil(seconds * 100) / 100:g}s"
-    minutes, rest = divmod(math.ceil(seconds), 60)
-    return f"{minutes}m{rest}s"
+    minutes, remainder = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{remainder}s"
 
 
 WAIT_S: Final = 2.0  # that a request waits for Redis
@@ -201,9 +205,9 @@ class Quotas:
             holder.check_zero()
             for grant in holder.grants:
                 # Requests are never returned, so this router's count of them is an upper bound.
-                known = grant.level(now_us, with_held=False)
-                if known.limit.kind == "requests" and not grant.has(1, now_us) and known.wait_s(1):
-                    raise refusal([(known, 1)], levels)
+                level = grant.level(now_us, with_held=False)
+                if level.limit.kind == "requests" and not grant.has(1, now_us) and level.wait_s(1):
+                    raise refusal([(level, 1)], levels)
         return headers_of(levels)
 
     async def take_upload(self, identity: Identity) -> None:
@@ -280,7 +284,7 @@ class Quotas:
             lacking, now_us = _lacking(short), clock_us()
             if not lacking:
                 lacking = _lacking(costs)
-            elif may_wait and all(grant.level(now_us, with_held=False).left >= cost for grant, cost in lacking):
+            elif may_wait and all(grant.level(now_us, with_held=False).num_left >= cost for grant, cost in lacking):
                 may_wait = False  # other routers hold enough, and may return it
                 await asyncio.sleep(_RETURNED_S)
             else:
@@ -298,12 +302,12 @@ class Quotas:
     def _take(self, account: QuotaAccount, costs: Costs) -> None:
         now_us = clock_us()
         for grant, cost in costs:
-            taken = grant.take(cost, now_us) if cost and grant.has(cost, now_us) else None
+            reservation = grant.take(cost, now_us) if cost and grant.has(cost, now_us) else None
             if grant.limit.kind == "tokens":
-                account.reserved.append((grant, taken or Taken(0, 0.0, 0, 0.0)))
+                account.reserved.append((grant, reservation or Taken(0, 0.0, 0, 0.0)))
             elif grant.limit.kind == "streams" and cost:
                 account.places.append(grant)
-                if taken is None:  # a resumed stream, while Redis is away
+                if reservation is None:  # a resumed stream, while Redis is away
                     account.has_own_places = False
                     grant.add_place()
             self._sender.queue(grant)
@@ -313,9 +317,9 @@ class Quotas:
     def _charge(self, account: QuotaAccount, progress: Progress) -> None:
         """Charges what the answer has used beyond what it reserved."""
         used = progress.num_prompt_tokens + progress.num_completion_tokens
-        for index, (grant, taken) in enumerate(account.reserved):
-            if used > taken.units:
-                account.reserved[index] = grant, grant.settle(taken, used)
+        for index, (grant, reservation) in enumerate(account.reserved):
+            if used > reservation.units:
+                account.reserved[index] = grant, grant.settle(reservation, used)
                 self._sender.queue(grant)
 
     def _settle(self, account: QuotaAccount, ending: Ending) -> None:
@@ -325,14 +329,14 @@ class Quotas:
         used = progress.num_prompt_tokens + progress.num_completion_tokens
         if ending.error == "taken_over" and account.request.num_sequences == 1:
             used = 0  # the connection that took the stream over is charged for all of it
-        for grant, taken in account.reserved:
-            grant.settle(taken, used)
+        for grant, reservation in account.reserved:
+            grant.settle(reservation, used)
         # A client whose stream broke may have resumed it at another router, which has taken over its place.
         is_reusable = account.has_own_places and not ending.error and not ending.is_cancelled
         for grant in account.places:
             grant.release(now_us, is_reusable=is_reusable)
         for grant in {*account.places, *(grant for grant, _ in account.reserved)}:
-            if grant.level(now_us).left * 2 < grant.limit.limit:
+            if grant.level(now_us).num_left * 2 < grant.limit.limit:
                 self._sender.send(grant)  # at once, since other routers may need it
             else:
                 self._sender.queue(grant)

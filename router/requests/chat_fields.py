@@ -19,20 +19,20 @@ T = TypeVar("T")
 
 def chat_of(
     request: GenerationFields,
-    own: Mapping[str, Any],
+    chat_fields: Mapping[str, Any],
     kind: type[C],
     *,
     besides: Collection[str],
     names: Mapping[str, str],
 ) -> C:
-    """The chat with `own` fields and those of every generation that the request has, as far as they are not None.
+    """The chat with `chat_fields` and those of every generation that the request has, as far as they are not None.
 
     `besides`: without these. Raises a 400 by the client's `names`: see `renamed`.
     """
     shared = {field: getattr(request, field) for field in GenerationFields.__struct_fields__ if field not in besides}
-    given = [(field, value) for fields in (shared, own) for field, value in fields.items() if value is not None]
+    pairs = [(field, value) for fields in (shared, chat_fields) for field, value in fields.items() if value is not None]
     try:
-        return msgspec.convert(dict(given), kind)
+        return msgspec.convert(dict(pairs), kind)
     except msgspec.ValidationError as error:
         raise renamed(explained(error), names) from error
 
@@ -44,13 +44,13 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     the chat.
     """
     param = "" if error.is_as_sent else error.detail.param or ""
-    own = client_name(param, names)
-    if own != param:
-        message = error.detail.message.replace(f"'{param}'", f"'{own}'")
+    client_param = client_name(param, names)
+    if client_param != param:
+        message = error.detail.message.replace(f"'{param}'", f"'{client_param}'")
         for other, own_name in names.items():
             if (word := other.removesuffix(".*")).isidentifier():
                 message = re.sub(rf"\b{word}\b(?!')", own_name, message)
-        return ApiError(error.status_code, message, param=own, code=error.detail.code, headers=error.headers)
+        return ApiError(error.status_code, message, param=client_param, code=error.detail.code, headers=error.headers)
     return error
 
 
@@ -60,9 +60,9 @@ def client_name(param: str, names: Mapping[str, str], places: Mapping[str, str] 
     if place in places:
         return f"{places[place]}.{field}"
     for pattern, name in names.items():
-        own, num_found = re.subn(rf"^{pattern}(?!\w)", name, param, count=1)
+        client_param, num_found = re.subn(rf"^{pattern}(?!\w)", name, param, count=1)
         if num_found:
-            return own
+            return client_param
     return param
 
 

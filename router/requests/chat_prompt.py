@@ -44,33 +44,33 @@ def template_messages(messages: Sequence[ChatMessage], forms: TemplateForms) -> 
     converted = [
         _Converted(message, f"messages[{at}]", forms, is_past=at < num_past) for at, message in enumerate(messages)
     ]
-    names = [name for one in converted for name in one.left_out]
-    return _placed([one.fields for one in converted], forms), names
+    names = [name for entry in converted for name in entry.left_out]
+    return _placed([entry.fields for entry in converted], forms), names
 
 
 def template_tools(request: ChatRequest, forms: TemplateForms) -> list[dict[str, Any]] | None:
     """The tools as plain values; None: there are none."""
     tools = [tool for tool in request.tools or () if tool.type == "function"]
     tools = tools or [Tool("function", function) for function in request.functions or ()]
-    found = [msgspec.to_builtins(tool) for tool in tools]
+    tool_fields = [msgspec.to_builtins(tool) for tool in tools]
     if not forms.takes_bare_tools:
-        for tool in found:
+        for tool in tool_fields:
             bare = {"name": "", "description": "", "parameters": {"type": "object", "properties": {}}}
             tool["function"] = {**bare, **tool["function"]}
-    return found or None
+    return tool_fields or None
 
 
 def template_variables(request: ChatRequest, forms: TemplateForms) -> dict[str, Any]:
     """`chat_template_kwargs`, and what `reasoning_effort` says, where they do not and the template knows it."""
-    given = dict(request.chat_template_kwargs or {})
+    variables = dict(request.chat_template_kwargs or {})
     effort, switch = request.reasoning_effort, forms.thinking_switch
     if effort is None:
-        return given
+        return variables
     if forms.knows_effort:
-        given.setdefault("reasoning_effort", effort)
+        variables.setdefault("reasoning_effort", effort)
     if switch is not None:
-        given.setdefault(switch, effort != "none")
-    return given
+        variables.setdefault(switch, effort != "none")
+    return variables
 
 
 def _placed(messages: list[dict[str, Any]], forms: TemplateForms) -> list[dict[str, Any]]:
@@ -128,12 +128,12 @@ class _Group:
 
 def _joined(contents: list[Any]) -> Any:
     """Contents as one, without those of an assistant that said nothing."""
-    shown = [content for content in contents if content] or contents[:1]
-    if len(shown) == 1:
-        return shown[0]
-    if all(isinstance(content, str) for content in shown):
-        return "\n\n".join(shown)
-    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else one for one in shown]
+    texts = [content for content in contents if content] or contents[:1]
+    if len(texts) == 1:
+        return texts[0]
+    if all(isinstance(content, str) for content in texts):
+        return "\n\n".join(texts)
+    parts = [[{"type": "text", "text": text_part}] if isinstance(text_part, str) else text_part for text_part in texts]
     return [part for content in parts for part in content]
 
 
@@ -170,10 +170,10 @@ class _Converted:
         if content is None and role != "assistant":
             raise invalid_value(f"{param}.content", "a text is needed.")
         if content is None:
-            shown: Any = forms.empty_content if calls else ""
+            content_view: Any = forms.empty_content if calls else ""
         else:
-            shown = _as_template_reads(content, role, forms)
-        fields: dict[str, Any] = {"role": role, "content": shown}
+            content_view = _as_template_reads(content, role, forms)
+        fields: dict[str, Any] = {"role": role, "content": content_view}
         if message.name is not None:
             fields["name"] = message.name
         if reasoning is not None:
@@ -196,8 +196,8 @@ class _Converted:
             at = f"{self._param}.content[{position}]"
             if part.type not in ("text", "refusal"):
                 if not self._is_past:
-                    what = f"only 'text' and 'refusal' parts are supported here, not {part.type!r}."
-                    raise unsupported(f"{at}.type", what)
+                    problem = f"only 'text' and 'refusal' parts are supported here, not {part.type!r}."
+                    raise unsupported(f"{at}.type", problem)
                 self.left_out.append(at)
                 texts.append(left_out_text(part.type))
                 continue
@@ -236,8 +236,12 @@ def _is_deep(text: str, value: Any) -> bool:
         return False
     level = [value]
     for _ in range(_MAX_DEPTH):
-        inner = [[*one.values()] if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [one for values in inner for one in values]
+        inner = [
+            [*element.values()] if isinstance(element, dict) else element
+            for element in level
+            if isinstance(element, dict | list)
+        ]
+        level = [element for values in inner for element in values]
         if not level:
             return False
     return True
@@ -276,11 +280,11 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
     except ChatTemplateError as error:
         raise ApiError(400, f"{error}.", param="messages", code="invalid_messages") from error
     max_tokens = request.max_completion_tokens or request.max_tokens
-    most = num_kept(request.truncate_prompt_tokens, max_tokens, gang)
-    if most is None:
+    limit = num_kept(request.truncate_prompt_tokens, max_tokens, gang)
+    if limit is None:
         check_text(prompt.text, text, gang, "messages")
     # The template writes the special tokens itself.
-    token_ids = await text.encode_chat(prompt, add_special_tokens=bool(request.add_special_tokens), most=most)
+    token_ids = await text.encode_chat(prompt, add_special_tokens=bool(request.add_special_tokens), limit=limit)
     if not token_ids:
         raise invalid_value("messages", "the chat template rendered an empty prompt.")
     left_out += fields_not_shown(request, text.forms)
@@ -297,10 +301,10 @@ def fields_not_shown(request: ChatRequest, forms: TemplateForms) -> list[str]:
         and not (forms.knows_effort or forms.thinking_switch is not None),
         "verbosity": request.verbosity not in (None, "medium"),
         "web_search_options": request.web_search_options is not None,
-        "messages[].tool_calls": not forms.shows_calls and any(one.tool_calls for one in request.messages),
+        "messages[].tool_calls": not forms.shows_calls and any(message.tool_calls for message in request.messages),
     }
-    others = [f"tools[{at}]" for at, tool in enumerate(request.tools or ()) if tool.type != "function"]
-    return [*others, *(field for field, is_so in is_left_out.items() if is_so)]
+    other_tools = [f"tools[{at}]" for at, tool in enumerate(request.tools or ()) if tool.type != "function"]
+    return [*other_tools, *(field for field, is_so in is_left_out.items() if is_so)]
 
 
 def _are_few(messages: Sequence[ChatMessage]) -> bool:
@@ -331,24 +335,24 @@ async def completion_prompts(request: CompletionRequest, text: TextService, gang
     await share.pause()
     texts = [(param, prompt) for param, prompt in prompts if isinstance(prompt, str)]
     token_lists = [(param, prompt) for param, prompt in prompts if not isinstance(prompt, str)]
-    most = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
-    for _, prompt in texts if most is None else ():
+    limit = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
+    for _, prompt in texts if limit is None else ():
         check_text(prompt, text, gang, "prompt")
         await share.pause()
     for param, token_ids in token_lists:
         await share.pause()
-        if most is None:
+        if limit is None:
             check_length(len(token_ids), _least_new(request), gang, prompt_param="prompt")
         check_token_ids(token_ids, gang.vocab_size, param)
     if texts:  # then all prompts are texts
         encoded = await text.encode_all(
             [prompt for _, prompt in texts],
             add_special_tokens=request.add_special_tokens is not False,
-            most=most,
+            limit=limit,
         )
         token_lists = [(param, token_ids) for (param, _), token_ids in zip(texts, encoded, strict=True)]
-    elif most is not None:
-        token_lists = [(param, ids[max(len(ids) - most, 0) :]) for param, ids in token_lists]
+    elif limit is not None:
+        token_lists = [(param, ids[max(len(ids) - limit, 0) :]) for param, ids in token_lists]
     for param, token_ids in token_lists:
         if not token_ids:
             raise invalid_value(param, "the prompt is empty: at least one token is needed.")

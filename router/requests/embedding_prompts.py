@@ -50,21 +50,21 @@ def embedding_prompts(request: EmbeddingsRequest) -> EmbeddingPrompts:
     )
 
 
-def chosen_pooling(request: EmbeddingPrompts, own: OwnPooling, gang: GangInfo) -> Pooling:
+def chosen_pooling(request: EmbeddingPrompts, model_pooling: OwnPooling, gang: GangInfo) -> Pooling:
     """The request's own pooling, or the model's. Raises a 400 for what the model's cannot do."""
     if request.dimensions is not None and request.dimensions > gang.hidden_size:
-        what = f"{request.dimensions} are requested, and embeddings of this model have {gang.hidden_size}."
-        raise invalid_value("dimensions", what)
+        problem = f"{request.dimensions} are requested, and embeddings of this model have {gang.hidden_size}."
+        raise invalid_value("dimensions", problem)
     num_inputs, num_each = count_prompts(request), request.dimensions or gang.hidden_size
-    if num_inputs * num_each > (most := MAX_NUMBERS[request.encoding_format]):
+    if num_inputs * num_each > (limit := MAX_NUMBERS[request.encoding_format]):
         raise invalid_value(
             "input",
             f"{num_inputs} inputs times {num_each} numbers are {num_inputs * num_each}: in one answer at most "
             f"{MAX_NUMBERS['float']} are accepted, and {MAX_NUMBERS['base64']} with encoding_format base64. Send at "
-            f"most {most // num_each} inputs.",
+            f"most {limit // num_each} inputs.",
         )
     if request.pooling is not None:
         return request.pooling
-    if own.pooling is None:
-        raise unsupported("pooling", f"{own.problem}: ask for pooling last or mean.")
-    return own.pooling
+    if model_pooling.pooling is None:
+        raise unsupported("pooling", f"{model_pooling.problem}: ask for pooling last or mean.")
+    return model_pooling.pooling

@@ -129,7 +129,7 @@ class _Conversation:
                 tool_call_id = needed(block.tool_use_id, f"{place}.tool_use_id")
                 self.messages.append({"role": "tool", "tool_call_id": tool_call_id, "content": result})
             else:
-                texts.append(self._shown(block, place, is_past=is_past))
+                texts.append(self._text_of(block, place, is_past=is_past))
         end_texts()
         if len(self.messages) == num_before:
             raise invalid_value(param, "a block is needed.")
@@ -163,9 +163,9 @@ class _Conversation:
     def _text(self, content: str | list[Block], param: str, *, is_past: bool) -> str | list[dict[str, str]]:
         if isinstance(content, str):
             return content
-        return _parts([self._shown(block, f"{param}[{at}]", is_past=is_past) for at, block in enumerate(content)])
+        return _parts([self._text_of(block, f"{param}[{at}]", is_past=is_past) for at, block in enumerate(content)])
 
-    def _shown(self, block: Block, param: str, *, is_past: bool) -> str:
+    def _text_of(self, block: Block, param: str, *, is_past: bool) -> str:
         """A text, or a line in its place. `is_past`: an answer or a tool was behind it."""
         match block.type:
             case "text":

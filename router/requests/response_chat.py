@@ -52,10 +52,10 @@ def custom_function(tool: CustomTool) -> dict[str, Any]:
 def input_of(arguments: str) -> str:
     """The input in the arguments of a call; of one that was cut off what there is of it."""
     try:
-        found = from_json(arguments, allow_partial="trailing-strings")
+        document = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
         return ""
-    text = found.get(INPUT) if isinstance(found, dict) else None
+    text = document.get(INPUT) if isinstance(document, dict) else None
     return text if isinstance(text, str) else ""
 
 
@@ -105,14 +105,16 @@ _KNOWN: Final = frozenset({"message", "reasoning", "item_reference", *_CALLS, *_
 MAX_STORED_ITEMS: Final = 8192  # of a conversation
 
 
-def response_chat(request: ResponsesRequest, kept: Mapping[str, KeptConversation] | None = None) -> ResponseChat:
+def response_chat(
+    request: ResponsesRequest, conversations: Mapping[str, KeptConversation] | None = None
+) -> ResponseChat:
     """Raises a 400 that names a field of the request.
 
-    `kept`: stored responses that it may refer to, by id; None: none is stored. See `conversation_items`.
+    `conversations`: stored responses that it may refer to, by id; None: none is stored. See `conversation_items`.
     """
-    _refuse(request, _REFUSED if kept is not None else {**_REFUSED, **_REFUSED_UNSTORED})
-    items, num_earlier = conversation_items(request, kept)
-    is_stored = kept is not None and request.store is not False
+    _refuse(request, _REFUSED if conversations is not None else {**_REFUSED, **_REFUSED_UNSTORED})
+    items, num_earlier = conversation_items(request, conversations)
+    is_stored = conversations is not None and request.store is not False
     if is_stored and len(items) > MAX_STORED_ITEMS:
         raise invalid_value("input", f"of a response that is stored it has at most {MAX_STORED_ITEMS} items.")
     begin = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
@@ -124,10 +126,10 @@ def response_chat(request: ResponsesRequest, kept: Mapping[str, KeptConversation
     choice = _choice(request.tool_choice)
     text, reasoning = request.text or TextConfig(), request.reasoning or ReasoningConfig()
     has_logprobs = _LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
-    own = {
+    chat_fields = {
         "messages": messages,
         "max_completion_tokens": request.max_output_tokens,
-        "tools": [{"type": "function", "function": _given(tool)} for tool in tools] or None,
+        "tools": [{"type": "function", "function": _function(tool)} for tool in tools] or None,
         "custom_tools": {
             tool.name: tool.format or InputFormat("text") for tool in tools if isinstance(tool, CustomTool)
         },
@@ -163,7 +165,7 @@ def response_chat(request: ResponsesRequest, kept: Mapping[str, KeptConversation
             previous_response_id=request.previous_response_id,
         ),
     }
-    return chat_of(request, own, ResponseChat, besides=_OWN, names=NAMES)
+    return chat_of(request, chat_fields, ResponseChat, besides=_OWN, names=NAMES)
 
 
 def _refuse(request: ResponsesRequest, refused: Mapping[str, str]) -> None:
@@ -199,14 +201,16 @@ class _Conversation:
         for number, item in enumerate(items):
             param = f"input[{number - num_earlier}]" if number >= num_earlier else "previous_response_id"
             if item.type in _KNOWN:
-                shown = item
+                visible_item = item
             else:
                 self.left_out.append(param)
                 if item.type.endswith(_ANSWERS) or referred.isdisjoint((item.id, item.call_id)):
                     continue
-                shown = InputItem(role="assistant", content=left_out_text(item.type))  # what refers to it makes sense
-            self._add(shown, param, is_past=number < self._num_past)
-            self.items.append(shown)
+                visible_item = InputItem(
+                    role="assistant", content=left_out_text(item.type)
+                )  # what refers to it makes sense
+            self._add(visible_item, param, is_past=number < self._num_past)
+            self.items.append(visible_item)
         for message in self.messages:
             if thoughts := message.get(_THOUGHTS):
                 message[_THOUGHTS] = "".join(thoughts)
@@ -291,21 +295,21 @@ def _is_of_assistant(item: InputItem) -> bool:
 
 def _tools(request: ResponsesRequest) -> list[FunctionTool | CustomTool]:
     """Without those that are left out."""
-    found: list[FunctionTool | CustomTool] = []
+    tools: list[FunctionTool | CustomTool] = []
     for position, tool in enumerate(request.tools or ()):
         param = f"tools[{position}]"
         if tool.type == "function":
             name = needed(tool.name, f"{param}.name")
-            found.append(FunctionTool(name, tool.description, tool.parameters, tool.strict))
+            tools.append(FunctionTool(name, tool.description, tool.parameters, tool.strict))
         elif tool.type == "custom":
             if tool.format is not None and tool.format.type == "grammar":
                 needed(tool.format.syntax, f"{param}.format.syntax")
                 needed(tool.format.definition, f"{param}.format.definition")
-            found.append(CustomTool(needed(tool.name, f"{param}.name"), tool.description, tool.format))
-    return found
+            tools.append(CustomTool(needed(tool.name, f"{param}.name"), tool.description, tool.format))
+    return tools
 
 
-def _given(tool: FunctionTool | CustomTool) -> dict[str, Any]:
+def _function(tool: FunctionTool | CustomTool) -> dict[str, Any]:
     """The fields that were sent, in the order in which templates print them."""
     if isinstance(tool, CustomTool):
         return custom_function(tool)

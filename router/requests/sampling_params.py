@@ -30,21 +30,21 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo,
     The message begins as vLLM's and OpenAI's: clients match on it, and shorten their prompts.
     """
     context = gang.max_model_len
-    left = context - num_prompt_tokens
-    if left < 0 or (left == 0 and max_tokens != 0):
-        need = "the completion needs room, too" if left == 0 else f"these are {-left} too many"
+    room = context - num_prompt_tokens
+    if room < 0 or (room == 0 and max_tokens != 0):
+        need = "the completion needs room, too" if room == 0 else f"these are {-room} too many"
         raise context_length_exceeded(
             f"This model's maximum context length is {context} tokens. However, your {prompt_param} resulted in "
             f"{num_prompt_tokens} tokens: {need}. Please reduce the length of the {prompt_param} by at least "
-            f"{1 - left} tokens.",
+            f"{1 - room} tokens.",
             prompt_param,
         )
-    if max_tokens is not None and max_tokens > left:
+    if max_tokens is not None and max_tokens > room:
         raise context_length_exceeded(
             f"This model's maximum context length is {context} tokens. However, you requested "
             f"{num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the {prompt_param}, {max_tokens} in the "
-            f"completion): these are {max_tokens - left} too many. Please reduce the length of the {prompt_param} or "
-            f"completion: max_tokens may be at most {left} here.",
+            f"completion): these are {max_tokens - room} too many. Please reduce the length of the {prompt_param} or "
+            f"completion: max_tokens may be at most {room} here.",
             "max_tokens",
         )
 
@@ -141,8 +141,8 @@ def beam_rules(request: GenerationFields, prompts: list[Prompt], gang: GangInfo)
 
 def _max_tokens(num_prompt_tokens: int, width: int, gang: GangInfo) -> int:
     """The default for beams: what the context leaves, and at most half of a pool if beams share no pages."""
-    most = gang.num_pages // 2 * gang.block_size // width
-    return max(1, min(gang.max_model_len - num_prompt_tokens, most))
+    limit = gang.num_pages // 2 * gang.block_size // width
+    return max(1, min(gang.max_model_len - num_prompt_tokens, limit))
 
 
 # `best_of` of a completion request: more sequences are generated than requested, and the likeliest are the answer.
@@ -245,9 +245,9 @@ async def _tokenized(words: list[str], text: TextService) -> tuple[Word, ...]:
     if any(not word for word in bare):
         raise invalid_value(f"bad_words[{bare.index('')}]", "it is empty.")
     spaced = [f" {word}" for word in bare]
-    found = await text.encode_all([*bare, *spaced], add_special_tokens=False)
+    token_lists = await text.encode_all([*bare, *spaced], add_special_tokens=False)
     tokenized: dict[Word, None] = {}
-    for position, (plain, behind) in enumerate(zip(found, found[len(bare) :], strict=False)):
+    for position, (plain, behind) in enumerate(zip(token_lists, token_lists[len(bare) :], strict=False)):
         if len(plain) > MAX_WORD_TOKENS:
             message = f"it has {len(plain)} tokens: at most {MAX_WORD_TOKENS} are accepted."
             raise invalid_value(f"bad_words[{position}]", message)
@@ -352,12 +352,12 @@ def stop_strings(request: GenerationFields) -> StopStrings:
 
 
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
-    found = {}
+    token_biases = {}
     for key, bias in biases.items():
         if not (key.isascii() and key.isdigit()) or len(key) > 10 or int(key) >= vocab_size:
             raise invalid_value("logit_bias", f"key {key[:40]!r} is not a token id from 0 to {vocab_size - 1}.")
-        found[int(key)] = bias
-    return found
+        token_biases[int(key)] = bias
+    return token_biases
 
 
 def _or(value: float | None, default: float) -> float:

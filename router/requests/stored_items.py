@@ -42,21 +42,21 @@ def item_place(item_id: str) -> ItemPlace | None:
 
 
 def conversation_items(
-    request: ResponsesRequest, kept: Mapping[str, KeptConversation] | None
+    request: ResponsesRequest, conversations: Mapping[str, KeptConversation] | None
 ) -> tuple[Sequence[InputItem], int]:
     """All items of the conversation that the request goes on with, and how many of them come before its input.
 
-    `kept`: stored responses, by id; None: there are none, and no item is looked up. Raises NoSuchResponse, with the ids
-    of all responses that the request refers to, if one of them is not there. Raises a 400 for an item that is referred
-    to twice: many short references could otherwise stand for a long item each.
+    `conversations`: stored responses, by id; None: there are none, and no item is looked up. Raises NoSuchResponse,
+    with the ids of all responses that the request refers to, if one of them is not there. Raises a 400 for an item
+    that is referred to twice: many short references could otherwise stand for a long item each.
     """
-    given = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
-    if kept is None:
-        return given, 0
+    input_items = [InputItem(role="user", content=request.input)] if isinstance(request.input, str) else request.input
+    if conversations is None:
+        return input_items, 0
     params, places, seen = dict[str, str](), dict[int, ItemPlace](), set[ItemPlace]()
     if request.previous_response_id is not None:
         params[request.previous_response_id] = "previous_response_id"
-    for position, item in enumerate(given):
+    for position, item in enumerate(input_items):
         if item.type == "item_reference":
             param = f"input[{position}].id"
             place = item_place(needed(item.id, param))
@@ -68,17 +68,17 @@ def conversation_items(
             places[position] = place
             params.setdefault(place.response_id, param)
     for response_id, param in params.items():
-        if response_id not in kept:
+        if response_id not in conversations:
             raise NoSuchResponse(param, params)
-    own = [
-        _referred(kept, places[position], position) if position in places else item
-        for position, item in enumerate(given)
+    new_items = [
+        _referred(conversations, places[position], position) if position in places else item
+        for position, item in enumerate(input_items)
     ]
     if request.previous_response_id is None:
-        return own, 0
-    previous = kept[request.previous_response_id]
+        return new_items, 0
+    previous = conversations[request.previous_response_id]
     earlier = [*previous.input, *previous.response.output]
-    return [*earlier, *own], len(earlier)
+    return [*earlier, *new_items], len(earlier)
 
 
 def input_page(
@@ -102,19 +102,19 @@ def input_page(
         if page and num_bytes > _PAGE_BYTES:
             break
         item = _item(items[position])
-        page.append(_shown(item, f"{_PREFIXES[item.type]}_{end}_i{position}"))
+        page.append(_item_view(item, f"{_PREFIXES[item.type]}_{end}_i{position}"))
     return page, len(positions) > len(page)
 
 
-def _referred(kept: Mapping[str, KeptConversation], place: ItemPlace, position: int) -> InputItem:
-    conversation = kept[place.response_id]
+def _referred(conversations: Mapping[str, KeptConversation], place: ItemPlace, position: int) -> InputItem:
+    conversation = conversations[place.response_id]
     items = conversation.input if place.is_input else conversation.response.output
     if place.number >= len(items):
         raise NoSuchResponse(f"input[{position}].id")
     return items[place.number]
 
 
-def _shown(item: InputItem, item_id: str) -> schema.InputItemShown:
+def _item_view(item: InputItem, item_id: str) -> schema.InputItemShown:
     """An item that was taken has all that its type needs."""
     match item.type:
         case "function_call":
@@ -135,8 +135,8 @@ def _shown(item: InputItem, item_id: str) -> schema.InputItemShown:
 
 
 def _arguments(item: InputItem) -> str:
-    found = item.arguments or ""
-    return found if isinstance(found, str) else msgspec.json.encode(found).decode()
+    arguments = item.arguments or ""
+    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
 
 
 def _parts(content: str | list[InputPart] | None) -> Sequence[InputPart]:

@@ -47,60 +47,62 @@ _ANY_OBJECT: Final = {"type": "object"}
 
 def request_grammar(request: GenerationFields) -> WantedGrammar | None:
     """The form that the answer must have; None: any. Raises a 400 for fields that contradict each other."""
-    wanted = [*_of_openai(request), *_of_vllm(request)]
-    wanted += [
+    forms = [*_of_openai(request), *_of_vllm(request)]
+    forms += [
         (name, form, getattr(request, name)) for name, form in _ALIASES.items() if getattr(request, name) is not None
     ]
-    if not wanted:
+    if not forms:
         return None
-    (param, form, value), *others = wanted
-    if others:
-        raise invalid_value(others[0][0], f"{param} says already what form the answer has: send one of them.")
+    (param, form, value), *other_forms = forms
+    if other_forms:
+        raise invalid_value(other_forms[0][0], f"{param} says already what form the answer has: send one of them.")
     if request.use_beam_search:
         raise unsupported(param, "beams are ranked by the model's own probabilities: leave it out.")
     return WantedGrammar(param, form, value, _spaces(request))
 
 
 def _of_openai(request: GenerationFields) -> list[tuple[str, _Form, Any]]:
-    given = request.response_format
-    if given is None or given.type == "text":
+    response_format = request.response_format
+    if response_format is None or response_format.type == "text":
         return []
-    if given.type == "json_object":
+    if response_format.type == "json_object":
         return [("response_format", "json", _ANY_OBJECT)]
-    if given.type == "structural_tag":
-        return [("response_format", "structural_tag", given)]
-    if given.json_schema is None:
+    if response_format.type == "structural_tag":
+        return [("response_format", "structural_tag", response_format)]
+    if response_format.json_schema is None:
         message = "Missing required parameter: 'response_format.json_schema'."
         raise ApiError(400, message, param="response_format.json_schema", code="missing_required_parameter")
-    return [("response_format.json_schema.schema", "json", given.json_schema.schema)]
+    return [("response_format.json_schema.schema", "json", response_format.json_schema.schema)]
 
 
 def _of_vllm(request: GenerationFields) -> list[tuple[str, _Form, Any]]:
-    given = request.structured_outputs
-    if given is None:
+    outputs = request.structured_outputs
+    if outputs is None:
         return []
-    found = [(f"structured_outputs.{form}", form, getattr(given, form)) for form in _FORMS]
-    wanted: list[tuple[str, _Form, Any]] = [one for one in found if one[2] is not None]
-    if given.json_object:
-        wanted.append(("structured_outputs.json_object", "json", _ANY_OBJECT))
-    return wanted
+    candidates = [(f"structured_outputs.{form}", form, getattr(outputs, form)) for form in _FORMS]
+    forms: list[tuple[str, _Form, Any]] = [candidate for candidate in candidates if candidate[2] is not None]
+    if outputs.json_object:
+        forms.append(("structured_outputs.json_object", "json", _ANY_OBJECT))
+    return forms
 
 
 def _spaces(request: GenerationFields) -> str | None:
     """White space in JSON: a regular expression."""
-    given = request.structured_outputs
-    if given is not None and given.disable_additional_properties:
+    outputs = request.structured_outputs
+    if outputs is not None and outputs.disable_additional_properties:
         advice = "say 'additionalProperties': false in the schema."
         raise unsupported("structured_outputs.disable_additional_properties", advice)
     patterns = {
         "guided_whitespace_pattern": request.guided_whitespace_pattern,
-        "structured_outputs.whitespace_pattern": None if given is None else given.whitespace_pattern,
-        "structured_outputs.disable_any_whitespace": "" if given is not None and given.disable_any_whitespace else None,
+        "structured_outputs.whitespace_pattern": None if outputs is None else outputs.whitespace_pattern,
+        "structured_outputs.disable_any_whitespace": ""
+        if outputs is not None and outputs.disable_any_whitespace
+        else None,
     }
-    wanted = [(param, pattern) for param, pattern in patterns.items() if pattern is not None]
-    if len(wanted) > 1:
-        raise invalid_value(wanted[1][0], f"{wanted[0][0]} is given, too: send one of them.")
-    return (wanted[0][1] or None) if wanted else SPACES
+    choices = [(param, pattern) for param, pattern in patterns.items() if pattern is not None]
+    if len(choices) > 1:
+        raise invalid_value(choices[1][0], f"{choices[0][0]} is given, too: send one of them.")
+    return (choices[0][1] or None) if choices else SPACES
 
 
 _NO_CALLS: Final = CallText("")
@@ -114,11 +116,11 @@ def check_tools(request: ChatRequest) -> None:
             needed(tool.function, f"tools[{position}].function")
     mode, names = _choice(request)
     field = _field_of_choice(request)
-    known = {function.name for function in _functions(request)}
-    if mode == "required" and not known:
+    tool_names = {function.name for function in _functions(request)}
+    if mode == "required" and not tool_names:
         raise invalid_value(field, "a tool must be called, and the request has none, or all are left out.")
     for name in names or ():
-        if name not in known:
+        if name not in tool_names:
             message = f"it names {name!r}, and the request has no such tool, or it is left out."
             raise invalid_value(field, message)
 
@@ -142,7 +144,7 @@ async def answer_reader(request: ChatRequest, answers: AnswerFormat | None, prom
         )
     reading = Reading(
         answers,
-        KnownTools({one.name: _properties(one) for one in functions}),
+        KnownTools({function.name: _properties(function) for function in functions}),
         with_reasoning=request.include_reasoning is not False,
         max_calls=1 if _is_one(request) else None,
     )
@@ -155,54 +157,60 @@ def answer_grammar(request: ChatRequest, reader: ResponseReader | None) -> Wante
     """The form that the answer must have, by the request's own form and by calls that must fit schemas. None: any.
     Raises a 400 for what a grammar cannot express.
     """
-    wanted = request_grammar(request)
+    grammar = request_grammar(request)
     if reader is None:
-        return wanted
+        return grammar
     answers = reader.reading.format
     if answers.has_calls:
-        wanted = _with_calls(request, wanted, answers)
-    if wanted is None:
+        grammar = _with_calls(request, grammar, answers)
+    if grammar is None:
         return None
     texts = CALL_TEXTS.get(answers.family or "", _NO_CALLS)
     if answers.has_marked_content:
         if not texts.content:
-            raise unsupported(wanted.param, "it is not with this model's form of answers; leave it out.")
-        wanted = replace(wanted, opening=texts.content)
+            raise unsupported(grammar.param, "it is not with this model's form of answers; leave it out.")
+        grammar = replace(grammar, opening=texts.content)
     if not answers.has_reasoning or (reader.has_reasoned and not reader.is_reasoning):
-        return wanted
+        return grammar
     marks = answers.thought_marks
     if marks is None:
-        raise unsupported(wanted.param, "it is not where the marks of the model's thoughts are patterns; leave it out.")
-    return replace(wanted, thought=("" if reader.is_reasoning else marks[0], marks[1], texts.behind_thoughts))
+        raise unsupported(
+            grammar.param, "it is not where the marks of the model's thoughts are patterns; leave it out."
+        )
+    return replace(grammar, thought=("" if reader.is_reasoning else marks[0], marks[1], texts.behind_thoughts))
 
 
-def _with_calls(request: ChatRequest, wanted: WantedGrammar | None, answers: AnswerFormat) -> WantedGrammar | None:
+def _with_calls(request: ChatRequest, grammar: WantedGrammar | None, answers: AnswerFormat) -> WantedGrammar | None:
     """With the calls, where they must be made, must fit a schema, or may stand in the place of another form."""
     functions, must_call = _allowed(request), _choice(request)[0] == "required"
     text = CALL_TEXTS.get(answers.family or "")
     inputs = _inputs(request, text)
     is_strict = any(function.strict or function.name in inputs for function in functions)
-    if not (must_call or is_strict or wanted is not None):
+    if not (must_call or is_strict or grammar is not None):
         return None
     tools = "functions" if is_old(request) else "tools"
-    field = _field_of_choice(request) if must_call else tools if wanted is None else wanted.param
+    field = _field_of_choice(request) if must_call else tools if grammar is None else grammar.param
     if request.use_beam_search:
         raise unsupported(field, "beams are ranked by the model's own probabilities: leave it out.")
     if text is None:
-        what = (
-            "a form of its answers cannot be demanded together with tools" if wanted is not None else "no call can be"
+        problem = (
+            "a form of its answers cannot be demanded together with tools" if grammar is not None else "no call can be"
         )
-        raise unsupported(field, f"of this model {what} demanded: its form of calls has no grammar here; leave it out.")
+        raise unsupported(
+            field, f"of this model {problem} demanded: its form of calls has no grammar here; leave it out."
+        )
     calls = WantedCalls(
         text,
-        [(one.name, _schema(one, is_needed=must_call)) for one in functions],
+        [(declaration.name, _schema(declaration, is_needed=must_call)) for declaration in functions],
         must_call=must_call,
         is_one=_is_one(request),
-        inputs={name: form for name, form in inputs.items() if any(one.name == name for one in functions)},
+        inputs={
+            name: form for name, form in inputs.items() if any(declaration.name == name for declaration in functions)
+        },
     )
-    if wanted is None or must_call:
-        wanted = WantedGrammar(tools, "any", None)
-    return replace(wanted, calls=calls)
+    if grammar is None or must_call:
+        grammar = WantedGrammar(tools, "any", None)
+    return replace(grammar, calls=calls)
 
 
 def _inputs(request: ChatRequest, text: CallText | None) -> dict[str, tuple[Literal["lark", "regex"], str]]:
@@ -212,9 +220,9 @@ def _inputs(request: ChatRequest, text: CallText | None) -> dict[str, tuple[Lite
     if not text.trigger and _choice(request)[0] != "required":
         return {}
     return {
-        name: (one.syntax, one.definition)
-        for name, one in request.custom_tools.items()
-        if one.syntax is not None and one.definition is not None
+        name: (tool.syntax, tool.definition)
+        for name, tool in request.custom_tools.items()
+        if tool.syntax is not None and tool.definition is not None
     }
 
 
@@ -222,9 +230,9 @@ def formats_not_held(request: ChatRequest, reader: ResponseReader | None) -> lis
     """The field with grammars of inputs that answers need not have, as this model's calls begin with no mark."""
     if not isinstance(request, TranslatedChat) or reader is None or not reader.reading.format.has_calls:
         return []
-    has_any = any(one.definition is not None for one in request.custom_tools.values())
-    held = _inputs(request, CALL_TEXTS.get(reader.reading.format.family or ""))
-    return ["tools[].format"] if has_any and not held else []
+    has_any = any(tool.definition is not None for tool in request.custom_tools.values())
+    inputs = _inputs(request, CALL_TEXTS.get(reader.reading.format.family or ""))
+    return ["tools[].format"] if has_any and not inputs else []
 
 
 def _schema(function: FunctionDefinition, *, is_needed: bool) -> dict[str, Any]:
@@ -251,7 +259,7 @@ def _functions(request: ChatRequest) -> Sequence[FunctionDefinition]:
 def _allowed(request: ChatRequest) -> list[FunctionDefinition]:
     """The tools that may be called."""
     names = _choice(request)[1]
-    return [one for one in _functions(request) if names is None or one.name in names]
+    return [function for function in _functions(request) if names is None or function.name in names]
 
 
 def _field_of_choice(request: ChatRequest) -> str:
@@ -274,5 +282,5 @@ def _choice(request: ChatRequest) -> tuple[Mode, list[str] | None]:
 
 
 def _properties(function: FunctionDefinition) -> dict[str, object]:
-    found = (function.parameters or {}).get("properties")
-    return found if isinstance(found, dict) else {}
+    properties = (function.parameters or {}).get("properties")
+    return properties if isinstance(properties, dict) else {}

@@ -40,7 +40,7 @@ class AdapterUses:
     def __len__(self) -> int:
         return len(self._uses)
 
-    def begun(self, digest: str, asker: str) -> None:
+    def begin(self, digest: str, asker: str) -> None:
         """A sequence of the asker with this adapter is on its way there."""
         if digest not in self._uses:
             self._uses[digest] = {}

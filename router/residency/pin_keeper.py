@@ -56,9 +56,9 @@ class PinPlaces:
 
     def set_gangs(self, gangs: Collection[str]) -> None:
         """Sets the gangs that there are, and moves the pins of gangs that have gone."""
-        gone, new = self._at.keys() - set(gangs), sorted(set(gangs) - self._at.keys())
-        moved = {digest for gang in gone for digest in self._at[gang]}
-        for gang in gone:
+        ended_gangs, new = self._at.keys() - set(gangs), sorted(set(gangs) - self._at.keys())
+        moved = {digest for gang in ended_gangs for digest in self._at[gang]}
+        for gang in ended_gangs:
             del self._at[gang]
             self._changes.pop(gang, None)
         for gang in new:
@@ -126,7 +126,7 @@ class PinnedGang(Protocol):
         """None: not connected. Another object after each greeting."""
 
     @property
-    def known(self) -> KnownPinned: ...
+    def known_gang(self) -> KnownPinned: ...
 
     def send(self, news: News) -> None: ...
 
@@ -138,7 +138,7 @@ class PinKeeper:
         """`gangs`: those that are connected."""
         self._pins, self._gangs = pins, gangs
         self._places = PinPlaces()
-        self._sent: dict[str, GangInfo] = {}  # gangs that were sent pins, by id, with their greetings
+        self._greetings: dict[str, GangInfo] = {}  # gangs that were sent pins, by id, with their greetings
         self._seen: frozenset[str] = frozenset()
         self._seen_since = 0.0
         self._unsettled_since: float | None = None  # None: pins are placed at the connected gangs
@@ -152,13 +152,13 @@ class PinKeeper:
 
     def states(self, digest: str) -> Mapping[str, str | None]:
         """The gangs that must keep the adapter, by id. None: it is there; empty: it is coming; else what failed."""
-        found: dict[str, str | None] = {}
+        gang_states: dict[str, str | None] = {}
         by_id = self._connected()
         for gang_id in self._places.of(digest):
             if (gang := by_id.get(gang_id)) is not None:
-                failure = gang.known.pin_failure(digest)
-                found[gang_id] = failure or (None if gang.known.is_hosted(digest) else "")
-        return found
+                failure = gang.known_gang.pin_failure(digest)
+                gang_states[gang_id] = failure or (None if gang.known_gang.is_hosted(digest) else "")
+        return gang_states
 
     def update(self, now: float) -> None:
         """Sends the gangs what has changed. `now`: seconds, monotonic."""
@@ -169,8 +169,8 @@ class PinKeeper:
         for gang_id, gang in gangs.items():
             if gang_id in self._places.gangs:
                 self._send_changes(gang_id, gang)
-        for gang_id in [gang_id for gang_id in self._sent if gang_id not in self._places.gangs]:
-            del self._sent[gang_id]
+        for gang_id in [gang_id for gang_id in self._greetings if gang_id not in self._places.gangs]:
+            del self._greetings[gang_id]
 
     def _connected(self) -> dict[str, PinnedGang]:
         return {gang.info.gang_id: gang for gang in self._gangs() if gang.info is not None}
@@ -189,10 +189,10 @@ class PinKeeper:
     def _send_changes(self, gang_id: str, gang: PinnedGang) -> None:
         changes = self._places.take_changes(gang_id)
         assert gang.info is not None
-        if self._sent.get(gang_id) is not gang.info:
-            if gang_id in self._sent or self._places.at(gang_id):
+        if self._greetings.get(gang_id) is not gang.info:
+            if gang_id in self._greetings or self._places.at(gang_id):
                 gang.send(Pinned(sorted(self._places.at(gang_id)), is_whole=True))
-                self._sent[gang_id] = gang.info
+                self._greetings[gang_id] = gang.info
         elif changes:
             gang.send(
                 Pinned(

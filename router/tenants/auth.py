@@ -162,8 +162,8 @@ def admitted(
     if tenant.is_suspended:
         raise ApiError(403, "This tenant is suspended: ask the operators of this server.", code="tenant_suspended")
     if scope not in key.scopes:
-        what = "token" if subject else "API key"
-        raise ApiError(403, f"This {what} lacks the scope {scope}.", code="missing_scope")
+        credential = "token" if subject else "API key"
+        raise ApiError(403, f"This {credential} lacks the scope {scope}.", code="missing_scope")
     return Identity(tenant, key, subject, view.last_event)
 
 

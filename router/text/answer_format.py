@@ -296,15 +296,15 @@ def answer_format(chosen: str, tokenizer: Any, vocabulary: frozenset[str]) -> An
         return named_format(chosen)
     if chosen != BY_TEMPLATE:
         return replace(_of_file(Path(chosen)), family=known_format(source))
-    own = getattr(tokenizer, "response_template", None)
-    if own is not None:
-        return replace(_loaded("the model's own", own), family=known_format(source))
+    template = getattr(tokenizer, "response_template", None)
+    if template is not None:
+        return replace(_loaded("the model's own", template), family=known_format(source))
     name = known_format(source)
     if name is None:
         return None
-    found = named_format(name)
-    think = found.spec["fields"].get("reasoning", {}).get("open", "")
-    return found if think in source or think in vocabulary else _without(found, "reasoning")
+    candidate = named_format(name)
+    think = candidate.spec["fields"].get("reasoning", {}).get("open", "")
+    return candidate if think in source or think in vocabulary else _without(candidate, "reasoning")
 
 
 def named_format(name: str) -> AnswerFormat:
@@ -320,8 +320,8 @@ def known_format(source: str) -> str | None:
 
 def _of_file(path: Path) -> AnswerFormat:
     if not path.is_file():
-        known = ", ".join((BY_TEMPLATE, NO_FORMAT, *FORMATS))
-        raise ValueError(f"response-template: {str(path)!r} is neither a file nor one of {known}")
+        names = ", ".join((BY_TEMPLATE, NO_FORMAT, *FORMATS))
+        raise ValueError(f"response-template: {str(path)!r} is neither a file nor one of {names}")
     try:
         spec = msgspec.json.decode(path.read_bytes())
     except msgspec.DecodeError as error:
@@ -361,9 +361,11 @@ def _check_tag_pattern(pattern: object, name: str) -> None:
         raise ValueError(f"response-template: the tag_pattern {pattern!r} in {name} has no groups 'key' and 'value'")
 
 
-def _without(found: AnswerFormat, field: str) -> AnswerFormat:
-    fields = {name: spec for name, spec in found.spec["fields"].items() if name != field}
-    return replace(_loaded(found.name, {**found.spec, "fields": fields}), family=found.family) if fields else found
+def _without(answers: AnswerFormat, field: str) -> AnswerFormat:
+    fields = {name: spec for name, spec in answers.spec["fields"].items() if name != field}
+    return (
+        replace(_loaded(answers.name, {**answers.spec, "fields": fields}), family=answers.family) if fields else answers
+    )
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -371,8 +373,8 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _strings(one)
+        for child in value.values():
+            yield from _strings(child)
     elif isinstance(value, list):
-        for one in value:
-            yield from _strings(one)
+        for child in value:
+            yield from _strings(child)

@@ -96,8 +96,8 @@ def _num_marks(text: str) -> int:
 
 
 def _calls(value: Any, tools: KnownTools) -> Iterator[tuple[str, str]]:
-    for one in value if isinstance(value, list) else [value]:
-        function = one.get("function", one) if isinstance(one, dict) else None
+    for entry in value if isinstance(value, list) else [value]:
+        function = entry.get("function", entry) if isinstance(entry, dict) else None
         if not isinstance(function, dict):
             raise ValueError("it is not an object")
         name = function.get("name")
@@ -148,13 +148,13 @@ def _json(body: str, args: Mapping[str, Any]) -> Any:
     separator = args.get("separator")
     if separator is None:
         return json.loads(body, parse_float=_number, parse_constant=_refuse)
-    found, decoder, position = [], json.JSONDecoder(parse_float=_number, parse_constant=_refuse), 0
+    documents, decoder, position = [], json.JSONDecoder(parse_float=_number, parse_constant=_refuse), 0
     while True:
         value, position = decoder.raw_decode(body, _behind_spaces(body, position))
-        found.append(value)
+        documents.append(value)
         position = _behind_spaces(body, position)
         if position == len(body):
-            return found
+            return documents
         if not body.startswith(separator, position):
             raise ValueError("something follows its JSON")
         position += len(separator)
@@ -200,7 +200,7 @@ def _tags(body: str, args: Mapping[str, Any], ending: str) -> dict[str, Any]:
         pattern = pattern.replace(r"\s*(?P<value>.*?)\s*", "(?P<value>.*?)")
     compiled = re.compile(pattern, re.DOTALL)
     parser = args.get("value_parser") or {}
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     *pieces, _ = body.split(ending)
     for piece in pieces:
         match = compiled.search(piece + ending)
@@ -212,11 +212,11 @@ def _tags(body: str, args: Mapping[str, Any], ending: str) -> dict[str, Any]:
         elif parser and parser.get("args", {}).get("strip", True):
             value = value.strip()
         key = match["key"]
-        if args.get("merge_duplicates") and key in found:
-            found[key] = [*(found[key] if isinstance(found[key], list) else [found[key]]), value]
+        if args.get("merge_duplicates") and key in arguments:
+            arguments[key] = [*(arguments[key] if isinstance(arguments[key], list) else [arguments[key]]), value]
         else:
-            found[key] = value
-    return found
+            arguments[key] = value
+    return arguments
 
 
 def _parsed_value(value: str, parser: Mapping[str, Any]) -> Any:
@@ -256,13 +256,13 @@ def _types_of(schema: Any) -> tuple[str, ...]:
         return ()
     named = schema.get("type")
     types = [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    found = [one for one in types if isinstance(one, str)]
+    names = [alternative for alternative in types if isinstance(alternative, str)]
     for keyword in ("anyOf", "oneOf"):
         alternatives = schema.get(keyword)
-        for one in alternatives if isinstance(alternatives, list) else []:
-            if isinstance(one, dict) and isinstance(one.get("type"), str):
-                found.append(one["type"])
-    return tuple(found)
+        for alternative in alternatives if isinstance(alternatives, list) else []:
+            if isinstance(alternative, dict) and isinstance(alternative.get("type"), str):
+                names.append(alternative["type"])
+    return tuple(names)
 
 
 def _typed(value: Any, types: tuple[str, ...]) -> Any:

@@ -122,12 +122,12 @@ class _Probe:
         of_objects, of_texts = (
             {empty: self._call_text(_arguments_in(form), empty) for empty in ("", None)} for form in _FORMS
         )
-        takes_objects = any(_shows_arguments(found) for found in of_objects.values())
-        takes_texts = any(_arguments_in("text") in (found or "") for found in of_texts.values())
-        found = of_texts if takes_texts and not takes_objects else of_objects
-        none, empty = found[None], found[""]
+        takes_objects = any(_shows_arguments(text) for text in of_objects.values())
+        takes_texts = any(_arguments_in("text") in (text or "") for text in of_texts.values())
+        outputs = of_texts if takes_texts and not takes_objects else of_objects
+        none, empty = outputs[None], outputs[""]
         is_wrong = _says_none(none, empty) or (_shows_arguments(empty) and not _shows_arguments(none))
-        form: _Form = "text" if found is of_texts else "object"
+        form: _Form = "text" if outputs is of_texts else "object"
         return form, takes_texts, "" if is_wrong else None, takes_objects or takes_texts
 
     def _call_text(self, arguments: Any, content: str | None) -> str | None:
@@ -168,13 +168,13 @@ class _Probe:
     def takes_bare_tools(self) -> bool:
         """True as well where tools are never shown."""
         bare = {"type": "function", "function": {"name": _NAME}}
-        shown = self._text([self._ask], tools=[bare], add_generation_prompt=True)
-        return shown is not None or self._text([self._ask], tools=[_tool()], add_generation_prompt=True) is None
+        text = self._text([self._ask], tools=[bare], add_generation_prompt=True)
+        return text is not None or self._text([self._ask], tools=[_tool()], add_generation_prompt=True) is None
 
     def is_changed_by(self, **options: tuple[Any, Any]) -> bool:
         """Whether the template makes something else of the one value than of the other, or refuses one."""
-        found = [self._text([self._ask], **one, add_generation_prompt=True) for one in _both(options)]
-        return found[0] != found[1]
+        texts = [self._text([self._ask], **variant, add_generation_prompt=True) for variant in _both(options)]
+        return texts[0] != texts[1]
 
 
 def _both(options: Mapping[str, tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
@@ -253,14 +253,14 @@ class ChatRenderer:
     def render(self, messages: Sequence[Message], arguments: Mapping[str, Any], **options: bool) -> RenderedChat:
         """Raises ChatTemplateError, and what the template itself raises. `arguments`: more of the template's."""
         hider = _Hider(self._tokens, self._answer_names)
-        messages, arguments = [hider.message(one) for one in messages], hider.value(arguments, hider.names)
+        messages, arguments = [hider.message(message) for message in messages], hider.value(arguments, hider.names)
         text = hider.marks.unescaped(self._apply(messages, **options, **arguments))
         if not hider.has_pieces:
             return RenderedChat(text)
         strict = self._without_pieces(text, hider.marks, messages, arguments, **options)
         if not hider.has_hidden and strict is text:
             return RenderedChat(text)
-        return RenderedChat(hider.marks.shown(text), self._tokens.with_aliases(strict, hider.marks))
+        return RenderedChat(hider.marks.restore(text), self._tokens.with_aliases(strict, hider.marks))
 
     def _without_pieces(
         self, text: str, marks: Marks, messages: Sequence[Message], arguments: Mapping[str, Any], **options: bool
@@ -273,7 +273,7 @@ class ChatRenderer:
         def hide(piece: str) -> str:
             return self._tokens.hide_pieces(piece, marks) if self._tokens.has_pieces(piece) else piece
 
-        copies = [_with_same_role(message, lambda one: _mapped(one, hide)) for message in messages]
+        copies = [_with_same_role(message, lambda content: _mapped(content, hide)) for message in messages]
         try:
             strict = marks.unescaped(self._apply(copies, **options, **_mapped(arguments, hide)))
         except TEMPLATE_ERRORS:  # it looks for what is hidden
@@ -282,7 +282,7 @@ class ChatRenderer:
             written = [span.name for span in self._tokens.written(text)]
             if written == [span.name for span in self._tokens.written(strict)]:
                 return text
-            if marks.shown(strict) == marks.shown(text):
+            if marks.restore(strict) == marks.restore(text):
                 return strict
         raise ChatTemplateError("the model's chat template may make a control token of parts of the messages")
 
@@ -301,7 +301,7 @@ class _Hider:
     def message(self, message: Message) -> Message:
         """Roles are a few words that templates compare. Arguments of tools are data, not text of an answer."""
         names = self._answer_names if message.get("role") == _ANSWERER else self.names
-        changed = _with_same_role(message, lambda one: self.value(one, names))
+        changed = _with_same_role(message, lambda content: self.value(content, names))
         calls = message.get("tool_calls")
         return {**changed, "tool_calls": self.value(calls, self.names)} if calls else changed
 
@@ -320,7 +320,7 @@ class _Hider:
 
 def _with_same_role(message: Message, change: Callable[[Any], Any]) -> Message:
     """A copy of a message with its fields changed but for the role."""
-    return {field: one if field == "role" else change(one) for field, one in message.items()}
+    return {field: content if field == "role" else change(content) for field, content in message.items()}
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
@@ -328,7 +328,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_mapped(key, change): _mapped(one, change) for key, one in value.items()}
+        return {_mapped(key, change): _mapped(child, change) for key, child in value.items()}
     if isinstance(value, list):
-        return [_mapped(one, change) for one in value]
+        return [_mapped(child, change) for child in value]
     return value

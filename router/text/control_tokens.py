@@ -53,8 +53,8 @@ class AddedTokens:
         if self._pattern is not None:
             return [TokenSpan(*match.span(), match[0]) for match in self._pattern.finditer(text)]
         # The batch call releases the GIL.
-        [found] = self._splitter.encode_batch([_HALF_CHARACTERS.sub(_NO_CHARACTER, text)], add_special_tokens=False)
-        parts = zip(found.ids, found.offsets, strict=True)
+        [encoding] = self._splitter.encode_batch([_HALF_CHARACTERS.sub(_NO_CHARACTER, text)], add_special_tokens=False)
+        parts = zip(encoding.ids, encoding.offsets, strict=True)
         return [TokenSpan(*offsets, self._names[token_id]) for token_id, offsets in parts if token_id in self._names]
 
     def names_in(self, text: str) -> list[str]:
@@ -78,7 +78,7 @@ def _longest_of(words: Sequence[str]) -> str:
     for word in words:
         if word:
             rests.setdefault(word[0], []).append(word[1:])
-    branches = [re.escape(first) + _longest_of(rest) for first, rest in rests.items()]
+    branches = [re.escape(first) + _longest_of(tails) for first, tails in rests.items()]
     if "" not in words and len(branches) == 1:
         return branches[0]
     return f"(?:{'|'.join(branches)}){'?' if '' in words else ''}" if branches else ""
@@ -112,13 +112,13 @@ def control_names(tokens: AddedTokens, template: str, apply: Apply) -> ControlNa
     """All special tokens, and of the others those that the template writes. `template`: its source."""
     names = {name for name in tokens.names if not name.isspace()}
     special = frozenset(names & tokens.special)
-    others = names - special
+    ordinary = names - special
     ends = {name for text in _rendered(apply) for name in tokens.names_in(text.rpartition(_ANSWER)[2])}
     begins = {name for text in _rendered(apply, add_generation_prompt=True) for name in tokens.names_in(text)}
-    literal = {name for name in others if name in template}
+    literal = {name for name in ordinary if name in template}
     return ControlNames(
-        in_messages=special | (others & (ends | begins | literal)),
-        in_answers=special | (others & ends),
+        in_messages=special | (ordinary & (ends | begins | literal)),
+        in_answers=special | (ordinary & ends),
     )
 
 
@@ -161,7 +161,7 @@ class Marks:
             text = text.replace(f"\\u{ord(mark):x}", mark)
         return text
 
-    def shown(self, text: str) -> str:
+    def restore(self, text: str) -> str:
         """The text with hidden characters restored."""
         for char, mark in self._marks.items():
             text = text.replace(mark, char)
@@ -247,17 +247,17 @@ class ControlTokens:
         for span in self.written(text):
             parts += [self._cut_at_marks(text[end : span.start]), self._aliases[span.name]]
             end = span.end
-        return marks.shown("".join([*parts, self._cut_at_marks(text[end:])]))
+        return marks.restore("".join([*parts, self._cut_at_marks(text[end:])]))
 
     def _cut_at_marks(self, text: str) -> str:
         return _MARK.sub(lambda mark: mark[0] + self._cut, text) if self._cut else text
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of texts with aliases."""
-        found = self._encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [
             [self._ids.get(token_id, token_id) for token_id in encoding.ids if token_id != self._cut_id]
-            for encoding in found
+            for encoding in encodings
         ]
 
     def encode_as_text(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
@@ -285,12 +285,12 @@ def _renamed(token: AddedToken, aliases: dict[str, str]) -> AddedToken:
 
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """A tokenizer with the same model and the same steps before and after it."""
-    made = Tokenizer(tokenizer.model)
+    bare = Tokenizer(tokenizer.model)
     if tokenizer.normalizer is not None:
-        made.normalizer = tokenizer.normalizer
+        bare.normalizer = tokenizer.normalizer
     if tokenizer.pre_tokenizer is not None:
-        made.pre_tokenizer = tokenizer.pre_tokenizer
+        bare.pre_tokenizer = tokenizer.pre_tokenizer
     if tokenizer.post_processor is not None:
-        made.post_processor = tokenizer.post_processor
-    made.encode_special_tokens = tokenizer.encode_special_tokens
-    return made
+        bare.post_processor = tokenizer.post_processor
+    bare.encode_special_tokens = tokenizer.encode_special_tokens
+    return bare

@@ -43,7 +43,7 @@ class GrowingArguments:
     def feed(self, text: str) -> tuple[str, str]:
         """What it adds, and the text behind the object. May not be called once it `is_over`."""
         text, self._half = self._half + text, ""
-        shown: list[str] = []
+        pieces: list[str] = []
         place = 0
         while place < len(text) and not self.is_over:
             read = self._in_text(text, place) if self._in_string else self._between(text, place)
@@ -51,13 +51,13 @@ class GrowingArguments:
                 self._half, place = text[place:], len(text)
             else:
                 piece, place = read
-                shown.append(self._shown(piece))
-        return "".join(shown), text[place:]
+                pieces.append(self._json_of(piece))
+        return "".join(pieces), text[place:]
 
     def finish(self) -> str:
         """What was held back of arguments that end too early."""
-        held = self._string if self._is_value and self._string is not None else []
-        return "".join([*held, self._half])
+        string = self._string if self._is_value and self._string is not None else []
+        return "".join([*string, self._half])
 
     def _in_text(self, text: str, place: int) -> _Read | None:
         if text[place] == "\\":
@@ -86,7 +86,7 @@ class GrowingArguments:
             self.is_over = self._depth == 0
         return char, place + 1
 
-    def _shown(self, piece: str) -> str:
+    def _json_of(self, piece: str) -> str:
         if self._string is None:
             return piece
         self._string.append(piece)
@@ -102,9 +102,9 @@ class GrowingArguments:
         return piece
 
     def copy(self) -> GrowingArguments:
-        found = GrowingArguments(self._tools, self._name)
-        found.__dict__ |= self.__dict__ | {"_string": None if self._string is None else [*self._string]}
-        return found
+        clone = GrowingArguments(self._tools, self._name)
+        clone.__dict__ |= self.__dict__ | {"_string": None if self._string is None else [*self._string]}
+        return clone
 
 
 def _escape(text: str, place: int) -> _Read | None:
@@ -158,7 +158,7 @@ def call_heads(field: Any) -> CallHeads | None:
     name, arguments = (str(function.get(key)) for key in ("name", "arguments"))
     if (name, arguments) == ("{name}", "{content}") and not field.transform_each:
         return CallHeads(re.compile(rf"\s*{_OBJECT}"), None)
-    keys = [re.fullmatch(rf"\{{{re.escape(content)}(\w+)\}}", one) for one in (name, arguments)]
+    keys = [re.fullmatch(rf"\{{{re.escape(content)}(\w+)\}}", template) for template in (name, arguments)]
     if None in keys:
         return None
     name, arguments = (key[1] for key in keys if key is not None)
@@ -182,15 +182,15 @@ class GrowingCalls:
         self._heads, self._captures, self._tools, self._first = heads, captures, tools, number
         self._head: re.Pattern[str] | None = heads.first  # that may come next; None: no call comes any more
         self._text = ""  # not read yet; at the end the text after the calls
-        self._rest: list[str] = []  # what is behind all calls
+        self._tail: list[str] = []  # what is behind all calls
         self._arguments: GrowingArguments | None = None  # of the call that grows
         self.num_begun = self.num_whole = 0
 
     def copy(self) -> GrowingCalls:
-        found = copy(self)
-        found._rest = [*self._rest]
-        found._arguments = None if self._arguments is None else self._arguments.copy()
-        return found
+        clone = copy(self)
+        clone._tail = [*self._tail]
+        clone._arguments = None if self._arguments is None else self._arguments.copy()
+        return clone
 
     def feed(self, text: str) -> list[Call]:
         """What the text adds to calls: the name of a new one, and what follows of its arguments."""
@@ -198,11 +198,11 @@ class GrowingCalls:
 
     def finish(self) -> tuple[list[Call], str]:
         """What is left of the last call's arguments, and the text after the calls."""
-        rest = "".join([*self._rest, self._text]).lstrip(_ENDS)
+        tail = "".join([*self._tail, self._text]).lstrip(_ENDS)
         if self._arguments is None:
-            return [], rest
+            return [], tail
         text = self._arguments.finish()
-        return [Call(self._number, "", text)] if text else [], rest
+        return [Call(self._number, "", text)] if text else [], tail
 
     @property
     def _number(self) -> int:
@@ -218,9 +218,9 @@ class GrowingCalls:
                 self.num_begun += 1
                 self._arguments = GrowingArguments(self._tools, name)
                 yield Call(self._number, name, "")
-            shown, self._text = self._arguments.feed(self._text)
-            if shown:
-                yield Call(self._number, "", shown)
+            arguments, self._text = self._arguments.feed(self._text)
+            if arguments:
+                yield Call(self._number, "", arguments)
             if self._arguments.is_over:
                 self.num_whole += 1
                 self._arguments, self._head = None, self._heads.following
@@ -233,7 +233,7 @@ class GrowingCalls:
         name = None if match is None else {**self._captures, **match.groupdict()}.get("name")
         if name is None or name not in self._tools.properties:
             self._head = None
-            self._rest.append(self._text)
+            self._tail.append(self._text)
             self._text = ""
             return None
         assert match is not None

@@ -96,8 +96,8 @@ def own_pooling(folder: Path) -> OwnPooling:
         if _fields(folder / _TEXTS).get("do_lower_case"):
             return OwnPooling(None, problem=f"the model's {_TEXTS} has texts in lower case (do_lower_case)")
         if prompt := _fields(folder / _PROMPTS).get("default_prompt_name"):
-            what = f"the model's {_PROMPTS} puts the prompt {str(prompt)[:40]!r} before texts: send it with them"
-            return OwnPooling(None, problem=what)
+            message = f"the model's {_PROMPTS} puts the prompt {str(prompt)[:40]!r} before texts: send it with them"
+            return OwnPooling(None, problem=message)
     except (OSError, msgspec.MsgspecError, ValueError) as error:
         return OwnPooling(None, problem=f"the model's own pooling cannot be read ({error})")
     if pooling is None:

@@ -52,30 +52,30 @@ class _Text:
         self._spaces = []
 
     def copy(self) -> _Text:
-        found = copy(self)
-        found._spaces = [*self._spaces]
-        return found
+        clone = copy(self)
+        clone._spaces = [*self._spaces]
+        return clone
 
     def add(self, text: str, join: str, *, strip: bool) -> str:
         """What can be shown of the text now."""
         if not strip:
-            shown = (join if self.has_any and not self._in_region else "") + text
+            output = (join if self.has_any and not self._in_region else "") + text
             self.has_any = self._in_region = True
-            return shown
+            return output
         if not self._in_region:
             text = text.lstrip()
             if not text:
                 return ""
-        kept = text.rstrip()
-        shown = ""
-        if kept:
+        body = text.rstrip()
+        output = ""
+        if body:
             before = "".join(self._spaces) if self._in_region else join if self.has_any else ""
-            shown = before + kept
+            output = before + body
             self.has_any = self._in_region = True
             self._spaces = []
-        if len(kept) < len(text):
-            self._spaces.append(text[len(kept) :])
-        return shown
+        if len(body) < len(text):
+            self._spaces.append(text[len(body) :])
+        return output
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class ResponseReader:
         self.num_calls = 0  # complete ones
         self._num_begun = 0
         self._implicit = None if template.implicit is None else template.fields[template.implicit]
-        self._opens = [one for one in template.fields.values() if one.open_re is not None]
+        self._opens = [field for field in template.fields.values() if field.open_re is not None]
         self._texts: dict[Part, _Text] = {"content": _Text(), "reasoning": _Text()}
         self._buffer, self._position = "", 0
         self._num_empty_marks = 0
@@ -123,20 +123,20 @@ class ResponseReader:
         self._is_cut = False  # the answer ended before the model ended it
         self._outside: list[str] = []  # text before the first region
         self._out: list[Piece] = []
-        self._feed(_begun(template, prompt))
+        self._feed(_prefill(template, prompt))
         self._out.clear()
         self.num_calls = self._num_begun = 0
         self._region.calls = None  # a call that the prompt begins is shown once it is complete
 
     def copy(self) -> ResponseReader:
         """An independent reader in the same state."""
-        found = copy(self)
-        found._texts = {part: text.copy() for part, text in self._texts.items()}
+        clone = copy(self)
+        clone._texts = {part: text.copy() for part, text in self._texts.items()}
         region = self._region
         calls = None if region.calls is None else region.calls.copy()
-        found._region = replace(region, captures={**region.captures}, body=[*region.body], calls=calls)
-        found._outside, found._out = [*self._outside], []
-        return found
+        clone._region = replace(region, captures={**region.captures}, body=[*region.body], calls=calls)
+        clone._outside, clone._out = [*self._outside], []
+        return clone
 
     @property
     def has_reasoned(self) -> bool:
@@ -151,7 +151,7 @@ class ResponseReader:
     def feed(self, text: str) -> list[Piece]:
         """What the text adds to the message."""
         self._feed(text)
-        return self._taken()
+        return self._take_output()
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
         """What is left. The reader cannot be used afterwards.
@@ -163,9 +163,9 @@ class ResponseReader:
         self._close("", is_marked=False)
         if not self._has_opened and self._outside:
             self._show("content", "".join(self._outside), "", strip=True)
-        return self._taken()
+        return self._take_output()
 
-    def _taken(self) -> list[Piece]:
+    def _take_output(self) -> list[Piece]:
         out, self._out = self._out, []
         return out
 
@@ -179,9 +179,9 @@ class ResponseReader:
 
     def _advance(self, *, is_end: bool) -> None:
         while True:
-            found, hold = self._scan(is_end=is_end)
-            if found is not None:
-                self._take_mark(*found)
+            mark, hold = self._scan(is_end=is_end)
+            if mark is not None:
+                self._take_mark(*mark)
                 continue
             end = len(self._buffer)
             if not is_end and end - hold > MAX_HELD_CHARS:
@@ -197,18 +197,18 @@ class ResponseReader:
         """The first complete mark, with its field, and the position of the first possible mark."""
         buffer, position = self._buffer, self._position
         hold, best_key, best = len(buffer), None, None
-        for one, is_open in self._watched():
-            pattern = one.open_re if is_open else one.close_re
+        for mark_field, is_open in self._watched():
+            pattern = mark_field.open_re if is_open else mark_field.close_re
             self.num_scanned += len(buffer) - position
             match = pattern.search(buffer, position, partial=not is_end)
             if match is None:
                 continue
-            if not is_end and (match.partial or self._may_grow(one, is_open, match)):
+            if not is_end and (match.partial or self._may_grow(mark_field, is_open, match)):
                 hold = min(hold, match.start())
                 continue
-            key = (match.start(), match.start() - match.end(), not is_open, one.name)
+            key = (match.start(), match.start() - match.end(), not is_open, mark_field.name)
             if best_key is None or key < best_key:
-                best_key, best = key, (one if is_open else None, match)
+                best_key, best = key, (mark_field if is_open else None, match)
         if best is not None and best[1].start() >= hold:
             best = None
         return best, hold
@@ -217,23 +217,23 @@ class ResponseReader:
         region = self._region.field
         if region is not None and region is not self._implicit:
             return [] if region.close_re is None else [(region, False)]
-        watched = [(one, True) for one in self._opens]
+        watched = [(field, True) for field in self._opens]
         if self._implicit is not None and self._implicit.close_re is not None:
             watched.append((self._implicit, False))
         return watched
 
-    def _may_grow(self, one: Any, is_open: bool, match: Any) -> bool:
+    def _may_grow(self, field: Any, is_open: bool, match: Any) -> bool:
         """Whether more text could change the match."""
-        literals = one.open_literals if is_open else one.close_literals
+        literals = field.open_literals if is_open else field.close_literals
         if match.end() != len(self._buffer):
             if literals is not None:
                 return False
-            pattern = one.open_re if is_open else one.close_re
+            pattern = field.open_re if is_open else field.close_re
             longer = pattern.match(self._buffer + "\0", match.start())
             return longer is None or longer.span() != match.span() or longer.groupdict() != match.groupdict()
         if match.start() == match.end() or literals is None:
             return True
-        return bool(one.open_literal_can_extend if is_open else one.close_literal_can_extend)
+        return bool(field.open_literal_can_extend if is_open else field.close_literal_can_extend)
 
     def _take_mark(self, opened: Any, match: Any) -> None:
         is_empty = match.start() == match.end()
@@ -281,13 +281,13 @@ class ResponseReader:
             self._show(_part_of(region.field), text, join, strip=bool(args.get("strip", True)))
 
     def _show(self, part: Part, text: str, join: str, *, strip: bool) -> None:
-        shown = self._texts[part].add(text, join, strip=strip)
-        if shown and (part == "content" or self.reading.with_reasoning):
-            self._out.append(TextPiece(part, shown))
+        output = self._texts[part].add(text, join, strip=strip)
+        if output and (part == "content" or self.reading.with_reasoning):
+            self._out.append(TextPiece(part, output))
 
     def _show_calls(self, calls: list[Call]) -> None:
         limit = self.reading.max_calls
-        self._out += [one for one in calls if limit is None or one.number < limit]
+        self._out += [call for call in calls if limit is None or call.number < limit]
 
     def _close(self, mark: str, *, is_marked: bool = True) -> None:
         """Ends the region. `is_marked`: a mark ended it, maybe another region's; else the end of the answer."""
@@ -318,12 +318,12 @@ class ResponseReader:
         try:
             if not is_marked and region.field.close_re is not None and region.field.content not in SELF_DELIMITING:
                 raise ValueError("it does not end")
-            found = calls_of("".join(region.body), region.field, region.captures, self.reading.tools)
+            new_calls = calls_of("".join(region.body), region.field, region.captures, self.reading.tools)
         except ValueError:
             return "" if self._is_cut and not is_marked and self._is_half_call(region) else None
-        self._show_calls([Call(self._num_begun + number, *call) for number, call in enumerate(found)])
-        self._num_begun += len(found)
-        self.num_calls += len(found)
+        self._show_calls([Call(self._num_begun + number, *call) for number, call in enumerate(new_calls)])
+        self._num_begun += len(new_calls)
+        self.num_calls += len(new_calls)
         return ""
 
     def _is_half_call(self, region: _Region) -> bool:
@@ -331,15 +331,15 @@ class ResponseReader:
         body, names = "".join(region.body), self.reading.tools.properties
         if region.mark.strip() or any(f'"{name}"' in body or f"{name}(" in body for name in names):
             return True
-        begun = _HALF_NAME.fullmatch(body)
-        return begun is not None and any(name.startswith(begun[1]) for name in names)
+        match = _HALF_NAME.fullmatch(body)
+        return match is not None and any(name.startswith(match[1]) for name in names)
 
 
-def _part_of(one: Any) -> Part:
-    return "reasoning" if one.name in REASONING_NAMES else "content"
+def _part_of(field: Any) -> Part:
+    return "reasoning" if field.name in REASONING_NAMES else "content"
 
 
-def _begun(template: Any, prompt: str) -> str:
+def _prefill(template: Any, prompt: str) -> str:
     """The beginning of the answer in the prompt: all after the last start mark of an answer."""
     if template.start_anchor_literals is not None:
         ends = [prompt.rfind(text) + len(text) for text in template.start_anchor_literals if text in prompt]

@@ -42,9 +42,9 @@ class StopAutomaton:
 
     def step(self, state: int, char: str) -> int:
         """The state after one more character."""
-        while (found := self._next[state].get(char)) is None and state:
+        while (successor := self._next[state].get(char)) is None and state:
             state = self._fallback[state]
-        return 0 if found is None else found
+        return 0 if successor is None else successor
 
     def num_held(self, state: int) -> int:
         """Characters at the end of the text that may be the start of a string, and must wait for what follows."""
@@ -57,14 +57,14 @@ class StopAutomaton:
     def _grown(self, string: str) -> int:
         state = 0
         for char in string:
-            found = self._next[state].get(char)
-            if found is None:
-                found = len(self._next)
-                self._next[state][char] = found
+            successor = self._next[state].get(char)
+            if successor is None:
+                successor = len(self._next)
+                self._next[state][char] = successor
                 self._next.append({})
                 self._depth.append(self._depth[state] + 1)
                 self._longest.append(0)
-            state = found
+            state = successor
         return state
 
     def _link(self) -> None:

@@ -107,9 +107,9 @@ class TextService:
 
     def of(self, tenant: str) -> TextService:
         """The same service for this tenant's texts: long ones have a fair turn beside those of others."""
-        found = copy(self)
-        found._tenant = tenant
-        return found
+        clone = copy(self)
+        clone._tenant = tenant
+        return clone
 
     def token_id(self, token: str) -> int | None:
         """The id of a token, added ones included; None: it is not in the vocabulary."""
@@ -129,8 +129,8 @@ class TextService:
 
     def mark_ids(self, text: str) -> tuple[int, ...] | None:
         """The tokens of a mark in answers; None: it does not begin with an added token, and others may be its text."""
-        found = self._backend.encode(text, add_special_tokens=False).ids
-        return (*found,) if found and found[0] in self._added_ids else None
+        token_ids = self._backend.encode(text, add_special_tokens=False).ids
+        return (*token_ids,) if token_ids and token_ids[0] in self._added_ids else None
 
     @property
     def special_ids(self) -> Mapping[str, int]:
@@ -157,24 +157,24 @@ class TextService:
         num_bytes = len(text.encode("utf-8", "surrogatepass")) if is_short else len(text)  # at least
         return -(-num_bytes // self._max_bytes_per_token)
 
-    async def encode(self, text: str, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """Token ids of a client's text, the last `most` of them; off the event loop when it is long."""
-        return (await self.encode_all([text], add_special_tokens=add_special_tokens, most=most))[0]
+    async def encode(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
+        """Token ids of a client's text, the last `limit` of them; off the event loop when it is long."""
+        return (await self.encode_all([text], add_special_tokens=add_special_tokens, limit=limit))[0]
 
     async def encode_all(
-        self, texts: Sequence[str], *, add_special_tokens: bool, most: int | None = None
+        self, texts: Sequence[str], *, add_special_tokens: bool, limit: int | None = None
     ) -> list[list[int]]:
-        """Token ids of clients' texts, the last `most` of each; off the event loop when they are long together."""
+        """Token ids of clients' texts, the last `limit` of each; off the event loop when they are long together."""
         encode = self._tokens.encode_as_text if self._control_tokens == "nowhere" else self._encode_all
-        work = partial(_last_of_each, encode, texts, most, add_special_tokens=add_special_tokens)
+        work = partial(_last_of_each, encode, texts, limit, add_special_tokens=add_special_tokens)
         return await self._done(work, sum(map(len, texts)) <= MAX_CHARS_ON_LOOP)
 
-    async def encode_chat(self, chat: RenderedChat, *, add_special_tokens: bool, most: int | None = None) -> list[int]:
-        """Token ids of a chat's prompt, the last `most` of them; off the event loop when it is long."""
+    async def encode_chat(self, chat: RenderedChat, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
+        """Token ids of a chat's prompt, the last `limit` of them; off the event loop when it is long."""
         encode, text = self._encode_all, chat.text
         if chat.aliased is not None:
             encode, text = self._tokens.encode, chat.aliased
-        work = partial(_last_of_each, encode, [text], most, add_special_tokens=add_special_tokens)
+        work = partial(_last_of_each, encode, [text], limit, add_special_tokens=add_special_tokens)
         return (await self._done(work, len(text) <= MAX_CHARS_ON_LOOP))[0]
 
     async def decode_all(self, token_lists: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
@@ -217,8 +217,8 @@ class TextService:
 
     def _num_cut(self, prompt_token_ids: Sequence[int]) -> int:
         """How many characters at the end of the prompt's text are bytes of an incomplete character."""
-        known = str(self._backend.decode(self._context(prompt_token_ids), skip_special_tokens=True))
-        return len(known) - len(known.rstrip(_CUT))
+        text = str(self._backend.decode(self._context(prompt_token_ids), skip_special_tokens=True))
+        return len(text) - len(text.rstrip(_CUT))
 
     def _context(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
         start = max(len(prompt_token_ids) - NUM_CONTEXT_TOKENS, 0)
@@ -252,7 +252,7 @@ class TextService:
         if reserved:
             raise ChatTemplateError(f"chat_template_kwargs may not set {', '.join(reserved)}")
         lists = {"tools": tools, "documents": documents}
-        arguments = {**arguments, **{name: [*one] for name, one in lists.items() if one}}
+        arguments = {**arguments, **{name: [*entries] for name, entries in lists.items() if entries}}
         work = partial(
             self._render,
             list(messages),
@@ -286,16 +286,16 @@ class TextService:
 
     def _encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         # The batch call releases the GIL, which `encode` holds: a thread alone would not help.
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in found]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
 
 
 def _last_of_each(
-    encode: Callable[..., list[list[int]]], texts: Sequence[str], most: int | None, *, add_special_tokens: bool
+    encode: Callable[..., list[list[int]]], texts: Sequence[str], limit: int | None, *, add_special_tokens: bool
 ) -> list[list[int]]:
     """Cut where they were made: millions of tokens that are not kept would take long to free on the event loop."""
     token_lists = encode(texts, add_special_tokens=add_special_tokens)
-    return [ids if most is None else ids[max(len(ids) - most, 0) :] for ids in token_lists]
+    return [ids if limit is None else ids[max(len(ids) - limit, 0) :] for ids in token_lists]
 
 
 def _template_of(tokenizer: Any) -> str:
@@ -378,10 +378,10 @@ class Detokenizer:
             return len(self._decode(context).rstrip(_CUT))
         longest = 0
         for end in range(len(context), max(len(context) - MAX_CONTINUATION_BYTES, 0) - 1, -1):
-            known = self._decode(context[:end])
-            while not text.startswith(known):
-                known = known[:-1]
-            longest = max(longest, len(known))
+            prefix = self._decode(context[:end])
+            while not text.startswith(prefix):
+                prefix = prefix[:-1]
+            longest = max(longest, len(prefix))
         return longest
 
     def _decode(self, token_ids: Sequence[int]) -> str:

@@ -62,8 +62,8 @@ def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
 def _byte_of_char() -> dict[str, int]:
     """The alphabet of byte-level BPE (GPT-2): printable Latin-1 stands for itself, other bytes for 256, 257, …"""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+    remainder = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(remainder)}
 
 
 # How much text one token can stand for at most.
@@ -80,14 +80,14 @@ def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
     """
     state: dict[str, Any] = json.loads(tokenizer.to_str())
     model = state["model"]
-    kept = _kinds(state["pre_tokenizer"])
+    kinds = _kinds(state["pre_tokenizer"])
     shrinks = _normalizer_shrinks(state["normalizer"])
-    if model["type"] != "BPE" or kept is None or shrinks is None:
+    if model["type"] != "BPE" or kinds is None or shrinks is None:
         return None
     if any(token["lstrip"] or token["rstrip"] for token in state["added_tokens"]):
         return None  # such a token swallows any number of spaces
     vocab = model["vocab"]
-    if "ByteLevel" in kept:
+    if "ByteLevel" in kinds:
         alphabet = frozenset(ByteLevel.alphabet())  # one of its characters stands for one byte; other tokens are text
         lengths = [len(token) if alphabet.issuperset(token) else len(token.encode()) for token in vocab]
         is_whole = all(char in vocab for char in alphabet)

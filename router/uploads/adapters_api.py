@@ -46,9 +46,9 @@ _OTHER_TEMPLATE: Final = (
 )
 
 
-def tokenizer_warnings(own: OwnTokenizer, text: TextService) -> tuple[str, ...]:
+def tokenizer_warnings(tokenizer: OwnTokenizer, text: TextService) -> tuple[str, ...]:
     """What the adapter's tenant should know. Raises AdapterInvalid if its tokens are not all the base's."""
-    differing = (token for token, token_id in own.added_tokens.items() if text.token_id(token) != token_id)
+    differing = (token for token, token_id in tokenizer.added_tokens.items() if text.token_id(token) != token_id)
     missing = [*islice(differing, _NUM_SHOWN)]
     if missing:
         raise AdapterInvalid(
@@ -56,7 +56,7 @@ def tokenizer_warnings(own: OwnTokenizer, text: TextService) -> tuple[str, ...]:
             f"{listed(missing)}. Only the base's tokens are served: train the adapter without them. If it was trained "
             "without them already, remove the tokenizer's files from its folder"
         )
-    differs = bool(own.chat_template) and own.chat_template != text.template_digest
+    differs = bool(tokenizer.chat_template) and tokenizer.chat_template != text.template_digest
     return (_OTHER_TEMPLATE,) if differs else ()
 
 
@@ -134,8 +134,8 @@ class AdaptersApi:
         """201 for a new version, 200 for content that the name already points to."""
         receive, declared = partial(self._receive, request), partial(self._declared_bytes, request)
         adapter, created, warnings = await self.take(request, identity, receive, declared)
-        shown = structs.replace(self._shown(adapter), warnings=warnings)
-        return Response(msgspec.json.encode(shown), 201 if created else 200, media_type="application/json")
+        answer = structs.replace(self._view_of(adapter), warnings=warnings)
+        return Response(msgspec.json.encode(answer), 201 if created else 200, media_type="application/json")
 
     async def take(
         self,
@@ -157,7 +157,7 @@ class AdaptersApi:
         # Held until the adapter is stored, because until then the spool uses the disk.
         async with self._open_uploads.of(tenant):
             try:
-                taken = await self._take(request, identity, receive, declared)
+                outcome = await self._take(request, identity, receive, declared)
             except AdapterInvalid as error:
                 raise ApiError(400, str(error), code="invalid_adapter") from error
             except VersionRefused as error:
@@ -166,11 +166,11 @@ class AdaptersApi:
                 if error.errno not in DISK_FULL:
                     raise
                 raise _disk_full() from error
-        adapter = taken[0]
+        adapter = outcome[0]
         record_of(request.scope).model = adapter.name
         self._metrics.upload_s.observe(time.perf_counter() - started_at)
         self._metrics.num_upload_bytes += adapter.num_bytes
-        return taken
+        return outcome
 
     async def has(self, identity: Identity, name: str) -> bool:
         """Raises RegistryUnavailable."""
@@ -197,12 +197,12 @@ class AdaptersApi:
             name = identity.sight.uploaded(form.name, is_private=form.is_private)
             user = owner_of(name) or identity.user
             warnings = tokenizer_warnings(form.tokenizer, self._text)
-            others: list[str] = []  # problems with the base that the adapter names
+            base_problems: list[str] = []  # problems with the base that the adapter names
 
             def check_base(base: str) -> None:
-                others.extend(self._base_warnings(base))
-                if others and self._config.now.adapter_base == "match":
-                    raise AdapterInvalid(others[0])
+                base_problems.extend(self._base_warnings(base))
+                if base_problems and self._config.now.adapter_base == "match":
+                    raise AdapterInvalid(base_problems[0])
 
             try:
                 adapter, created = await self._uploads.upload(
@@ -225,7 +225,7 @@ class AdaptersApi:
                     raise
                 message = f"the user {user} was deleted meanwhile: upload it again if it is for the next one"
                 raise AdapterInvalid(message) from error
-        return adapter, created, (*warnings, *others)
+        return adapter, created, (*warnings, *base_problems)
 
     @route(
         "GET",
@@ -240,7 +240,7 @@ class AdaptersApi:
         """By name."""
         list_page = partial(self._uploads.list_page, identity.name, sight=identity.sight)
         adapters, more = await read_page(list_page, _name, page_request(request))
-        return await list_answer(map(self._shown, adapters), [*map(_name, adapters)], more)
+        return await list_answer(map(self._view_of, adapters), [*map(_name, adapters)], more)
 
     @route(
         "GET",
@@ -256,7 +256,7 @@ class AdaptersApi:
         if adapter is None:
             raise _not_found(name)
         record_of(request.scope).model = adapter.name
-        return self._shown(adapter)
+        return self._view_of(adapter)
 
     @route(
         "DELETE",
@@ -287,7 +287,7 @@ class AdaptersApi:
         problem = names.mismatch(base)
         return () if problem is None else (problem,)
 
-    def _shown(self, adapter: AdapterVersion) -> Adapter:
+    def _view_of(self, adapter: AdapterVersion) -> Adapter:
         return Adapter(
             name=adapter.name,
             version=adapter.version,

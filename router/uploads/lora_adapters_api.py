@@ -76,10 +76,10 @@ def read_adapter(root: Path, folder: Path, tensors_path: Path, limits: Limits) -
     """
     with ExitStack() as stack, tensors_path.open("r+b") as copy:
         config, tensors = _opened(stack, root, folder, limits)
-        left = limits.tensors_bytes
+        num_left = limits.tensors_bytes
         while piece := os.read(tensors, _PIECE_BYTES):
-            left -= len(piece)
-            if left < 0:
+            num_left -= len(piece)
+            if num_left < 0:
                 raise UploadTooLarge(f"{TENSORS_FILE} grows while it is read: try again when it is written")
             copy.write(piece)
         return os.read(config, limits.config_bytes)
@@ -97,16 +97,16 @@ def _tokenizer_file(folder: int, name: str) -> bytes | None:
     except FileNotFoundError:
         return None
     with ExitStack() as stack:
-        most = sys.maxsize if name == FAST_FILE else _TOKENIZER_BYTES
-        begin = os.read(_file(stack, name, folder, most), _TOKENIZER_BYTES)
+        limit = sys.maxsize if name == FAST_FILE else _TOKENIZER_BYTES
+        begin = os.read(_file(stack, name, folder, limit), _TOKENIZER_BYTES)
     return _added_tokens(begin) if name == FAST_FILE else begin
 
 
 def _added_tokens(begin: bytes) -> bytes:
     """A tokenizer.json's added tokens alone: to parse its vocabulary would hold the interpreter's lock for long."""
-    _, _, rest = begin.partition(_ADDED_TOKENS)
+    _, _, tail = begin.partition(_ADDED_TOKENS)
     try:
-        tokens, _ = json.JSONDecoder().raw_decode(rest.decode("utf-8", "ignore").lstrip())
+        tokens, _ = json.JSONDecoder().raw_decode(tail.decode("utf-8", "ignore").lstrip())
     except (ValueError, RecursionError) as error:
         message = (
             f"{FAST_FILE} has no added_tokens in its first {_TOKENIZER_BYTES >> 20} MiB: save it again, or remove it"
@@ -130,25 +130,25 @@ def _below(stack: ExitStack, root: Path, folder: Path) -> int:
 
 def _folder(stack: ExitStack, name: str | Path, above: int | None) -> int:
     try:
-        found = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
     except OSError as error:
         raise AdapterInvalid(f"lora_path has no folder {os.fspath(name)!r} that can be read") from error
-    stack.callback(os.close, found)
-    return found
+    stack.callback(os.close, descriptor)
+    return descriptor
 
 
-def _file(stack: ExitStack, name: str, folder: int, most: int) -> int:
+def _file(stack: ExitStack, name: str, folder: int, limit: int) -> int:
     try:
-        found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError as error:
         raise AdapterInvalid(f"the folder has no readable file {name}, or it is a link") from error
-    stack.callback(os.close, found)
-    facts = os.fstat(found)
+    stack.callback(os.close, descriptor)
+    facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode):
         raise AdapterInvalid(f"{name} is not a file")
-    if facts.st_size > most:
-        raise UploadTooLarge(f"{name} has {facts.st_size} bytes: at most {most} are accepted")
-    return found
+    if facts.st_size > limit:
+        raise UploadTooLarge(f"{name} has {facts.st_size} bytes: at most {limit} are accepted")
+    return descriptor
 
 
 def loaded_already(name: str) -> ApiError:

@@ -54,9 +54,9 @@ class UploadSpool:
         self._num_written = 0  # of these, to the spool
         path.mkdir(parents=True, exist_ok=True)
         oldest = time.time() - _ABANDONED_S
-        for left in path.glob(f"{_PREFIX}*"):
-            if left.stat().st_mtime < oldest:
-                left.unlink(missing_ok=True)
+        for leftover in path.glob(f"{_PREFIX}*"):
+            if leftover.stat().st_mtime < oldest:
+                leftover.unlink(missing_ok=True)
 
     @contextmanager
     def room(self, num_bytes: int) -> Iterator[UploadRoom]:
@@ -70,8 +70,8 @@ class UploadSpool:
             self._num_written -= room.num_written
 
     def _promise(self, num_bytes: int) -> None:
-        left = self._num_promised + num_bytes - self._num_written  # to be written by uploads in progress
-        if shutil.disk_usage(self._path).free < left + self._min_free_bytes:
+        num_unwritten = self._num_promised + num_bytes - self._num_written  # to be written by uploads in progress
+        if shutil.disk_usage(self._path).free < num_unwritten + self._min_free_bytes:
             raise OSError(errno.ENOSPC, "the disk has no room for this upload")
         self._num_promised += num_bytes
 
@@ -198,12 +198,12 @@ class FormReader:
         """The bytes of a small field; empty: the form does not have it."""
         return bytes(self._fields[field])
 
-    def text(self, field: str, what: str) -> str:
-        """Raises 400 if `what` is not UTF-8."""
+    def text(self, field: str, label: str) -> str:
+        """Raises 400 if `label` is not UTF-8."""
         try:
             return self._fields[field].decode()
         except UnicodeDecodeError as error:
-            raise bad_form(f"{what} is not UTF-8.", field) from error
+            raise bad_form(f"{label} is not UTF-8.", field) from error
 
     def flag(self, field: str, *, default: bool) -> bool:
         value = self.bytes_of(field)
@@ -212,9 +212,9 @@ class FormReader:
         return value == b"true" if value else default
 
     def _take_arrived(self) -> bytes:
-        taken = bytes(self._arrived)
+        chunk = bytes(self._arrived)
         self._arrived.clear()
-        return taken
+        return chunk
 
     def _callbacks(self) -> MultipartCallbacks:
         return {

@@ -141,14 +141,14 @@ def read_segment(path: Path) -> Iterator[tuple[str, bytes, bool]]:
 
 def _offsets(head: bytes) -> tuple[int, int]:
     """The offset in each slot; 0: the slot holds no valid one."""
-    found = []
+    offsets = []
     for start in (0, _SLOT_BYTES):
         if len(head) < start + _OFFSET.size:
-            found.append(0)
+            offsets.append(0)
             continue
         offset, checksum = _OFFSET.unpack_from(head, start)
-        found.append(offset if checksum == crc32(offset.to_bytes(8, "little")) else 0)
-    return found[0], found[1]
+        offsets.append(offset if checksum == crc32(offset.to_bytes(8, "little")) else 0)
+    return offsets[0], offsets[1]
 
 
 SEGMENT_BYTES: Final = 4 << 20

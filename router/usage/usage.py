@@ -98,8 +98,8 @@ def _take(path: Path, own_time: float) -> int | None:
         return None
     try:
         is_here = os.read(lock, 256).decode(errors="replace") == boot_id()
-        found = os.stat(path)
-        if not is_here and own_time - found.st_mtime < SILENT_S:
+        status = os.stat(path)
+        if not is_here and own_time - status.st_mtime < SILENT_S:
             raise BlockingIOError
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.stat(path).st_ino != os.fstat(lock).st_ino:

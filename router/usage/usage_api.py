@@ -34,13 +34,13 @@ class CsvAnswer:
 
     status_code = 200
 
-    def __init__(self, parts: AsyncIterator[bytes], held: AsyncExitStack) -> None:
-        """`held`: is closed when the answer has ended, however it ends."""
-        self._parts, self._held = parts, held
+    def __init__(self, parts: AsyncIterator[bytes], resources: AsyncExitStack) -> None:
+        """`resources`: is closed when the answer has ended, however it ends."""
+        self._parts, self._resources = parts, resources
         self.raw_headers: list[tuple[bytes, bytes]] = [(b"content-type", b"text/csv; charset=utf-8")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._held:
+        async with self._resources:
             try:
                 async with asyncio.timeout(LONGEST_S):
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -71,12 +71,12 @@ class HeldSums:
         It raises a 429 if there is no room for more. What it was called with is counted before it is checked, so that
         a page of the ledger may be over what there is room for.
         """
-        own = 0
+        num_counted = 0
 
         def hold(num_sums: int) -> None:
-            nonlocal own
-            grown = num_sums - own
-            own = num_sums
+            nonlocal num_counted
+            grown = num_sums - num_counted
+            num_counted = num_sums
             self.num_held += grown
             if grown and self.num_held > (MAX_HELD_FOR_CSV if is_csv else MAX_HELD):
                 message = "Other answers for usage take the memory that is for them: ask again later, or for less time."
@@ -85,7 +85,7 @@ class HeldSums:
         try:
             yield hold
         finally:
-            self.num_held -= own
+            self.num_held -= num_counted
 
 
 # Which queries for usage run now: those of one caller one after the other, and few of all callers at once.
@@ -124,7 +124,7 @@ class UsageApi:
     def __init__(self, view: RegistryView, ledger: Ledger, prices: Prices | None) -> None:
         """`prices`: None: amounts are not shown."""
         self._view, self._ledger, self._prices = view, ledger, prices
-        self._turns, self._held = UsageTurns(), HeldSums()
+        self._turns, self._sums = UsageTurns(), HeldSums()
 
     @route(
         "GET",
@@ -139,7 +139,9 @@ class UsageApi:
     async def show(self, request: Request, identity: Identity) -> Answer:
         """Only the tenant's own usage; with the key of a user who is not an administrator, only that user's."""
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=False)
-        return await self._answer(identity.tenant.tenant_id, query, lambda: _one(identity.tenant), _shown_to(identity))
+        return await self._answer(
+            identity.tenant.tenant_id, query, lambda: _single(identity.tenant), _shown_to(identity)
+        )
 
     @route(
         "GET",
@@ -156,7 +158,7 @@ class UsageApi:
         query = usage_query(request.query_params, datetime.now(UTC), for_operators=True)
         if query.tenant is not None:
             tenant = self._view.tenant(query.tenant)
-            return await self._answer(_OPERATORS, query, lambda: _one(tenant))
+            return await self._answer(_OPERATORS, query, lambda: _single(tenant))
         return await self._answer(_OPERATORS, query, self._tenants)
 
     async def _tenants(self) -> AsyncIterator[TenantRecord]:
@@ -170,29 +172,29 @@ class UsageApi:
         caller: str,
         query: UsageQuery,
         tenants: Callable[[], AsyncIterator[TenantRecord]],
-        shown: Callable[[Group], Group | None] = lambda group: group,
+        view: Callable[[Group], Group | None] = lambda group: group,
     ) -> Answer:
         async with AsyncExitStack() as turn:
             await turn.enter_async_context(self._turns.turn(caller))
-            hold = turn.enter_context(self._held.answer(is_csv=query.is_csv))
-            found, share = UsageSums(query, self._prices, shown), LoopShare()
+            hold = turn.enter_context(self._sums.answer(is_csv=query.is_csv))
+            totals, share = UsageSums(query, self._prices, view), LoopShare()
             async for tenant in tenants():
                 for pages in self._reads(tenant.tenant_id, query):
-                    await self._add(found, tenant.name, pages, hold, share)
+                    await self._add(totals, tenant.name, pages, hold, share)
             if query.is_csv:
-                return CsvAnswer(_csv(found, query.limit), turn.pop_all())
+                return CsvAnswer(_csv(totals, query.limit), turn.pop_all())
             has_more, rows = False, list[msgspec.Raw]()
-            async for row in found.rows(share):
+            async for row in totals.rows(share):
                 if len(rows) == query.limit:
                     has_more = True
                     break
                 rows.append(msgspec.Raw(msgspec.json.encode(row)))
-            body = msgspec.json.encode(found.list_of(rows, has_more=has_more))
+            body = msgspec.json.encode(totals.list_of(rows, has_more=has_more))
             return Response(body, media_type="application/json")
 
     async def _add(
         self,
-        found: UsageSums,
+        totals: UsageSums,
         tenant: str,
         pages: AsyncIterator[list[Sum]],
         hold: Callable[[int], None],
@@ -200,8 +202,8 @@ class UsageApi:
     ) -> None:
         async with self._turns.reading:
             async for page in pages:
-                found.add(tenant, page)
-                hold(found.num_sums)
+                totals.add(tenant, page)
+                hold(totals.num_sums)
                 await share.pause()
 
     def _reads(self, tenant_id: str, query: UsageQuery) -> Iterator[AsyncIterator[list[Sum]]]:
@@ -229,18 +231,18 @@ def _shown_to(identity: Identity) -> Callable[[Group], Group | None]:
     return lambda group: group if identity.sight.sees(group.adapter) else _PRIVATE
 
 
-async def _one(tenant: TenantRecord) -> AsyncIterator[TenantRecord]:
+async def _single(tenant: TenantRecord) -> AsyncIterator[TenantRecord]:
     yield tenant
 
 
-async def _csv(found: UsageSums, limit: int | None) -> AsyncIterator[bytes]:
+async def _csv(totals: UsageSums, limit: int | None) -> AsyncIterator[bytes]:
     """Some kilobytes at a time."""
     lines, num_rows = [csv_head()], 0
-    async for row in found.rows(LoopShare()):
+    async for row in totals.rows(LoopShare()):
         if num_rows == limit:
             break
         num_rows += 1
-        lines.append(csv_line(row, found.currency))
+        lines.append(csv_line(row, totals.currency))
         if len(lines) == _CSV_LINES:
             yield "".join(lines).encode()
             lines.clear()

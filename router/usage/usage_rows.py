@@ -90,13 +90,13 @@ class Prices:
 def read_prices(path: Path) -> Prices:
     """Raises PricesInvalidError, and OSError for a file that cannot be read."""
     try:
-        found = tomllib.loads(path.read_text(), parse_float=Decimal)
+        document = tomllib.loads(path.read_text(), parse_float=Decimal)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PricesInvalidError(f"{path} is not TOML: {error}") from error
-    unknown = found.keys() - {"currency", "price"}
+    unknown = document.keys() - {"currency", "price"}
     if unknown:
         raise PricesInvalidError(f"{path} has {', '.join(sorted(unknown))}: currency and [[price]] are accepted")
-    currency, prices = found.get("currency"), found.get("price", [])
+    currency, prices = document.get("currency"), document.get("price", [])
     if not (isinstance(currency, str) and currency.isalpha()):
         raise PricesInvalidError(f'{path}: currency = {currency!r}: letters are needed, like "EUR"')
     if not (isinstance(prices, list) and all(isinstance(price, dict) for price in prices)):
@@ -112,15 +112,15 @@ def _price(path: Path, entry: Mapping[str, Any]) -> Price:
     if pattern.startswith("~") and not fnmatchcase(_PRIVATE, pattern):
         message = "the private adapters of all users have one price: ~* is needed"
         raise PricesInvalidError(f"{path}: a price has adapter = {pattern!r}: {message}")
-    found = {}
+    amounts = {}
     for name, value in rates.items():
         if name not in _PRICED:
             raise PricesInvalidError(f"{path}: {name} of {pattern} is not counted: {', '.join(_PRICED)} are")
         is_number = isinstance(value, int | Decimal) and not isinstance(value, bool)
         if not (is_number and Decimal(value).is_finite() and value >= 0):
             raise PricesInvalidError(f"{path}: {name} of {pattern} = {value!r}: a number from 0 on is needed")
-        found[name] = Decimal(value)
-    return Price(pattern, found)
+        amounts[name] = Decimal(value)
+    return Price(pattern, amounts)
 
 
 # What a request for usage asks for.
@@ -150,7 +150,7 @@ class UsageQuery:
 
 def usage_query(params: Mapping[str, str], now: datetime, *, for_operators: bool) -> UsageQuery:
     """Raises a 400 that says what is accepted. `now`: UTC."""
-    accepted = [one for one in get_args(Dimension) if for_operators or one != "tenant"]
+    accepted = [dimension for dimension in get_args(Dimension) if for_operators or dimension != "tenant"]
     by: list[Dimension] = []
     for word in filter(None, params.get("by", "day").split(",")):
         if word not in accepted or word in by:
@@ -180,11 +180,11 @@ def usage_query(params: Mapping[str, str], now: datetime, *, for_operators: bool
         after=_count(params, "after", 0, 0, 10**9),
         tenant=tenant,
     )
-    most = HOURS_KEPT_DAYS if query.needs_hours else _MOST_DAYS
-    if not timedelta(0) < end - start <= _DAY * most:
+    max_days = HOURS_KEPT_DAYS if query.needs_hours else _MOST_DAYS
+    if not timedelta(0) < end - start <= _DAY * max_days:
         hint = " (whole days may be more)" if query.needs_hours else ""
         raise invalid_value(
-            "from", f"the time from 'from' to 'to' must be more than none, and {most} days at most{hint}."
+            "from", f"the time from 'from' to 'to' must be more than none, and {max_days} days at most{hint}."
         )
     return query
 
@@ -204,12 +204,12 @@ def _time(params: Mapping[str, str], name: str) -> datetime | None:
     raise invalid_value(name, f"{text[:40]!r}: {accepted}")
 
 
-def _count(params: Mapping[str, str], name: str, default: int, least: int, most: int) -> int:
+def _count(params: Mapping[str, str], name: str, default: int, minimum: int, maximum: int) -> int:
     text = params.get(name)
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
-        raise invalid_value(name, f"{text[:20]!r} is not a whole number from {least} to {most}.")
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and minimum <= int(text) <= maximum):
+        raise invalid_value(name, f"{text[:20]!r} is not a whole number from {minimum} to {maximum}.")
     return int(text)
 
 
@@ -226,12 +226,12 @@ _FIELDS: Final[dict[Dimension, tuple[str, ...]]] = {
     "user": ("user",),
 }
 _VALUES: Final[dict[Dimension, Callable[[str, Sum], _Place]]] = {
-    "hour": lambda tenant, one: (_iso(one.start),),
-    "day": lambda tenant, one: (one.start.date().isoformat(),),
-    "tenant": lambda tenant, one: (tenant,),
-    "adapter": lambda tenant, one: (one.group.adapter, one.group.version, one.group.digest),
-    "key": lambda tenant, one: (one.group.key_id,),
-    "user": lambda tenant, one: (one.group.user,),
+    "hour": lambda tenant, entry: (_iso(entry.start),),
+    "day": lambda tenant, entry: (entry.start.date().isoformat(),),
+    "tenant": lambda tenant, entry: (tenant,),
+    "adapter": lambda tenant, entry: (entry.group.adapter, entry.group.version, entry.group.digest),
+    "key": lambda tenant, entry: (entry.group.key_id,),
+    "user": lambda tenant, entry: (entry.group.user,),
 }
 
 
@@ -270,10 +270,10 @@ class UsageSums:
     """Adds up sums of the ledger as a question wants them grouped. What may be long it does in pieces."""
 
     def __init__(
-        self, query: UsageQuery, prices: Prices | None, shown: Callable[[Group], Group | None] = lambda group: group
+        self, query: UsageQuery, prices: Prices | None, view: Callable[[Group], Group | None] = lambda group: group
     ) -> None:
-        """`shown`: a group as the caller may see it; None: the caller may not."""
-        self._query, self._prices, self._shown = query, prices, shown
+        """`view`: a group as the caller may see it; None: the caller may not."""
+        self._query, self._prices, self._view = query, prices, view
         # By what the question groups by, and then by which price it has: amounts follow from sums.
         # In several parts, since a dictionary that is large takes long when it grows.
         self._parts: list[dict[_Place, list[int]]] = [{} for _ in range(_NUM_PARTS)]
@@ -285,26 +285,26 @@ class UsageSums:
     def add(self, tenant: str, sums: Iterable[Sum]) -> None:
         """What is not in the question's time is left out. Raises a 400 if the answer would be too long to be made."""
         query = self._query
-        for one in sums:
-            if not query.start <= one.start < query.end:
+        for entry in sums:
+            if not query.start <= entry.start < query.end:
                 continue
-            price = self._price_of.get(one.group.adapter)
+            price = self._price_of.get(entry.group.adapter)
             if price is None:
-                price = self._learn_price(one.group.adapter)
-            group = self._shown(one.group)
+                price = self._learn_price(entry.group.adapter)
+            group = self._view(entry.group)
             if group is None:
                 continue
-            if group is not one.group:
-                one = replace(one, group=group)
-            place = (*(value for name in query.by for value in _VALUES[name](tenant, one)), price)
+            if group is not entry.group:
+                entry = replace(entry, group=group)
+            place = (*(value for name in query.by for value in _VALUES[name](tenant, entry)), price)
             part = self._parts[hash(place) % _NUM_PARTS]
-            held = part.get(place)
-            if held is None:
-                held = part[place] = [0] * len(NUMBERS)
+            numbers = part.get(place)
+            if numbers is None:
+                numbers = part[place] = [0] * len(NUMBERS)
                 self.num_sums += 1
             total = self._total[price]
-            for index, number in enumerate(one.numbers[: len(held)]):
-                held[index] += number
+            for index, number in enumerate(entry.numbers[: len(numbers)]):
+                numbers[index] += number
                 total[index] += number
         if self.num_sums > MAX_SUMS:
             raise invalid_value("by", f"it takes more than {MAX_SUMS} sums: ask for less time at once, or by less.")

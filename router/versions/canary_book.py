@@ -41,10 +41,10 @@ class RecentFailures(Generic[_Value]):
     def put(self, key: VersionKey, value: _Value) -> None:
         """Replaces the version's value, and makes it the newest."""
         self.drop(key)
-        own = self._of_tenant.setdefault(key[0], {})
-        self.values[key], own[key] = value, None
-        if len(own) > self._max_of_tenant:
-            self.drop(next(iter(own)))
+        tenant_keys = self._of_tenant.setdefault(key[0], {})
+        self.values[key], tenant_keys[key] = value, None
+        if len(tenant_keys) > self._max_of_tenant:
+            self.drop(next(iter(tenant_keys)))
         elif len(self.values) > self._max_in_all:
             self.drop(next(iter(self.values)))
 
@@ -52,9 +52,9 @@ class RecentFailures(Generic[_Value]):
         """No-op for an unknown version."""
         if self.values.pop(key, self) is self:
             return
-        own = self._of_tenant[key[0]]
-        del own[key]
-        if not own:
+        tenant_keys = self._of_tenant[key[0]]
+        del tenant_keys[key]
+        if not tenant_keys:
             del self._of_tenant[key[0]]
 
 
@@ -130,8 +130,8 @@ class CanaryBook:
         for _ in range(-(-len(self._pending) // _MAX_BATCH)):
             batch = list(islice(self._pending, _MAX_BATCH))
             await self.counts.add(batch)
-            for one in batch:  # what was dropped meanwhile for lack of room is not there to be removed
-                if self._pending and self._pending[0] is one:
+            for entry in batch:  # what was dropped meanwhile for lack of room is not there to be removed
+                if self._pending and self._pending[0] is entry:
                     self._pending.popleft()
         failures = dict(islice(self._unreported.values.items(), _MAX_BATCH))
         if failures:
@@ -216,26 +216,26 @@ class CanaryJudge:
         if not await self._counts.hold_judging(self._id, LEASE_S):
             return
         updated = await self._counts.updated_trials(MAX_AT_ONCE)
-        trials = await self._counts.read_many([one.canary_id for one in updated]) if updated else []
+        trials = await self._counts.read_many([state.canary_id for state in updated]) if updated else []
         share, bad = LoopShare(), []
-        for one, trial in zip(updated, trials, strict=True):
+        for state, trial in zip(updated, trials, strict=True):
             reason = why_worse(trial.arms["stable"], trial.arms["canary"])
             if reason is not None and trial.adapter_id:
-                bad.append((one, trial.adapter_id, reason))
+                bad.append((state, trial.adapter_id, reason))
             await share.pause()
         ended = await asyncio.gather(
-            *(self._roll_back(adapter_id, one.canary_id, reason) for one, adapter_id, reason in bad),
+            *(self._roll_back(adapter_id, state.canary_id, reason) for state, adapter_id, reason in bad),
             return_exceptions=True,
         )
         unreported = set()
-        for (one, adapter_id, _), end in zip(bad, ended, strict=True):
+        for (state, adapter_id, _), end in zip(bad, ended, strict=True):
             if isinstance(end, RegistryUnavailable):
-                unreported.add(one)
+                unreported.add(state)
             elif isinstance(end, Exception):
                 _log.error("the canary of %s cannot be judged", adapter_id, exc_info=end)
             elif end is not None:
                 raise end
-        await self._counts.mark_judged([one for one in updated if one not in unreported])
+        await self._counts.mark_judged([state for state in updated if state not in unreported])
 
     async def _roll_back(self, adapter_id: str, canary_id: str, reason: str) -> None:
         tenant, name = adapter_id.split("/", 1)

@@ -236,12 +236,16 @@ class ResidencyApi:
         failures: Mapping[int, str] = {}
         preloads: Sequence[Mapping[str, Preload]] = [{}] * len(versions)
         if self._counts is not None:
-            failures = await self._counts.failures(tenant, name, [one.version for one in versions])
+            failures = await self._counts.failures(tenant, name, [version.version for version in versions])
         if self._preloads is not None:
-            preloads = await self._preloads.read([place_of(tenant, name, one.version, one.digest) for one in versions])
+            preloads = await self._preloads.read(
+                [place_of(tenant, name, version.version, version.digest) for version in versions]
+            )
         return [
-            self._residency(tenant, one, failures.get(one.version), noted, pins if one is state.current else {})
-            for one, noted in zip(versions, preloads, strict=True)
+            self._residency(
+                tenant, version, failures.get(version.version), noted, pins if version is state.current else {}
+            )
+            for version, noted in zip(versions, preloads, strict=True)
         ]
 
     def _residency(
@@ -253,16 +257,19 @@ class ResidencyApi:
         pins: Mapping[str, str | None],
     ) -> VersionResidency:
         """`pins`: the gangs that keep it for the tenant; None: it is there, or empty: it comes, or why not."""
-        brought = [gang for gang, preload in noted.items() if preload.is_over and not preload.failure]
+        preloaded_gangs = [gang for gang, preload in noted.items() if preload.is_over and not preload.failure]
         tiers: dict[str, AdapterTier] = {gang: "host" for gang, failed in pins.items() if failed is None}
-        tiers |= self._dispatcher.residency(asker_of(tenant, owner_of(version.name)), version.digest, brought)
+        tiers |= self._dispatcher.residency(asker_of(tenant, owner_of(version.name)), version.digest, preloaded_gangs)
         noted = {**noted, **{gang: Preload(is_over=fail != "", failure=fail or "") for gang, fail in pins.items()}}
         gangs = [
             _gang(opaque_gang(self._view, tenant, gang), tiers.get(gang, "store"), noted.get(gang))
             for gang in {**tiers, **noted}
         ]
-        gangs.sort(key=lambda one: one.gang)
-        states, reasons = {one.state for one in gangs}, [one.reason for one in gangs if one.reason is not None]
+        gangs.sort(key=lambda gang_state: gang_state.gang)
+        states, reasons = (
+            {gang_state.state for gang_state in gangs},
+            [gang_state.reason for gang_state in gangs if gang_state.reason is not None],
+        )
         tier: Tier = next((tier for tier in _FASTEST_FIRST if tier in tiers.values()), "store")
         if failure is None and reasons and tier == "store":
             failure = reasons[0]
@@ -323,7 +330,7 @@ class PinApi:
         state = await read_name(self._uploads, request, identity)
         if not state.rollout.pinned_gangs:
             raise NoSuchVersion(f"{state.current.name} is not pinned")
-        return self._shown(state)
+        return self._answer(state)
 
     @_route(
         "PUT",
@@ -332,7 +339,7 @@ class PinApi:
         errors=("adapter_not_found", "version_refused", "insufficient_quota", "registry_unavailable"),
     )
     async def pin(self, request: Request, identity: Identity, body: PinBody) -> PinAnswer:
-        return self._shown(await self._change(request, identity, "pin.set", body.gangs))
+        return self._answer(await self._change(request, identity, "pin.set", body.gangs))
 
     @_route("DELETE", _PATH, summary="Pin an adapter no more.")
     async def unpin(self, request: Request, identity: Identity) -> PartDeleted:
@@ -349,7 +356,7 @@ class PinApi:
             identity.key.quota.pinned_bytes,
         )
 
-    def _shown(self, state: NameState) -> PinAnswer:
+    def _answer(self, state: NameState) -> PinAnswer:
         current, num_gangs = state.current, state.rollout.pinned_gangs
         gangs = [
             PinnedAt(
@@ -359,7 +366,7 @@ class PinApi:
             )
             for gang, failure in self._keeper.states(current.digest).items()
         ][:num_gangs]
-        states = [one.state for one in gangs]
+        states = [gang_state.state for gang_state in gangs]
         whole: State = "coming"
         if "failed" in states and "coming" not in states:
             whole = "failed"
@@ -371,6 +378,6 @@ class PinApi:
             num_gangs,
             num_gangs * current.pinned_bytes,
             whole,
-            next((one.reason for one in gangs if one.reason is not None), None),
+            next((gang_state.reason for gang_state in gangs if gang_state.reason is not None), None),
             gangs,
         )

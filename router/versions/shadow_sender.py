@@ -74,10 +74,10 @@ class ShadowSender:
         if version is None or not gets_canary(shadow.share, response_id, shadow.id):
             return
         (prompt,) = request.prompts
-        most = MAX_TOKENS if prompt.sampling.max_tokens is None else min(MAX_TOKENS, prompt.sampling.max_tokens)
+        limit = MAX_TOKENS if prompt.sampling.max_tokens is None else min(MAX_TOKENS, prompt.sampling.max_tokens)
         copy = replace(
             request,
-            prompts=[replace(prompt, sampling=structs.replace(prompt.sampling, max_tokens=most))],
+            prompts=[replace(prompt, sampling=structs.replace(prompt.sampling, max_tokens=limit))],
             adapter=adapter_ref(version),
             key="",
             timeout_s=TIMEOUT_S,

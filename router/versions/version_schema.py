@@ -207,9 +207,9 @@ def shown_arm(counts: ArmCounts) -> ArmAnswer:
 
 def quantile(counts: Sequence[int], edges: Sequence[float], share: float) -> float | None:
     """The edge below which this share of the times is; twice the last edge for those above it."""
-    wanted, so_far = share * sum(counts), 0
+    target, so_far = share * sum(counts), 0
     for count, edge in zip(counts, (*edges, 2 * edges[-1]), strict=True):
         so_far += count
-        if so_far and so_far >= wanted:
+        if so_far and so_far >= target:
             return edge
     return None

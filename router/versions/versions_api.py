@@ -58,12 +58,14 @@ class VersionsApi:
     async def list(self, request: Request, identity: Identity) -> VersionList:
         state = await read_name(self._uploads, request, identity)
         failures = await self._failures(state)
-        return VersionList([shown_version(state, one, failures.get(one.version)) for one in versions_of(state.current)])
+        return VersionList(
+            [shown_version(state, version, failures.get(version.version)) for version in versions_of(state.current)]
+        )
 
     @_route("GET", f"{NAME}/versions/{{version}}", summary="A version, by number or alias.")
     async def show(self, request: Request, identity: Identity) -> VersionAnswer:
         state = await read_name(self._uploads, request, identity)
-        return await self._shown(state, request.path_params["version"])
+        return await self._answer(state, request.path_params["version"])
 
     @_route("PATCH", f"{NAME}/versions/{{version}}", summary="Change a version's note.")
     async def note(self, request: Request, identity: Identity, body: NoteBody) -> VersionAnswer:
@@ -75,7 +77,7 @@ class VersionsApi:
             "version.note",
             lambda state, _: name_state.with_note(state, selector, body.note),
         )
-        return await self._shown(state, selector)
+        return await self._answer(state, selector)
 
     @_route("POST", f"{NAME}/promote", summary="Make a version the current one.", errors=_PIN_ERRORS)
     async def promote(self, request: Request, identity: Identity, body: PromoteBody) -> VersionAnswer:
@@ -87,12 +89,12 @@ class VersionsApi:
             "adapter.promote",
             lambda state, now: name_state.promoted(state, selector, now),
         )
-        return await self._shown(state, str(state.current.version))
+        return await self._answer(state, str(state.current.version))
 
     @_route("POST", f"{NAME}/rollback", summary="Go back to the version before.", errors=_PIN_ERRORS)
     async def roll_back(self, request: Request, identity: Identity, body: EmptyBody) -> VersionAnswer:
         state = await change_name(self._uploads, request, identity, "adapter.roll_back", name_state.rolled_back)
-        return await self._shown(state, str(state.current.version))
+        return await self._answer(state, str(state.current.version))
 
     @_route("GET", f"{NAME}/aliases", summary="An adapter's aliases.")
     async def aliases(self, request: Request, identity: Identity) -> AliasList:
@@ -123,10 +125,10 @@ class VersionsApi:
     async def _failures(self, state: NameState) -> dict[int, str]:
         if self._counts is None:
             return {}
-        versions = [one.version for one in versions_of(state.current)]
+        versions = [version.version for version in versions_of(state.current)]
         return await self._counts.failures(state.current.tenant, state.current.name, versions)
 
-    async def _shown(self, state: NameState, selector: str) -> VersionAnswer:
+    async def _answer(self, state: NameState, selector: str) -> VersionAnswer:
         version = state.find(selector)
         return shown_version(state, version, (await self._failures(state)).get(version.version))
 
@@ -173,7 +175,7 @@ class TrialsApi:
 
     @_route("GET", _CANARY, summary="An adapter's canary, or how its last one ended.")
     async def canary(self, request: Request, identity: Identity) -> CanaryAnswer:
-        return await self._shown(await read_name(self._uploads, request, identity))
+        return await self._answer(await read_name(self._uploads, request, identity))
 
     @_route("PUT", _CANARY, summary="Put a version on trial, or change its share.")
     async def set_canary(self, request: Request, identity: Identity, body: CanaryBody) -> CanaryAnswer:
@@ -185,7 +187,7 @@ class TrialsApi:
             "canary.start",
             lambda state, now: name_state.with_canary(state, version, body.share, canary_id, now),
         )
-        return await self._shown(state)
+        return await self._answer(state)
 
     @_route("DELETE", _CANARY, summary="Stop the canary.")
     async def stop_canary(self, request: Request, identity: Identity) -> PartDeleted:
@@ -238,7 +240,7 @@ class TrialsApi:
             is_counted = await rate()
         return FeedbackAnswer(body.id, is_counted)
 
-    async def _shown(self, state: NameState) -> CanaryAnswer:
+    async def _answer(self, state: NameState) -> CanaryAnswer:
         running, ended = state.rollout.canary, state.notes.last_canary
         if running is None and ended is None:
             raise NoSuchVersion(f"{state.current.name} has no canary.")
@@ -262,7 +264,7 @@ class TrialsApi:
         return ShadowAnswer(state.current.name, shadow.version, shadow.share, shown_arm(counts["shadow"]))
 
 
-def _existing(state: NameState, trial: T | None, what: str) -> T:
+def _existing(state: NameState, trial: T | None, kind: str) -> T:
     if trial is None:
-        raise NoSuchVersion(f"{state.current.name} has no {what}.")
+        raise NoSuchVersion(f"{state.current.name} has no {kind}.")
     return trial

@@ -512,7 +512,7 @@ class World:
             while not is_fleet_wide:
                 await asyncio.sleep(1)
                 levels, is_fleet_wide = await router.quotas.look(self.identity)
-            lacking = [level for level in levels if level.left != level.limit.limit]
+            lacking = [level for level in levels if level.num_left != level.limit.limit]
             assert not lacking, f"not all of a quota came back: {lacking}"
 
     def check_ledger(self, entries: Mapping[str, Entry]) -> None:

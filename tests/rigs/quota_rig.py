@@ -78,7 +78,7 @@ async def try_open(quotas: Quotas, one: AnswerRequest) -> Account | ApiError:
 
 async def left(quotas: Quotas, caller: Identity) -> dict[str, int]:
     """What is left of each limit, by its name."""
-    return {level.limit.name: level.left for level in (await quotas.look(caller))[0]}
+    return {level.limit.name: level.num_left for level in (await quotas.look(caller))[0]}
 
 
 async def is_left(quotas: Quotas, caller: Identity, least: dict[str, int]) -> bool:

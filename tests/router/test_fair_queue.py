@@ -60,7 +60,7 @@ def test_a_tenant_that_is_alone_waits_for_all_that_is_queued(
 ) -> None:
     assert FairQueue().num_tokens_before("a", num_queued, weight, {"a": num_unseen}) == num_queued
     own = queue_of([share("a", num_own, counter, weight)])
-    assert own.num_tokens_before("a", num_queued, unseen={"a": num_unseen}) == num_queued
+    assert own.num_tokens_before("a", num_queued, unreported_tokens={"a": num_unseen}) == num_queued
 
 
 @given(share_lists(least=1), weights, st.integers(0, 10**6))
@@ -92,7 +92,7 @@ def test_it_grows_with_what_is_there_and_never_exceeds_it(
     own = share("a", num_own, counter, weight)
     shares = [own, *others]
     unseen = {"b": 50}
-    before = queue_of(shares).num_tokens_before("a", whole(shares) + 50, unseen=unseen)
+    before = queue_of(shares).num_tokens_before("a", whole(shares) + 50, unreported_tokens=unseen)
     assert 0 <= before <= whole(shares) + 50
     replace = msgspec.structs.replace
     if grown == "own":
@@ -106,7 +106,7 @@ def test_it_grows_with_what_is_there_and_never_exceeds_it(
     else:
         others = [replace(one, counter=one.counter / 2) for one in others]
     shares = [own, *others]
-    after = queue_of(shares).num_tokens_before("a", whole(shares) + sum(unseen.values()), unseen=unseen)
+    after = queue_of(shares).num_tokens_before("a", whole(shares) + sum(unseen.values()), unreported_tokens=unseen)
     assert after >= before - 1
 
 
@@ -140,9 +140,9 @@ def test_a_router_counts_what_it_sent_by_tenant() -> None:
     known = KnownGang(RoutingConfig())
     flood = [share("flood", 9000, 100.0)]
     known.receive(Frame([], engine_load(num_waiting=9, num_queued_tokens=9000, num_steps=1), shares=flood))
-    known.sent(RoutingRequest(None, 500, 0, tenant="flood"))
+    known.add_sequence(RoutingRequest(None, 500, 0, tenant="flood"))
     assert known.view("key", None, tenant="quiet").num_queued_tokens == 0
-    known.sent(RoutingRequest(None, 70, 0, tenant="quiet"))
+    known.add_sequence(RoutingRequest(None, 70, 0, tenant="quiet"))
     assert known.view("key", None, tenant="quiet").num_queued_tokens == 140
     assert known.view("key", None, tenant="flood").num_queued_tokens == 9570
     # A step reports all that is queued, but not yet by tenant.
@@ -159,9 +159,9 @@ def test_what_a_fair_gang_has_not_reported_stands_before_none(is_fair: bool) -> 
     """A gang in order of arrival never reports tenants, and all that is queued there goes before any tenant's."""
     known = KnownGang(RoutingConfig(), is_fair=is_fair)
     known.receive(Frame([], engine_load(num_waiting=9, num_queued_tokens=9000, num_steps=1)))
-    known.sent(RoutingRequest(None, 500, 0, tenant="flood"))
+    known.add_sequence(RoutingRequest(None, 500, 0, tenant="flood"))
     assert known.view("key", None, tenant="quiet").num_queued_tokens == (0 if is_fair else 9500)
-    known.sent(RoutingRequest(None, 70, 0, tenant="quiet"))
+    known.add_sequence(RoutingRequest(None, 70, 0, tenant="quiet"))
     assert known.view("key", None, tenant="quiet").num_queued_tokens == (140 if is_fair else 9570)
 
 
@@ -169,7 +169,7 @@ def test_background_work_stands_before_none_and_behind_all() -> None:
     known = KnownGang(RoutingConfig())
     now = engine_load(num_waiting=90, num_queued_tokens=9000, num_queued_background_tokens=8800, num_steps=1)
     known.receive(Frame([], now))  # a gang reports no tenants
-    known.sent(RoutingRequest(None, 500, 0, tenant="batch", is_background=True))
+    known.add_sequence(RoutingRequest(None, 500, 0, tenant="batch", is_background=True))
     assert known.view("key", None, tenant="quiet").num_queued_tokens == 200
     assert known.view("key", None, tenant="batch", is_background=True).num_queued_tokens == 9500
     known.receive(Frame([], now, shares=[share("calm", 200, 100.0)]))

@@ -324,4 +324,4 @@ async def test_what_is_brought_goes_to_different_gangs_and_their_tiers_are_repor
     for engine in gangs.engines.values():
         engine.host(ref.digest, is_here=False)
     await reported(lambda: tiers("acme", routers[0]), [])
-    assert [len(connection.known._uses) for connection in routers[0]._fleet.connected] == [0] * 3
+    assert [len(connection.known_gang._uses) for connection in routers[0]._fleet.connected] == [0] * 3

@@ -51,7 +51,7 @@ def test_totals_are_what_others_served_whatever_gangs_do(steps: list[tuple[str, 
             shares.forget(one)
             ids[gang] = f"{gang}{number}"
         else:
-            due = shares.take_due(one, TENANTS, most=amount)
+            due = shares.take_due(one, TENANTS, limit=amount)
             assert len(due) <= amount
             for name, total in due:
                 others = sum(known[name] for process, known in received.items() if process != one)
@@ -68,12 +68,12 @@ def test_nothing_is_reported_twice_and_what_does_not_fit_comes_next() -> None:
     shares = FleetShares()
     shares.receive("x", [served("a", 5), served("b", 50), served("c", 20)])
     assert shares.take_due("x", TENANTS) == []
-    first = shares.take_due("y", TENANTS, most=2)
-    rest = shares.take_due("y", TENANTS, most=2)
+    first = shares.take_due("y", TENANTS, limit=2)
+    rest = shares.take_due("y", TENANTS, limit=2)
     assert sorted([*first, *rest]) == [("a", 5), ("b", 50), ("c", 20)]
     assert shares.take_due("y", TENANTS) == []
     shares.receive("x", [served("a", 6), served("b", 90), served("c", 30)])
-    assert shares.take_due("y", TENANTS, most=1) == [("b", 90)]  # it has grown most
+    assert shares.take_due("y", TENANTS, limit=1) == [("b", 90)]  # it has grown most
     assert shares.take_due("y", "a") == [("a", 6)]
 
 

@@ -135,7 +135,9 @@ class World:
             grant.waiters.append(one)
             is_short = self.say(grant) and one.is_short.done() and one.is_short.result()
             if is_short and not grant.has(units, self.now_us):
-                assert grant.level(sent_at_us).left < units, "refused what is neither used nor held by other routers"
+                assert grant.level(sent_at_us).num_left < units, (
+                    "refused what is neither used nor held by other routers"
+                )
         if not grant.has(units, self.now_us):
             self.num_refused += 1
             return
@@ -295,7 +297,7 @@ def test_a_router_that_was_silent_for_longer_than_its_lease_uses_nothing_of_it(c
     world.say(grant)
     assert grant.spare == 0
     world.now_us += PERIOD_US
-    assert grant.level(world.now_us).left == 50  # the other one's are still held
+    assert grant.level(world.now_us).num_left == 50  # the other one's are still held
 
 
 def test_reserved_tokens_come_back_less_what_has_drained(client: redis.Redis) -> None:
@@ -308,13 +310,13 @@ def test_reserved_tokens_come_back_less_what_has_drained(client: redis.Redis) ->
     world.now_us += 20e6
     world.end(first)  # 10 of its 30 are left in the bucket, which has 40
     world.say(grant)
-    assert grant.level(world.now_us).left == 30
+    assert grant.level(world.now_us).num_left == 30
     world.now_us += 24e6  # 6 of the second are left
     world.request(grant, 20, 20)
     world.say(grant)
     world.end(second)
     world.say(grant)
-    assert 39 <= grant.level(world.now_us).left <= 40, "all but the last 20"
+    assert 39 <= grant.level(world.now_us).num_left <= 40, "all but the last 20"
 
 
 @pytest.mark.parametrize("limit", [1, 7, 600])
@@ -349,7 +351,7 @@ def test_the_wait_that_is_reported_is_true(limit: int, backlog_us: float, cost: 
         assert Level(bound, max(0.0, backlog_us - wait_us)).wait_s(cost) <= 1e-5
         assert Level(bound, backlog_us - wait_us + 10).wait_s(cost) > 0
     else:
-        assert Level(bound, backlog_us).left >= bound.reserved(cost) - 1
+        assert Level(bound, backlog_us).num_left >= bound.reserved(cost) - 1
     assert Level(bound).wait_s(cost) == 0, "nothing is too large for a full bucket"
 
 

@@ -61,7 +61,7 @@ class FakeGang:
         self.info: GangInfo = msgspec.structs.replace(INFO, gang_id=self.gang_id)
 
     @property
-    def known(self) -> FakeGang:
+    def known_gang(self) -> FakeGang:
         return self
 
     def send(self, news: News) -> None:

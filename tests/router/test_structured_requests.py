@@ -147,7 +147,7 @@ async def test_a_tenants_grammars_wait_for_each_other_and_others_do_not(monkeypa
     goes_on.set()
     await asyncio.gather(other, *same, *more)
     assert len(requested) == MAX_WAITING + 1  # one for each grammar of each tenant
-    check.known.check_integrity()
+    check.cache.check_integrity()
 
 
 async def test_a_tenant_rests_after_a_costly_grammar_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
