@@ -19,7 +19,7 @@ from msgspec import structs
 from .adapter import AdapterVersion
 from .errors import AdapterInvalid, NoSuchName, UploadTooLarge, UploadUnchecked
 from .format.peft import CONFIG_FILE, TENSORS_FILE
-from .names import check_name, check_tenant
+from .names import PLAIN_SIGHT, Sight, check_name, check_tenant
 from .packing.layout import AdapterLayout, packed_bytes
 from .processes.child_processes import ChildEnded, ChildProcess, ChildProcesses
 from .registry.events import AdapterSet
@@ -30,7 +30,6 @@ from .registry.stored_counts import Unswept
 from .registry.tenants.records import Admission, AuditEntry, StorageBound, StorageUse, check_storage
 from .registry.versions.name_state import NameState, VersionNote, no_version_yet
 from .registry.versions.rollout import MAX_VERSIONS, versions_of
-from .sight import PLAIN_SIGHT, Sight
 from .store.store import BEGINNINGS, AdapterStore
 from .tenant_places import TenantPlaces
 from .upload_process import CHECK, FORGET, STORE, Answer, Check, Found, Refused

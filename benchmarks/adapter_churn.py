@@ -12,8 +12,8 @@ import math
 from unittest.mock import patch
 
 from motet.benchmarks.rigs.churn import CHURN, Churn, LeastRecent, hit_rate
-from motet.workers.memory import idle_order
-from motet.workers.memory.idle_order import IdleOrder
+from motet.workers.memory import page_allocator
+from motet.workers.memory.page_allocator import IdleOrder
 
 
 def hit_rates(churn: Churn, num_requests: int) -> dict[str, float]:
@@ -22,7 +22,7 @@ def hit_rates(churn: Churn, num_requests: int) -> dict[str, float]:
         "motet": hit_rate(IdleOrder, churn, num_requests, hints=True),
         "without hints": hit_rate(IdleOrder, churn, num_requests, hints=False),
     }
-    with patch.multiple(idle_order, HALF_LIFE=math.inf, MOST=math.inf):
+    with patch.multiple(page_allocator, HALF_LIFE=math.inf, MOST=math.inf):
         rates["unaged"] = hit_rate(IdleOrder, churn, num_requests, hints=False)
     rates["LRU"] = hit_rate(LeastRecent, churn, num_requests, hints=False)
     return rates

@@ -3,7 +3,7 @@
 A setting's environment variable (`env` of `Setting`) is read here, and by click where `motet serve` has the option;
 XDG_CACHE_HOME is read here. No part reads the environment for a setting. The commands that talk to a running motet read
 two variables of their own (`client/client_options.py`). Ray and other libraries read theirs; motet sets some of these
-(`launch/local_serve.py`, `launch/joined_cluster.py`, `replicas/gang_workers.py`).
+(`launch/local_serve.py`, `launch/joined_cluster.py`, `replicas/gang.py`).
 """
 
 from __future__ import annotations

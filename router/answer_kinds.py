@@ -10,9 +10,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from ..workers.wire.messages import GangInfo, ThinkingBudget
 from ..workers.wire.prompt_scores import Pooling
 from .answers.answer_form import AnswerForm
-from .answers.chat_answer import ChatAnswer, MessageShape
-from .answers.chunk_form import AnswerHead, ChunkForm, StreamStyle
-from .answers.completion_answer import CompletionAnswer
+from .answers.chat_answer import AnswerHead, ChatAnswer, ChunkForm, CompletionAnswer, MessageShape, StreamStyle
 from .answers.embedding_form import EmbeddingForm
 from .answers.logprobs_json import named_by_id
 from .answers.message_form import MessageForm

@@ -13,8 +13,8 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
+from ..adapters.names import owner_of
 from ..adapters.registry.registry_view import RegistryView
-from ..adapters.sight import owner_of
 from ..workers.wire.messages import GangInfo, SamplingParams, TokenRules
 from .access.access_log import NUM_ANSWER_CHARS, RequestRecord, record_of
 from .accounts.account import Accounts, AnswerRequest
@@ -29,7 +29,7 @@ from .answer_kinds import (
     TextCompletion,
 )
 from .answers.answer_form import AnswerForm
-from .answers.chunk_form import AnswerHead, StreamStyle
+from .answers.chat_answer import AnswerHead, StreamStyle
 from .answers.generation_response import GenerationResponse, max_answer_bytes
 from .answers.response_form import ResponseForm
 from .anthropic_api import message_schema
@@ -38,15 +38,14 @@ from .base_model import BaseModel
 from .batches.line_authenticator import is_line
 from .batches.line_call import room_of
 from .batches.stored_responses import StoredResponses
-from .bodies.body_limits import max_body_bytes
 from .bodies.body_reader import BodyReader
+from .bodies.request_decoder import max_body_bytes
 from .config import CurrentConfig
-from .fairness.loop_turns import LoopTurns
+from .fairness.loop_turns import LoopShare, LoopTurns
 from .fleet.dispatch import Dispatcher
 from .generation.choice import EndRules
 from .generation.generation import Generation, GenerationRequest, Prompt
 from .grammars.grammar_check import GrammarCheck
-from .loop_share import LoopShare
 from .metrics import Metrics
 from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion, Usage
 from .openai_api.embedding_schema import EmbeddingList, EmbeddingsRequest

@@ -23,7 +23,7 @@ class RouterConfig:
     base_aliases: str  # more names of the base, with commas between them
     max_upload_bytes: int  # of adapter_model.safetensors
     max_adapter_packed_bytes: int | None  # of an adapter's pages; None: twice max_upload_bytes
-    max_body_bytes: int | None  # of a JSON request; None: what the context can hold (bodies/body_limits.py)
+    max_body_bytes: int | None  # of a JSON request; None: what the context can hold (bodies/request_decoder.py)
     max_held_body_bytes: int  # of JSON requests, of all tenants together, until they are decoded
     control_tokens: TextsWithControlTokens  # which texts of requests may write control tokens
     response_template: str  # of answers: auto, none, the name of a format, or a file

@@ -19,11 +19,10 @@ from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
 from .access.access_log import record_of
 from .base_model import BaseModel, resolved
-from .bodies.body_limits import max_body_bytes
 from .bodies.body_reader import BodyReader
-from .bodies.packed_request import BodyRequest
+from .bodies.request_decoder import BodyRequest, max_body_bytes
 from .config import CurrentConfig
-from .loop_share import LoopShare
+from .fairness.loop_turns import LoopShare
 from .openai_api.answer_schema import Model
 from .openai_api.errors import invalid_value, model_not_found
 from .openai_api.json_body import refuse_unsupported

@@ -21,7 +21,6 @@ from ..adapters.registry.preloads import Preloads
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
 from .access.access_log import AccessLog, begin_record
-from .access.cors import Cors
 from .accounts.account import Accountant, Accounts
 from .administration.keys_api import KeysApi
 from .administration.tenants_api import TenantsApi, UsersApi
@@ -31,7 +30,7 @@ from .batches.schema import Endpoint as LineRoute
 from .bodies.body_reader import BodyReader
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
-from .endpoint import Endpoint
+from .endpoint import Cors, Endpoint
 from .exposition.families import MetricsTarget
 from .fleet.dispatch import Dispatcher
 from .metrics import Metrics

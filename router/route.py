@@ -56,7 +56,7 @@ class RouteSpec:
     headers: dict[str, Any] = field(default_factory=dict)  # types of the request's headers that it obeys
     needs_registry: bool = True  # False: it also works with what the router keeps of the registry
     refusal: Callable[[ApiError], Response] = ApiError.response  # the shape of its errors
-    errors: tuple[str, ...] = ()  # their codes, but for those that follow from the above; see openapi/error_codes.py
+    errors: tuple[str, ...] = ()  # their codes, but for those that follow from the above; see openapi/document.py
 
     @property
     def needs_tenant(self) -> bool:

@@ -2,7 +2,7 @@
 
 A plan says everything that its step needs but what a worker keeps of a sequence between steps: its KV pages and, where
 a penalty needs them, the tokens that it has so far (`SeenTokens`). Plans travel to workers in processes of their own as
-msgpack, without the page numbers that these know already (`execution/plan_deltas.py`).
+msgpack, without the page numbers that these know already (`execution/gang_executor.py`).
 
 Long lists of numbers, which would cost more to encode than the step's other work, are int32 numbers side by side.
 

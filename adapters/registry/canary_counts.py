@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from redis.asyncio import Redis
 
-from ..sight import FULL_SIGHT, Sight
+from ..names import FULL_SIGHT, Sight
 from .launches import Lease
 from .redis_deadline import answered_within
 from .registry_keys import (

@@ -18,8 +18,7 @@ from redis.asyncio import Redis
 
 from ..adapter import AdapterVersion
 from ..errors import CallerGone, NameTaken, NoSuchName, RegistryUnavailable, VersionRefused, quote
-from ..names import check_name, check_tenant
-from ..sight import owner_of
+from ..names import check_name, check_tenant, owner_of
 from .events import decode_adapter, encode_facts
 from .redis_deadline import answered_within
 from .registry_keys import bind_script

@@ -21,8 +21,7 @@ from redis.credentials import CredentialProvider
 
 from ..adapter import AdapterVersion, BaseIdentity
 from ..errors import CallerGone, KeyTaken
-from ..names import check_tenant
-from ..sight import PLAIN_SIGHT, Sight, owner_of
+from ..names import PLAIN_SIGHT, Sight, check_tenant, owner_of
 from .events import AdapterDeleted, RegistryEvent, decode_adapter, decode_event, decode_key
 from .launches import Lease
 from .name_records import NameRecords

@@ -12,7 +12,7 @@ from hashlib import sha256
 from ..adapter import AdapterVersion
 from ..ended_tasks import end_tasks
 from ..errors import RegistryUnavailable
-from ..sight import PLAIN_SIGHT, Sight
+from ..names import PLAIN_SIGHT, Sight
 from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent, TenantSet, UserDeleted, decode_key, decode_tenant
 from .kept_adapters import KeptAdapters, Name
 from .known_keys import KnownKeys

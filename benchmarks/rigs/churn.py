@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from motet.workers.memory.adapter_cache import AdapterState
-from motet.workers.memory.idle_order import IdleOrder
+from motet.workers.memory.page_allocator import IdleOrder
 from motet.workers.memory.paged_memory import PagedMemory
 from motet.workers.wire.messages import AdapterRef
 

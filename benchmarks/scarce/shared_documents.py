@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 from motet.benchmarks.rigs.virtual_gang import BLOCK_SIZE, MAX_LEN, VOCAB_SIZE, VirtualGang, Work
-from motet.workers.fairness import sequence_order
+from motet.workers.fairness import prompt_budget
 from motet.workers.scheduling.prefix_reuse import PrefixReuse
 from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.waiting_queue import WaitingQueue
@@ -67,7 +67,7 @@ def frontier(num_tenants: int, seconds: float) -> dict[str, DocumentFigures]:
     with by_worth:
         found["by prefix, pages evicted by worth"] = shared_documents(num_tenants=num_tenants, seconds=seconds)
     for part in (0.15, 0.25, 0.35, 0.5):
-        with patch.object(sequence_order, "_PART_PASSED", part):
+        with patch.object(prompt_budget, "_PART_PASSED", part):
             found[f"by prefix, pages evicted by next use, at most {part} passed over"] = shared_documents(
                 num_tenants=num_tenants, seconds=seconds
             )

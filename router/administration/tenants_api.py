@@ -11,11 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.errors import AdapterInvalid, NoSuchUser
-from ...adapters.names import check_tenant, check_user
+from ...adapters.names import FULL_SIGHT, Sight, check_tenant, check_user, private_name, user_place
 from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import Actor, TenantRecord, user_owner
-from ...adapters.sight import FULL_SIGHT, Sight, private_name, user_place
 from ...adapters.upload import UploadService
 from ..batches.batches import Batches
 from ..openai_api.errors import ApiError, invalid_value

@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from ..access.access_log import RequestRecord, record_of
 from ..accounts.account import Account, Ending
+from ..fairness.loop_turns import LoopShare
 from ..generation.choice import Delta
 from ..generation.generation import Generation, GenerationRequest, SequenceFailedError
-from ..loop_share import LoopShare
 from ..metrics import Metrics
 from ..openai_api.answer_schema import Usage
 from ..openai_api.errors import ApiError, answer_too_large, from_sequence_error, internal_error

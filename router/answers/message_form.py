@@ -20,8 +20,7 @@ from ..openai_api.answer_schema import CalledToolDelta, Usage
 from ..openai_api.errors import ApiError
 from ..text.response_reader import TextPiece
 from .answer_form import Spoken, named_event, spoken_in
-from .chat_answer import ChatAnswer
-from .chunk_form import AnswerHead
+from .chat_answer import AnswerHead, ChatAnswer
 
 _encode: Final = msgspec.json.Encoder().encode
 _Kind = type[schema.TextBlock] | type[schema.ThinkingBlock] | type[schema.ToolUseBlock]

@@ -23,8 +23,7 @@ from ..openai_api.response_schema import ItemStatus, OutputItem, ResponseChat, S
 from ..requests.response_chat import input_of
 from ..text.response_reader import TextPiece
 from .answer_form import Spoken, named_event, spoken_in
-from .chat_answer import ChatAnswer
-from .chunk_form import AnswerHead
+from .chat_answer import AnswerHead, ChatAnswer
 
 # The items of a response under way: the events of each item's start, additions and end.
 

@@ -17,7 +17,7 @@ from ...adapters.registry.batches.file_registry import FileRegistry
 from ...adapters.registry.batches.records import BATCH_PREFIX, FILE_PREFIX, BatchRecord, FileRecord, new_id
 from ...adapters.registry.tenants.records import storage_bounds
 from ...adapters.tenant_places import TenantPlaces
-from ..bodies.body_limits import ArrivalPace
+from ..bodies.request_decoder import ArrivalPace
 from ..config import CurrentConfig
 from ..openai_api.errors import ApiError, invalid_value
 from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request

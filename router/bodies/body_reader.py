@@ -20,10 +20,17 @@ from ..access.access_log import record_of
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError, NoSuchResponse
 from ..openai_api.json_body import decode
-from .body_limits import ArrivalPace, check_extent
 from .decode_process import Question, Refusal
-from .packed_request import BodyRequest, PackedRequest, unpacked
-from .request_decoder import BODY_KINDS, MAX_BYTES_ON_LOOP, RequestDecoder
+from .request_decoder import (
+    BODY_KINDS,
+    MAX_BYTES_ON_LOOP,
+    ArrivalPace,
+    BodyRequest,
+    PackedRequest,
+    RequestDecoder,
+    check_extent,
+    unpacked,
+)
 
 # A bounded number of turns at once for each tenant.
 

@@ -21,9 +21,7 @@ from ...adapters.processes.child_processes import (
     yield_to_others,
 )
 from ..openai_api.errors import ApiError, NoSuchResponse, invalid_value
-from .body_limits import check_extent, check_free
-from .packed_request import PackedRequest, packed
-from .request_decoder import BODY_KINDS, RequestDecoder
+from .request_decoder import BODY_KINDS, PackedRequest, RequestDecoder, check_extent, check_free, packed
 
 NICENESS: Final = 5  # large bodies yield to all other work
 MOST_RESIDENT_BYTES: Final = 256 << 20  # a process that has grown beyond ends, and the router starts another

@@ -14,6 +14,24 @@ from heapq import heappop, heappush
 from typing import Final
 from weakref import WeakValueDictionary
 
+# Long work on the event loop in pieces, with room for others between them.
+
+SHARE_S: Final = 0.002
+
+
+class LoopShare:
+    """One for each piece of work that may be long, made when the work begins."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    async def pause(self) -> None:
+        """Lets others have their turn, if the work has had the loop for a while since the last time."""
+        if time.perf_counter() - self._since >= SHARE_S:
+            await asyncio.sleep(0)
+            self._since = time.perf_counter()
+
+
 PIECE_S: Final = 0.001  # of the loop's time that tenants over their share take at once: then others have their turn
 WINDOW_S: Final = 0.25  # over which a tenant's share of the loop is measured
 ACTIVE_S: Final = 10.0  # for so long after its last piece a tenant counts among those that share the loop

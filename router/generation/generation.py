@@ -24,10 +24,9 @@ from ...workers.wire.messages import (
     total_usage,
 )
 from ..accounts.account import Progress
-from ..fairness.loop_turns import LoopTurns
+from ..fairness.loop_turns import LoopShare, LoopTurns
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
-from ..loop_share import LoopShare
 from ..metrics import Metrics
 from ..openai_api.answer_schema import CompletionTokensDetails, PromptTokensDetails, Usage
 from ..openai_api.stream_position import wrong_position

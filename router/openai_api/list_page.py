@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.registry.registry import PAGE_SIZE
-from ..loop_share import LoopShare
+from ..fairness.loop_turns import LoopShare
 from .errors import invalid_value
 
 MAX_LIMIT: Final = 10_000  # entries, some 5 MB

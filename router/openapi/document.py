@@ -156,7 +156,7 @@ def codes_of(route: RouteSpec) -> tuple[str, ...]:
     if "{" in route.path:
         codes.add("not_found")  # where a name has a slash that was not sent as %2F
     if unknown := codes - ERRORS.keys():
-        raise KeyError(f"{route.method} {route.path}: {sorted(unknown)} must be explained in openapi/error_codes.py")
+        raise KeyError(f"{route.method} {route.path}: {sorted(unknown)} must be explained in openapi/document.py")
     return tuple(code for code in ERRORS if code in codes)
 
 

@@ -23,7 +23,7 @@ from redis.asyncio import Redis
 from ...adapters.ended_tasks import end_tasks
 from ...adapters.registry.tenants.records import Quota
 from ..accounts.account import Account, AnswerRequest, Ending, Progress
-from ..loop_share import LoopShare
+from ..fairness.loop_turns import LoopShare
 from ..metrics import QuotaCall
 from ..openai_api.errors import RETRY_AFTER_S, ApiError, insufficient_quota, unavailable
 from ..tenants.auth import Identity

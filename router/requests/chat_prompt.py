@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from ...workers.wire.messages import GangInfo
-from ..loop_share import LoopShare
+from ..fairness.loop_turns import LoopShare
 from ..openai_api.errors import ApiError, invalid_value, unsupported
 from ..openai_api.request_schema import (
     ChatMessage,

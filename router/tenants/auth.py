@@ -11,9 +11,9 @@ from typing import Protocol
 
 from starlette.requests import Request
 
+from ...adapters.names import Sight
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import Actor, Admission, AuditEntry, KeyRecord, Scope, TenantRecord
-from ...adapters.sight import Sight
 from ..access.access_log import record_of
 from ..openai_api.errors import BEARER_CHALLENGE, ApiError, unavailable, unknown_key
 

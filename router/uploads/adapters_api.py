@@ -19,14 +19,13 @@ from starlette.responses import Response
 from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import AdapterInvalid, CallerGone, NoSuchName, VersionRefused, listed
 from ...adapters.format.own_tokenizer import OwnTokenizer
-from ...adapters.names import BaseNames
+from ...adapters.names import BaseNames, owner_of
 from ...adapters.registry.tenants.records import storage_bounds
 from ...adapters.registry.versions.name_state import VersionNote
-from ...adapters.sight import owner_of
 from ...adapters.tenant_places import TenantPlaces
 from ...adapters.upload import UploadService
 from ..access.access_log import record_of
-from ..bodies.body_limits import ArrivalPace
+from ..bodies.request_decoder import ArrivalPace
 from ..config import CurrentConfig
 from ..metrics import Metrics
 from ..openai_api.errors import ApiError

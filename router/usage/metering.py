@@ -9,7 +9,7 @@ import msgspec
 
 from ...adapters.registry.ledger.entry import Entry, Stage
 from ..accounts.account import Account, AnswerRequest, Ending, Progress
-from ..loop_share import LoopShare
+from ..fairness.loop_turns import LoopShare
 from ..openai_api.errors import unavailable
 from ..openai_api.stream_position import parse_response_id
 from .spool import FINAL, PARTIAL, Spool

@@ -18,7 +18,7 @@ from ...adapters.registry.ledger.ledger import Ledger, Sum
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import TenantRecord, parse_tenant_id
 from ..bodies.body_reader import Turns
-from ..loop_share import LoopShare
+from ..fairness.loop_turns import LoopShare
 from ..openai_api.errors import RETRY_AFTER_S, ApiError
 from ..route import Answer, route
 from ..tenants.auth import Identity

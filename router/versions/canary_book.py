@@ -14,14 +14,14 @@ from uuid import uuid4
 from ...adapters.adapter import AdapterVersion
 from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import NoSuchName, RegistryUnavailable
+from ...adapters.names import FULL_SIGHT
 from ...adapters.registry.canary_counts import CanaryCounts, Outcome
 from ...adapters.registry.tenants.records import Actor, AuditEntry
 from ...adapters.registry.versions.canary_policy import first_token_bin, per_token_bin, why_worse
 from ...adapters.registry.versions.name_state import NameState, without_canary
-from ...adapters.sight import FULL_SIGHT
 from ...adapters.upload import UploadService
 from ..accounts.account import Account, AnswerRequest, Ending
-from ..loop_share import LoopShare
+from ..fairness.loop_turns import LoopShare
 
 # What is remembered of versions that failed lately.
 

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import NoSuchVersion, RegistryUnavailable
+from ...adapters.names import owner_of
 from ...adapters.registry.canary_counts import CanaryCounts
 from ...adapters.registry.preloads import Preload, Preloads, place_of
 from ...adapters.registry.registry_view import RegistryView
@@ -22,7 +23,6 @@ from ...adapters.registry.tenants.records import TenantRecord
 from ...adapters.registry.versions import name_state
 from ...adapters.registry.versions.name_state import NameState
 from ...adapters.registry.versions.rollout import versions_of
-from ...adapters.sight import owner_of
 from ...adapters.upload import UploadService
 from ...workers.wire.messages import SamplingParams, SequenceError, SequenceRequest
 from ..fleet.dispatch import Dispatcher, SequenceStream

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from ...adapters.adapter import AdapterVersion
-from ...adapters.names import split_selector
+from ...adapters.names import owner_of, split_selector
 from ...adapters.registry.canary_counts import TrialMember
 from ...adapters.registry.versions.rollout import (
     Canary,
@@ -22,7 +22,6 @@ from ...adapters.registry.versions.rollout import (
     version_of,
     versions_of,
 )
-from ...adapters.sight import owner_of
 from ...workers.wire.messages import AdapterRef
 from ..generation.generation import GenerationRequest
 from ..openai_api.errors import model_not_found

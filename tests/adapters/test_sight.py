@@ -8,11 +8,19 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from motet.adapters.errors import AdapterInvalid, RegistryUnavailable
-from motet.adapters.names import check_name, check_user, split_selector
+from motet.adapters.names import (
+    FULL_SIGHT,
+    PLAIN_SIGHT,
+    Sight,
+    check_name,
+    check_user,
+    owner_of,
+    private_name,
+    split_selector,
+)
 from motet.adapters.registry import kept_adapters
 from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_view import RegistryView
-from motet.adapters.sight import FULL_SIGHT, PLAIN_SIGHT, Sight, owner_of, private_name
 from motet.tests.rigs.patience import eventually_in_loop
 
 users = st.sampled_from(["a", "ab", "a.b", "a-b", "a|b", "a@b.example", "b", "zz", "0", "a:b=c+d"])

@@ -14,10 +14,17 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from motet.router.access.access_log import begin_record
-from motet.router.bodies.body_limits import BYTES_PER_TOKEN, FIXED_BYTES, MOST_BYTES, ArrivalPace, max_body_bytes
 from motet.router.bodies.body_reader import TENANT_SHARE, BodyBudget, BodyReader, Turns
-from motet.router.bodies.packed_request import packed, unpacked
-from motet.router.bodies.request_decoder import MAX_BYTES_ON_LOOP
+from motet.router.bodies.request_decoder import (
+    BYTES_PER_TOKEN,
+    FIXED_BYTES,
+    MAX_BYTES_ON_LOOP,
+    MOST_BYTES,
+    ArrivalPace,
+    max_body_bytes,
+    packed,
+    unpacked,
+)
 from motet.router.metrics import Metrics
 from motet.router.openai_api.errors import ApiError
 from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest

@@ -15,8 +15,7 @@ from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.router.access.access_log import begin_record
 from motet.router.accounts.account import Account, Accounts, AnswerRequest, Ending
 from motet.router.answers import generation_response
-from motet.router.answers.chunk_form import AnswerHead, ChunkForm, StreamStyle
-from motet.router.answers.completion_answer import CompletionAnswer
+from motet.router.answers.chat_answer import AnswerHead, ChunkForm, CompletionAnswer, StreamStyle
 from motet.router.answers.generation_response import GenerationResponse
 from motet.router.fleet import open_sequence
 from motet.router.generation import generation as generation_module

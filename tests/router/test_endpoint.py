@@ -15,9 +15,8 @@ from starlette.types import Message
 
 from motet.adapters.errors import RegistryUnavailable
 from motet.router.access.access_log import LOGGER, AccessLog
-from motet.router.access.cors import Cors
 from motet.router.config import CurrentConfig
-from motet.router.endpoint import Endpoint
+from motet.router.endpoint import Cors, Endpoint
 from motet.router.metrics import Metrics
 from motet.router.openai_api.errors import unavailable, unknown_key
 from motet.router.registry_outages import RegistryOutages

@@ -16,8 +16,7 @@ from motet.tests.rigs.grammar_matcher import NUM_TOKENS, accepts
 from motet.tests.rigs.grammar_tokenizer import EOS, write_tokenizer
 from motet.tests.rigs.hostile_grammars import hostile_grammars
 from motet.tests.rigs.oracle import VOCAB_SIZE
-from motet.workers.grammar.constraints import CompiledGrammars, Constraint
-from motet.workers.grammar.vocabulary import Vocabulary
+from motet.workers.grammar.constraints import CompiledGrammars, Constraint, Vocabulary
 
 
 async def test_a_hostile_grammar_ends_nothing_but_itself(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 
 from motet.benchmarks.rigs.churn import CHURN, LeastRecent, hit_rate
-from motet.workers.memory import idle_order
+from motet.workers.memory import page_allocator
 from motet.workers.memory.adapter_cache import AdapterState
-from motet.workers.memory.idle_order import IdleOrder, UseCount
+from motet.workers.memory.page_allocator import IdleOrder, UseCount
 from motet.workers.memory.paged_memory import PagedMemory
 from motet.workers.wire.messages import AdapterRef
 
@@ -20,7 +20,7 @@ NUM_REQUESTS = 12_000
 @pytest.mark.parametrize("name", CHURN)
 def test_as_many_find_their_adapter_as_with_the_best_of_lru_and_counts_for_ever(name: str) -> None:
     churn = CHURN[name]
-    with patch.multiple(idle_order, HALF_LIFE=math.inf, MOST=math.inf):
+    with patch.multiple(page_allocator, HALF_LIFE=math.inf, MOST=math.inf):
         unaged = hit_rate(IdleOrder, churn, NUM_REQUESTS, hints=False)
     best = max(unaged, hit_rate(LeastRecent, churn, NUM_REQUESTS, hints=False))
     assert hit_rate(IdleOrder, churn, NUM_REQUESTS, hints=True) >= 0.99 * best
@@ -50,7 +50,7 @@ def test_what_was_used_a_thousand_times_does_not_stay_a_thousand_rounds() -> Non
     while is_here(memory, "once popular"):
         use(memory, f"another {num_loads}")
         num_loads += 1
-        assert num_loads <= 10 * (idle_order.MOST + 1)
+        assert num_loads <= 10 * (page_allocator.MOST + 1)
     assert num_loads > 10, "it went like one that was used once"
 
 
@@ -59,9 +59,9 @@ def test_uses_of_long_ago_count_less() -> None:
     for _ in range(8):
         uses.add(0.0)
     assert uses.value == 8.0
-    uses.add(idle_order.HALF_LIFE)
+    uses.add(page_allocator.HALF_LIFE)
     assert uses.value == 5.0
-    uses.add(100 * idle_order.HALF_LIFE)
+    uses.add(100 * page_allocator.HALF_LIFE)
     assert uses.value == pytest.approx(1.0)
 
 

@@ -17,7 +17,7 @@ from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import asking, limits, quick_result
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
-from motet.workers.fairness.sequence_order import Rank, may_grow_over, should_preempt
+from motet.workers.fairness.prompt_budget import Rank, may_grow_over, should_preempt
 from motet.workers.fairness.tenant_counters import CACHED_TOKEN, OUTPUT_TOKEN, Scheduling
 from motet.workers.memory import prefix_cache
 from motet.workers.plan import StepPlan, StepResult

@@ -8,7 +8,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.workers.memory.idle_order import IdleOrder, Item
+from motet.workers.memory.page_allocator import IdleOrder, Item
 from motet.workers.memory.paged_memory import PagedMemory
 from motet.workers.wire.messages import AdapterRef
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from motet.benchmarks.scarce.shared_documents import shared_documents
 from motet.tests.rigs.scheduler_rig import asking, limits, quick_result, request, scheduler
 from motet.tests.workers.test_scheduling_cost import PagesWithCalls, gang, num_calls
-from motet.workers.fairness.prompt_budget import PromptBursts
-from motet.workers.fairness.sequence_order import PrefixHere, most_passed_over, to_promote
+from motet.workers.fairness.prompt_budget import PrefixHere, PromptBursts, most_passed_over, to_promote
 from motet.workers.fairness.tenant_counters import Scheduling, TenantCounter
 from motet.workers.scheduling.growing_sequence import ARRIVAL_STEP, GrowingSequence
 from motet.workers.scheduling.request_limits import GangLimits

@@ -8,7 +8,7 @@ from itertools import takewhile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.workers.memory.tier_slots import TierSlots
+from motet.workers.scheduling.tier_traffic import TierSlots
 
 KEYS = [bytes([number]) for number in range(9)]
 

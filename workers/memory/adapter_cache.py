@@ -8,8 +8,7 @@ from enum import Enum
 
 from ..plan import AdapterLoad, Residence
 from ..wire.messages import AdapterRef
-from .idle_order import IdleOrder, UseCount
-from .page_allocator import PageAllocator
+from .page_allocator import IdleOrder, PageAllocator, UseCount
 
 
 class AdapterState(Enum):

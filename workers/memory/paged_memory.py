@@ -9,8 +9,7 @@ from ..plan import AdapterLoad
 from ..wire.messages import AdapterRef, ResidencyChange
 from ..wire.page_keys import PageKey, short_digest, short_key
 from .adapter_cache import AdapterCache
-from .idle_order import IdleOrder, Item
-from .page_allocator import PageAllocator
+from .page_allocator import IdleOrder, Item, PageAllocator
 from .prefix_cache import PrefixCache
 
 MOST_EVICTED = 512  # pages in a step, for one sequence that starts while others run

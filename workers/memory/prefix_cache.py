@@ -9,8 +9,7 @@ from itertools import islice, takewhile
 import msgspec
 
 from ..wire.page_keys import PageKey
-from .idle_order import IdleOrder, UseCount
-from .page_allocator import PageAllocator
+from .page_allocator import IdleOrder, PageAllocator, UseCount
 
 # Finds kept pages that share their first tokens, but not all, with a sequence.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ..memory.adapter_cache import AdapterState
-from ..memory.idle_order import Item
+from ..memory.page_allocator import Item
 from ..memory.paged_memory import PagedMemory
 from ..plan import AdapterLoad
 from ..wire.messages import AdapterRef

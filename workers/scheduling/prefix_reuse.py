@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import islice, repeat, takewhile
 from weakref import WeakValueDictionary
 
-from ..fairness.sequence_order import PrefixHere
-from ..memory.idle_order import Item
+from ..fairness.prompt_budget import PrefixHere
+from ..memory.page_allocator import Item
 from ..memory.prefix_cache import PrefixCache, common_prefix_len, min_common_tokens
 from ..plan import FullLayersCopy, PageCopy
 from ..wire.page_keys import PageKey, dense_key, first_link, next_keys

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
 
 from ..fairness.page_times import PageTimes
-from ..fairness.prompt_budget import PromptBudget, divide_prompt_tokens
-from ..fairness.sequence_order import Rank, should_preempt
+from ..fairness.prompt_budget import PromptBudget, Rank, divide_prompt_tokens, should_preempt
 from ..fairness.tenant_counters import (
     OUTPUT_TOKEN,
     SCORED_TOKEN,

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ..fairness.prompt_budget import PromptBursts
-from ..fairness.sequence_order import Rank, may_grow_over, should_preempt
+from ..fairness.prompt_budget import PromptBursts, Rank, may_grow_over, should_preempt
 from ..fairness.tenant_counters import TenantCounter, prompt_price
 from ..plan import SampledToken, SamplePlan, SequencePlan
 from .growing_sequence import GrowingSequence, by_arrival, remove_by_arrival
