@@ -1,4 +1,7 @@
-"""Completions and chats on their way out: documents with choices, and streams of chunks."""
+"""Completions and chats on their way out: documents with choices, and streams of chunks that can be resumed.
+
+Each event's id is the position in the stream; a client that reconnects with such an id gets the events that follow it.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +52,6 @@ from .logprobs_json import (
     chat_logprobs,
     completion_logprobs,
 )
-
-# Completions and chats on their way out: documents with choices, and streams of chunks that can be resumed.
-#
-# Each event's id is the position in the stream; a client that reconnects with such an id gets the events that follow
-# it.
 
 # The interface that the shapes of both kinds of answers, completions and chats, have in common.
 

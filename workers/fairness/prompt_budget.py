@@ -11,8 +11,6 @@ from typing import Literal, NamedTuple
 from ..wire.page_keys import PageKey
 from .tenant_counters import TenantCounter
 
-# Which waiting sequence starts before older ones, and which running sequence is preempted: pure policies.
-
 # Whether a waiting sequence starts before older ones of its tenant, since its prefix is in the pool: pure policies.
 
 _LEAST_PASSED = 1

@@ -74,8 +74,6 @@ class PageAllocator:
         assert not any(self._num_holders[page] for page in self._free), "a free page has holders"
 
 
-# The order in which idle adapters and idle prefix pages are evicted.
-
 # A decaying count of uses.
 
 HALF_LIFE = 32.0  # in rounds of the idle order
@@ -100,6 +98,8 @@ class UseCount(msgspec.Struct, gc=False):
         """As of the last use; at least 1."""
         return min(max(self._sum, 1.0), MOST)
 
+
+# The order in which idle adapters and idle prefix pages are evicted.
 
 Item = str | int  # an adapter's digest, or a page of the prefix cache
 
