@@ -374,7 +374,9 @@ class FakeUploads:
         mine = self._registry.of(tenant)
         return StorageUse(len(mine), sum(adapter.num_bytes for adapter in mine)), StorageUse()
 
-    async def delete(self, tenant: str, name: str, entry: object = None, sight: object = None) -> str | None:
+    async def delete(
+        self, tenant: str, name: str, entry: object = None, sight: object = None, admission: object = None
+    ) -> str | None:
         self._answer()
         return None if self._registry.adapters.pop((tenant, name), None) is None else name
 
