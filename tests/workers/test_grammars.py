@@ -292,7 +292,7 @@ class Panic(BaseException):
     [
         ("constraints.Vocabulary.__init__", "vocabulary could not be read"),
         ("constraints.CompiledGrammars.matcher", "grammar could not be followed"),
-        ("constraint.Constraint._mask_after", "grammar could not be followed"),
+        ("constraints.Constraint._mask_after", "grammar could not be followed"),
     ],
 )
 def test_an_error_that_was_not_foreseen_ends_the_sequences_that_wait_and_the_next_ones_are_served(
