@@ -24,7 +24,7 @@ import psutil
 
 from motet.adapters.registry.registry import connect
 from motet.benchmarks.rigs import front_router
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 
 END = b"0\r\n\r\n"
 FRONTS = ("off", "on")

@@ -18,8 +18,8 @@ import msgspec
 
 from motet.router.grammars.check_process import MAX_GRAMMAR_BYTES
 from motet.router.grammars.grammar_check import GrammarCheck
-from motet.router.grammars.wanted_grammar import WantedGrammar
-from motet.router.openai_api.errors import ApiError
+from motet.router.grammars.response_format import WantedGrammar
+from motet.router.http.errors import ApiError
 from motet.tests.rigs.hostile_grammars import hostile_grammars
 
 VOCAB_SIZE = 151_936

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.registry import connect
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.tests.rigs.ledger_entries import bytes_by_kind, realistic_answers
 
 PATIENCE_S = 600.0

@@ -27,7 +27,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import CAPACITY, RegistryView
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 
 Item = TypeVar("Item")
 COUNTS = (0, 10_000, 60_000, 200_000, 1_000_000)

@@ -34,10 +34,10 @@ from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_keys import API_KEYS
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.records import Actor, KeyRecord, Quota, TenantRecord
-from motet.cluster.registry_server.redis_server import RedisServer
-from motet.router.accounts.account import AnswerRequest, Ending, Progress
-from motet.router.quotas.quotas import Quotas
-from motet.router.tenants.auth import Identity
+from motet.cluster.launch.redis_server import RedisServer
+from motet.router.http.auth import Identity
+from motet.router.tenancy.account import AnswerRequest, Ending, Progress
+from motet.router.tenancy.quotas import Quotas
 from motet.tests.rigs.ledger_entries import bytes_by_kind, realistic_answers
 
 KEYS_OF_A_TENANT = 1000

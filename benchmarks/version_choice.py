@@ -15,8 +15,8 @@ from functools import partial
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.adapters.registry.versions.rollout import Canary, Rollout, Shadow, VersionFacts
-from motet.router.openai_api.request_schema import CompletionRequest
-from motet.router.tenants.auth import Identity
+from motet.router.http.auth import Identity
+from motet.router.openai.request_schema import CompletionRequest
 from motet.router.versions.version_choice import choose_version, sticky_key
 
 NUM_OTHERS = 10

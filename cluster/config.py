@@ -20,14 +20,14 @@ from msgspec import structs
 from ..adapters.packing.layout import Dtype
 from ..router.config import RouterConfig
 from ..router.fleet.admission import AdmissionConfig
-from ..router.oidc.oidc_config import OidcConfig
+from ..router.tenancy.oidc_config import OidcConfig
 from ..workers.config import EngineConfig, ExpertSharding, KVDtype
 from ..workers.costs.step_defaults import CPU_TOKENS, StepLimits, step_limits
 from ..workers.device_probe import probe_device
 from ..workers.leader.served_engine import LeaderConfig
 from .edge.edge_limits import EdgeLimits
 from .exposition.node_page import ExpositionConfig
-from .logs.process_log import LogConfig
+from .process_log import LogConfig
 from .resources import Resources, threads_of_a_worker, usable_cores
 from .scaling import ScalingConfig
 from .settings.setting_field import ConfigError, fields_of

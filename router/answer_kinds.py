@@ -9,23 +9,25 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from ..workers.wire.messages import GangInfo, ThinkingBudget
 from ..workers.wire.prompt_scores import Pooling
-from .answers.answer_form import AnswerForm
-from .answers.chat_answer import AnswerHead, ChatAnswer, ChunkForm, CompletionAnswer, MessageShape, StreamStyle
-from .answers.embedding_form import EmbeddingForm
-from .answers.logprobs_json import named_by_id
-from .answers.message_form import MessageForm
-from .answers.response_form import ResponseForm
+from .anthropic import message_chat
+from .anthropic.message_form import MessageForm
+from .embeddings import embedding_prompts
+from .embeddings.embedding_form import EmbeddingForm
+from .embeddings.embedding_prompts import chosen_pooling
+from .embeddings.embedding_schema import EmbeddingPrompts
 from .generation.generation import Generation
-from .grammars.wanted_grammar import WantedGrammar
-from .openai_api.embedding_schema import EmbeddingPrompts
-from .openai_api.errors import invalid_value, unsupported
-from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
-from .openai_api.response_schema import ResponseChat
-from .requests import embedding_prompts, message_chat, response_chat
-from .requests.chat_prompt import chat_prompt, completion_prompts, count_prompts
-from .requests.embedding_prompts import chosen_pooling
-from .requests.sampling_params import check_best_of, num_echoed_logprobs, thinking_budget
-from .requests.tool_choice import answer_grammar, answer_reader, check_tools, formats_not_held, is_old, request_grammar
+from .grammars.response_format import WantedGrammar
+from .http.errors import invalid_value, unsupported
+from .openai.answer_form import AnswerForm
+from .openai.chat_answer import AnswerHead, ChatAnswer, ChunkForm, CompletionAnswer, MessageShape, StreamStyle
+from .openai.chat_prompt import chat_prompt, completion_prompts, count_prompts
+from .openai.logprobs_json import named_by_id
+from .openai.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from .openai.sampling_params import check_best_of, num_echoed_logprobs, thinking_budget
+from .openai.tool_choice import answer_grammar, answer_reader, check_tools, formats_not_held, is_old, request_grammar
+from .responses import response_chat
+from .responses.response_form import ResponseForm
+from .responses.response_schema import ResponseChat
 from .text.answer_format import NUM_ID_CHARS
 from .text.response_reader import ResponseReader
 from .text.text import TextService

@@ -10,8 +10,8 @@ from ..adapters.registry.registry_view import RegistryView
 from ..adapters.registry.versions.rollout import selected
 from ..workers.wire.messages import GangInfo
 from .fleet.dispatch import Dispatcher, probe
-from .openai_api.errors import model_not_found, unavailable
-from .tenants.auth import Identity
+from .http.auth import Identity
+from .http.errors import model_not_found, unavailable
 
 
 class BaseModel:

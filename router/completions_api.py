@@ -16,8 +16,6 @@ from ..adapters.adapter import AdapterVersion
 from ..adapters.names import owner_of
 from ..adapters.registry.registry_view import RegistryView
 from ..workers.wire.messages import GangInfo, SamplingParams, TokenRules
-from .access.access_log import NUM_ANSWER_CHARS, RequestRecord, record_of
-from .accounts.account import Accounts, AnswerRequest
 from .answer_kinds import (
     AnswerKind,
     Chat,
@@ -28,12 +26,8 @@ from .answer_kinds import (
     ResponseItems,
     TextCompletion,
 )
-from .answers.answer_form import AnswerForm
-from .answers.chat_answer import AnswerHead, StreamStyle
-from .answers.generation_response import GenerationResponse, max_answer_bytes
-from .answers.response_form import ResponseForm
-from .anthropic_api import message_schema
-from .anthropic_api.message_schema import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
+from .anthropic import message_schema
+from .anthropic.message_schema import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
 from .base_model import BaseModel
 from .batches.line_authenticator import is_line
 from .batches.line_call import room_of
@@ -41,19 +35,18 @@ from .batches.stored_responses import StoredResponses
 from .bodies.body_reader import BodyReader
 from .bodies.request_decoder import max_body_bytes
 from .config import CurrentConfig
-from .fairness.loop_turns import LoopShare, LoopTurns
+from .embeddings.embedding_schema import EmbeddingList, EmbeddingsRequest
 from .fleet.dispatch import Dispatcher
 from .generation.choice import EndRules
 from .generation.generation import Generation, GenerationRequest, Prompt
+from .generation.usage import Usage
 from .grammars.grammar_check import GrammarCheck
-from .metrics import Metrics
-from .openai_api.answer_schema import ChatChunk, ChatCompletion, Completion, Usage
-from .openai_api.embedding_schema import EmbeddingList, EmbeddingsRequest
-from .openai_api.errors import ApiError, invalid_value, unsupported
-from .openai_api.json_body import refuse_unsupported
-from .openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat
-from .openai_api.response_schema import Response, ResponseChat, ResponsesRequest, StreamEvent
-from .openai_api.stream_position import (
+from .http.access_log import NUM_ANSWER_CHARS, RequestRecord, record_of
+from .http.auth import Identity
+from .http.errors import ApiError, invalid_value, unsupported
+from .http.loop_turns import LoopShare, LoopTurns
+from .http.route import route
+from .http.stream_position import (
     LAST_EVENT_ID,
     EventIds,
     ResponseId,
@@ -63,8 +56,14 @@ from .openai_api.stream_position import (
     parse_position,
     wrong_position,
 )
-from .requests.chat_fields import client_name, renamed
-from .requests.sampling_params import (
+from .metrics import Metrics
+from .openai.answer_form import AnswerForm
+from .openai.answer_schema import ChatChunk, ChatCompletion, Completion
+from .openai.chat_answer import AnswerHead, StreamStyle
+from .openai.chat_fields import client_name, renamed
+from .openai.generation_response import GenerationResponse, max_answer_bytes
+from .openai.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat, refuse_unsupported
+from .openai.sampling_params import (
     beam_rules,
     check_beams,
     check_length,
@@ -75,8 +74,9 @@ from .requests.sampling_params import (
     token_rules,
     with_best_of,
 )
-from .route import route
-from .tenants.auth import Identity
+from .responses.response_form import ResponseForm
+from .responses.response_schema import Response, ResponseChat, ResponsesRequest, StreamEvent
+from .tenancy.account import Accounts, AnswerRequest
 from .text.text import TextService
 from .versions.shadow_sender import ShadowSender
 from .versions.version_choice import VersionChoice, choose_version, on_adapter, version_header

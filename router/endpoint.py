@@ -12,15 +12,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..adapters.errors import AdapterError, RegistryUnavailable
-from .access.access_log import AccessLog, RequestRecord, begin_record
-from .answers.generation_response import CLIENT_CLOSED_REQUEST
 from .bodies.body_reader import small_body
 from .config import CurrentConfig
+from .http.access_log import AccessLog, RequestRecord, begin_record
+from .http.auth import Authenticates
+from .http.errors import ApiError, from_adapter_error, internal_error
+from .http.route import Answer, RouteSpec
 from .metrics import Metrics
-from .openai_api.errors import ApiError, from_adapter_error, internal_error
+from .openai.generation_response import CLIENT_CLOSED_REQUEST
 from .registry_outages import RegistryOutages
-from .route import Answer, RouteSpec
-from .tenants.auth import Authenticates
 
 # CORS: the origins whose pages may read answers in a browser.
 

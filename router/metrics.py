@@ -10,7 +10,7 @@ from typing import Literal
 
 from ..adapters.registry.launches import StartReport
 from ..workers.wire.messages import FinishReason, RefusalReason, SequenceError
-from .openai_api.errors import ApiError
+from .http.errors import ApiError
 
 # A histogram without a lock: cheap enough to count every update of a sequence.
 

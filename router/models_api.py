@@ -17,27 +17,27 @@ from starlette.responses import Response
 from .. import __version__
 from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
-from .access.access_log import record_of
 from .base_model import BaseModel, resolved
 from .bodies.body_reader import BodyReader
 from .bodies.request_decoder import BodyRequest, max_body_bytes
 from .config import CurrentConfig
-from .fairness.loop_turns import LoopShare
-from .openai_api.answer_schema import Model
-from .openai_api.errors import invalid_value, model_not_found
-from .openai_api.json_body import refuse_unsupported
-from .openai_api.list_page import PAGE_QUERY, ListPage, PageRequest, list_answer, page_request, read_page
-from .openai_api.request_schema import (
+from .http.access_log import record_of
+from .http.auth import Identity
+from .http.errors import invalid_value, model_not_found
+from .http.list_page import PAGE_QUERY, ListPage, PageRequest, list_answer, page_request, read_page
+from .http.loop_turns import LoopShare
+from .http.route import route
+from .openai.answer_schema import Model
+from .openai.chat_prompt import chat_prompt
+from .openai.request_schema import (
     DetokenizeAnswer,
     DetokenizeRequest,
     ServerVersion,
     TokenizeAnswer,
     TokenizeRequest,
+    refuse_unsupported,
 )
-from .requests.chat_prompt import chat_prompt
-from .requests.sampling_params import check_num_tokens, check_text, check_token_ids, num_kept
-from .route import route
-from .tenants.auth import Identity
+from .openai.sampling_params import check_num_tokens, check_text, check_token_ids, num_kept
 from .text.text import TextService
 
 OWNER_OF_BASE = "motet"

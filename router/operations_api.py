@@ -23,9 +23,9 @@ from .config import CurrentConfig
 from .exposition.families import MetricsTarget, TargetGroup, discovery, gang_families, text_of
 from .exposition.router_families import RouterFacts, router_families
 from .fleet.dispatch import Dispatcher, probe
+from .http.errors import unavailable
+from .http.route import route
 from .metrics import Metrics
-from .openai_api.errors import unavailable
-from .route import route
 
 # Whether this router can serve tokens: it can if it has served one a moment ago.
 

@@ -20,9 +20,8 @@ from ..adapters.registry.administration.administration import Administration
 from ..adapters.registry.preloads import Preloads
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
-from .access.access_log import AccessLog, begin_record
-from .accounts.account import Accountant, Accounts
 from .administration.keys_api import KeysApi
+from .administration.limits_api import LimitsApi
 from .administration.tenants_api import TenantsApi, UsersApi
 from .base_model import BaseModel
 from .batches.batches import Batches
@@ -33,17 +32,18 @@ from .config import CurrentConfig
 from .endpoint import Cors, Endpoint
 from .exposition.families import MetricsTarget
 from .fleet.dispatch import Dispatcher
+from .fleet.pin_keeper import PinKeeper
+from .http.access_log import AccessLog, begin_record
+from .http.auth import Authenticator, OperatorKey, Tokens
+from .http.errors import ApiError, internal_error
+from .http.route import RouteSpec, routes_of
 from .metrics import Metrics
 from .models_api import ModelsApi, TokenizeApi
-from .openai_api.errors import ApiError, internal_error
-from .openapi.document import OpenApi
+from .openapi_document import OpenApi
 from .operations_api import OperationsApi, Readiness
-from .quotas.limits_api import LimitsApi
-from .quotas.quotas import Quotas
 from .registry_outages import RegistryOutages
-from .residency.pin_keeper import PinKeeper
-from .route import RouteSpec, routes_of
-from .tenants.auth import Authenticator, OperatorKey, Tokens
+from .tenancy.account import Accountant, Accounts
+from .tenancy.quotas import Quotas
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 from .uploads.lora_adapters_api import LoraAdaptersApi

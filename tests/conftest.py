@@ -26,11 +26,11 @@ from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.name_records import NameRecords
 from motet.adapters.registry.redis_deadline import answered_within
 from motet.adapters.registry.registry import Registry, connect
-from motet.cluster.registry_server.redis_server import RedisServer
-from motet.router.answers import generation_response
+from motet.cluster.launch.redis_server import RedisServer
+from motet.router import openapi_document as document
 from motet.router.bodies import body_reader
 from motet.router.grammars import grammar_check
-from motet.router.openapi import document
+from motet.router.openai import generation_response
 from motet.tests.rigs.cost_report import CostReport
 from motet.tests.rigs.described_routes import described_routes
 from motet.tests.rigs.imports import ROOT

@@ -169,10 +169,10 @@ def test_product_code_imports_relatively() -> None:
         ("motet.router.text.text", "from ...workers.wire import messages", True),
         ("motet.router.text.text", "from ...workers.wire.messages import Frame", True),
         ("motet.router.text.text", "from ...workers.plan import StepPlan", False),
-        ("motet.router.tenants.auth", "from ...workers.config import EngineConfig", False),
+        ("motet.router.http.auth", "from ...workers.config import EngineConfig", False),
         ("motet.router.text.text", "def late():\n    from ...cluster import launch", False),
         ("motet.router.text.text", "from ... import __version__", True),
-        ("motet.cluster.demo.run_demo", "from ...examples.demo import questions", True),
+        ("motet.cluster.commands.run_demo", "from ...examples.demo import questions", True),
         ("motet.router.text.text", "from ...examples.demo import questions", False),
     ],
 )

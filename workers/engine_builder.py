@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from .checkpoint.stored_tensor import folder_lacks_head
 from .config import EngineConfig
+from .decoding.constraints import Constraints
 from .engine import Engine
 from .execution.executor import Executor, LocalExecutor, WorkerLostError, compute_thread
 from .execution.gang_executor import (
@@ -29,11 +29,11 @@ from .execution.gang_executor import (
     WorkerProgress,
 )
 from .fairness.prompt_budget import token_interval_of
-from .grammar.constraints import Constraints
 from .loop import EngineLoop
 from .memory.page_arrays import PoolGeometry, plan_pool, pool_of
 from .models.config import ModelConfig
 from .models.sharding import ModelSharding
+from .models.stored_tensor import folder_lacks_head
 from .models.weights import Progress
 from .parallel import Alone
 from .scheduling.request_limits import GangLimits

@@ -16,11 +16,8 @@ from ..adapters.store.store import AdapterStore
 from ..kernels.backend import Kernels, choose_kernels, with_float8_kv, with_float8_weights
 from ..kernels.huge_pages import huge_page_bytes
 from ..kernels.step import Heads
-from .checkpoint.device_checkpoint import DeviceCheckpoint
 from .config import FLOAT8_EXPERTS, EngineConfig, default_kv_host_bytes
 from .config import LATER_BYTES as LATER_BYTES
-from .copies.adapter_loader import AdapterLoader
-from .copies.page_mover import PageMover
 from .costs.step_costs import LEAST_ROWS, first_rows_of
 from .costs.step_defaults import cpu_pool_bytes
 from .device import check_dtype, check_kv_dtype, check_weights_dtype, resolve_device
@@ -29,6 +26,7 @@ from .execution.executor import FeedingExecutor, LocalExecutor
 from .execution.graphs import CudaRecorder
 from .execution.runner import Runner
 from .machine_memory import usable_memory_bytes
+from .memory.adapter_loader import AdapterLoader
 from .memory.host_adapter_cache import HostAdapterCache
 from .memory.page_arrays import (
     DevicePages,
@@ -41,8 +39,10 @@ from .memory.page_arrays import (
     plan_pool,
     pool_of,
 )
+from .memory.page_mover import PageMover
 from .models.config import ModelConfig
 from .models.decoder import load_decoder
+from .models.device_checkpoint import DeviceCheckpoint
 from .models.rotary import rotary_tables
 from .models.sharding import ModelSharding
 from .models.weights import Checkpoint, Progress

@@ -20,15 +20,15 @@ from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.gpu.machine import Machine
 from motet.benchmarks.gpu.roofline import DecodeStep, Floor, roofline
 from motet.kernels.backend import Kernels
-from motet.workers.copies.adapter_loader import AdapterLoader
-from motet.workers.copies.page_mover import PageMover
 from motet.workers.costs.devices import Device
 from motet.workers.engine import Engine
 from motet.workers.execution.executor import FeedingExecutor, LocalExecutor
 from motet.workers.execution.graphs import CudaRecorder
 from motet.workers.execution.runner import Runner
+from motet.workers.memory.adapter_loader import AdapterLoader
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.memory.page_arrays import DevicePages, HostPages, PageArray, PinnedArena, make_pool, plan_pool
+from motet.workers.memory.page_mover import PageMover
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import load_decoder
 from motet.workers.models.rotary import rotary_tables

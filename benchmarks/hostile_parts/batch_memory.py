@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import psutil
 
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.tests.rigs.batch_client import BatchClient, line
 from motet.tests.rigs.real_front import real_front
 from motet.tests.rigs.router_rig import text_service

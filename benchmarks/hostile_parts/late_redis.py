@@ -10,9 +10,9 @@ from pathlib import Path
 
 from motet.adapters.registry.registry import connect
 from motet.adapters.registry.tenants.records import Quota
-from motet.cluster.registry_server.redis_server import RedisServer
-from motet.router.openai_api.errors import ApiError
-from motet.router.quotas.quotas import Quotas
+from motet.cluster.launch.redis_server import RedisServer
+from motet.router.http.errors import ApiError
+from motet.router.tenancy.quotas import Quotas
 from motet.tests.rigs.late_redis import late_redis
 from motet.tests.rigs.quota_rig import ending, identity, requested
 

@@ -22,7 +22,7 @@ from motet.benchmarks.rigs import upload_attack, upload_router
 from motet.benchmarks.rigs.raw_requests import ask, completion, upload
 from motet.benchmarks.rigs.upload_attack import CONFIG
 from motet.benchmarks.rigs.upload_router import SHAPE, key_of
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 
 NEIGHBOUR = key_of(upload_router.TENANTS[0])
 _PAUSE_S = 0.005  # of the neighbour, after an answer

@@ -12,7 +12,7 @@ import json
 from dataclasses import replace
 
 from motet.benchmarks.rigs.published_bases import published_base
-from motet.cluster.planning.mig import EFFICIENCY, MIG_GPUS, Demand, plan, whole_placements
+from motet.cluster.tools.mig import EFFICIENCY, MIG_GPUS, Demand, plan, whole_placements
 
 GPU = MIG_GPUS["A100 SXM 80GB"]
 CONTEXT = 1000

@@ -27,8 +27,8 @@ from motet.cluster.replicas.replica_start import keep_pauses_short
 from motet.cluster.settings.settings import Settings
 from motet.router.config import CurrentConfig, RouterConfig
 from motet.router.fleet.admission import TimeLimit
-from motet.router.quotas.quotas import Quotas
 from motet.router.rest_server import create_app
+from motet.router.tenancy.quotas import Quotas
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.workers.wire.engine_load import EngineLoad

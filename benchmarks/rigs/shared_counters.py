@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from motet.router.fairness.fair_queue import FleetShares
+from motet.router.fleet.fair_queue import FleetShares
 from motet.workers.fairness.tenant_counters import TenantCounter, TenantCounters
 from motet.workers.wire.engine_load import TenantShare
 

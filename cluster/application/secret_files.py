@@ -16,7 +16,7 @@ from redis.credentials import CredentialProvider
 
 from ...adapters.registry.launches import Launches
 from ...adapters.registry.registry import connect
-from ...router.tenants.auth import OperatorKey
+from ...router.http.auth import OperatorKey
 from ..launch_secrets import LaunchSecrets
 from ..settings.access import is_sendable
 from ..settings.setting_field import ConfigError, SettingField, fields_of

@@ -28,7 +28,7 @@ def check(file: TextIO) -> None:
     KubeRay's operator refuses, and servers of settings that the file's NetworkPolicies close are listed, and the
     status is 1.
     """
-    from ..manifests.file_problems import UnknownFile, file_problems  # loaded here: other commands do without
+    from ..tools.file_problems import UnknownFile, file_problems  # loaded here: other commands do without
 
     try:
         problems = file_problems(file.read(), is_toml=file.name.endswith(".toml"))
@@ -55,11 +55,11 @@ def doctor(as_json: bool, **settings: Any) -> None:
     Looks at this machine, or with --address at every node of that Ray cluster; give the settings that motet serve gets.
     Ends with status 1 if there is an error.
     """
-    from ..doctor.examination import examine_cluster, examine_machine  # loaded here: other commands do without
-    from ..doctor.finding import has_errors, report_json, report_lines
-    from ..doctor.node_facts import Expectations, Questions
     from ..edge.edge_limits import EdgeLimits
     from ..launch.local_serve import OBJECT_STORE_BYTES
+    from ..tools.examination import examine_cluster, examine_machine  # loaded here: other commands do without
+    from ..tools.finding import has_errors, report_json, report_lines
+    from ..tools.node_facts import Expectations, Questions
 
     address: str | None = settings["address"]
     defaults = Settings()
@@ -122,12 +122,7 @@ def scale(
     It needs kubectl with access to the cluster. Serve's numbers and those of pods are changed together, in the
     RayService and in the RayCluster that serves; no process that runs is replaced. Say the same in your values.
     """
-    from ..manifests.scale_plan import (  # loaded here: only it needs yaml
-        CannotScale,
-        Numbers,
-        active_cluster,
-        scale_plan,
-    )
+    from ..tools.scale_plan import CannotScale, Numbers, active_cluster, scale_plan
 
     target = Numbers(min_gangs=min_gangs, max_gangs=max_gangs, num_routers=num_routers)
     if target == Numbers():

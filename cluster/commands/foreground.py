@@ -16,8 +16,8 @@ from rich.console import Console
 from ...adapters.errors import AdapterError
 from ..config import MotetConfig
 from ..launch.launch import Deployment, LaunchError
+from ..launch.redis_server import RedisServerError
 from ..progress import ProgressDisplay
-from ..registry_server.redis_server import RedisServerError
 
 INTERRUPTED_EXIT_CODE = 130
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ...workers.costs.devices import DEVICES
-from ..planning.mig import MIG_GPUS, placement_text
+from ..tools.mig import MIG_GPUS, placement_text
 
 if TYPE_CHECKING:
     from ...workers.costs.devices import Device
     from ...workers.costs.replay import Replayed
-    from ..planning.mig import Demand
-    from ..planning.serving_planner import ServingPlan
+    from ..tools.mig import Demand
+    from ..tools.serving_planner import ServingPlan
 
 
 # `motet plan`.
@@ -109,10 +109,10 @@ def plan(
     from ...workers.costs.replay import read_trace
     from ...workers.costs.step_costs import StepCosts
     from ...workers.models.config import ModelConfig
-    from ..planning.gang_capacity import EFFICIENCY, Adapters, Objectives, Spread, Traffic
-    from ..planning.plan_report import Report
-    from ..planning.serving_planner import best, options
-    from ..planning.trace_replay import replay_on_gangs, replay_on_machine
+    from ..tools.gang_capacity import EFFICIENCY, Adapters, Objectives, Spread, Traffic
+    from ..tools.plan_report import Report
+    from ..tools.serving_planner import best, options
+    from ..tools.trace_replay import replay_on_gangs, replay_on_machine
 
     try:
         config, objectives = ModelConfig.from_folder(model), Objectives(first_token_s, token_interval_s)
@@ -180,7 +180,7 @@ def mig(file: Path, gpu_name: str, gpus_per_node: int, as_json: bool) -> None:
     FILE is TOML with a table [[models]] for each: name, path (a folder with config.json), users (sequences at once),
     context (tokens of each), and objective-s (seconds a token, 0.05 unless given).
     """
-    from ..planning.mig import CONFIG_LABEL, mig_manifests, plan
+    from ..tools.mig import CONFIG_LABEL, mig_manifests, plan
 
     try:
         mig_plan = plan(_demands(file), MIG_GPUS[gpu_name])
@@ -202,7 +202,7 @@ def mig(file: Path, gpu_name: str, gpus_per_node: int, as_json: bool) -> None:
 
 def _demands(file: Path) -> list[Demand]:
     from ...workers.models.config import ModelConfig
-    from ..planning.mig import Demand
+    from ..tools.mig import Demand
 
     document: dict[str, Any] = tomllib.loads(file.read_text())
     models = document.get("models")
@@ -327,7 +327,7 @@ def _device(name: str) -> Device:
 
 
 def _measure(model: Path, path: Path) -> None:
-    from ..planning.measured_machine import measure_machine
+    from ..tools.measured_machine import measure_machine
 
     try:
         costs = measure_machine(model)

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from ...adapters.ended_tasks import end_tasks
 from ...router.exposition.families import MetricsTarget, text_of
-from ...router.tenants.auth import OperatorKey
+from ...router.http.auth import OperatorKey
 from ..launch_secrets import operator_key_in
 
 # Settings of what each process shows to Prometheus.

@@ -24,7 +24,6 @@ from ..config import MotetConfig
 from ..edge.serve_variables import SERVE_FLAGS
 from ..launch_secrets import SECRETS_FILE, LaunchSecrets, operator_key_in
 from ..progress import OnEvent, ProgressReader, step
-from ..registry_server.redis_server import RedisServer
 from ..replicas.disk_watch import full_disk_warning
 from ..settings.setting_field import ConfigError
 from ..settings.settings import check_update
@@ -40,6 +39,7 @@ from .local_serve import (
     set_environment,
     start_serve,
 )
+from .redis_server import RedisServer
 
 if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview

@@ -22,7 +22,7 @@ import ray
 from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ...router.tenants.auth import OperatorKey
+from ...router.http.auth import OperatorKey
 from ...workers.config import EngineConfig
 from ...workers.engine_messages import TokenInterval
 from ...workers.leader.frame_server import FrameServer
@@ -33,7 +33,7 @@ from ..application.secret_files import OperatorKeyWatch, read_secrets, secrets_o
 from ..config import with_options
 from ..exposition.gang_metrics import GangFacts, GangMetrics
 from ..exposition.node_page import ExpositionConfig, ProcessPage
-from ..logs.process_log import LogConfig
+from ..process_log import LogConfig
 from ..progress import OnEvent, ProgressWriter, ignore_event, step
 from ..resources import actor_options
 from ..settings.setting_field import ConfigError

@@ -37,13 +37,13 @@ from ...router.batches.batches import Batches
 from ...router.config import CurrentConfig
 from ...router.exposition.router_families import router_families
 from ...router.fleet.dispatch import FleetDispatcher
+from ...router.fleet.pin_keeper import PinKeeper
+from ...router.http.auth import OperatorKey
 from ...router.loop_watchdog import LoopWatchdog
 from ...router.metrics import Metrics, ServeFacts
 from ...router.operations_api import router_facts
-from ...router.quotas.quotas import Quotas
-from ...router.residency.pin_keeper import PinKeeper
 from ...router.rest_server import create_app
-from ...router.tenants.auth import OperatorKey
+from ...router.tenancy.quotas import Quotas
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
 from ...router.usage.usage import LEDGERS_PART, Usage
@@ -80,7 +80,7 @@ from .replica_start import (
 from .serve_watch import ADDRESS, GangDemand, Metadata, PlacementKeeper, ReplicaDirectory, ServeWatch
 
 if TYPE_CHECKING:
-    from ...router.oidc.token_verifier import TokenVerifier
+    from ...router.tenancy.token_verifier import TokenVerifier
 
 
 # Keeps a huge request body out of memory.
@@ -412,6 +412,6 @@ async def _start_token_verifier(parts: RunningParts, config: MotetConfig) -> Tok
     """Verifies tokens of the configured identity providers; None: there are none."""
     if not config.access.oidc_issuers:
         return None
-    from ...router.oidc.token_verifier import TokenVerifier  # what verifies signatures takes memory and time to load
+    from ...router.tenancy.token_verifier import TokenVerifier  # what verifies signatures takes memory and time to load
 
     return await parts.start(TokenVerifier(config.oidc))

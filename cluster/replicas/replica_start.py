@@ -27,7 +27,7 @@ from ...router.exposition.router_families import FAILED_STARTS, WAITING_STARTS
 from ..application.model_source import ModelUnavailable
 from ..exposition.node_page import ExpositionConfig, ProcessPage
 from ..launch_secrets import LaunchSecrets
-from ..logs.process_log import LogConfig, ProcessLog, start_process_log
+from ..process_log import LogConfig, ProcessLog, start_process_log
 from ..progress import OnEvent, ignore_event
 
 # The part of a node's page of metrics that a replica has while it cannot start.

@@ -11,8 +11,8 @@ from msgspec import Meta
 
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
-from ...router.oidc.oidc_config import is_safe
-from ..logs.process_log import LogFormat, LogLevel
+from ...router.tenancy.oidc_config import is_safe
+from ..process_log import LogFormat, LogLevel
 from .setting_field import Bytes, CountOrNone, Pairs, Refusal, Setting, SettingGroup, Texts, Unit
 
 REDIS_SCHEMES = ("redis", "rediss", "unix")

@@ -18,10 +18,10 @@ from ...adapters.names import check_user
 from ...adapters.registry.administration.administration import Administration
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import ALL_OF_A_TENANT, Actor, Admission, KeyRecord, Quota
-from ..openai_api.errors import ApiError, invalid_value
-from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
-from ..route import route
-from ..tenants.auth import Identity, operators
+from ..http.auth import Identity, operators
+from ..http.errors import ApiError, invalid_value
+from ..http.list_page import PAGE_QUERY, ListPage, list_answer, page_request
+from ..http.route import route
 from .administration_schema import (
     TENANTS,
     Deleted,

@@ -17,10 +17,10 @@ from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import Actor, TenantRecord, user_owner
 from ...adapters.upload import UploadService
 from ..batches.batches import Batches
-from ..openai_api.errors import ApiError, invalid_value
-from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
-from ..route import route
-from ..tenants.auth import Identity, operators
+from ..http.auth import Identity, operators
+from ..http.errors import ApiError, invalid_value
+from ..http.list_page import PAGE_QUERY, ListPage, list_answer, page_request
+from ..http.route import route
 from .administration_schema import (
     TENANTS,
     AuditShown,

@@ -25,9 +25,9 @@ from ...adapters.registry.registry_keys import RESPONSES
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import Actor, AuditEntry, TenantRecord
 from ..config import CurrentConfig
+from ..http.route import RouteSpec, routes_of
 from ..metrics import Metrics
-from ..quotas.quotas import Quotas
-from ..route import RouteSpec, routes_of
+from ..tenancy.quotas import Quotas
 from .batch_runner import BatchRunner
 from .batches_api import BatchesApi, FilesApi
 from .file_store import FileStore

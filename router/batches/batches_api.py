@@ -19,11 +19,11 @@ from ...adapters.registry.tenants.records import storage_bounds
 from ...adapters.tenant_places import TenantPlaces
 from ..bodies.request_decoder import ArrivalPace
 from ..config import CurrentConfig
-from ..openai_api.errors import ApiError, invalid_value
-from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request
-from ..quotas.quotas import Quotas
-from ..route import route
-from ..tenants.auth import Identity
+from ..http.auth import Identity
+from ..http.errors import ApiError, invalid_value
+from ..http.list_page import PAGE_QUERY, ListPage, list_answer, page_request
+from ..http.route import route
+from ..tenancy.quotas import Quotas
 from ..uploads.adapters_api import DISK_FULL, MAX_WAITING_UPLOADS, too_many_uploads
 from ..uploads.upload_form import FormReader, UploadSpool, declared_bytes
 from .file_store import FileContent, FileStore

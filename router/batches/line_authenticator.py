@@ -14,8 +14,8 @@ from starlette.types import Scope as AsgiScope
 from ...adapters.registry.batches.records import BatchRecord
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import KeyRecord, Scope
-from ..openai_api.errors import unknown_key
-from ..tenants.auth import Identity, admitted
+from ..http.auth import Identity, admitted
+from ..http.errors import unknown_key
 
 _BATCH: Final = "motet.batch"  # in a line's scope, which no client makes
 

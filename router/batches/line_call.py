@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
 from ...adapters.registry.batches.records import BatchRecord
-from ..access.request_id import REQUEST_ID_HEADER
+from ..http.request_id import REQUEST_ID_HEADER
 from .batch_input import Line
 from .batch_results import LineError, Response, Result
 from .line_authenticator import scope_of

@@ -11,8 +11,8 @@ from msgspec import Meta
 from starlette.requests import Request
 
 from ...adapters.registry.batches.records import BatchRecord, BatchTokens, FileRecord, Purpose, Status
-from ..openai_api.errors import invalid_value
-from ..tenants.auth import Identity
+from ..http.auth import Identity
+from ..http.errors import invalid_value
 
 # How often things are done for batches.
 

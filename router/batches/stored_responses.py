@@ -24,20 +24,13 @@ from ...adapters.registry.batches.file_registry import FileRegistry
 from ...adapters.registry.batches.records import FileRecord
 from ...adapters.registry.tenants.records import StorageBound, storage_bounds
 from ..config import CurrentConfig
-from ..openai_api.errors import (
-    ApiError,
-    NoSuchResponse,
-    from_adapter_error,
-    insufficient_quota,
-    internal_error,
-    unsupported,
-)
-from ..openai_api.list_page import PAGE_QUERY, list_answer, page_request
-from ..openai_api.response_schema import DeletedResponse, InputItemList, Response
-from ..openai_api.stream_position import parse_response_id
-from ..requests.stored_items import input_page
-from ..route import route
-from ..tenants.auth import Identity
+from ..http.auth import Identity
+from ..http.errors import ApiError, NoSuchResponse, from_adapter_error, insufficient_quota, internal_error, unsupported
+from ..http.list_page import PAGE_QUERY, list_answer, page_request
+from ..http.route import route
+from ..http.stream_position import parse_response_id
+from ..responses.response_schema import DeletedResponse, InputItemList, Response
+from ..responses.stored_items import input_page
 from ..uploads.adapters_api import DISK_FULL
 from .file_store import FileContent, FileStore
 from .schema import ORDER_QUERY, requested_order, sees

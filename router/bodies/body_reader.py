@@ -16,10 +16,10 @@ import msgspec
 from starlette.requests import Request
 
 from ...adapters.processes.child_processes import ChildProcesses
-from ..access.access_log import record_of
+from ..http.access_log import record_of
+from ..http.errors import ApiError, NoSuchResponse
+from ..http.json_body import decode
 from ..metrics import Metrics
-from ..openai_api.errors import ApiError, NoSuchResponse
-from ..openai_api.json_body import decode
 from .decode_process import Question, Refusal
 from .request_decoder import (
     BODY_KINDS,

@@ -20,7 +20,7 @@ from ...adapters.processes.child_processes import (
     write_frames,
     yield_to_others,
 )
-from ..openai_api.errors import ApiError, NoSuchResponse, invalid_value
+from ..http.errors import ApiError, NoSuchResponse, invalid_value
 from .request_decoder import BODY_KINDS, PackedRequest, RequestDecoder, check_extent, check_free, packed
 
 NICENESS: Final = 5  # large bodies yield to all other work

@@ -10,12 +10,14 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from ..anthropic_api.message_schema import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
-from ..openai_api.embedding_schema import EmbeddingPrompts, EmbeddingsRequest
-from ..openai_api.errors import ApiError, invalid_value
-from ..openai_api.json_body import decode, refuse_unsupported, unknown_fields
-from ..openai_api.request_schema import (
-    FORM_FIELDS,
+from ..anthropic.message_chat import counted_chat, message_chat
+from ..anthropic.message_schema import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
+from ..embeddings.embedding_prompts import embedding_prompts
+from ..embeddings.embedding_schema import EmbeddingPrompts, EmbeddingsRequest
+from ..grammars.response_format import FORM_FIELDS
+from ..http.errors import ApiError, invalid_value
+from ..http.json_body import decode, unknown_fields
+from ..openai.request_schema import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -23,12 +25,11 @@ from ..openai_api.request_schema import (
     GenerationFields,
     TokenizeRequest,
     ToolCall,
+    refuse_unsupported,
     same_kind,
 )
-from ..openai_api.response_schema import KeptConversation, ResponseChat, ResponsesRequest
-from ..requests.embedding_prompts import embedding_prompts
-from ..requests.message_chat import counted_chat, message_chat
-from ..requests.response_chat import response_chat
+from ..responses.response_chat import response_chat
+from ..responses.response_schema import KeptConversation, ResponseChat, ResponsesRequest
 
 # A decoded request on its way between two processes: a small head, and its prompts in pieces.
 #

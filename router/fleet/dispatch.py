@@ -29,9 +29,9 @@ from ...workers.wire.messages import (
     SequenceUpdate,
     SequenceUsage,
 )
-from ..fairness.fair_queue import QueueUse, is_in_share, tenant_to_preempt
 from .admission import AdmissionConfig, TimeLimit
 from .affinity import RoutingConfig
+from .fair_queue import QueueUse, is_in_share, tenant_to_preempt
 from .fleet import STORE_PAUSE_S, Fleet
 from .known_gang import AdapterTier
 from .leader_connection import FaultKind, LeaderConnection

@@ -13,9 +13,9 @@ from itertools import islice
 from ...workers.wire.engine_load import ServedElsewhere, TenantShare
 from ...workers.wire.messages import AdapterRef, Outdated, SequenceError
 from ...workers.wire.page_keys import first_link, next_keys, short_key
-from ..fairness.fair_queue import FleetShares
 from .admission import AdmissionConfig, Admitted, admit
 from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
+from .fair_queue import FleetShares
 from .leader_connection import FaultKind, LeaderConnection
 from .open_sequence import OpenSequence
 from .relocator import Relocator

@@ -9,9 +9,9 @@ from typing import Literal, Self
 from ...workers.wire.engine_load import EngineLoad
 from ...workers.wire.messages import Frame, Hello
 from ...workers.wire.page_keys import short_digest
-from ..fairness.fair_queue import FairQueue
-from ..residency.adapter_uses import AdapterUses, asker_of
+from .adapter_uses import AdapterUses, asker_of
 from .affinity import GangCosts, GangView, RoutingConfig, RoutingRequest
+from .fair_queue import FairQueue
 
 # What a gang's work costs, measured by how its counters grow from one frame to the next.
 

@@ -48,7 +48,7 @@ from ...workers.wire.stream_options import (
     STREAM_SERVICE,
     TOKEN_KEY,
 )
-from ..residency.adapter_uses import asker_of
+from .adapter_uses import asker_of
 from .affinity import RoutingConfig, RoutingRequest
 from .known_gang import KnownGang
 from .open_sequence import AwaitingReconnect, CutOffSequence, OpenSequence

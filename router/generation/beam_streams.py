@@ -25,9 +25,9 @@ from ...workers.wire.messages import (
     TokenLogprobs,
     total_usage,
 )
-from ..fairness.loop_turns import LoopShare
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
+from ..http.loop_turns import LoopShare
 from ..text.stop_strings import StopMatcher, StopStrings
 from ..text.text import TextService
 

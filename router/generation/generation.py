@@ -23,18 +23,18 @@ from ...workers.wire.messages import (
     SequenceUsage,
     total_usage,
 )
-from ..accounts.account import Progress
-from ..fairness.loop_turns import LoopShare, LoopTurns
 from ..fleet.admission import TimeLimit
 from ..fleet.dispatch import Dispatcher, SequenceStream
+from ..http.loop_turns import LoopShare, LoopTurns
+from ..http.stream_position import wrong_position
 from ..metrics import Metrics
-from ..openai_api.answer_schema import CompletionTokensDetails, PromptTokensDetails, Usage
-from ..openai_api.stream_position import wrong_position
+from ..tenancy.account import Progress
 from ..text.response_reader import ResponseReader
 from ..text.stop_strings import StopStrings
 from ..text.text import TextService
 from .beam_streams import BeamRun, BeamStops
 from .choice import PLAIN_ENDS, Choice, Delta, EndRules, MessageChoice, portions
+from .usage import CompletionTokensDetails, PromptTokensDetails, Usage
 
 _LOST = SequenceError("internal", "the sequence ended without saying why")
 _NUM_SEEDS = 2**64

@@ -30,7 +30,7 @@ from ...adapters.processes.child_processes import (
 )
 from ...workers.wire.messages import GRAMMAR_LIMITS
 from .lark_text import lark_text
-from .wanted_grammar import WantedGrammar
+from .response_format import WantedGrammar
 
 NICENESS: Final = 5  # they yield to all other work
 QUICK_S: Final = 0.05  # what takes longer has only what would idle, if its tenant has had its share

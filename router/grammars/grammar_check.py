@@ -17,9 +17,9 @@ import msgspec
 
 from ...adapters.processes.child_processes import ChildProcesses
 from ...adapters.tenant_places import TenantPlaces
-from ..openai_api.errors import RETRY_AFTER_S, ApiError, invalid_value, unavailable
+from ..http.errors import RETRY_AFTER_S, ApiError, invalid_value, unavailable
 from .check_process import MAX_GRAMMAR_BYTES, Question, Verdict
-from .wanted_grammar import WantedGrammar
+from .response_format import WantedGrammar
 
 # How much of a processor each tenant may take, and how long it rests after it has taken more.
 

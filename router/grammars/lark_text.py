@@ -8,10 +8,9 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ..openai_api.request_schema import ResponseFormat
 from .call_grammar import after_thought, with_calls
 from .lark_pieces import ANY_TEXT, any_of, clients_lark, json_value, quoted, regular_expression, text_with_tokens
-from .wanted_grammar import WantedGrammar
+from .response_format import ResponseFormat, WantedGrammar
 
 # Converts GBNF, the grammars of llama.cpp, vLLM and SGLang, to llguidance's Lark.
 #

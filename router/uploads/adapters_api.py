@@ -24,15 +24,15 @@ from ...adapters.registry.tenants.records import storage_bounds
 from ...adapters.registry.versions.name_state import VersionNote
 from ...adapters.tenant_places import TenantPlaces
 from ...adapters.upload import UploadService
-from ..access.access_log import record_of
 from ..bodies.request_decoder import ArrivalPace
 from ..config import CurrentConfig
+from ..http.access_log import record_of
+from ..http.auth import Identity
+from ..http.errors import ApiError
+from ..http.list_page import PAGE_QUERY, ListPage, list_answer, page_request, read_page
+from ..http.route import route
 from ..metrics import Metrics
-from ..openai_api.errors import ApiError
-from ..openai_api.list_page import PAGE_QUERY, ListPage, list_answer, page_request, read_page
-from ..quotas.quotas import Quotas
-from ..route import route
-from ..tenants.auth import Identity
+from ..tenancy.quotas import Quotas
 from ..text.text import TextService
 from .upload_form import AdapterForm, UploadForm, UploadRoom, UploadSpool, check_form, declared_bytes, receive_upload
 

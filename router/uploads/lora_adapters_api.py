@@ -22,9 +22,9 @@ from ...adapters.format.own_tokenizer import FAST_FILE, OwnTokenizer, own_tokeni
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from ...adapters.names import PRIVATE
 from ..config import CurrentConfig
-from ..openai_api.errors import ApiError, invalid_value
-from ..route import route
-from ..tenants.auth import Identity
+from ..http.auth import Identity
+from ..http.errors import ApiError, invalid_value
+from ..http.route import route
 from ..text.answer_format import FORMATS
 from .adapters_api import AdaptersApi
 from .upload_form import MAX_CONFIG_BYTES, TEMPLATE_FIELD, UploadForm, UploadRoom

@@ -26,7 +26,7 @@ from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from ...adapters.names import PART
 from ...adapters.registry.versions.name_state import MAX_NOTE_CHARS
 from ..bodies.request_decoder import ArrivalPace
-from ..openai_api.errors import ApiError
+from ..http.errors import ApiError
 from ..text.answer_format import FORMATS
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from ...adapters.registry.ledger.archive import LedgerArchive
 from ...adapters.registry.ledger.entry import Entry, merged
 from ...adapters.registry.ledger.ledger import Ledger
 from ...adapters.registry.registry_view import RegistryView
-from ..fairness.loop_turns import LoopShare
-from ..route import RouteSpec, routes_of
-from .metering import Metering
-from .spool import FINAL, LOCK_SUFFIX, Spool, boot_id, read_lines, read_segment
+from ..http.loop_turns import LoopShare
+from ..http.route import RouteSpec, routes_of
+from ..tenancy.metering import Metering
+from ..tenancy.spool import FINAL, LOCK_SUFFIX, Spool, boot_id, read_lines, read_segment
 from .usage_api import UsageApi
 from .usage_rows import Prices
 

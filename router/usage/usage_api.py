@@ -18,10 +18,10 @@ from ...adapters.registry.ledger.ledger import Ledger, Sum
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import TenantRecord, parse_tenant_id
 from ..bodies.body_reader import Turns
-from ..fairness.loop_turns import LoopShare
-from ..openai_api.errors import RETRY_AFTER_S, ApiError
-from ..route import Answer, route
-from ..tenants.auth import Identity
+from ..http.auth import Identity
+from ..http.errors import RETRY_AFTER_S, ApiError
+from ..http.loop_turns import LoopShare
+from ..http.route import Answer, route
 from .usage_rows import Prices, UsageList, UsageQuery, UsageSums, csv_head, csv_line, usage_query
 
 # A long CSV as an answer: streamed, no faster than its client reads.

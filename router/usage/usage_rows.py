@@ -22,8 +22,8 @@ from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_tenant
 from ...adapters.registry.ledger.entry import NUMBERS, Group
 from ...adapters.registry.ledger.ledger import HOURS_KEPT_DAYS, Sum
-from ..fairness.loop_turns import LoopShare
-from ..openai_api.errors import invalid_value
+from ..http.errors import invalid_value
+from ..http.loop_turns import LoopShare
 
 # Prices of what is counted, from a file of the operators. Amounts are exact: no number here is a float.
 #

@@ -20,8 +20,8 @@ from ...adapters.registry.tenants.records import Actor, AuditEntry
 from ...adapters.registry.versions.canary_policy import first_token_bin, per_token_bin, why_worse
 from ...adapters.registry.versions.name_state import NameState, without_canary
 from ...adapters.upload import UploadService
-from ..accounts.account import Account, AnswerRequest, Ending
-from ..fairness.loop_turns import LoopShare
+from ..http.loop_turns import LoopShare
+from ..tenancy.account import Account, AnswerRequest, Ending
 
 # What is remembered of versions that failed lately.
 

@@ -25,13 +25,13 @@ from ...adapters.registry.versions.name_state import NameState
 from ...adapters.registry.versions.rollout import versions_of
 from ...adapters.upload import UploadService
 from ...workers.wire.messages import SamplingParams, SequenceError, SequenceRequest
+from ..fleet.adapter_uses import asker_of
 from ..fleet.dispatch import Dispatcher, SequenceStream
 from ..fleet.known_gang import AdapterTier
-from ..openai_api.errors import RETRY_AFTER_S, ApiError, unavailable
-from ..residency.adapter_uses import asker_of
-from ..residency.pin_keeper import PinKeeper
-from ..route import route
-from ..tenants.auth import Identity
+from ..fleet.pin_keeper import PinKeeper
+from ..http.auth import Identity
+from ..http.errors import RETRY_AFTER_S, ApiError, unavailable
+from ..http.route import route
 from .canary_book import CanaryBook
 from .version_choice import adapter_ref
 from .version_schema import PartDeleted, PinBody, PreloadAnswer, PreloadBody

@@ -15,13 +15,13 @@ from msgspec import structs
 from ...adapters.adapter import AdapterVersion
 from ...adapters.registry.canary_counts import Outcome
 from ...adapters.registry.versions.rollout import Shadow, gets_canary, version_of
-from ..accounts.account import Accounts, AnswerRequest, Ending
 from ..fleet.dispatch import Dispatcher
 from ..generation.generation import Generation, GenerationRequest, SequenceFailedError
+from ..http.auth import Identity
+from ..http.errors import ApiError, from_sequence_error
+from ..http.stream_position import fingerprint_of, new_response_id
 from ..metrics import Metrics
-from ..openai_api.errors import ApiError, from_sequence_error
-from ..openai_api.stream_position import fingerprint_of, new_response_id
-from ..tenants.auth import Identity
+from ..tenancy.account import Accounts, AnswerRequest, Ending
 from ..text.text import TextService
 from .canary_book import CanaryBook, counted_of
 from .version_choice import VersionChoice, adapter_ref

@@ -24,9 +24,9 @@ from ...adapters.registry.versions.rollout import (
 )
 from ...workers.wire.messages import AdapterRef
 from ..generation.generation import GenerationRequest
-from ..openai_api.errors import model_not_found
-from ..openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields
-from ..tenants.auth import Identity
+from ..http.auth import Identity
+from ..http.errors import model_not_found
+from ..openai.request_schema import ChatRequest, CompletionRequest, GenerationFields
 
 VERSION_HEADER: Final = b"x-motet-version"
 _encode = msgspec.msgpack.Encoder().encode

@@ -16,10 +16,10 @@ from ...adapters.registry.versions import name_state
 from ...adapters.registry.versions.name_state import NameState
 from ...adapters.registry.versions.rollout import Canary, versions_of
 from ...adapters.upload import UploadService
-from ..access.access_log import record_of
-from ..openai_api.errors import invalid_value
-from ..route import route
-from ..tenants.auth import Identity
+from ..http.access_log import record_of
+from ..http.auth import Identity
+from ..http.errors import invalid_value
+from ..http.route import route
 from .canary_book import FLUSH_S
 from .version_schema import (
     AliasAnswer,

@@ -17,7 +17,7 @@ from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.tests.rigs.lora_files import LAYOUT, lora_files
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 

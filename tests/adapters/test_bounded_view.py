@@ -16,7 +16,7 @@ from motet.adapters.registry.events import AdapterSet
 from motet.adapters.registry.kept_adapters import MAX_LOOKS, MAX_USES, KeptAdapters, Name
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.tests.rigs.given_keys import give_key
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually

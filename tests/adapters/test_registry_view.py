@@ -16,7 +16,7 @@ from motet.adapters.registry.events import AdapterSet, KeySet
 from motet.adapters.registry.registry import NumberedEvent, Position, Registry, connect, hash_key
 from motet.adapters.registry.registry_keys import PREFIX
 from motet.adapters.registry.registry_view import RegistryView
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.tests.rigs.given_keys import give_key, take_back_key
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually

@@ -39,7 +39,7 @@ from motet.adapters.registry.versions.rollout import versions_of
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.adapters.upload_process import CHECK, FORGET
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, LoraFiles, lora_files, name_of
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.tensor_twins import identical

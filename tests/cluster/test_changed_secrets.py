@@ -14,7 +14,7 @@ from motet.cluster.application.secret_files import (
     secrets_of_this_node,
 )
 from motet.cluster.launch_secrets import LaunchSecrets
-from motet.router.tenants.auth import OperatorKey
+from motet.router.http.auth import OperatorKey
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from motet.cluster.commands.cli import main
-from motet.cluster.manifests.file_problems import UnknownFile, file_problems
+from motet.cluster.tools.file_problems import UnknownFile, file_problems
 
 POLICY = {"policy_function": "motet.cluster.replicas.autoscaler:GangAutoscaler"}
 

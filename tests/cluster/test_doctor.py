@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from motet.cluster.doctor.examination import check_clocks
-from motet.cluster.doctor.finding import Finding
-from motet.cluster.doctor.folders import (
+from motet.cluster.edge.serve_variables import LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
+from motet.cluster.tools.examination import check_clocks
+from motet.cluster.tools.finding import Finding
+from motet.cluster.tools.folder_checks import (
     FolderFacts,
     SecretFile,
     SecretsFacts,
@@ -18,10 +19,10 @@ from motet.cluster.doctor.folders import (
     check_secrets,
     gather_secrets,
 )
-from motet.cluster.doctor.gpus import Gpu, GpuFacts, check_gpus, parse_gpus
-from motet.cluster.doctor.node_facts import KernelFacts, LimitFacts, check_kernels, check_limits, check_versions
-from motet.cluster.doctor.redis import RedisFacts, check_redis
-from motet.cluster.doctor.serve_front import (
+from motet.cluster.tools.gpu_checks import Gpu, GpuFacts, check_gpus, parse_gpus
+from motet.cluster.tools.node_facts import KernelFacts, LimitFacts, check_kernels, check_limits, check_versions
+from motet.cluster.tools.redis_checks import RedisFacts, check_redis
+from motet.cluster.tools.serve_front import (
     NodeServeFacts,
     PortFacts,
     RunningServe,
@@ -29,7 +30,6 @@ from motet.cluster.doctor.serve_front import (
     check_port,
     check_running_serve,
 )
-from motet.cluster.edge.serve_variables import LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
 from motet.workers.machine_memory import memory_limit
 
 GIB = 1 << 30

@@ -54,7 +54,7 @@ def test_a_second_interrupt_does_not_keep_it_from_stopping(tmp_path: Path, monke
 
 
 def test_the_demo_is_called_as_it_is_started() -> None:
-    command = [sys.executable, "-m", "motet.cluster.demo.run_demo", "--help"]
+    command = [sys.executable, "-m", "motet.cluster.commands.run_demo", "--help"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert said.startswith("Usage: scripts/demo [OPTIONS]")
     assert "Holds the demo's adapters" in said

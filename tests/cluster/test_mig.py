@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from motet.benchmarks.papers import mig as mig_benchmark
 from motet.benchmarks.rigs.published_bases import BASES, published_base
 from motet.cluster.commands.cli import main
-from motet.cluster.manifests.file_problems import file_problems
-from motet.cluster.planning.mig import (
+from motet.cluster.tools.file_problems import file_problems
+from motet.cluster.tools.mig import (
     MIG_GPUS,
     Demand,
     Placement,

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from motet.benchmarks.rigs.published_bases import BASES, published_base
 from motet.cluster.commands.cli import main
-from motet.cluster.manifests.file_problems import file_problems
-from motet.cluster.planning.gang_capacity import Adapters, GangCapacity, Objectives, Spread, Traffic
-from motet.cluster.planning.serving_planner import ServingPlan, best, options
+from motet.cluster.tools.file_problems import file_problems
+from motet.cluster.tools.gang_capacity import Adapters, GangCapacity, Objectives, Spread, Traffic
+from motet.cluster.tools.serving_planner import ServingPlan, best, options
 from motet.tests.rigs.oracle import write_model
 from motet.tests.rigs.trace_files import write_trace
 from motet.workers.costs.devices import DEVICES

@@ -22,8 +22,8 @@ from redis.retry import Retry
 
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.registry import Registry, connect
-from motet.cluster.registry_server import redis_server
-from motet.cluster.registry_server.redis_server import RedisServer, RedisServerError, find_redis_binary
+from motet.cluster.launch import redis_server
+from motet.cluster.launch.redis_server import RedisServer, RedisServerError, find_redis_binary
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.small_disk import fill, small_disk
 
@@ -139,7 +139,7 @@ def test_a_folder_has_one_server(server: RedisServer, tmp_path: Path) -> None:
 _PARENT = """
 import sys, time
 from pathlib import Path
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 server = RedisServer(Path(sys.argv[1]))
 print(server.start(), server.pid, flush=True)
 {then}

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.cluster.logs import process_log
-from motet.cluster.logs.process_log import (
+from motet.cluster import process_log
+from motet.cluster.process_log import (
     FOLDER,
     MAX_CHARS,
     TO_STDERR,
@@ -152,8 +152,8 @@ def test_a_process_ends_though_its_log_cannot_be_written(tmp_path: Path) -> None
     code = f"""
 import logging, sys
 from pathlib import Path
-from motet.cluster.logs.process_log import LogConfig
-from motet.cluster.logs.process_log import start_process_log
+from motet.cluster.process_log import LogConfig
+from motet.cluster.process_log import start_process_log
 log = start_process_log(LogConfig(log_format="json", log_level="info"), "router", {{}}, Path({str(tmp_path)!r}))
 for _ in range(20000):
     logging.getLogger("motet.a").info("x" * 1000)

@@ -22,8 +22,8 @@ from motet.cluster.config import MotetConfig, part_config
 from motet.cluster.edge.serve_variables import LASTING_STARTS
 from motet.cluster.exposition.node_page import ExpositionConfig
 from motet.cluster.launch.local_serve import free_ports
+from motet.cluster.launch.redis_server import RedisServer
 from motet.cluster.launch_secrets import LaunchSecrets
-from motet.cluster.registry_server.redis_server import RedisServer
 from motet.cluster.replicas import gang, ingress
 from motet.cluster.replicas.gang import GangReplica
 from motet.cluster.replicas.ingress import RouterReplica

@@ -16,7 +16,7 @@ from ray.serve.schema import ServeDeploySchema
 from motet.adapters.registry.launches import Kind, Rollouts, StartReport, Starts
 from motet.adapters.registry.registry import connect
 from motet.cluster.launch.launch import why_not_running
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.cluster.replicas.launch_keeper import RolloutKeeper, last_line, num_failed_starts
 from motet.cluster.replicas.replica_start import MAX_FAILED_STARTS
 

@@ -22,8 +22,8 @@ from motet.cluster.client import client as client_module
 from motet.cluster.commands.cli import main
 from motet.cluster.commands.routerless_status import routerless_status
 from motet.cluster.edge.error_answers import error_body
+from motet.cluster.launch.redis_server import RedisServer
 from motet.cluster.launch_secrets import SECRETS_FILE, LaunchSecrets
-from motet.cluster.registry_server.redis_server import RedisServer
 from motet.tests.rigs.patience import PATIENCE_S
 
 NO_ROUTER = error_body(503, "not_ready", "No router can be reached now; send it again in a moment.").encode()

@@ -21,9 +21,9 @@ from motet.cluster.replicas.ingress import RouterReplica
 from motet.cluster.replicas.launch_keeper import LaunchKeeper
 from motet.cluster.replicas.replica_start import RunningParts
 from motet.router.fleet.dispatch import FleetDispatcher
+from motet.router.fleet.pin_keeper import PinKeeper
 from motet.router.loop_watchdog import LoopWatchdog
-from motet.router.quotas.quotas import Quotas
-from motet.router.residency.pin_keeper import PinKeeper
+from motet.router.tenancy.quotas import Quotas
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.router.versions.canary_book import CanaryBook, CanaryJudge

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from motet.cluster.client.client import MotetClient
-from motet.cluster.demo.run_demo import (
+from motet.cluster.commands.run_demo import (
     Inquiry,
     Reply,
     Voice,

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from motet.adapters.registry.launches import Starts
 from motet.adapters.registry.registry import Registry, connect
+from motet.cluster.launch.redis_server import RedisServer
 from motet.cluster.launch_secrets import LaunchSecrets
-from motet.cluster.registry_server.redis_server import RedisServer
 from motet.cluster.replicas.replica_start import ReplicaStart
 from motet.router.text.text import TextService
 from motet.tests.rigs.prometheus_binaries import ROOT, promtool

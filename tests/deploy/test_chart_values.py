@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from motet.cluster.manifests.file_problems import arguments, file_problems, serve_config
+from motet.cluster.tools.file_problems import arguments, file_problems, serve_config
 from motet.tests.rigs.kube_tools import CHART, NO_PROXY, Manifest, run_tool, templated
 from motet.tests.rigs.manifest_checks import problems
 

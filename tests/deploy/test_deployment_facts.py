@@ -13,10 +13,10 @@ import yaml
 
 from motet.cluster.application.secret_files import SECRETS_VARIABLE
 from motet.cluster.edge.serve_variables import HUGE_PAGES, LASTING_STREAMS, PATIENT_STARTS, SERVE_FLAGS
-from motet.cluster.logs.process_log import FOLDER
-from motet.cluster.manifests.file_problems import arguments, serve_config
+from motet.cluster.process_log import FOLDER
 from motet.cluster.settings.setting_field import fields_of
 from motet.cluster.settings.settings import Settings
+from motet.cluster.tools.file_problems import arguments, serve_config
 from motet.tests.rigs.image_variables import image_variables
 from motet.tests.rigs.kube_schemas import pod_templates
 from motet.tests.rigs.kube_tools import OVERLAY_NAMES, OVERLAYS, ROOT, Manifest, kustomized, only

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from motet.cluster.manifests.file_problems import serve_config
+from motet.cluster.tools.file_problems import serve_config
 from motet.tests.rigs.kube_tools import (
     CHART,
     NO_PROXY,

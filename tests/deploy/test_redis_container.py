@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from motet.cluster.launch.local_serve import free_ports
-from motet.cluster.registry_server.redis_server import find_redis_binary
+from motet.cluster.launch.redis_server import find_redis_binary
 from motet.tests.rigs.kube_tools import OVERLAYS, kustomized, only
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 

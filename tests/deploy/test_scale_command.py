@@ -19,7 +19,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from motet.cluster.commands.cli import main
-from motet.cluster.manifests.file_problems import serve_config
+from motet.cluster.tools.file_problems import serve_config
 from motet.tests.rigs.kube_tools import OVERLAYS, ROOT, Manifest, kustomized, only
 
 RECONCILERS = ROOT / ".venv" / "kuberay" / "reconcilers"

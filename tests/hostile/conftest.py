@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from motet.cluster.launch.local_serve import free_ports
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.tests.rigs.held_loop import HeldLoop, held_until_now, measured_loop
 from motet.tests.rigs.neighbour import ATTACKED_S, QUIET_S, Neighbour, hold
 from motet.tests.rigs.running_motet import BASE, KEYS, RunningMotet, running_motet

@@ -11,7 +11,7 @@ import msgspec
 from motet.adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from motet.adapters.registry.registry import hash_key
 from motet.router.batches.schema import FileForm
-from motet.router.route import RouteSpec
+from motet.router.http.route import RouteSpec
 from motet.tests.rigs.credentials import Thing
 from motet.tests.rigs.real_front import (
     BADGER,

@@ -10,7 +10,7 @@ from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import connect
 from motet.adapters.registry.versions.pins import KnownPins
 from motet.router.batches.batches import Batches
-from motet.router.residency.pin_keeper import PinKeeper
+from motet.router.fleet.pin_keeper import PinKeeper
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.router_rig import RouterRig

@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from motet.router.openai_api.json_body import refused_fields
-from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
-from motet.router.openapi.document import ERRORS, EVERYWHERE, OF_NO_ROUTE, Schema
+from motet.router.openai.request_schema import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    TokenizeRequest,
+    refused_fields,
+)
+from motet.router.openapi_document import ERRORS, EVERYWHERE, OF_NO_ROUTE, Schema
 from motet.tests.rigs.schema_words import name_of, shown_name, words_of
 
 _BLOCK: Final = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -32,26 +32,26 @@ from motet.adapters.registry.ledger.archive import LedgerArchive
 from motet.adapters.registry.ledger.entry import Entry, Stage
 from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
-from motet.router.access.access_log import begin_record
-from motet.router.accounts.account import Account, Accounts, AnswerRequest, Ending
-from motet.router.answers.answer_form import AnswerForm
-from motet.router.answers.chat_answer import AnswerHead, ChunkForm, CompletionAnswer, StreamStyle
-from motet.router.answers.generation_response import GenerationResponse
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.generation.choice import Delta
 from motet.router.generation.generation import Generation, GenerationRequest, Prompt
+from motet.router.generation.usage import Usage
+from motet.router.http.access_log import begin_record
+from motet.router.http.auth import Identity
+from motet.router.http.errors import ApiError
+from motet.router.http.stream_position import EventIds, fingerprint_of, new_response_id
 from motet.router.metrics import Metrics
-from motet.router.openai_api.answer_schema import Usage
-from motet.router.openai_api.errors import ApiError
-from motet.router.openai_api.stream_position import EventIds, fingerprint_of, new_response_id
-from motet.router.quotas.grant_sender import RedisAway
-from motet.router.quotas.grants import PERIOD_US, limits_of
-from motet.router.quotas.quotas import Quotas, redis_key
-from motet.router.tenants.auth import Identity
+from motet.router.openai.answer_form import AnswerForm
+from motet.router.openai.chat_answer import AnswerHead, ChunkForm, CompletionAnswer, StreamStyle
+from motet.router.openai.generation_response import GenerationResponse
+from motet.router.tenancy.account import Account, Accounts, AnswerRequest, Ending
+from motet.router.tenancy.grant_sender import RedisAway
+from motet.router.tenancy.grants import PERIOD_US, limits_of
+from motet.router.tenancy.metering import Metering
+from motet.router.tenancy.quotas import Quotas, redis_key
+from motet.router.tenancy.spool import Spool
 from motet.router.text.stop_strings import StopStrings
 from motet.router.text.text import TextService
-from motet.router.usage.metering import Metering
-from motet.router.usage.spool import Spool
 from motet.router.usage.usage import ADOPT_INTERVAL_S, PROGRESS_INTERVAL_S, LedgerKeeper
 from motet.tests.rigs.inline_redis import InlineRedis
 from motet.tests.rigs.part_configs import admission_config

@@ -18,9 +18,9 @@ import msgspec
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from motet.router.openai_api.errors import ApiError
-from motet.router.openai_api.request_schema import ChatRequest
-from motet.router.requests.chat_prompt import chat_prompt
+from motet.router.http.errors import ApiError
+from motet.router.openai.chat_prompt import chat_prompt
+from motet.router.openai.request_schema import ChatRequest
 from motet.router.text.control_tokens import TEMPLATE_ERRORS
 from motet.router.text.text import TextService
 from motet.tests.rigs.router_rig import byte_level_tokenizer

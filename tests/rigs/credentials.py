@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from motet.router.route import RouteSpec
+from motet.router.http.route import RouteSpec
 from motet.tests.rigs.real_front import (
     ASKER_KEY,
     EXPIRED_KEY,

@@ -8,8 +8,8 @@ from functools import cache
 from types import MethodType
 from typing import Any
 
-from motet.router.openapi.document import openapi_document
-from motet.router.route import RouteSpec
+from motet.router.http.route import RouteSpec
+from motet.router.openapi_document import openapi_document
 
 
 def described_routes(routes: Sequence[RouteSpec]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from motet.tests.rigs.patience import eventually
-from motet.workers.copies.store_readers import StoreReaders
+from motet.workers.memory.store_readers import StoreReaders
 
 
 def give_up_reads(readers: StoreReaders[Any], count: int) -> None:

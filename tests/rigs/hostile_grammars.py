@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from motet.router.grammars.wanted_grammar import WantedGrammar
+from motet.router.grammars.response_format import WantedGrammar
 
 
 def hostile_grammars(salt: int) -> Iterator[WantedGrammar]:

@@ -19,7 +19,7 @@ import psutil
 from motet.cluster.config import MotetConfig
 from motet.cluster.edge.haproxy import write_haproxy
 from motet.cluster.edge.serve_variables import BINARY_VARIABLE, LASTING_STREAMS, SERVE_FLAGS
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.tests.rigs.namespaces import Network
 from motet.tests.rigs.ray_nodes import DEMO, RayNodes
 

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.registry.ledger.entry import Entry, Stage
 from motet.adapters.registry.ledger.ledger import prefix_of
-from motet.router.openai_api.stream_position import new_response_id
+from motet.router.http.stream_position import new_response_id
 
 MIDNIGHT = int(datetime(2026, 11, 22, tzinfo=UTC).timestamp())
 

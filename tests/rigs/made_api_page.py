@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from motet.router.openapi.document import openapi_document
+from motet.router.openapi_document import openapi_document
 from motet.tests.rigs.all_routes import rig_with_all_routes
 from motet.tests.rigs.api_tables import with_tables
 from motet.tests.rigs.router_rig import text_service

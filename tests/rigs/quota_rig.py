@@ -11,10 +11,10 @@ from redis.asyncio import Redis
 
 from motet.adapters.registry.registry import connect
 from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
-from motet.router.accounts.account import Account, AnswerRequest, Ending, Progress
-from motet.router.openai_api.errors import ApiError
-from motet.router.quotas.quotas import Quotas
-from motet.router.tenants.auth import Identity
+from motet.router.http.auth import Identity
+from motet.router.http.errors import ApiError
+from motet.router.tenancy.account import Account, AnswerRequest, Ending, Progress
+from motet.router.tenancy.quotas import Quotas
 from motet.tests.rigs.patience import PATIENCE_S
 
 NUMBERS = itertools.count()

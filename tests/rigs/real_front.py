@@ -28,16 +28,16 @@ from motet.adapters.registry.registry_view import CAPACITY, RegistryView
 from motet.adapters.registry.tenants.records import KeyRecord, Scope, TenantRecord
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
-from motet.router.accounts.account import Accountant
 from motet.router.batches.batches import Batches
 from motet.router.batches.schema import BatchPace
 from motet.router.config import CurrentConfig
 from motet.router.fleet.dispatch import Dispatcher
+from motet.router.fleet.pin_keeper import PinKeeper
+from motet.router.http.auth import Identity
 from motet.router.metrics import Metrics
-from motet.router.quotas.quotas import Quotas
-from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
-from motet.router.tenants.auth import Identity
+from motet.router.tenancy.account import Accountant
+from motet.router.tenancy.quotas import Quotas
 from motet.router.text.text import TextService
 from motet.router.usage.usage import Usage
 from motet.router.versions.canary_book import CanaryBook

@@ -28,18 +28,18 @@ from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.records import KeyRecord, Quota, StorageUse, TenantRecord
 from motet.adapters.upload import UploadService
-from motet.router.accounts.account import Accountant
 from motet.router.batches.batches import Batches
 from motet.router.config import CurrentConfig
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
+from motet.router.fleet.pin_keeper import PinKeeper
+from motet.router.http.route import RouteSpec
+from motet.router.http.stream_position import EventSealer
 from motet.router.metrics import Metrics
-from motet.router.openai_api.stream_position import EventSealer
-from motet.router.quotas.quotas import Quotas
-from motet.router.residency.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
-from motet.router.route import RouteSpec
+from motet.router.tenancy.account import Accountant
+from motet.router.tenancy.quotas import Quotas
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import CanaryBook
 from motet.tests.rigs.engine_loads import engine_load

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from motet.router.grammars.check_process import GrammarTrial
 from motet.router.grammars.lark_text import lark_text
-from motet.router.grammars.wanted_grammar import WantedGrammar
+from motet.router.grammars.response_format import WantedGrammar
 from motet.tests.rigs.grammar_matcher import NUM_TOKENS, accepts
 
 FOLDER: Final = "json/tests/draft2020-12/"

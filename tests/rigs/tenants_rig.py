@@ -14,8 +14,8 @@ from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
 from motet.router.config import CurrentConfig
+from motet.router.http.auth import Tokens
 from motet.router.rest_server import create_app
-from motet.router.tenants.auth import Tokens
 from motet.tests.rigs.lora_files import LAYOUT
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.router_rig import BASE, OPERATOR_KEY, FakeDispatcher, text_service

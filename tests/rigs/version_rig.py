@@ -16,10 +16,10 @@ from motet.adapters.registry.registry import Registry
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload import UploadLimits, UploadService
-from motet.router.accounts.account import Accountant
 from motet.router.config import CurrentConfig
-from motet.router.residency.pin_keeper import PinKeeper
+from motet.router.fleet.pin_keeper import PinKeeper
 from motet.router.rest_server import create_app
+from motet.router.tenancy.account import Accountant
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import CanaryBook, CanaryJudge
 from motet.tests.rigs.given_keys import give_key

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
-from motet.router.accounts.account import Account, Accounts, AnswerRequest, Ending, Progress
-from motet.router.openai_api.errors import ApiError
-from motet.router.tenants.auth import Identity
+from motet.router.http.auth import Identity
+from motet.router.http.errors import ApiError
+from motet.router.tenancy.account import Account, Accounts, AnswerRequest, Ending, Progress
 
 NOTHING = Progress(num_prompt_tokens=0, num_cached_tokens=0, num_completion_tokens=0)
 

@@ -11,7 +11,7 @@ import pytest
 from motet.router.grammars.call_grammar import CALL_TEXTS, WantedCalls
 from motet.router.grammars.check_process import GrammarTrial
 from motet.router.grammars.lark_text import lark_text
-from motet.router.grammars.wanted_grammar import WantedGrammar
+from motet.router.grammars.response_format import WantedGrammar
 from motet.tests.clients.agent_requests import ASK, FOUND, PLACE, REQUESTS, RULES, AgentRequest, num_answered
 from motet.tests.rigs.router_rig import BASE, HEADERS, RouterRig, events_of, posted, text_service
 from motet.tests.router.test_responses import EVENT

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from motet.router.openai_api.json_body import refused_fields
-from motet.router.openai_api.request_schema import (
+from motet.router.openai.request_schema import (
     ChatRequest,
     CompletionRequest,
     GenerationFields,
     RefusedInCompletions,
     UnsupportedFields,
+    refused_fields,
 )
-from motet.router.openapi.document import ERRORS
+from motet.router.openapi_document import ERRORS
 from motet.tests.rigs.api_tables import with_tables
 from motet.tests.rigs.made_api_page import made_page
 

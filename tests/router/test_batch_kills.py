@@ -22,7 +22,7 @@ import pytest
 
 from motet.adapters.registry.batches.records import BatchRecord
 from motet.adapters.registry.ledger.entry import Stage
-from motet.router.accounts.account import AnswerRequest, Ending
+from motet.router.tenancy.account import AnswerRequest, Ending
 from motet.router.usage import usage as usage_module
 from motet.tests.rigs.batch_client import BatchClient, line
 from motet.tests.rigs.patience import eventually_in_loop as eventually

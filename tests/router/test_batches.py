@@ -28,14 +28,14 @@ from motet.adapters.registry.batches.records import BatchRecord
 from motet.adapters.registry.registry import hash_key
 from motet.adapters.registry.registry_keys import FILE_ENDS
 from motet.adapters.registry.tenants.records import KeyRecord
-from motet.router.accounts.account import AnswerRequest, Ending
 from motet.router.batches import batch_input, batch_runner
 from motet.router.batches.batch_input import InputCheck, LineReader
 from motet.router.batches.batch_results import BatchResults, Result
 from motet.router.batches.batches import Batches
 from motet.router.batches.file_store import FileStore
 from motet.router.batches.line_call import LineCaller
-from motet.router.openai_api.errors import unavailable
+from motet.router.http.errors import unavailable
+from motet.router.tenancy.account import AnswerRequest, Ending
 from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line, lines_of
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher

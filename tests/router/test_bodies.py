@@ -13,7 +13,6 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from motet.router.access.access_log import begin_record
 from motet.router.bodies.body_reader import TENANT_SHARE, BodyBudget, BodyReader, Turns
 from motet.router.bodies.request_decoder import (
     BYTES_PER_TOKEN,
@@ -25,9 +24,10 @@ from motet.router.bodies.request_decoder import (
     packed,
     unpacked,
 )
+from motet.router.http.access_log import begin_record
+from motet.router.http.errors import ApiError
 from motet.router.metrics import Metrics
-from motet.router.openai_api.errors import ApiError
-from motet.router.openai_api.request_schema import ChatRequest, CompletionRequest
+from motet.router.openai.request_schema import ChatRequest, CompletionRequest
 from motet.router.text.text import TextService
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service

@@ -17,7 +17,7 @@ from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
 from motet.adapters.registry.registry import connect, hash_key
 from motet.adapters.registry.tenants.records import KeyRecord, Scope
 from motet.adapters.registry.versions.canary_policy import MIN_ANSWERS
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import CanaryBook
 from motet.tests.rigs.patience import PATIENCE_S

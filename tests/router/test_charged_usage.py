@@ -12,19 +12,19 @@ import pytest
 
 from motet.adapters.registry.ledger.entry import Entry, merged
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
-from motet.router.access.access_log import begin_record
-from motet.router.accounts.account import Account, Accounts, AnswerRequest, Ending
-from motet.router.answers import generation_response
-from motet.router.answers.chat_answer import AnswerHead, ChunkForm, CompletionAnswer, StreamStyle
-from motet.router.answers.generation_response import GenerationResponse
 from motet.router.fleet import open_sequence
 from motet.router.generation import generation as generation_module
 from motet.router.generation.generation import Generation, GenerationRequest, Prompt
+from motet.router.http.access_log import begin_record
+from motet.router.http.auth import Identity
+from motet.router.http.stream_position import EventIds, fingerprint_of, new_response_id
 from motet.router.metrics import Metrics
-from motet.router.openai_api.stream_position import EventIds, fingerprint_of, new_response_id
-from motet.router.tenants.auth import Identity
+from motet.router.openai import generation_response
+from motet.router.openai.chat_answer import AnswerHead, ChunkForm, CompletionAnswer, StreamStyle
+from motet.router.openai.generation_response import GenerationResponse
+from motet.router.tenancy.account import Account, Accounts, AnswerRequest, Ending
+from motet.router.tenancy.metering import Metering
 from motet.router.text.stop_strings import StopStrings
-from motet.router.usage.metering import Metering
 from motet.tests.rigs.router_rig import text_service
 from motet.tests.rigs.simulated_fleet import STEP_S, SimulatedFleet, simulated_fleet
 from motet.tests.rigs.simulated_time import run_simulated

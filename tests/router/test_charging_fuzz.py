@@ -19,11 +19,11 @@ import redis
 from motet.adapters.registry.ledger.entry import NUMBERS
 from motet.adapters.registry.registry import connect
 from motet.adapters.registry.tenants.records import Quota
-from motet.router.answers import generation_response
 from motet.router.fleet import open_sequence
 from motet.router.generation import generation as generation_module
-from motet.router.quotas import grant_sender
-from motet.router.quotas.grants import EXCHANGE
+from motet.router.openai import generation_response
+from motet.router.tenancy import grant_sender
+from motet.router.tenancy.grants import EXCHANGE
 from motet.tests.rigs.charging_fuzz import World
 from motet.tests.rigs.router_rig import text_service
 from motet.tests.rigs.simulated_time import run_simulated

@@ -11,9 +11,9 @@ import pytest
 from openai._streaming import SSEDecoder
 from starlette.types import Message
 
-from motet.router.answers import generation_response
-from motet.router.openai_api import list_page
-from motet.router.openai_api.list_page import PageRequest
+from motet.router.http import list_page
+from motet.router.http.list_page import PageRequest
+from motet.router.openai import generation_response
 from motet.router.text.text import TextService
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.router_rig import BASE, CONTEXT, HEADERS, RouterRig, events_of, failing, text_service

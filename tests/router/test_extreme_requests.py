@@ -12,17 +12,17 @@ import httpx
 import msgspec
 import pytest
 
-from motet.router.anthropic_api.message_schema import CountTokensRequest, MessagesRequest
-from motet.router.openai_api.embedding_schema import EmbeddingsRequest
-from motet.router.openai_api.json_body import refused_fields
-from motet.router.openai_api.request_schema import (
+from motet.router.anthropic.message_schema import CountTokensRequest, MessagesRequest
+from motet.router.embeddings.embedding_schema import EmbeddingsRequest
+from motet.router.openai.request_schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationFields,
     TokenizeRequest,
+    refused_fields,
 )
-from motet.router.openai_api.response_schema import ResponsesRequest
+from motet.router.responses.response_schema import ResponsesRequest
 from motet.router.uploads.lora_adapters_api import LoadBody, UnloadBody
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.router.fairness.fair_queue import FairQueue
 from motet.router.fleet.affinity import RoutingConfig, RoutingRequest
+from motet.router.fleet.fair_queue import FairQueue
 from motet.router.fleet.known_gang import KnownGang
 from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.wire.engine_load import TenantShare

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.router.fairness import fair_queue
-from motet.router.fairness.fair_queue import FleetShares
+from motet.router.fleet import fair_queue
+from motet.router.fleet.fair_queue import FleetShares
 from motet.workers.wire.engine_load import TenantShare
 
 GANGS, TENANTS = "xyz", "abc"

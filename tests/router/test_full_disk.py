@@ -8,7 +8,7 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.tests.rigs.batch_client import BatchClient
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.real_front import ASKER_KEY, OPERATOR_KEY, OWNER, OWNER_KEY, real_front

@@ -23,8 +23,8 @@ from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_keys import CLUSTER_TOKEN, STORED_IS_COUNTED, STREAM_KEY, UPDATED_TRIALS
 from motet.cluster.application.registration import register_router
 from motet.cluster.config import MotetConfig
-from motet.cluster.registry_server.redis_server import RedisServer
-from motet.router.usage import metering, spool
+from motet.cluster.launch.redis_server import RedisServer
+from motet.router.tenancy import metering, spool
 from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.ray_nodes import DEMO

@@ -8,7 +8,7 @@ import pytest
 
 from motet.router.grammars.check_process import Question, Verdict
 from motet.router.grammars.grammar_check import GrammarCheck
-from motet.router.grammars.wanted_grammar import WantedGrammar
+from motet.router.grammars.response_format import WantedGrammar
 
 
 def grammar(number: int) -> WantedGrammar:

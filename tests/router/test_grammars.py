@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from motet.router.grammars.check_process import GrammarTrial
 from motet.router.grammars.lark_pieces import MAX_SPACES, MAX_SPACES_IN_LINE
 from motet.router.grammars.lark_text import lark_of_gbnf, lark_text
-from motet.router.grammars.wanted_grammar import WantedGrammar
+from motet.router.grammars.response_format import WantedGrammar
 from motet.tests.rigs.grammar_matcher import NUM_TOKENS, accepts, random_text
 
 THINK, TOOL = 257, 258

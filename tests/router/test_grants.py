@@ -19,7 +19,7 @@ from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 
-from motet.router.quotas.grants import (
+from motet.router.tenancy.grants import (
     EXCHANGE,
     IDLE_US,
     LEASE_US,

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from motet.router.grammars.check_process import MAX_GRAMMAR_BYTES
 from motet.router.grammars.grammar_check import GrammarCheck
-from motet.router.grammars.wanted_grammar import WantedGrammar
-from motet.router.openai_api.errors import ApiError
+from motet.router.grammars.response_format import WantedGrammar
+from motet.router.http.errors import ApiError
 from motet.tests.rigs.grammar_matcher import NUM_TOKENS, accepts
 from motet.tests.rigs.grammar_tokenizer import EOS, write_tokenizer
 from motet.tests.rigs.hostile_grammars import hostile_grammars
 from motet.tests.rigs.oracle import VOCAB_SIZE
-from motet.workers.grammar.constraints import CompiledGrammars, Constraint, Vocabulary
+from motet.workers.decoding.constraints import CompiledGrammars, Constraint, Vocabulary
 
 
 async def test_a_hostile_grammar_ends_nothing_but_itself(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from starlette.routing import Route
 
 from motet.adapters.names import FULL_SIGHT
-from motet.router.route import RouteSpec
+from motet.router.http.route import RouteSpec
 from motet.router.text.text import TextService
 from motet.tests.rigs.all_route_requests import THINGS, least_body, names_things, path_of, users_things
 from motet.tests.rigs.credentials import CREDENTIALS, Thing, headers_of, refusal

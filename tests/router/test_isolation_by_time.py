@@ -13,7 +13,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from motet.adapters.registry.registry_view import CAPACITY
-from motet.router.route import RouteSpec
+from motet.router.http.route import RouteSpec
 from motet.router.text.text import TextService
 from motet.tests.rigs.all_route_requests import least_body, names_things, path_of
 from motet.tests.rigs.patience import eventually_in_loop

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from motet.router.fleet.adapter_uses import LATELY_S, AdapterUses, asker_of
 from motet.router.fleet.affinity import RoutingConfig, RoutingRequest
 from motet.router.fleet.known_gang import KnownGang
-from motet.router.residency.adapter_uses import LATELY_S, AdapterUses, asker_of
 from motet.tests.rigs.engine_loads import engine_load
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import Frame, OrphanChange, ResidencyChange

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from motet.adapters.errors import AdapterInvalid, QuotaExceeded
 from motet.adapters.registry.tenants.records import Quota
 from motet.cluster.client_commands.usage_commands import limit_lines
-from motet.router.quotas.quotas import Quotas
+from motet.router.tenancy.quotas import Quotas
 from motet.tests.rigs.quota_rig import A_WHILE_S
 from motet.tests.rigs.router_rig import BASE, RouterRig, chunks_of, failing, text_service
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.router.fairness.loop_turns import ACTIVE_S, BURST_S, PIECE_S, WINDOW_S, LoopTurns, TenantTurns
+from motet.router.http.loop_turns import ACTIVE_S, BURST_S, PIECE_S, WINDOW_S, LoopTurns, TenantTurns
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
 from motet.workers.wire.messages import SequenceUpdate, TokenLogprobs
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from motet.adapters.errors import AdapterInvalid, UploadTooLarge
-from motet.router.openai_api.errors import ApiError
+from motet.router.http.errors import ApiError
 from motet.router.text.text import TextService
 from motet.router.uploads.lora_adapters_api import Limits, folder_below, read_adapter, tensors_bytes
 from motet.tests.rigs.router_rig import RouterRig, text_service

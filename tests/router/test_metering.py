@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.ledger.entry import Stage
 from motet.adapters.registry.registry import connect
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.router.usage import usage as usage_module
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop

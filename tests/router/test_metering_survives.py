@@ -25,7 +25,7 @@ import pytest
 from motet.adapters.registry.registry import connect
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
 from motet.router.config import CurrentConfig
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from motet.router.exposition.families import MetricsTarget, discovery, gang_families, text_of
 from motet.router.exposition.router_families import RouterFacts, router_families
+from motet.router.http.errors import invalid_value
 from motet.router.metrics import Metrics, ServeFacts
-from motet.router.openai_api.errors import invalid_value
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.router_rig import BASE, HEADERS, OPERATORS, RouterRig, text_service
 from motet.workers.wire.engine_load import EngineLoad

@@ -24,11 +24,18 @@ from redis.asyncio import Redis
 
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.tenants.records import Actor, TenantRecord
-from motet.router.oidc import token_verifier
-from motet.router.oidc import token_verifier as token_verifier_module
-from motet.router.oidc.oidc_config import OidcConfig, is_safe
-from motet.router.oidc.token_verifier import LEEWAY_S, MAX_CACHED, IssuerError, IssuerKeys, TokenVerifier, public_keys
-from motet.router.tenants.auth import TokensUnavailable
+from motet.router.http.auth import TokensUnavailable
+from motet.router.tenancy import token_verifier
+from motet.router.tenancy import token_verifier as token_verifier_module
+from motet.router.tenancy.oidc_config import OidcConfig, is_safe
+from motet.router.tenancy.token_verifier import (
+    LEEWAY_S,
+    MAX_CACHED,
+    IssuerError,
+    IssuerKeys,
+    TokenVerifier,
+    public_keys,
+)
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.tenants_rig import TenantsRig
 

@@ -13,9 +13,9 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from motet.router.openapi.document import ERRORS, codes_of, openapi_document, operation_id
-from motet.router.route import RouteSpec
-from motet.router.tenants.auth import Identity
+from motet.router.http.auth import Identity
+from motet.router.http.route import RouteSpec
+from motet.router.openapi_document import ERRORS, codes_of, openapi_document, operation_id
 from motet.router.text.text import TextService
 from motet.tests.rigs.all_routes import rig_with_all_routes
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.router.residency.pin_keeper import PinPlaces, places_of
+from motet.router.fleet.pin_keeper import PinPlaces, places_of
 
 gangs = st.sets(st.sampled_from([f"gang-{number}" for number in range(8)]))
 digests = st.sampled_from([f"{number:064x}" for number in range(12)])

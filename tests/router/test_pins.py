@@ -17,7 +17,7 @@ from motet.adapters.registry.registry_keys import TENANTS
 from motet.adapters.registry.tenants.records import Quota, TenantRecord
 from motet.adapters.registry.versions.pins import KnownPins
 from motet.router.fleet.dispatch import FleetDispatcher
-from motet.router.residency.pin_keeper import SETTLE_S, PinKeeper, places_of
+from motet.router.fleet.pin_keeper import SETTLE_S, PinKeeper, places_of
 from motet.router.text.text import TextService
 from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.patience import PATIENCE_S

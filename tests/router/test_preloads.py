@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.tenants.records import TenantRecord
-from motet.router.openai_api.errors import ApiError
+from motet.router.http.errors import ApiError
 from motet.router.text.text import TextService
 from motet.router.versions.residency_api import MAX_IN_ALL, MAX_OF_TENANT, Preloader, may_begin, reason_of
 from motet.tests.rigs.patience import PATIENCE_S

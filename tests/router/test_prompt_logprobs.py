@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from motet.router.requests.sampling_params import MAX_SCORE_VALUES
+from motet.router.openai.sampling_params import MAX_SCORE_VALUES
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import RECIPES, Oracle, write_adapters, write_model

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from motet.router.fairness.fair_queue import QueueUse, is_in_share, tenant_to_preempt
 from motet.router.fleet import dispatch
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
+from motet.router.fleet.fair_queue import QueueUse, is_in_share, tenant_to_preempt
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.tests.rigs.part_configs import admission_config
 from motet.tests.rigs.patience import PATIENCE_S

@@ -11,12 +11,12 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.registry.tenants.records import KeyRecord, Quota, TenantRecord
-from motet.router.accounts.account import Account
-from motet.router.openai_api.errors import ApiError
-from motet.router.quotas import grants
-from motet.router.quotas.grants import PERIOD_US, limits_of
-from motet.router.quotas.quotas import MAX_TAKEOVERS, Quotas, redis_key
-from motet.router.tenants.auth import Identity
+from motet.router.http.auth import Identity
+from motet.router.http.errors import ApiError
+from motet.router.tenancy import grants
+from motet.router.tenancy.account import Account
+from motet.router.tenancy.grants import PERIOD_US, limits_of
+from motet.router.tenancy.quotas import MAX_TAKEOVERS, Quotas, redis_key
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.quota_rig import ending, identity, is_left, left, progress, routers, try_open, until
 from motet.tests.rigs.quota_rig import requested as asked
@@ -120,7 +120,7 @@ async def test_a_quota_of_one_works_at_each_of_many_routers(redis_client: Redis,
 async def test_what_another_router_holds_in_reserve_is_waited_for(
     redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("motet.router.quotas.quotas._RETURNED_S", 3.0)  # by then it has returned it on a busy machine
+    monkeypatch.setattr("motet.router.tenancy.quotas._RETURNED_S", 3.0)  # by then it has returned it on a busy machine
     caller = identity(Quota(requests_per_minute=40, concurrent_streams=40))
     async with routers(redis_url, 1) as (here,):
         for _ in range(20):
@@ -227,7 +227,7 @@ async def test_an_answer_that_failed_costs_the_prompt_that_was_computed(redis_cl
 async def test_what_is_larger_than_a_minutes_quota_gets_the_whole_of_it_and_is_charged_as_it_goes(
     redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.05)
+    monkeypatch.setattr("motet.router.tenancy.quotas.RENEW_S", 0.05)
     caller, completion = identity(Quota(tokens_per_minute=1000)), 0
     async with routers(redis_url, 1) as (quotas,):
         refill = Refill(1000)
@@ -249,7 +249,7 @@ async def test_what_is_computed_beyond_the_reservation_is_charged_as_it_goes(
     redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of beams, whose rounds compute their newest tokens as prompts."""
-    monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.05)
+    monkeypatch.setattr("motet.router.tenancy.quotas.RENEW_S", 0.05)
     caller = identity(Quota(tokens_per_minute=1000))
     async with routers(redis_url, 1) as (quotas,):
         await quotas.open(asked(caller, prompt=100, new=100, by_now=lambda: progress(500, 400)))
@@ -281,7 +281,7 @@ async def test_answers_at_once_are_counted_over_routers_and_let_go_at_their_end(
 async def test_streams_of_a_killed_router_end_and_those_of_a_living_one_do_not(
     redis_client: Redis, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.1)
+    monkeypatch.setattr("motet.router.tenancy.quotas.RENEW_S", 0.1)
     caller = identity(Quota(concurrent_streams=2))
     async with routers(redis_url, 1) as (living,):
         kept = await living.open(asked(caller))
@@ -303,7 +303,7 @@ async def test_a_place_is_renewed_although_the_tenant_had_no_stream_for_a_while(
 ) -> None:
     """What is left of one of its quotas is still of interest then, and of another one not."""
     monkeypatch.setattr(grants, "LEASE_US", 1_000_000)
-    monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.1)
+    monkeypatch.setattr("motet.router.tenancy.quotas.RENEW_S", 0.1)
     caller = identity(Quota(requests_per_minute=4, concurrent_streams=1))
     async with routers(redis_url, 2) as (here, there):
         (await here.open(asked(caller))).settle(ending())

@@ -17,12 +17,12 @@ import pytest
 from motet.adapters.ended_tasks import end_tasks
 from motet.adapters.registry.registry import connect
 from motet.adapters.registry.tenants.records import Quota
-from motet.cluster.registry_server.redis_server import RedisServer
-from motet.router.accounts.account import Progress
-from motet.router.openai_api.errors import ApiError
-from motet.router.quotas.grants import PERIOD_US
-from motet.router.quotas.quotas import Quotas
-from motet.router.tenants.auth import Identity
+from motet.cluster.launch.redis_server import RedisServer
+from motet.router.http.auth import Identity
+from motet.router.http.errors import ApiError
+from motet.router.tenancy.account import Progress
+from motet.router.tenancy.grants import PERIOD_US
+from motet.router.tenancy.quotas import Quotas
 from motet.tests.rigs.late_redis import late_redis
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
@@ -242,7 +242,7 @@ async def test_requests_wait_no_longer_than_their_own_deadline_and_a_bounded_num
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caller = identity(Quota(requests_per_minute=6000))
-    monkeypatch.setattr("motet.router.quotas.quotas.MAX_WAITING", 3)
+    monkeypatch.setattr("motet.router.tenancy.quotas.MAX_WAITING", 3)
     async with late_redis(server.url) as late, routers(late.url, 1) as (quotas,):
         await quotas.look(caller)
         late.holds_replies = True
@@ -281,7 +281,7 @@ async def test_a_connection_that_breaks_refuses_nothing(server: RedisServer) -> 
 async def test_an_answer_that_cannot_be_charged_does_not_end_the_renewing(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("motet.router.quotas.quotas.RENEW_S", 0.02)
+    monkeypatch.setattr("motet.router.tenancy.quotas.RENEW_S", 0.02)
     num_calls = 0
 
     def fail() -> Progress:
@@ -299,7 +299,7 @@ async def test_a_reply_that_cannot_be_read_is_a_redis_that_is_away(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with routers(server.url, 1) as (quotas,):
-        monkeypatch.setattr("motet.router.quotas.grants.Grant.apply", lambda *_: 1 / 0)
+        monkeypatch.setattr("motet.router.tenancy.grants.Grant.apply", lambda *_: 1 / 0)
         refused = await try_open(quotas, requested(identity(Quota(requests_per_minute=5))))
         assert isinstance(refused, ApiError) and refused.status_code == 503
         monkeypatch.undo()

@@ -15,11 +15,11 @@ from pydantic import TypeAdapter
 
 from motet.adapters.registry.ledger.ledger import entry_of, field_of
 from motet.router.bodies.request_decoder import MAX_OBJECTS
-from motet.router.openai_api.request_schema import ResponseFormat
-from motet.router.openai_api.response_schema import InputItem, ResponseChat, ResponsesRequest
-from motet.router.requests.response_chat import response_chat
+from motet.router.grammars.response_format import ResponseFormat
+from motet.router.responses.response_chat import response_chat
+from motet.router.responses.response_schema import InputItem, ResponseChat, ResponsesRequest
+from motet.router.tenancy.metering import Metering
 from motet.router.text.text import TextService
-from motet.router.usage.metering import Metering
 from motet.tests.rigs.openai_client import openai_client as sdk
 from motet.tests.rigs.router_rig import (
     BASE,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from motet.router.accounts.account import Account, AnswerRequest, Ending
-from motet.router.openai_api.errors import ApiError
-from motet.router.openai_api.stream_position import parse_response_id
+from motet.router.http.errors import ApiError
+from motet.router.http.stream_position import parse_response_id
+from motet.router.tenancy.account import Account, AnswerRequest, Ending
 from motet.router.text.text import TextService
 from motet.router.versions.shadow_sender import MAX_AT_ONCE, MAX_OF_TENANT, may_begin
 from motet.tests.rigs.patience import PATIENCE_S

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.adapters.registry.ledger.entry import Entry, Stage
+from motet.router.tenancy.metering import Metering
+from motet.router.tenancy.spool import FINAL, PARTIAL, Spool, line_of, read_lines
 from motet.router.usage import usage
-from motet.router.usage.metering import Metering
-from motet.router.usage.spool import FINAL, PARTIAL, Spool, line_of, read_lines
 from motet.router.usage.usage import LEDGERS_PART, LedgerKeeper, entries_in, orphaned_spool
 from motet.tests.rigs.loop_holds import measured_holds
 from motet.tests.rigs.patience import PATIENCE_S, eventually, eventually_in_loop
@@ -155,7 +155,7 @@ async def test_a_spool_of_another_machine_is_taken_when_it_was_not_touched_for_l
     """Its lock may not be seen here."""
     dead, own = spool_in(tmp_path), spool_in(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("motet.router.usage.spool.boot_id", lambda: "another machine")
+        patch.setattr("motet.router.tenancy.spool.boot_id", lambda: "another machine")
         await dead.start()
     await own.start()
     write(dead, 1)
@@ -289,7 +289,7 @@ async def test_uploads_that_fill_the_disk_leave_room_for_the_ledger(
         files = max(files, len([*tmp_path.glob("*.log")]))
         return SimpleNamespace(free=free - SEGMENT * len([*tmp_path.glob("*.log")]))
 
-    monkeypatch.setattr("motet.router.usage.spool.shutil.disk_usage", disk_usage)
+    monkeypatch.setattr("motet.router.tenancy.spool.shutil.disk_usage", disk_usage)
     assert LEDGERS_PART > 1
     spool = Spool(tmp_path, 1 << 30, upload_floor // LEDGERS_PART, segment_bytes=SEGMENT)
     await spool.start()
@@ -314,7 +314,7 @@ async def test_at_its_floor_the_ledger_goes_on_with_files_that_have_arrived(
     """While Redis takes the lines no new disk is needed."""
     spool = spool_in(tmp_path, max_bytes=1 << 30)
     await spool.start()
-    monkeypatch.setattr("motet.router.usage.spool.shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
+    monkeypatch.setattr("motet.router.tenancy.spool.shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
     for number in range(1000):
         await eventually_in_loop(lambda: spool.reserve(200))
         spool.append(FINAL, payload(number))

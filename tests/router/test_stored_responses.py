@@ -24,11 +24,11 @@ from redis.exceptions import OutOfMemoryError
 
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.router.batches.stored_responses import MAX_RECALLED
-from motet.router.openai_api.errors import ApiError, NoSuchResponse
-from motet.router.openai_api.response_schema import InputItem, KeptConversation, ResponseChat, ResponsesRequest
-from motet.router.requests.response_chat import MAX_STORED_ITEMS, response_chat
-from motet.router.requests.stored_items import input_page
-from motet.router.tenants.auth import Identity
+from motet.router.http.auth import Identity
+from motet.router.http.errors import ApiError, NoSuchResponse
+from motet.router.responses.response_chat import MAX_STORED_ITEMS, response_chat
+from motet.router.responses.response_schema import InputItem, KeptConversation, ResponseChat, ResponsesRequest
+from motet.router.responses.stored_items import input_page
 from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line
 from motet.tests.rigs.loop_holds import measured_holds

@@ -13,8 +13,8 @@ import pytest
 from motet.router.grammars import grammar_check
 from motet.router.grammars.check_process import Verdict
 from motet.router.grammars.grammar_check import MAX_TENANT_BYTES, MAX_WAITING, GrammarCheck, KnownGrammars
-from motet.router.grammars.wanted_grammar import WantedGrammar
-from motet.router.openai_api.errors import ApiError
+from motet.router.grammars.response_format import WantedGrammar
+from motet.router.http.errors import ApiError
 from motet.tests.rigs.grammar_matcher import accepts
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.router_rig import BASE, RouterRig, text_service

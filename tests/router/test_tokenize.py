@@ -12,7 +12,7 @@ import pytest
 
 from motet import __version__
 from motet.router.bodies.request_decoder import FIXED_BYTES, MAX_BYTES_ON_LOOP, packed, unpacked
-from motet.router.openai_api.request_schema import DetokenizeRequest, TokenizeRequest
+from motet.router.openai.request_schema import DetokenizeRequest, TokenizeRequest
 from motet.router.text.text import TextService
 from motet.tests.rigs.router_rig import BASE, CONTEXT, EOS, RouterRig, text_service
 

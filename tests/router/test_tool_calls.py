@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from motet.router.answers import generation_response
+from motet.router.openai import generation_response
 from motet.router.text.text import TextService
 from motet.tests.rigs.grammar_matcher import accepts
 from motet.tests.rigs.openai_client import openai_client

@@ -18,8 +18,8 @@ from motet.adapters.registry.canary_counts import CanaryCounts, Outcome
 from motet.adapters.registry.registry_keys import CANARIES
 from motet.adapters.registry.tenants.records import Actor, KeyRecord, TenantRecord
 from motet.adapters.registry.versions.canary_policy import MIN_ANSWERS
-from motet.router.accounts.account import Ending, Progress
-from motet.router.tenants.auth import Identity
+from motet.router.http.auth import Identity
+from motet.router.tenancy.account import Ending, Progress
 from motet.router.text.text import TextService
 from motet.router.versions.canary_book import MAX_AT_ONCE, MAX_FAILED_OF_TENANT, CanaryBook, CanaryJudge, counted_of
 from motet.tests.rigs.given_keys import give_key

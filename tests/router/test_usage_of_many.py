@@ -16,7 +16,7 @@ import pytest
 from redis.asyncio import Redis
 
 from motet.adapters.registry.registry import connect
-from motet.router.fairness.loop_turns import LoopShare
+from motet.router.http.loop_turns import LoopShare
 from motet.router.usage import usage_api, usage_rows
 from motet.router.usage.usage import Usage
 from motet.router.usage.usage_rows import read_prices

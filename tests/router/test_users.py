@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from motet.adapters.registry.ledger.entry import Entry, Stage
 from motet.cluster.client_commands.usage_commands import limit_lines
-from motet.router.quotas.quotas import Quotas
+from motet.router.tenancy.quotas import Quotas
 from motet.router.usage.usage import Usage
 from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.quota_rig import A_WHILE_S

@@ -12,9 +12,9 @@ from motet.adapters.registry.canary_counts import TrialMember
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.adapters.registry.versions import rollout as rollouts
 from motet.adapters.registry.versions.rollout import Canary, Rollout, Shadow, VersionFacts, canary_place
-from motet.router.openai_api.errors import ApiError
-from motet.router.openai_api.request_schema import CompletionRequest
-from motet.router.tenants.auth import Identity
+from motet.router.http.auth import Identity
+from motet.router.http.errors import ApiError
+from motet.router.openai.request_schema import CompletionRequest
 from motet.router.versions.version_choice import VersionChoice, choose_version
 
 IDENTITY = Identity(TenantRecord(name="acme"), KeyRecord(key_id="key", tenant="acme"))

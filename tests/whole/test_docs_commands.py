@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from motet.cluster.commands.cli import main
-from motet.cluster.demo.run_demo import KEYS
-from motet.cluster.demo.run_demo import main as demo_command
+from motet.cluster.commands.run_demo import KEYS
+from motet.cluster.commands.run_demo import main as demo_command
 from motet.cluster.launch.local_serve import free_ports
 from motet.tests.clients.table import table
 from motet.tests.rigs.patience import PATIENCE_S
@@ -199,7 +199,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a demo, started as scripts/demo starts it."""
     port = free_ports(1)[0]
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "motet.cluster.demo.run_demo", "--port", str(port)]
+    command = [sys.executable, "-m", "motet.cluster.commands.run_demo", "--port", str(port)]
     log_path = folder / "log"
     with log_path.open("w") as log:
         server = subprocess.Popen(

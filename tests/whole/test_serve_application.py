@@ -22,8 +22,8 @@ from motet.cluster.config import MotetConfig
 from motet.cluster.edge.haproxy import write_haproxy
 from motet.cluster.edge.serve_variables import BINARY_VARIABLE, LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
 from motet.cluster.launch.local_serve import free_ports
-from motet.cluster.manifests.file_problems import serve_config
-from motet.cluster.registry_server.redis_server import RedisServer
+from motet.cluster.launch.redis_server import RedisServer
+from motet.cluster.tools.file_problems import serve_config
 from motet.tests.rigs.kube_tools import kustomized, only
 from motet.tests.rigs.lasting_load import client_of
 from motet.tests.rigs.operators import answered

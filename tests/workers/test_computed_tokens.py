@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from motet.tests.rigs.scheduler_rig import asking, limits, quick_result
 from motet.tests.rigs.stand_in_engine import INFO
+from motet.workers.decoding.constraints import Constraints
 from motet.workers.engine import Engine
-from motet.workers.grammar.constraints import Constraints
 from motet.workers.plan import SampledToken, StepPlan, StepResult
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.wire.beams import BeamRules

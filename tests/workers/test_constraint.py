@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from motet.tests.rigs.grammar_tokenizer import EOS, write_tokenizer
 from motet.tests.rigs.oracle import VOCAB_SIZE
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.workers.grammar.constraints import CompiledGrammars, Constraint, GrammarError, Vocabulary
-from motet.workers.grammar.fair_threads import FairThreads, _Worker
+from motet.workers.decoding.constraints import CompiledGrammars, Constraint, GrammarError, Vocabulary
+from motet.workers.decoding.fair_threads import FairThreads, _Worker
 
 GRAMMAR = 'start: ("[" (NUMBER ("," NUMBER)*)? "]")+\nNUMBER: /-?[0-9]{1,5}/'
 

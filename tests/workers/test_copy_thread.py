@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.workers.copies import page_mover
-from motet.workers.copies.page_mover import CopyThread
+from motet.workers.memory import page_mover
+from motet.workers.memory.page_mover import CopyThread
 
 
 class Copied:

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
-from motet.workers.checkpoint import device_checkpoint
-from motet.workers.checkpoint.device_checkpoint import DeviceCheckpoint, LoadProgress
-from motet.workers.checkpoint.stored_tensor import stored_tensors
+from motet.workers.models import device_checkpoint
+from motet.workers.models.device_checkpoint import DeviceCheckpoint, LoadProgress
+from motet.workers.models.stored_tensor import stored_tensors
 from motet.workers.models.weights import Checkpoint, open_checkpoint
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -266,7 +266,7 @@ def test_tensors_that_do_not_fit_the_model(tmp_path: Path, gpu: StandInGpu) -> N
 def test_progress_is_reported_by_percent_and_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
     now, reported = [0.0], []
     progress = LoadProgress(4000 << 20, lambda *each: reported.append(each), lambda: now[0])
-    with caplog.at_level(logging.INFO, "motet.workers.checkpoint.device_checkpoint"):
+    with caplog.at_level(logging.INFO, "motet.workers.models.device_checkpoint"):
         for _ in range(4000):  # of which this worker reads a half, at 512 MiB a second
             now[0] += 1 / 1024
             progress.read(1 << 19)

@@ -16,8 +16,8 @@ from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.given_up_reads import give_up_reads
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.workers.copies import store_readers
 from motet.workers.engine_messages import GiveUpWaiting, TokenInterval
+from motet.workers.memory import store_readers
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.wire.messages import Cancel, Outdated, SamplingParams, SequenceError
 

@@ -25,11 +25,11 @@ from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins, run_worker_on_gpu
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
 from motet.workers import engine_builder, worker_builder
-from motet.workers.checkpoint.device_checkpoint import STAGING_BYTES
 from motet.workers.execution.executor import WorkerLostError
 from motet.workers.execution.gang_executor import Connection, WorkerFailed
 from motet.workers.execution.graphs import CudaRecorder, Cut
 from motet.workers.models import decoder
+from motet.workers.models.device_checkpoint import STAGING_BYTES
 from motet.workers.wire.messages import SamplingParams
 from motet.workers.worker import WorkerSettings
 from motet.workers.worker_builder import LATER_BYTES, DeviceMemory
@@ -51,7 +51,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 
 
 def test_a_base_comes_through_pinned_memory_that_is_given_back(stock: Stock, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "motet.workers.checkpoint.device_checkpoint")
+    caplog.set_level(logging.INFO, "motet.workers.models.device_checkpoint")
     with gpu_of_twins() as gpu, stock.engine(60, device="cuda", host_bytes=0):
         loads = [copy for copy in gpu.tally.copies if copy.line.startswith("workers/checkpoint/")]
         waits = [wait for wait in gpu.tally.waits if wait.line.startswith("workers/checkpoint/")]

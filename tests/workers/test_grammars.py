@@ -24,7 +24,7 @@ from motet.tests.rigs.grammar_tokenizer import EOS, TOKENS, text_of, write_token
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
-from motet.workers.grammar.constraints import CompiledGrammars, Constraints, Vocabulary
+from motet.workers.decoding.constraints import CompiledGrammars, Constraints, Vocabulary
 from motet.workers.wire.messages import SamplingParams, TokenRules
 
 pytestmark = pytest.mark.slow

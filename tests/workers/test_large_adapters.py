@@ -17,8 +17,7 @@ from motet.adapters.store import store as store_module
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
-from motet.workers.copies import store_readers
-from motet.workers.memory import host_adapter_cache
+from motet.workers.memory import host_adapter_cache, store_readers
 from motet.workers.memory.host_adapter_cache import FULL, HostAdapterCache, as_torch
 from motet.workers.wire.messages import SamplingParams, SequenceError
 

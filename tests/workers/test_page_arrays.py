@@ -12,7 +12,6 @@ import torch
 
 from motet.kernels.pages import read_pages, write_pages
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.workers.copies.page_mover import PageMover
 from motet.workers.memory.page_arrays import (
     DevicePages,
     DiskPages,
@@ -22,6 +21,7 @@ from motet.workers.memory.page_arrays import (
     PoolGeometry,
     make_pool,
 )
+from motet.workers.memory.page_mover import PageMover
 from motet.workers.plan import MoveEnd, PageMove
 
 NUM_PAGES = 10

@@ -12,8 +12,8 @@ from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import write_adapters, write_model
 from motet.tests.rigs.patience import eventually
-from motet.workers.copies import adapter_loader
 from motet.workers.engine_messages import PinChanges
+from motet.workers.memory import adapter_loader
 from motet.workers.memory.host_adapter_cache import FULL
 from motet.workers.memory.pinned_adapters import FORGET_S, PinnedAdapters
 from motet.workers.wire.messages import Pinned, ResidencyChange, SamplingParams

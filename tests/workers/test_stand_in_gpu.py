@@ -20,11 +20,11 @@ from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
 from motet.tests.rigs.stand_in_gpu.operations import MixedDevicesError
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import StandInGpu, stand_in_gpu
 from motet.tests.rigs.stand_in_gpu.timeline import OrderError
-from motet.workers.copies.page_mover import PageMover, SideStream
 from motet.workers.execution.device_rows import DeviceRows, PageTables
 from motet.workers.execution.graphs import CudaRecorder, Cut, DecodeGraphs, RecordedAdapters
 from motet.workers.memory.host_adapter_cache import HostAdapterCache
 from motet.workers.memory.page_arrays import DevicePages, DiskPages, HostPages, PinnedArena, PoolGeometry, make_pool
+from motet.workers.memory.page_mover import PageMover, SideStream
 from motet.workers.models.step_adapters import StepAdapters
 from motet.workers.plan import MoveEnd, PageMove
 from motet.workers.wire.messages import SamplingParams

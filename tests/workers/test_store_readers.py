@@ -12,8 +12,8 @@ import pytest
 from motet.adapters.errors import AdapterCorrupt, StoreUnavailable
 from motet.tests.rigs.given_up_reads import give_up_reads
 from motet.tests.rigs.patience import PATIENCE_S, eventually
-from motet.workers.copies import store_readers
-from motet.workers.copies.store_readers import StoreReaders
+from motet.workers.memory import store_readers
+from motet.workers.memory.store_readers import StoreReaders
 
 
 class Disk:

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from ..copies.adapter_loader import AdapterLoader
-from ..copies.page_mover import PageMover
+from ..memory.adapter_loader import AdapterLoader
+from ..memory.page_mover import PageMover
 from ..plan import StepPlan, StepResult
 from .begun_step import BegunStep
 from .runner import Runner, StepOutput

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from ..checkpoint.stored_tensor import check_float, has_other_head, lacks_head, named_in_full, shards, stored_tensors
+from .stored_tensor import check_float, has_other_head, lacks_head, named_in_full, shards, stored_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 
+from ..decoding.constraints import Constraints
 from ..fairness.page_times import PageTimes
 from ..fairness.tenant_counters import OUTPUT_TOKEN, TenantCounters
-from ..grammar.constraints import Constraints
 from ..memory.paged_memory import PagedMemory
 from ..wire.messages import FinishReason, SequenceError, SequenceRequest
 from .beam_searches import BeamGroup, BeamSearches

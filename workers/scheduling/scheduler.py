@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from ..decoding.constraints import Constraints
 from ..fairness.page_times import PageTimes
 from ..fairness.prompt_budget import PromptBudget, PromptBursts, prompt_seconds
 from ..fairness.tenant_counters import Scheduling, TenantCounters
-from ..grammar.constraints import Constraints
 from ..memory.adapter_cache import AdapterState
 from ..memory.host_adapter_cache import PendingHostUpdates
 from ..memory.paged_memory import PagedMemory
