@@ -33,7 +33,7 @@ from .batches.line_authenticator import is_line
 from .batches.line_call import room_of
 from .batches.stored_responses import StoredResponses
 from .bodies.body_reader import BodyReader
-from .bodies.request_decoder import max_body_bytes
+from .bodies.request_decoder import max_body_bytes, refuse_unsupported
 from .config import CurrentConfig
 from .embeddings.embedding_schema import EmbeddingList, EmbeddingsRequest
 from .fleet.dispatch import Dispatcher
@@ -62,7 +62,7 @@ from .openai.answer_schema import ChatChunk, ChatCompletion, Completion
 from .openai.chat_answer import AnswerHead, StreamStyle
 from .openai.chat_fields import client_name, renamed
 from .openai.generation_response import GenerationResponse, max_answer_bytes
-from .openai.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat, refuse_unsupported
+from .openai.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat
 from .openai.sampling_params import (
     beam_rules,
     check_beams,

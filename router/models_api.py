@@ -19,7 +19,7 @@ from ..adapters.adapter import AdapterVersion
 from ..adapters.registry.registry_view import RegistryView
 from .base_model import BaseModel, resolved
 from .bodies.body_reader import BodyReader
-from .bodies.request_decoder import BodyRequest, max_body_bytes
+from .bodies.request_decoder import BodyRequest, max_body_bytes, refuse_unsupported
 from .config import CurrentConfig
 from .http.access_log import record_of
 from .http.auth import Identity
@@ -29,14 +29,7 @@ from .http.loop_turns import LoopShare
 from .http.route import route
 from .openai.answer_schema import Model
 from .openai.chat_prompt import chat_prompt
-from .openai.request_schema import (
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    ServerVersion,
-    TokenizeAnswer,
-    TokenizeRequest,
-    refuse_unsupported,
-)
+from .openai.request_schema import DetokenizeAnswer, DetokenizeRequest, ServerVersion, TokenizeAnswer, TokenizeRequest
 from .openai.sampling_params import check_num_tokens, check_text, check_token_ids, num_kept
 from .text.text import TextService
 

@@ -14,9 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import __version__
+from .bodies.request_decoder import NEUTRAL, refused_fields
 from .http.errors import ErrorBody
 from .http.route import RouteSpec, route, routes_of
-from .openai.request_schema import NEUTRAL, GenerationFields, refused_fields
+from .openai.request_schema import GenerationFields
 
 # Every error that motet answers, by its code: its status, what it means, and which of them every route may give.
 

@@ -6,16 +6,13 @@ says so (`json_body.py`); those of `UnsupportedFields` are listed so that they c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
-from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ..grammars.response_format import Choices, JsonSchema, ResponseFormat, StructuredOutputs
-from ..http.errors import invalid_value, unsupported
+from ..http.errors import invalid_value
 
 # The field `prompt` of a completion request: a text, a list of texts, of token ids, or of lists of token ids.
 
@@ -340,58 +337,3 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True):
 
 class ServerVersion(msgspec.Struct, frozen=True):
     version: str
-
-
-# Which fields of a request are refused, because an answer that ignores them would not be the one requested.
-
-# Values of these fields that are accepted, because they ask for what motet does anyway.
-NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType(
-    {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True,),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "modalities": (["text"],),
-        "documents": ([],),
-        "suffix": ("",),
-        "logits_processors": ([],),
-        "early_stopping": (False, "never"),  # of beam search, which goes on until nothing better can come
-        "spaces_between_special_tokens": (True,),
-        "no_stop_trim": (False,),
-        "separate_reasoning": (True,),
-        "return_hidden_states": (False,),
-        "detokenize": (True,),
-        "vllm_xargs": ({},),
-        "verbosity": ("medium",),
-    }
-)
-
-
-@cache
-def refused_fields(kind: type[GenerationFields]) -> tuple[str, ...]:
-    """The fields of these requests of which only neutral values are accepted."""
-    refused = set(UnsupportedFields.__struct_fields__)
-    if issubclass(kind, RefusedInCompletions):
-        refused |= RefusedInCompletions.__annotations__.keys()
-    return tuple(field for field in kind.__struct_fields__ if field in refused)
-
-
-def refuse_unsupported(request: GenerationFields) -> None:
-    """Raises a 400 that names the first field with a value that is not supported."""
-    for field in refused_fields(type(request)):
-        value = getattr(request, field)
-        # The type counts, because False == 0 in Python.
-        if value is not None and not any(
-            type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(field, ())
-        ):
-            raise unsupported(field, _advice(field))
-    if isinstance(request, ChatRequest) and request.best_of is not None and request.best_of != (request.n or 1):
-        raise unsupported("best_of", "a chat has none but one equal to n; leave it out.")
-
-
-def _advice(field: str) -> str:
-    accepted = NEUTRAL.get(field)
-    if accepted is None:
-        return "it is not supported here; leave it out."
-    return f"of its values only {' or '.join(repr(value) for value in accepted)} is supported here, or leave it out."

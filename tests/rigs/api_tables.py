@@ -10,13 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from motet.router.openai.request_schema import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationFields,
-    TokenizeRequest,
-    refused_fields,
-)
+from motet.router.bodies.request_decoder import refused_fields
+from motet.router.openai.request_schema import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
 from motet.router.openapi_document import ERRORS, EVERYWHERE, OF_NO_ROUTE, Schema
 from motet.tests.rigs.schema_words import name_of, shown_name, words_of
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from motet.router.bodies.request_decoder import refused_fields
 from motet.router.openai.request_schema import (
     ChatRequest,
     CompletionRequest,
     GenerationFields,
     RefusedInCompletions,
     UnsupportedFields,
-    refused_fields,
 )
 from motet.router.openapi_document import ERRORS
 from motet.tests.rigs.api_tables import with_tables

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from motet.router.anthropic.message_schema import CountTokensRequest, MessagesRequest
+from motet.router.bodies.request_decoder import refused_fields
 from motet.router.embeddings.embedding_schema import EmbeddingsRequest
 from motet.router.openai.request_schema import (
     ChatRequest,
@@ -20,7 +21,6 @@ from motet.router.openai.request_schema import (
     DetokenizeRequest,
     GenerationFields,
     TokenizeRequest,
-    refused_fields,
 )
 from motet.router.responses.response_schema import ResponsesRequest
 from motet.router.uploads.lora_adapters_api import LoadBody, UnloadBody

@@ -53,8 +53,8 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
 def test_a_base_comes_through_pinned_memory_that_is_given_back(stock: Stock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "motet.workers.models.device_checkpoint")
     with gpu_of_twins() as gpu, stock.engine(60, device="cuda", host_bytes=0):
-        loads = [copy for copy in gpu.tally.copies if copy.line.startswith("workers/checkpoint/")]
-        waits = [wait for wait in gpu.tally.waits if wait.line.startswith("workers/checkpoint/")]
+        loads = [copy for copy in gpu.tally.copies if copy.line.startswith("workers/models/device_checkpoint.py")]
+        waits = [wait for wait in gpu.tally.waits if wait.line.startswith("workers/models/device_checkpoint.py")]
         pinned = [region.num_bytes for region in gpu.pinned._regions]
     file_bytes = sum(path.stat().st_size for path in stock.model_path.glob("*.safetensors"))
     assert 0.9 * file_bytes < sum(copy.num_bytes for copy in loads) <= file_bytes

@@ -303,7 +303,7 @@ def test_an_error_that_was_not_foreseen_ends_the_sequences_that_wait_and_the_nex
 
     with engine(stock) as rig:
         with monkeypatch.context() as patch:
-            patch.setattr(f"motet.workers.grammar.{where}", fail)
+            patch.setattr(f"motet.workers.decoding.{where}", fail)
             submit(rig, 4)
             rig.finish()
         for index in range(3):
