@@ -25,6 +25,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -37,6 +38,7 @@ from motet.kernels.backend import Kernels, Linear, LinearWeight, native_kernels,
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.native import onednn_linear
 from motet.kernels.native.build import load_library
+from motet.kernels.norms import ACTIVATIONS
 from motet.kernels.sampling import Draw
 from motet.workers.execution.device_rows import make_inputs
 from motet.workers.memory.page_arrays import PoolGeometry, kv_layers, make_pool
@@ -254,10 +256,13 @@ def rows(bench: Bench, shape: Shape, num_rows: int, generator: torch.Generator) 
     pairs: dict[str, tuple[Call, Call]] = {
         "norm": (lambda: native.rms_norm(x, weight, 1e-5), lambda: twin.rms_norm(x, weight, 1e-5)),
         "add + norm": (lambda: native.add_rms_norm(x, x, weight, 1e-5), lambda: twin.add_rms_norm(x, x, weight, 1e-5)),
-        "silu * mul": (lambda: native.silu_mul(gate_up), lambda: twin.silu_mul(gate_up)),
-        "gelu * mul": (lambda: native.gelu_tanh_mul(gate_up), lambda: twin.gelu_tanh_mul(gate_up)),
         "linear": (lambda: native.linear(x, packed, None), lambda: linear(x, matrix)),
     }
+    for activation in ACTIVATIONS:
+        pairs[f"{activation} * mul"] = (
+            partial(native.gated, gate_up, activation),
+            partial(twin.gated, gate_up, activation),
+        )
     for name, (kernel, other) in pairs.items():
         bench.against(f"{shape.name} {name}, {num_rows} rows", kernel, other)
 

@@ -61,8 +61,7 @@ class Kernels:
     linear: Linear  # x weightᵀ + bias, `[rows, out]` of x `[rows, in]`
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-    silu_mul: Callable[[torch.Tensor], torch.Tensor]
-    gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
+    gated: Callable[[torch.Tensor, str], torch.Tensor]  # see `norms.gated`
     write_kv: WriteKV
     paged_attention: PagedAttention
     lora: LoraKernels
@@ -116,8 +115,7 @@ def plain_kernels() -> Kernels:
         linear=linear,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
-        silu_mul=norms.silu_mul,
-        gelu_tanh_mul=norms.gelu_tanh_mul,
+        gated=norms.gated,
         write_kv=plain_attention.write_kv,
         paged_attention=plain_attention.paged_attention,
         lora=lora,
@@ -155,8 +153,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         linear=multiply,
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
-        silu_mul=rows.silu_mul,
-        gelu_tanh_mul=rows.gelu_tanh_mul,
+        gated=rows.gated,
         write_kv=attention.write_kv,
         paged_attention=attention.paged_attention,
         lora=lora,
@@ -202,8 +199,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         linear=linear,
         rms_norm=triton_rows.rms_norm,
         add_rms_norm=triton_rows.add_rms_norm,
-        silu_mul=triton_rows.silu_mul,
-        gelu_tanh_mul=triton_rows.gelu_tanh_mul,
+        gated=triton_rows.gated,
         write_kv=attention.write_kv,
         paged_attention=attend,
         lora=lora,

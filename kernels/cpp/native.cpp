@@ -47,6 +47,12 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
 
 #define MOTET_CALL extern "C" __attribute__((visibility("default")))  // all other symbols are hidden
 
+#define MOTET_GATED(ACTIVATION, NAME, T)                                                                   \
+    MOTET_CALL void gated_##ACTIVATION##_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, \
+                                                int64_t width, int num_threads) {                          \
+        gated<T, ACTIVATION>(gate_up, stride, to, num_rows, width, num_threads);                           \
+    }
+
 #define MOTET_KERNELS(NAME, T)                                                                                         \
     MOTET_CALL void paged_attention_##NAME(const void* q, void* out, const void* kv, const int64_t* query_starts,      \
                                            const int64_t* context_lens, const int32_t* pages,                          \
@@ -101,14 +107,7 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
         add(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, x, x_stride, y,          \
             y_stride, length, num_threads);                                                                            \
     }                                                                                                                  \
-    MOTET_CALL void silu_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width,          \
-                                    int num_threads) {                                                                 \
-        gated<T, silu>(gate_up, stride, to, num_rows, width, num_threads);                                             \
-    }                                                                                                                  \
-    MOTET_CALL void gelu_tanh_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width,     \
-                                         int num_threads) {                                                            \
-        gated<T, gelu_tanh>(gate_up, stride, to, num_rows, width, num_threads);                                        \
-    }                                                                                                                  \
+    MOTET_ACTIVATIONS(MOTET_GATED, NAME, T)                                                                            \
     MOTET_CALL void add_rms_norm_##NAME(const T* x, int64_t x_stride, const T* residual, const void* weight,           \
                                         int weight_is_float, T* total, T* normed, int64_t num_rows, int64_t width,     \
                                         float eps, int num_threads) {                                                  \

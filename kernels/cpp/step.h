@@ -68,8 +68,10 @@ struct StepOperation {
             int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride, block_size, window;
             double scale, softcap;
         } attend;
-        struct {  // `per_row`: rows of x for each row of the step
-            int64_t width, is_silu, per_row;
+        struct {  // `kernel`: a `GatedKernel`; `per_row`: rows of x for each row of the step
+            int64_t width;
+            const void* kernel;
+            int64_t per_row;
         } gated;
         struct {
             int64_t num_experts, top_k, is_normalized;
@@ -246,8 +248,8 @@ class Step {
 
     void gate(const StepOperation& op) const {
         const auto& own = op.gated;
-        const auto with = own.is_silu ? gated<T, silu> : gated<T, gelu_tanh>;
-        with(of(op.x), 2 * own.width, of(op.to), call.num_rows * own.per_row, own.width, num_threads);
+        const auto kernel = (GatedKernel<T>*)own.kernel;
+        kernel(of(op.x), 2 * own.width, of(op.to), call.num_rows * own.per_row, own.width, num_threads);
     }
 
     void choose(const StepOperation& op) const {

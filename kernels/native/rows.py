@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
+
+from ..norms import ACTIVATIONS
 
 
 class NativeRows:
@@ -20,10 +21,10 @@ class NativeRows:
             *(pointer, number, pointer, pointer, ctypes.c_int, pointer, pointer, number, number),
             *(ctypes.c_float, ctypes.c_int),
         ]
-        self._silu_mul, self._gelu_tanh_mul = library[f"silu_mul_{name}"], library[f"gelu_tanh_mul_{name}"]
-        gated: list[Any] = [pointer, number, pointer, number, number, ctypes.c_int]
-        self._silu_mul.argtypes = self._gelu_tanh_mul.argtypes = gated
-        self._norm.restype = self._silu_mul.restype = self._gelu_tanh_mul.restype = None
+        self._norm.restype = None
+        self._gated = {activation: gated_kernel(library, activation, dtype) for activation in ACTIVATIONS}
+        for kernel in self._gated.values():
+            kernel.argtypes, kernel.restype = [pointer, number, pointer, number, number, ctypes.c_int], None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `norms.rms_norm`."""
@@ -53,15 +54,8 @@ class NativeRows:
         )
         return normed, total
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `norms.silu_mul`."""
-        return self._gated(self._silu_mul, gate_up)
-
-    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `norms.gelu_tanh_mul`."""
-        return self._gated(self._gelu_tanh_mul, gate_up)
-
-    def _gated(self, kernel: ctypes._NamedFuncPointer, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """See `norms.gated`."""
         stride, unit = gate_up.stride()
         assert gate_up.dtype == self._dtype, "the input has the kernels' dtype"
         if unit != 1:
@@ -70,5 +64,11 @@ class NativeRows:
         num_rows, width = gate_up.shape
         width //= 2
         product = gate_up.new_empty((num_rows, width))
+        kernel = self._gated[activation]
         kernel(gate_up.data_ptr(), stride, product.data_ptr(), num_rows, width, self._num_threads)
         return product
+
+
+def gated_kernel(library: ctypes.CDLL, activation: str, dtype: torch.dtype) -> ctypes._NamedFuncPointer:
+    """The kernel of an activation; AttributeError names it if `cpp/rows.h` has none."""
+    return library[f"gated_{activation}_{str(dtype).removeprefix('torch.')}"]

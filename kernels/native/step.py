@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import singledispatchmethod
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from ..attention import AttentionBatch
 from ..huge_pages import zeros_in_huge_pages
 from ..lora import PagedAdapter
+from ..norms import ACTIVATIONS
 from ..plain.expert_lora import HostExpertLoraBatch
 from ..step import (
     AddExpertLora,
@@ -37,6 +38,7 @@ from .attention import MOST_DIMS, MOST_GROUPED, HostBatch
 from .experts import PackedExperts
 from .linear import PackedWeight
 from .lora import NativeLoraBatch, parts_of
+from .rows import gated_kernel
 
 _NUM_FIELDS = 14  # of an operation in cpp/step.h
 _KINDS = (  # in the order of `StepKind`
@@ -54,6 +56,7 @@ class NativeStepKernels:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._run = library[f"run_step_{name}"]
         self._run.argtypes, self._run.restype = [pointer, number, pointer], None
+        self._gated = {activation: _address_of(gated_kernel(library, activation, dtype)) for activation in ACTIVATIONS}
 
     def why_not(self, heads: Sequence[Heads]) -> str | None:
         for each in heads:
@@ -63,7 +66,7 @@ class NativeStepKernels:
         return None
 
     def prepare(self, program: Program, pool: torch.Tensor) -> NativeStep:
-        return NativeStep(program, pool, self._dtype, self._num_threads, self._run)
+        return NativeStep(program, pool, self._dtype, self._num_threads, self._run, self._gated)
 
 
 class NativeStep:
@@ -76,10 +79,12 @@ class NativeStep:
         dtype: torch.dtype,
         num_threads: int,
         run: ctypes._NamedFuncPointer,
+        gated: Mapping[str, int],
     ) -> None:
+        """`gated`: by activation, the address of its kernel."""
         assert pool.dtype == dtype and pool.stride(2) == 1, "slabs are contiguous and of the kernels' dtype"
         self._program, self._pool, self._dtype, self._num_threads = program, pool, dtype, num_threads
-        self._run = run
+        self._run, self._gated = run, gated
         self._groups: dict[tuple[int, ...], int] = {}  # modules that share an input, in the order of `LoraGroup`s
         self._kept: list[torch.Tensor] = []  # copies that operations point to
         self._experts: dict[int, tuple[PagedAdapter, array[int]]] = {}  # tables of the last step's, by the adapter's id
@@ -201,7 +206,7 @@ class NativeStep:
     def _(self, op: Gated) -> list[int]:
         width = self._width(op.to) // op.per_row
         assert self._width(op.x) == 2 * width * op.per_row, "gate and up are as wide as their product"
-        return [width, op.activation == "silu", op.per_row]
+        return [width, self._gated[op.activation], op.per_row]
 
     @_fields.register
     def _(self, op: ChooseExperts) -> list[int]:
@@ -259,6 +264,12 @@ def _expert_table(adapter: PagedAdapter) -> array[int]:
     """`[experts, modules, 4]`: rank, rows of A, and where A and B begin."""
     modules = (module for expert in adapter.experts for module in expert.modules)
     return array("q", [number for at in modules for number in (at.rank, at.a_rows, at.a, at.b)])
+
+
+def _address_of(kernel: ctypes._NamedFuncPointer) -> int:
+    address = ctypes.cast(kernel, ctypes.c_void_p).value
+    assert address is not None, "a function of a loaded library has an address"
+    return address
 
 
 def _bits(number: float) -> int:
