@@ -39,7 +39,7 @@ from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdap
 from motet.kernels.native import onednn_linear
 from motet.kernels.native.build import load_library
 from motet.kernels.norms import ACTIVATIONS
-from motet.kernels.sampling import Draw
+from motet.kernels.sampling import Draw, DrawParams
 from motet.workers.execution.device_rows import make_inputs
 from motet.workers.memory.page_arrays import PoolGeometry, kv_layers, make_pool
 from motet.workers.models.rotary import rotary_table
@@ -267,10 +267,10 @@ def rows(bench: Bench, shape: Shape, num_rows: int, generator: torch.Generator) 
         bench.against(f"{shape.name} {name}, {num_rows} rows", kernel, other)
 
 
-DRAWS = {  # temperature, top-k, top-p, min-p
-    "temperature 1": (1.0, 0, 1.0, 0.0),
-    "temperature 0.7, top-p 0.9": (0.7, 0, 0.9, 0.0),
-    "temperature 0.8, top-k 40": (0.8, 40, 1.0, 0.0),
+DRAWS = {
+    "temperature 1": DrawParams(),
+    "temperature 0.7, top-p 0.9": DrawParams(temperature=0.7, top_p=0.9),
+    "temperature 0.8, top-k 40": DrawParams(temperature=0.8, top_k=40),
 }
 
 
@@ -279,8 +279,8 @@ def draws(bench: Bench, shape: Shape, generator: torch.Generator) -> None:
     logits, rows = torch.randn(64, shape.vocab, generator=generator) * 4, range(64)
     highest, other = (lambda k=k: k.sampling.highest(logits) for k in bench.both)
     bench.against(f"{shape.name} greedy tokens", highest, other)
-    for name, how in DRAWS.items():
-        wanted = [Draw(*how, row / 64) for row in rows]
+    for name, params in DRAWS.items():
+        wanted = [Draw(params, row / 64) for row in rows]
         kernel, twin = (lambda k=k, w=wanted: k.sampling.draw(logits, rows, w) for k in bench.both)
         bench.against(f"{shape.name} draws, {name}", kernel, twin)
 

@@ -19,27 +19,9 @@ template <class T>
 void attention(const void* q, void* out, const void* kv, const int64_t* query_starts, const int64_t* context_lens,
                const int32_t* pages, const int64_t* page_starts, const int64_t* sizes, float scale, float softcap,
                int num_threads) {
-    AttentionCall<T> call;
-    call.q = (const T*)q;
-    call.out = (T*)out;
-    call.kv = (const T*)kv;
-    call.query_starts = query_starts;
-    call.context_lens = context_lens;
-    call.pages = pages;
-    call.page_starts = page_starts;
-    call.num_sequences = sizes[0];
-    call.num_heads = sizes[1];
-    call.num_kv_heads = sizes[2];
-    call.dim = sizes[3];
-    call.block_size = sizes[4];
-    call.q_row_stride = sizes[5];
-    call.q_head_stride = sizes[6];
-    call.page_stride = sizes[7];
-    call.v_offset = sizes[8];
-    call.slot_stride = sizes[9];
-    call.window = sizes[10];
-    call.scale = scale;
-    call.softcap = softcap;
+    const AttentionCall<T> call{(const T*)q, (T*)out,  (const T*)kv, query_starts, context_lens, pages,    page_starts,
+                                sizes[0],    sizes[1], sizes[2],     sizes[3],     sizes[4],     sizes[5], sizes[6],
+                                sizes[7],    sizes[8], sizes[9],     scale,        sizes[10],    softcap};
     attend_all(call, num_threads);
 }
 
@@ -122,6 +104,9 @@ MOTET_CALL void highest_tokens(const float* logits, int64_t stride, int64_t voca
                                int64_t* tokens, int num_threads) {
     highest(logits, stride, vocab, (const Mask*)masks, num_rows, tokens, num_threads);
 }
+
+MOTET_CALL int num_draw_numbers() { return sizeof(Draw) / sizeof(double); }
+MOTET_CALL int num_penalty_numbers() { return sizeof(PenaltyFactors) / sizeof(double); }
 
 MOTET_CALL void penalise_tokens(float* logits, int64_t stride, const void* rows, int64_t num_rows, const void* factors,
                                 int num_threads) {

@@ -232,17 +232,11 @@ class Step {
 
     void attend_pages(const StepOperation& op) const {
         const auto& own = op.attend;
-        AttentionCall<T> attention;
-        attention.q = of(op.x), attention.out = of(op.to), attention.kv = (const T*)own.kv;
-        attention.query_starts = call.query_starts, attention.context_lens = call.context_lens;
-        attention.pages = call.pages, attention.page_starts = call.page_starts;
-        attention.num_sequences = call.num_sequences;
-        attention.num_heads = own.num_heads, attention.num_kv_heads = own.num_kv_heads, attention.dim = own.dim;
-        attention.block_size = own.block_size;
-        attention.q_row_stride = own.num_heads * own.dim, attention.q_head_stride = own.dim;
-        attention.page_stride = own.page_stride, attention.v_offset = own.v_offset;
-        attention.slot_stride = own.slot_stride;
-        attention.window = own.window, attention.scale = float(own.scale), attention.softcap = float(own.softcap);
+        const AttentionCall<T> attention{
+            of(op.x),     of(op.to),        (const T*)own.kv,        call.query_starts, call.context_lens,
+            call.pages,   call.page_starts, call.num_sequences,      own.num_heads,     own.num_kv_heads,
+            own.dim,      own.block_size,   own.num_heads * own.dim, own.dim,           own.page_stride,
+            own.v_offset, own.slot_stride,  float(own.scale),        own.window,        float(own.softcap)};
         attend_all(attention, num_threads);
     }
 

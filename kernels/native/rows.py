@@ -7,6 +7,7 @@ import ctypes
 import torch
 
 from ..norms import ACTIVATIONS
+from .build import kernel
 
 
 class NativeRows:
@@ -14,17 +15,8 @@ class NativeRows:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._dtype, self._num_threads = dtype, num_threads
-        name = str(dtype).removeprefix("torch.")
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._norm = library[f"add_rms_norm_{name}"]
-        self._norm.argtypes = [
-            *(pointer, number, pointer, pointer, ctypes.c_int, pointer, pointer, number, number),
-            *(ctypes.c_float, ctypes.c_int),
-        ]
-        self._norm.restype = None
+        self._norm = kernel(library, "add_rms_norm", "pnppippnnfi", dtype)
         self._gated = {activation: gated_kernel(library, activation, dtype) for activation in ACTIVATIONS}
-        for kernel in self._gated.values():
-            kernel.argtypes, kernel.restype = [pointer, number, pointer, number, number, ctypes.c_int], None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `norms.rms_norm`."""
@@ -64,11 +56,10 @@ class NativeRows:
         num_rows, width = gate_up.shape
         width //= 2
         product = gate_up.new_empty((num_rows, width))
-        kernel = self._gated[activation]
-        kernel(gate_up.data_ptr(), stride, product.data_ptr(), num_rows, width, self._num_threads)
+        self._gated[activation](gate_up.data_ptr(), stride, product.data_ptr(), num_rows, width, self._num_threads)
         return product
 
 
 def gated_kernel(library: ctypes.CDLL, activation: str, dtype: torch.dtype) -> ctypes._NamedFuncPointer:
-    """The kernel of an activation; AttributeError names it if `cpp/rows.h` has none."""
-    return library[f"gated_{activation}_{str(dtype).removeprefix('torch.')}"]
+    """A `GatedKernel` of `cpp/rows.h`."""
+    return kernel(library, f"gated_{activation}", "pnpnni", dtype)
