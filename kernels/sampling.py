@@ -52,10 +52,6 @@ class ShapingParams(DrawParams, frozen=True, kw_only=True, omit_defaults=True):
     presence_penalty: float = 0.0  # is taken from the logit of each token in the output
     frequency_penalty: float = 0.0  # is taken as many times as the token is in the output
 
-    @property
-    def is_penalised(self) -> bool:
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
 
 # Every parameter with a value that changes something: a worker's warm-up draws with them, and tests send them.
 EXAMPLE_PARAMS: Final = ShapingParams(
@@ -65,6 +61,7 @@ EXAMPLE_PARAMS: Final = ShapingParams(
 PENALTIES: Final = ShapingParams.__struct_fields__[len(DrawParams.__struct_fields__) :]
 draw_numbers: Final = attrgetter(*DrawParams.__struct_fields__)  # the parameters of a draw, as a tuple
 penalty_numbers: Final = attrgetter(*PENALTIES)
+NO_PENALTIES: Final = penalty_numbers(ShapingParams())
 NUM_DRAW_NUMBERS: Final = len(DrawParams.__struct_fields__) + 1  # with u
 
 

@@ -114,7 +114,6 @@ def test_the_table_is_complete() -> None:
     for name in ShapingParams.__struct_fields__:
         assert name == "temperature" or getattr(EXAMPLE_PARAMS, name) != getattr(ShapingParams(), name)
     assert EXAMPLE_PARAMS.is_filtered
-    assert EXAMPLE_PARAMS.is_penalised
     for name in FILTERS:
         assert DrawParams(**{name: getattr(EXAMPLE_PARAMS, name)}).is_filtered
 

@@ -12,7 +12,7 @@ from typing import Final, Literal
 import msgspec
 from llguidance import LLParserLimits
 
-from ...kernels.sampling import ShapingParams
+from ...kernels.sampling import NO_PENALTIES, ShapingParams, penalty_numbers
 from .beams import BeamRound, BeamRules, BeamsSoFar
 from .engine_load import EngineLoad, ServedElsewhere, TenantShare
 from .prompt_scores import Pooling, PromptScores
@@ -158,7 +158,7 @@ class SamplingParams(ShapingParams, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def has_penalty(self) -> bool:
         """Choosing a token depends on which ones the sequence has already."""
-        return self.is_penalised or (self.rules is not None and self.rules.looks_back)
+        return penalty_numbers(self) != NO_PENALTIES or (self.rules is not None and self.rules.looks_back)
 
 
 class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
